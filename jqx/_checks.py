@@ -1,0 +1,130 @@
+"""Checks of rank, shape, dtype and axes at the public edge; chex decides, the message is ours."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from ._errors import message
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def require(
+    assertion: Callable[..., None],
+    *args: Any,
+    error: type[Exception],
+    function: str,
+    problem: str,
+    given: str,
+    expected: str,
+    mend: str,
+) -> None:
+    """Runs a chex assertion and raises `error` with a four-part message where it fails."""
+    try:
+        assertion(*args)
+    except AssertionError:
+        text = message(function, problem, given=given, expected=expected, mend=mend)
+        raise error(text) from None
+
+
+def _holds(condition: bool) -> None:
+    chex.assert_equal(bool(condition), True)
+
+
+def require_that(condition: bool, **parts: Any) -> None:
+    """`require` for a condition that no chex assertion states."""
+    require(_holds, condition, **parts)
+
+
+def name_of(dtype: DTypeLike) -> str:
+    """The name of a dtype, for messages; anything that is not a dtype is shown by its type."""
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return f"an object of type {type(dtype).__name__}"
+
+
+def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
+    """Returns `dtype` as a dtype object, or raises a TypeError that names the argument."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        text = message(
+            function,
+            f"`{argument}` is not a dtype.",
+            given=f"{argument} = {dtype!r}",
+            expected="a JAX dtype, such as jnp.int8",
+            mend="pass the dtype object itself.",
+        )
+        raise TypeError(text) from None
+
+
+def as_real(function: str, argument: str, x: ArrayLike) -> jax.Array:
+    """Returns `x` as an array, after checking that it is floating point."""
+    x = jnp.asarray(x)
+    require_that(
+        x.dtype.name in FLOATS,
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` element type ({x.dtype.name}) must be a floating point number.",
+        given=f"{argument}.dtype == {x.dtype.name}",
+        expected=f"{argument}.dtype in ({', '.join(FLOATS)})",
+        mend=f"convert it first: {argument}.astype(jnp.float32).",
+    )
+    return x
+
+
+def as_like(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Returns `x` as an array; a Python number takes `dtype`, anything else keeps its own."""
+    if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
+        return jnp.asarray(x, dtype)
+    return jnp.asarray(x)
+
+
+def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
+    """Checks that `x` has exactly `dtype`, which is the dtype of `of`."""
+    require(
+        chex.assert_type,
+        x,
+        dtype,
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` element type ({x.dtype.name}) must match {of} element type "
+        f"({name_of(dtype)}).",
+        given=f"{argument}.dtype == {x.dtype.name}",
+        expected=f"{argument}.dtype == {name_of(dtype)}",
+        mend=f"convert it: {argument}.astype(jnp.{name_of(dtype)}).",
+    )
+
+
+def normalize_axes(
+    function: str, axes: int | Sequence[int], rank: int, *, argument: str = "axes"
+) -> tuple[int, ...]:
+    """Returns a set of axes in increasing order, each in `[0, rank)`; duplicates collapse."""
+    given = axes
+    axes = (axes,) if isinstance(axes, (int, np.integer)) else tuple(axes)
+    for axis in axes:
+        require_that(
+            isinstance(axis, (int, np.integer)) and not isinstance(axis, bool),
+            error=TypeError,
+            function=function,
+            problem=f"`{argument}` must hold integers.",
+            given=f"{argument} == {given!r}",
+            expected="an integer or a sequence of integers",
+            mend="pass axis numbers, such as axes=(0,).",
+        )
+        require_that(
+            -rank <= axis < rank,
+            error=ValueError,
+            function=function,
+            problem=f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
+            given=f"{argument} == {given!r}, rank {rank}",
+            expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
+            mend="name an axis that the input has.",
+        )
+    return tuple(sorted({int(axis) % rank for axis in axes}))

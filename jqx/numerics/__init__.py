@@ -1,0 +1,16 @@
+"""Number formats, round modes, and arithmetic that XLA leaves alone."""
+
+from ._exact import compute_dtype as compute_dtype
+from ._exact import difference as difference
+from ._exact import divide as divide
+from ._exact import multiply_add as multiply_add
+from ._exact import narrow as narrow
+from ._exact import saturating_sum as saturating_sum
+from ._formats import INTEGERS as INTEGERS
+from ._formats import as_quantized_type as as_quantized_type
+from ._formats import bit_width as bit_width
+from ._formats import integer_range as integer_range
+from ._formats import is_quantized_type as is_quantized_type
+from ._formats import is_signed as is_signed
+from ._rounding import RoundMode as RoundMode
+from ._rounding import round_to_integer as round_to_integer

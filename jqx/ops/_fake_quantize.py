@@ -1,0 +1,236 @@
+"""OpenVINO FakeQuantize-1, with a gradient."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._checks import as_like, as_real, check_dtype, require_that
+from ..gradients import GradientEstimator, check_estimator, ste
+from ..numerics import RoundMode, compute_dtype, divide, multiply_add, narrow, round_to_integer
+from ._broadcast import sum_to_shape
+
+_LIMITS = ("input_low", "input_high", "output_low", "output_high")
+_BROADCASTS = ("none", "numpy", "pdpd")
+
+
+def fake_quantize(
+    x: ArrayLike,
+    input_low: ArrayLike,
+    input_high: ArrayLike,
+    output_low: ArrayLike,
+    output_high: ArrayLike,
+    *,
+    levels: int,
+    auto_broadcast: str = "numpy",
+    axis: int = -1,
+    gradient: GradientEstimator = ste,
+) -> jax.Array:
+    """Maps `x` from the input range onto `levels` equally spaced values of the output range.
+
+    With `lo = min(input_low, input_high)` and `hi = max(input_low, input_high)`:
+
+        y = output_low                     where x <= lo
+        y = output_high                    where x > hi
+        y = round((x - input_low) / (input_high - input_low) * (levels - 1)) / (levels - 1)
+              * (output_high - output_low) + output_low                      elsewhere
+
+    evaluated left to right, each step rounded once, `round` half to even. Inverted and degenerate
+    ranges are allowed: where both limits are equal, `x` is compared with them.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
+        float32 and narrowed once.
+      input_low: dtype of `x`, broadcasting to its shape as `auto_broadcast` says; a Python number is
+        taken in the dtype of `x`.
+      input_high: as `input_low`.
+      output_low: as `input_low`.
+      output_high: as `input_low`.
+      levels: number of values of the output range, an integer of 2 or more.
+      auto_broadcast: `"none"` (all shapes equal), `"numpy"` (aligned right, dims equal or 1) or
+        `"pdpd"` (aligned at `axis`). Limits broadcast to `x`, never `x` to them.
+      axis: for `"pdpd"`, the axis of `x` that the first dim of a limit belongs to; -1 aligns right.
+        Other modes take no axis.
+      gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating point, a limit has another dtype, `levels` is not an integer, or
+        `gradient` is no estimator.
+      ValueError: `levels` is below 2, `auto_broadcast` is unknown, a limit does not broadcast to `x`,
+        or `axis` is out of range or given without `"pdpd"`.
+
+    Gradient: `gradient` decides what passes the rounding, for `x` and all four limits. The default,
+      `ste`, gives the derivative of the expression above with `round` deleted, summed over broadcast
+      axes; where both input limits are equal, `x` and they get none.
+    NaN and infinities: NaN in `x` gives NaN; infinities give `output_low` and `output_high`. A NaN
+      `input_high` acts as `input_low`; a NaN `input_low` gives NaN.
+    Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules; ties follow its reference (half to
+      even), where the text leaves them open.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.fake_quantize(jnp.array([-1.0, 0.3, 0.5, 2.0]), 0.0, 1.0, 0.0, 10.0, levels=5)
+      Array([ 0. ,  2.5,  5. , 10. ], dtype=float32)
+    """
+    x = as_real("fake_quantize", "x", x)
+    _check_levels(levels)
+    check_estimator("fake_quantize", gradient)
+    require_that(
+        auto_broadcast in _BROADCASTS,
+        error=ValueError,
+        function="fake_quantize",
+        problem=f"{auto_broadcast!r} is not a member of AutoBroadcastType.",
+        given=f"auto_broadcast == {auto_broadcast!r}",
+        expected=f"one of {', '.join(_BROADCASTS)}",
+        mend='use "numpy" unless the model says otherwise.',
+    )
+    require_that(
+        auto_broadcast == "pdpd" or axis == -1,
+        error=ValueError,
+        function="fake_quantize",
+        problem=f"`axis` has no meaning with auto_broadcast={auto_broadcast!r}.",
+        given=f"axis == {axis!r}",
+        expected="axis left at -1",
+        mend='drop axis, or pass auto_broadcast="pdpd".',
+    )
+    limits = []
+    for name, limit in zip(_LIMITS, (input_low, input_high, output_low, output_high), strict=True):
+        limit = as_like(limit, x.dtype)
+        check_dtype("fake_quantize", name, limit, x.dtype, of="input")
+        limits.append(
+            limit.reshape(_aligned_shape(name, limit.shape, x.shape, auto_broadcast, axis))
+        )
+    return _evaluate(x, *limits, levels=int(levels), gradient=gradient)
+
+
+def _check_levels(levels: Any) -> None:
+    require_that(
+        isinstance(levels, (int, np.integer)) and not isinstance(levels, bool),
+        error=TypeError,
+        function="fake_quantize",
+        problem="`levels` must be an integer.",
+        given=f"an object of type {type(levels).__name__}",
+        expected="a static Python integer of 2 or more",
+        mend="pass the number of levels, such as levels=256.",
+    )
+    require_that(
+        levels >= 2,
+        error=ValueError,
+        function="fake_quantize",
+        problem="`levels` must be 2 or more.",
+        given=f"levels == {levels}",
+        expected="levels >= 2",
+        mend="pass the number of levels, such as levels=256.",
+    )
+
+
+def _aligned_shape(
+    name: str, limit: tuple[int, ...], shape: tuple[int, ...], auto_broadcast: str, axis: int
+) -> tuple[int, ...]:
+    """Returns the shape of a limit at the rank of `x`, or raises where it does not broadcast to it."""
+
+    def fail(expected: str) -> None:
+        require_that(
+            False,
+            error=ValueError,
+            function="fake_quantize",
+            problem=f"Argument shapes are inconsistent. `{name}` does not broadcast to `x`.",
+            given=f"{name}.shape == {limit}, x.shape == {shape}, "
+            f"auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
+            expected=expected,
+            mend=f"reshape {name}, or choose another auto_broadcast.",
+        )
+
+    if auto_broadcast == "none":
+        if limit != shape:
+            fail(f"{name}.shape == {shape}")
+        return limit
+    start = len(shape) - len(limit)
+    if start < 0:
+        fail(f"{name} of rank {len(shape)} or less")
+    if auto_broadcast == "pdpd":
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or axis < -1:
+            fail("an axis of -1 (align right) or more")
+        start = start if axis == -1 else int(axis)
+        while limit and limit[-1] == 1:
+            limit = limit[:-1]
+    padded = (1,) * start + limit + (1,) * (len(shape) - start - len(limit))
+    if len(padded) != len(shape) or any(
+        m not in (1, n) for m, n in zip(padded, shape, strict=True)
+    ):
+        fail("each dim of the limit equal to 1 or to the dim of x that it is aligned with")
+    return padded
+
+
+@partial(jax.jit, static_argnames=("levels", "gradient"))
+def _evaluate(x, il, ih, ol, oh, *, levels, gradient):
+    return _fake_quantize(levels, gradient, x, il, ih, ol, oh)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fake_quantize(levels, gradient, x, il, ih, ol, oh):
+    dtype, wide = x.dtype, compute_dtype(x.dtype)
+    x, il, ih, ol, oh = (v.astype(wide) for v in (x, il, ih, ol, oh))
+    steps = jnp.asarray(np.asarray(levels - 1, wide))
+    u = divide(x - il, ih - il)
+    u = divide(round_to_integer(u * steps, RoundMode.NEAREST_TOWARD_EVEN), steps)
+    y = multiply_add(u, oh - ol, ol)
+    low, high = _ordered(il, ih)
+    y = jnp.where(x > high, oh, y)
+    return narrow(jnp.where(x <= low, ol, y), dtype)
+
+
+def _ordered(il: jax.Array, ih: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (min, max) as C++ has them: a NaN `ih` acts as `il`, a NaN `il` stays."""
+    return jnp.where(ih < il, ih, il), jnp.where(ih > il, ih, il)
+
+
+def _forward(levels, gradient, x, il, ih, ol, oh):
+    return _fake_quantize(levels, gradient, x, il, ih, ol, oh), (x, il, ih, ol, oh)
+
+
+def _backward(levels, gradient, residuals, cotangent):
+    """The chain rule around the estimator: y = ol + u * (oh - ol), u = (c - il) / (ih - il), c in between.
+
+    `c` is `x` clamped to the input range by the quantizer that the estimator differentiates.
+    """
+    dtypes = [v.dtype for v in residuals]
+    wide = compute_dtype(dtypes[0])
+    x, il, ih, ol, oh = (v.astype(wide) for v in residuals)
+    cotangent = cotangent.astype(wide)
+    zero = jnp.zeros_like(cotangent)
+    low, high = _ordered(il, ih)
+    below, above = x <= low, x > high
+    span = ih - il
+    flat = span == 0
+    ratio = jnp.where(
+        flat, jnp.zeros_like(span), (oh - ol) / jnp.where(flat, jnp.ones_like(span), span)
+    )
+    u = (x - il) / jnp.where(flat, jnp.ones_like(span), span)
+    u = jnp.where(below, zero, jnp.where(above, jnp.ones_like(u), u))
+    # An inverted range does not clamp: outside of it the output is a constant of the wrong end.
+    dc = jnp.where((ih < il) & (below | above), zero, cotangent * ratio)
+    dx, dlow, dhigh = gradient.bwd(
+        x, jnp.broadcast_to(low, x.shape), jnp.broadcast_to(high, x.shape), levels, dc
+    )
+    inverted = ih < il
+    d_il = jnp.where(inverted, dhigh, dlow) + (u - jnp.ones_like(u)) * dc
+    d_ih = jnp.where(inverted, dlow, dhigh) - u * dc
+    d_ol, d_oh = (jnp.ones_like(u) - u) * cotangent, u * cotangent
+    gradients = (
+        dx,
+        sum_to_shape(d_il, il.shape),
+        sum_to_shape(d_ih, ih.shape),
+        sum_to_shape(d_ol, ol.shape),
+        sum_to_shape(d_oh, oh.shape),
+    )
+    return tuple(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
+
+
+_fake_quantize.defvjp(_forward, _backward)

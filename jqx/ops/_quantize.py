@@ -1,0 +1,249 @@
+"""nGraph v0 Quantize and Dequantize, and the affine fake quantization made of the two."""
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .._checks import as_dtype, as_like, as_real, check_dtype, normalize_axes, require, require_that
+from ..gradients import GradientEstimator, check_estimator, ste
+from ..numerics import RoundMode, as_quantized_type
+from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize
+from ._broadcast import expand_to_axes
+from ._round import check_round_mode
+
+
+def quantize(
+    x: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike | None = None,
+    *,
+    qtype: DTypeLike,
+    axes: int | Sequence[int] = (),
+    round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN,
+) -> jax.Array:
+    """Quantizes `x` with a given scale: `round(x / scale) + zero_point`, saturated to `qtype`.
+
+    The division is a true division and the sum with the zero point is exact, under jit as well.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
+        float32.
+      scale: dtype of `x`, shape of `x` projected onto `axes` in increasing order (so `()` when `axes`
+        is empty; a Python number is taken in the dtype of `x`). Any value is accepted; positive finite
+        ones are useful.
+      zero_point: dtype `qtype`, shape of `scale`; `None` means zero everywhere.
+      qtype: integer dtype, `int2` to `int32` or `uint2` to `uint32`.
+      axes: axes of `x` that have their own scale, a set in any order, negatives count from the end;
+        `()` means one scale for all of `x`.
+      round_mode: one of the nine modes, tie rule included.
+
+    Returns:
+      Array of the shape of `x` and dtype `qtype`.
+
+    Raises:
+      TypeError: `x` is not floating point, `qtype` is not an integer format of up to 32 bits, `scale`
+        has not the dtype of `x` or `zero_point` not `qtype`, or `round_mode` is no `RoundMode`.
+      ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
+
+    Gradient: none (integer result); see `quantize_dequantize`.
+    NaN and infinities: a NaN quotient gives 0, whatever the zero point; infinities saturate.
+    Subnormals: float32 subnormals count as zero where the backend flushes them, as XLA on CPU does.
+    Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are negative
+      axes and the dtypes beyond int8, uint8 and int32.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.quantize(jnp.array([0.3, -9.0]), 0.1, qtype=jnp.int4)
+      Array([3, -8], dtype=int4)
+    """
+    qtype = as_quantized_type("quantize", "qtype", qtype, "Output")
+    x = jnp.asarray(x)
+    scale = as_like(scale, x.dtype)
+    check_dtype("quantize", "scale", scale, x.dtype, of="input")
+    x = as_real("quantize", "x", x)
+    scale, zero_point = _parameters("quantize", x, scale, zero_point, qtype, "output", axes)
+    check_round_mode("quantize", round_mode)
+    return affine_quantize(x, scale, zero_point, qtype=qtype, round_mode=round_mode)
+
+
+def dequantize(
+    q: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    axes: int | Sequence[int] = (),
+) -> jax.Array:
+    """Dequantizes `q`: `(q - zero_point) * scale`.
+
+    The integer difference is exact and is rounded once to the dtype of `scale`; the product is rounded
+    once in that dtype.
+
+    Args:
+      q: integer array, any shape, `int2` to `int32` or `uint2` to `uint32`.
+      scale: float16, bfloat16, float32 or float64; shape of `q` projected onto `axes` in increasing
+        order (so `()` when `axes` is empty; a Python number is taken as float32 or as `dtype`).
+      zero_point: dtype of `q`, shape of `scale`; `None` means zero everywhere.
+      dtype: dtype of the result; must equal that of `scale`; `None` takes it.
+      axes: axes of `q` that have their own scale, a set in any order, negatives count from the end.
+
+    Returns:
+      Array of the shape of `q` and the dtype of `scale`.
+
+    Raises:
+      TypeError: `dtype` is not floating point, `q` is not an integer format of up to 32 bits,
+        `zero_point` has not the dtype of `q`, or `scale` not `dtype`.
+      ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
+
+    Gradient: of `scale`, by JAX; none for the integers.
+    NaN and infinities: IEEE arithmetic on `scale`, so `0 * inf` is NaN; no saturation.
+    Source: nGraph v0 Dequantize, with nearest-even narrowing to bfloat16 and an int32 difference that
+      does not wrap (its reference truncates the one and wraps the other).
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.dequantize(jnp.array([3, -8], jnp.int8), jnp.array([0.5, 2.0]), axes=0)
+      Array([  1.5, -16. ], dtype=float32)
+    """
+    q = jnp.asarray(q)
+    scale = as_like(scale, jnp.float32 if dtype is None else as_dtype("dequantize", "dtype", dtype))
+    dtype = scale.dtype if dtype is None else as_dtype("dequantize", "dtype", dtype)
+    as_real("dequantize", "dtype" if dtype != scale.dtype else "scale", jnp.zeros((), dtype))
+    qtype = as_quantized_type("dequantize", "q", q.dtype, "Input")
+    check_dtype("dequantize", "scale", scale, dtype, of="output")
+    scale, zero_point = _parameters("dequantize", q, scale, zero_point, qtype, "input", axes)
+    return affine_dequantize(q, scale, zero_point, dtype=dtype)
+
+
+def quantize_dequantize(
+    x: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike | None = None,
+    *,
+    qtype: DTypeLike,
+    axes: int | Sequence[int] = (),
+    round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN,
+    gradient: GradientEstimator = ste,
+) -> jax.Array:
+    """Returns `dequantize(quantize(x))` in the dtype of `x`: affine fake quantization, differentiable.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64.
+      scale: dtype of `x`, shape of `x` projected onto `axes`; see `quantize`.
+      zero_point: dtype `qtype`, shape of `scale`; `None` means zero everywhere.
+      qtype: integer dtype of up to 32 bits.
+      axes: axes of `x` that have their own scale.
+      round_mode: one of the nine modes.
+      gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
+
+    Returns:
+      Array of the shape and dtype of `x`, on the grid `(code - zero_point) * scale`.
+
+    Raises:
+      TypeError, ValueError: as `quantize`; TypeError where `gradient` is no estimator.
+
+    Gradient: `gradient` decides, for `x` and `scale`; none for `zero_point`. The default, `ste`, is the
+      straight-through estimator: the derivative of `clamp(x, (qmin - zero_point) * scale, (qmax -
+      zero_point) * scale)`, so 1 for `x` inside and 0 outside, and 0 for the scale inside.
+    NaN and infinities: as `quantize`; a NaN becomes code 0, and gets no gradient.
+    Source: the composition of nGraph v0 Quantize and Dequantize.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> x = jnp.array([0.3, -0.26, 9.0])
+      >>> jqx.quantize_dequantize(x, 0.25, qtype=jnp.int4)
+      Array([ 0.25, -0.25,  1.75], dtype=float32)
+      >>> jax.grad(lambda x: jqx.quantize_dequantize(x, 0.25, qtype=jnp.int4).sum())(x)
+      Array([1., 1., 0.], dtype=float32)
+    """
+    function = "quantize_dequantize"
+    qtype = as_quantized_type(function, "qtype", qtype, "Output")
+    x = jnp.asarray(x)
+    scale = as_like(scale, x.dtype)
+    check_dtype(function, "scale", scale, x.dtype, of="input")
+    x = as_real(function, "x", x)
+    scale, zero_point = _parameters(function, x, scale, zero_point, qtype, "output", axes)
+    check_round_mode(function, round_mode)
+    check_estimator(function, gradient)
+    return affine_fake_quantize(
+        x, scale, zero_point, qtype=qtype, round_mode=round_mode, gradient=gradient
+    )
+
+
+def _parameters(
+    function: str,
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: ArrayLike | None,
+    qtype: jnp.dtype,
+    quantized: str,
+    axes: int | Sequence[int],
+) -> tuple[jax.Array, jax.Array | None]:
+    """Checks scale and zero point as nGraph does, in its order, and lines them up with `x`."""
+    if zero_point is not None:
+        _check_python_zero_point(function, zero_point, qtype)
+        zero_point = as_like(zero_point, qtype)
+        check_dtype(function, "zero_point", zero_point, qtype, of=quantized)
+    axes = normalize_axes(function, axes, x.ndim)
+    projected = tuple(x.shape[axis] for axis in axes)
+    given = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
+    expected = f"scale.shape == {projected}, the shape of x projected onto axes"
+    mend = "pass one scale per index of the quantization axes, or name other axes."
+    if zero_point is not None:
+        require(
+            chex.assert_equal_shape,
+            (scale, zero_point),
+            error=ValueError,
+            function=function,
+            problem=f"Scale shape {scale.shape} and zero point shape {zero_point.shape} must match.",
+            given=f"zero_point.shape == {zero_point.shape}, {given}",
+            expected=expected,
+            mend="pass one zero point per scale, or None for zero everywhere.",
+        )
+    require(
+        chex.assert_rank,
+        scale,
+        len(axes),
+        error=ValueError,
+        function=function,
+        problem=f"Scale / zero point rank ({scale.ndim}) does not match the number of "
+        f"quantization axes ({len(axes)}).",
+        given=given,
+        expected=expected,
+        mend=mend,
+    )
+    require(
+        chex.assert_shape,
+        scale,
+        projected,
+        error=ValueError,
+        function=function,
+        problem=f"Scale / zero point shape {scale.shape} must match input shape {x.shape} at the "
+        f"quantization axes {axes}.",
+        given=given,
+        expected=expected,
+        mend=mend,
+    )
+    scale = expand_to_axes(scale, axes, x.ndim)
+    return scale, None if zero_point is None else expand_to_axes(zero_point, axes, x.ndim)
+
+
+def _check_python_zero_point(function: str, zero_point: ArrayLike, qtype: jnp.dtype) -> None:
+    """A Python integer has no dtype to check, so its value is: nothing wraps around."""
+    if not isinstance(zero_point, (bool, int, float)):
+        return
+    info = jnp.iinfo(qtype)
+    require_that(
+        isinstance(zero_point, int)
+        and not isinstance(zero_point, bool)
+        and info.min <= zero_point <= info.max,
+        error=ValueError,
+        function=function,
+        problem=f"`zero_point` is not a code of {qtype.name}.",
+        given=f"zero_point == {zero_point!r}",
+        expected=f"an integer in [{info.min}, {info.max}]",
+        mend="pass a zero point in the range of qtype.",
+    )

@@ -1,0 +1,49 @@
+"""`round`: the nine round modes on real arrays."""
+
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from .._checks import as_real, require_that
+from ..numerics import RoundMode, compute_dtype, round_to_integer
+
+
+def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
+    """Rounds real numbers to integers by one of the nine nGraph modes, exactly.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64.
+      mode: a `RoundMode`, tie rule included.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating point, or `mode` is not a `RoundMode`.
+
+    Gradient: zero almost everywhere; see `quantize_dequantize` for one that trains.
+    NaN and infinities: unchanged.
+    Source: round modes of nGraph Quantize (v0).
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.round(jnp.array([2.5, -2.5, 2.4]), jqx.RoundMode.NEAREST_UPWARD)
+      Array([ 3., -2.,  2.], dtype=float32)
+    """
+    x = as_real("round", "x", x)
+    check_round_mode("round", mode, argument="mode")
+    return round_to_integer(x.astype(compute_dtype(x.dtype)), mode).astype(x.dtype)
+
+
+def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:
+    """Checks that `mode` is one of the nine."""
+    require_that(
+        isinstance(mode, RoundMode),
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` is not a RoundMode.",
+        given=f"{argument} == {mode!r}",
+        expected=f"one of {', '.join(m.name for m in RoundMode)}",
+        mend=f"pass the enum member, such as {argument}=jqx.RoundMode.NEAREST_TOWARD_EVEN.",
+    )
