@@ -1,4 +1,4 @@
-"""Gradient estimators: what flows backward through a rounding. Each is a value passed as `gradient=`."""
+"""Gradient estimators, values passed as `gradient=`: what flows backward through a rounding."""
 
 from ._estimator import GradientEstimator as GradientEstimator
 from ._estimator import check_estimator as check_estimator

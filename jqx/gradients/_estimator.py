@@ -11,9 +11,9 @@ from .._checks import require_that
 class GradientEstimator(Hashable, Protocol):
     """A hashable value that says what flows backward through a uniform quantizer.
 
-    The quantizer has `levels` equally spaced levels from `low` to `high` inclusive: it clamps `x` to
-    that range and rounds it to the nearest level. Every fake quantization in jqx reduces to it; the
-    chain rule around it and the sums over broadcast axes are done by the caller.
+    The quantizer has `levels` equally spaced levels from `low` to `high` inclusive: it clamps `x`
+    to that range and rounds it to the nearest level. Every fake quantization in jqx reduces to it;
+    the chain rule around it and the sums over broadcast axes are done by the caller.
     """
 
     def bwd(
@@ -35,5 +35,5 @@ def check_estimator(function: str, gradient: Any) -> None:
         problem="`gradient` is not a gradient estimator.",
         given=f"an object of type {type(gradient).__name__}",
         expected="a hashable value with a method bwd(x, low, high, levels, cotangent)",
-        mend="pass one of jqx.gradients, such as jqx.gradients.ste, or a frozen dataclass of your own.",
+        mend="pass one of jqx.gradients, such as jqx.gradients.ste, or a value of your own.",
     )

@@ -6,9 +6,9 @@
 
 It is the derivative of `clamp(x, low, high)`, that is, of the quantizer with its rounding deleted.
 
-Source: Bengio, Leonard, Courville, "Estimating or Propagating Gradients Through Stochastic Neurons for
-Conditional Computation", arXiv:1308.3432; with the clip mask of Hubara et al., "Binarized Neural
-Networks", NeurIPS 2016.
+Source: Bengio, Leonard, Courville, "Estimating or Propagating Gradients Through Stochastic Neurons
+for Conditional Computation", arXiv:1308.3432; with the clip mask of Hubara et al., "Binarized
+Neural Networks", NeurIPS 2016.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _SLACK = 2.0**-20
 
 @dataclasses.dataclass(frozen=True)
 class StraightThrough:
-    """Passes the cotangent where `x` lies inside the range, and to the limit that clips it elsewhere."""
+    """Passes the cotangent to `x` inside the range, and to the limit that clips it outside."""
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array

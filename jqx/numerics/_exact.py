@@ -1,11 +1,12 @@
 """Arithmetic that XLA must not rearrange: each step rounds once, as written.
 
-XLA (measured on jaxlib 0.10.2, CPU) rewrites `x / s` with a broadcast `s` to `x * (1 / s)`, contracts
-`a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float that is widened again.
-Each breaks the last bit of a specified result. The forms that survive live here and nowhere else;
-`tests/numerics/test_exact.py` fails when a new XLA undoes one.
+XLA (measured on jaxlib 0.10.2, CPU) rewrites `x / s` with a broadcast `s` to `x * (1 / s)`,
+contracts `a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float that is
+widened again. Each breaks the last bit of a specified result. The forms that survive live here and
+nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
 
-Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and nothing cheap undoes it.
+Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and nothing cheap
+  undoes it.
 """
 
 import jax
@@ -25,9 +26,9 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x / divisor`, a true division; `divisor` broadcasts to the shape of `x`.
 
     The barrier stands behind the broadcast: before it, XLA still sees a broadcast divisor and
-    multiplies by its reciprocal. The select ties the divisor to `x`, or vmap over `x` alone would move
-    the barrier before a broadcast again; it changes no quotient, as one of NaN is NaN. Neither costs a
-    temporary; the division fuses as before.
+    multiplies by its reciprocal. The select ties the divisor to `x`, or vmap over `x` alone would
+    move the barrier before a broadcast again; it changes no quotient, as one of NaN is NaN. Neither
+    costs a temporary; the division fuses as before.
     """
     tied = jnp.where(jnp.isnan(x), x, jnp.broadcast_to(divisor, x.shape))
     return x / lax.optimization_barrier(tied)
@@ -36,7 +37,8 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     """`a * b + c` with the product rounded before the sum: no fused multiply-add.
 
-    The select between product and sum is what keeps LLVM from contracting them; it changes no value.
+    The select between product and sum is what keeps LLVM from contracting them; it changes no
+    value.
     """
     product = a * b
     product = jnp.where(jnp.isnan(product), jnp.asarray(jnp.nan, product.dtype), product)
@@ -106,7 +108,7 @@ def _saturating_sum_in_halves(
 
 
 def _halves(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits integers of up to 32 bits into int32 `(high, low)`: `high * 65536 + low`, low in [0, 65536)."""
+    """Splits integers into int32 `(high, low)`: `high * 65536 + low`, low in [0, 65536)."""
     if is_signed(codes.dtype):
         wide = codes.astype(jnp.int32)
         return wide >> 16, wide & 0xFFFF

@@ -38,7 +38,8 @@ def round_to_integer(x: jax.Array, mode: RoundMode) -> jax.Array:
     """Rounds float32 or float64 values to integers of the same dtype; NaN and infinity stay.
 
     `floor(x + 0.5)` would be wrong: the sum rounds 0.49999997 up to 1 and is off by one for odd
-    values above 2**23. Here `d = x - trunc(x)` is exact for every float, and so are the tests on it.
+    values above 2**23. Here `d = x - trunc(x)` is exact for every float, and so are the tests on
+    it.
     """
     match mode:
         case RoundMode.NEAREST_TOWARD_EVEN:

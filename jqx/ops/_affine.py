@@ -46,7 +46,7 @@ def affine_quantize(
 def affine_dequantize(
     q: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: DTypeLike
 ) -> jax.Array:
-    """Dequantizes `q` to `dtype`: the difference is rounded to the dtype of `scale`, then multiplied."""
+    """Dequantizes `q` to `dtype`; the difference is first rounded to the dtype of `scale`."""
     d = difference(q, zero_point, scale.dtype)
     return narrow(d * scale.astype(d.dtype), dtype)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def expand_to_axes(parameter: jax.Array, axes: Sequence[int], rank: int) -> jax.Array:
-    """Reshapes a parameter with one dimension per axis of `axes` (increasing) to `rank` dimensions."""
+    """Reshapes a parameter with one dim per axis of `axes` (increasing) to `rank` dims."""
     shape = [1] * rank
     for axis, size in zip(axes, parameter.shape, strict=True):
         shape[axis] = size

@@ -44,8 +44,8 @@ def fake_quantize(
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32 and narrowed once.
-      input_low: dtype of `x`, broadcasting to its shape as `auto_broadcast` says; a Python number is
-        taken in the dtype of `x`.
+      input_low: dtype of `x`, broadcasting to its shape as `auto_broadcast` says; a Python number
+        is taken in the dtype of `x`.
       input_high: as `input_low`.
       output_low: as `input_low`.
       output_high: as `input_low`.
@@ -60,18 +60,18 @@ def fake_quantize(
       Array of the shape and dtype of `x`.
 
     Raises:
-      TypeError: `x` is not floating point, a limit has another dtype, `levels` is not an integer, or
-        `gradient` is no estimator.
-      ValueError: `levels` is below 2, `auto_broadcast` is unknown, a limit does not broadcast to `x`,
-        or `axis` is out of range or given without `"pdpd"`.
+      TypeError: `x` is not floating point, a limit has another dtype, `levels` is not an integer,
+        or `gradient` is no estimator.
+      ValueError: `levels` is below 2, `auto_broadcast` is unknown, a limit does not broadcast to
+        `x`, or `axis` is out of range or given without `"pdpd"`.
 
     Gradient: `gradient` decides what passes the rounding, for `x` and all four limits. The default,
-      `ste`, gives the derivative of the expression above with `round` deleted, summed over broadcast
-      axes; where both input limits are equal, `x` and they get none.
+      `ste`, gives the derivative of the expression above with `round` deleted, summed over
+      broadcast axes; where both input limits are equal, `x` and they get none.
     NaN and infinities: NaN in `x` gives NaN; infinities give `output_low` and `output_high`. A NaN
       `input_high` acts as `input_low`; a NaN `input_low` gives NaN.
-    Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules; ties follow its reference (half to
-      even), where the text leaves them open.
+    Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules; ties follow its reference (half
+      to even), where the text leaves them open.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -133,7 +133,7 @@ def _check_levels(levels: Any) -> None:
 def _aligned_shape(
     name: str, limit: tuple[int, ...], shape: tuple[int, ...], auto_broadcast: str, axis: int
 ) -> tuple[int, ...]:
-    """Returns the shape of a limit at the rank of `x`, or raises where it does not broadcast to it."""
+    """Returns the shape of a limit at the rank of `x`, or raises where it does not fit `x`."""
 
     def fail(expected: str) -> None:
         require_that(
@@ -196,7 +196,8 @@ def _forward(levels, gradient, x, il, ih, ol, oh):
 
 
 def _backward(levels, gradient, residuals, cotangent):
-    """The chain rule around the estimator: y = ol + u * (oh - ol), u = (c - il) / (ih - il), c in between.
+    """The chain rule around the estimator: y = ol + u * (oh - ol), u = (c - il) / (ih - il), c in
+    between.
 
     `c` is `x` clamped to the input range by the quantizer that the estimator differentiates.
     """

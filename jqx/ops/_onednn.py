@@ -33,14 +33,14 @@ def dynamic_quantize(
 ) -> jax.Array:
     """Quantizes `x` as oneDNN does: `round(x / scale + zp)`, half to even, saturated to `qtype`.
 
-    The zero point is added before the one rounding, unlike `quantize`: with scale 1 and zero point 3,
-    0.5 becomes 4 here and 3 there.
+    The zero point is added before the one rounding, unlike `quantize`: with scale 1 and zero point
+    3, 0.5 becomes 4 here and 3 there.
 
     Args:
       x: float32 array, any shape. (oneDNN: `src`.)
       scales: float32, 1-D: one element for `"per_tensor"`, `x.shape[axis]` for `"per_channel"`.
-      zps: int8, uint8 or int32, shape of `scales`; need not lie in the range of `qtype`; `None` means
-        zero everywhere.
+      zps: int8, uint8 or int32, shape of `scales`; need not lie in the range of `qtype`; `None`
+        means zero everywhere.
       qtype: `jnp.int8` or `jnp.uint8`. (oneDNN: the type of `dst`.)
       granularity: `"per_tensor"` or `"per_channel"`. (oneDNN: the attribute `qtype`.)
       axis: channel axis in `[-rank, rank - 1]`; read for `"per_channel"` alone.
@@ -55,8 +55,8 @@ def dynamic_quantize(
 
     Gradient: none (integer result); see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0; infinities saturate.
-    Source: oneDNN Graph DynamicQuantize. Deviation from its library, not from its text: a true division
-      where the library multiplies by the reciprocal.
+    Source: oneDNN Graph DynamicQuantize. Deviation from its library, not from its text: a true
+      division where the library multiplies by the reciprocal.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -101,9 +101,10 @@ def onednn_quantize(
       TypeError, ValueError: as `dynamic_quantize`; ValueError where float8 comes with `zps`.
 
     Gradient: none for integers; by JAX for float8.
-    NaN and infinities: as `dynamic_quantize` for integers. float8 does not saturate: what is too large
-      becomes NaN (e4m3fn) or infinity (e5m2).
-    Source: oneDNN Graph Quantize. Deviation: e4m3fn is rounded once, the library rounds to float16 first.
+    NaN and infinities: as `dynamic_quantize` for integers. float8 does not saturate: what is too
+      large becomes NaN (e4m3fn) or infinity (e5m2).
+    Source: oneDNN Graph Quantize. Deviation: e4m3fn is rounded once, the library rounds to float16
+      first.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -180,8 +181,8 @@ def dynamic_dequantize(
 
     Args:
       q: int8, uint8, int4 or uint4 array, any shape.
-      scales: float32, float16 or bfloat16. 1-D with one element for `"per_tensor"` and `q.shape[axis]`
-        for `"per_channel"`; of the rank of `q` for `"per_group"`, one per group.
+      scales: float32, float16 or bfloat16. 1-D with one element for `"per_tensor"` and
+        `q.shape[axis]` for `"per_channel"`; of the rank of `q` for `"per_group"`, one per group.
       zps: int8, uint8, int4, uint4 or int32, shape of `scales`; `None` means zero everywhere.
       granularity: `"per_tensor"`, `"per_channel"` or `"per_group"`.
       axis: channel axis; read for `"per_channel"` alone.
@@ -202,7 +203,8 @@ def dynamic_dequantize(
     Example:
       >>> import jqx, jax.numpy as jnp
       >>> q = jnp.array([[1, 2, 3, 4]], jnp.int4)
-      >>> jqx.dynamic_dequantize(q, jnp.array([[1.0, 10.0]]), granularity="per_group", group_shape=(1, 2))
+      >>> scales = jnp.array([[1.0, 10.0]])
+      >>> jqx.dynamic_dequantize(q, scales, granularity="per_group", group_shape=(1, 2))
       Array([[ 1.,  2., 30., 40.]], dtype=float32)
     """
     function = "dynamic_dequantize"

@@ -31,9 +31,9 @@ def quantize(
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32.
-      scale: dtype of `x`, shape of `x` projected onto `axes` in increasing order (so `()` when `axes`
-        is empty; a Python number is taken in the dtype of `x`). Any value is accepted; positive finite
-        ones are useful.
+      scale: dtype of `x`, shape of `x` projected onto `axes` in increasing order (so `()` when
+        `axes` is empty; a Python number is taken in the dtype of `x`). Any value is accepted;
+        positive finite ones are useful.
       zero_point: dtype `qtype`, shape of `scale`; `None` means zero everywhere.
       qtype: integer dtype, `int2` to `int32` or `uint2` to `uint32`.
       axes: axes of `x` that have their own scale, a set in any order, negatives count from the end;
@@ -44,15 +44,16 @@ def quantize(
       Array of the shape of `x` and dtype `qtype`.
 
     Raises:
-      TypeError: `x` is not floating point, `qtype` is not an integer format of up to 32 bits, `scale`
-        has not the dtype of `x` or `zero_point` not `qtype`, or `round_mode` is no `RoundMode`.
+      TypeError: `x` is not floating point, `qtype` is not an integer format of up to 32 bits,
+        `scale` has not the dtype of `x` or `zero_point` not `qtype`, or `round_mode` is no
+        `RoundMode`.
       ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
 
     Gradient: none (integer result); see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0, whatever the zero point; infinities saturate.
     Subnormals: float32 subnormals count as zero where the backend flushes them, as XLA on CPU does.
-    Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are negative
-      axes and the dtypes beyond int8, uint8 and int32.
+    Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are
+      negative axes and the dtypes beyond int8, uint8 and int32.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -79,8 +80,8 @@ def dequantize(
 ) -> jax.Array:
     """Dequantizes `q`: `(q - zero_point) * scale`.
 
-    The integer difference is exact and is rounded once to the dtype of `scale`; the product is rounded
-    once in that dtype.
+    The integer difference is exact and is rounded once to the dtype of `scale`; the product is
+    rounded once in that dtype.
 
     Args:
       q: integer array, any shape, `int2` to `int32` or `uint2` to `uint32`.
@@ -100,8 +101,8 @@ def dequantize(
 
     Gradient: of `scale`, by JAX; none for the integers.
     NaN and infinities: IEEE arithmetic on `scale`, so `0 * inf` is NaN; no saturation.
-    Source: nGraph v0 Dequantize, with nearest-even narrowing to bfloat16 and an int32 difference that
-      does not wrap (its reference truncates the one and wraps the other).
+    Source: nGraph v0 Dequantize, with nearest-even narrowing to bfloat16 and an int32 difference
+      that does not wrap (its reference truncates the one and wraps the other).
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -128,7 +129,8 @@ def quantize_dequantize(
     round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN,
     gradient: GradientEstimator = ste,
 ) -> jax.Array:
-    """Returns `dequantize(quantize(x))` in the dtype of `x`: affine fake quantization, differentiable.
+    """Returns `dequantize(quantize(x))` in the dtype of `x`: affine fake quantization,
+    differentiable.
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64.
@@ -145,9 +147,9 @@ def quantize_dequantize(
     Raises:
       TypeError, ValueError: as `quantize`; TypeError where `gradient` is no estimator.
 
-    Gradient: `gradient` decides, for `x` and `scale`; none for `zero_point`. The default, `ste`, is the
-      straight-through estimator: the derivative of `clamp(x, (qmin - zero_point) * scale, (qmax -
-      zero_point) * scale)`, so 1 for `x` inside and 0 outside, and 0 for the scale inside.
+    Gradient: `gradient` decides, for `x` and `scale`; none for `zero_point`. The default, `ste`, is
+      the straight-through estimator: the derivative of `clamp(x, (qmin - zero_point) * scale, (qmax
+      - zero_point) * scale)`, so 1 for `x` inside and 0 outside, and 0 for the scale inside.
     NaN and infinities: as `quantize`; a NaN becomes code 0, and gets no gradient.
     Source: the composition of nGraph v0 Quantize and Dequantize.
 
@@ -198,7 +200,8 @@ def _parameters(
             (scale, zero_point),
             error=ValueError,
             function=function,
-            problem=f"Scale shape {scale.shape} and zero point shape {zero_point.shape} must match.",
+            problem=f"Scale shape {scale.shape} and zero point shape {zero_point.shape} "
+            "must match.",
             given=f"zero_point.shape == {zero_point.shape}, {given}",
             expected=expected,
             mend="pass one zero point per scale, or None for zero everywhere.",

@@ -37,11 +37,12 @@ def affine_from_range(
       symmetric: whether the zero point is zero.
 
     Returns:
-      `(scale, zero_point)`, of the shape of `low`; the scale has its dtype, the zero point `qtype`, or
-      is `None` (zero everywhere) where `symmetric`.
+      `(scale, zero_point)`, of the shape of `low`; the scale has its dtype, the zero point `qtype`,
+      or is `None` (zero everywhere) where `symmetric`.
 
     Raises:
-      TypeError: a limit is not floating point, or they differ in dtype; `qtype` is no integer format.
+      TypeError: a limit is not floating point, or they differ in dtype; `qtype` is no integer
+        format.
       ValueError: shapes differ, or `qtype` is unsigned and `symmetric`.
 
     Gradient: of the scale, by JAX; none for the zero point.

@@ -13,7 +13,7 @@ X64 = os.environ.get("JAX_ENABLE_X64") == "1"
 
 
 def evaluate(form: str, f: Callable[..., Any], operands: Sequence[np.ndarray | None]) -> list[Any]:
-    """Evaluates `f(*operands)` in one form; `vmap` maps over a leading axis, and gives two results."""
+    """Evaluates `f(*operands)` in one form; `vmap` maps two copies and gives two results."""
     arrays = [None if a is None else jnp.asarray(a) for a in operands]
     match form:
         case "eager":

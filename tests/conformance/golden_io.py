@@ -1,7 +1,7 @@
 """Reads the stored vectors in `vectors/`: results of the real runtimes and of an independent model.
 
-Each .npz holds a JSON manifest and one blob, without pickle. 16-bit and 8-bit floats that NumPy lacks come
-back as their ml_dtypes types; rank-0 operands are stored with shape (1,).
+Each .npz holds a JSON manifest and one blob, without pickle. 16-bit and 8-bit floats that NumPy
+lacks come back as their ml_dtypes types; rank-0 operands are stored with shape (1,).
 """
 
 import json
