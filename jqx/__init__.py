@@ -1,9 +1,19 @@
-"""jqx: quantization for JAX as functional transforms."""
+"""jqx: quantization for JAX as functional transforms.
 
-__version__ = "0.1.0"
+Ops with written semantics, QTensors and exact integer contractions, and transforms that plan,
+calibrate, simulate and convert any JAX function. Start with `make_plan`.
+"""
 
+from . import calibrators as calibrators
 from . import gradients as gradients
 from . import numerics as numerics
+from . import presets as presets
+from .calibrators import per_axis as per_axis
+from .calibrators import per_channel as per_channel
+from .calibrators import per_tensor as per_tensor
+from .calibrators import per_token as per_token
+from .contractions import dot_general as dot_general
+from .contractions import matmul as matmul
 from .numerics import RoundMode as RoundMode
 from .ops import affine_from_range as affine_from_range
 from .ops import dequantize as dequantize
@@ -15,3 +25,17 @@ from .ops import onednn_quantize as onednn_quantize
 from .ops import quantize as quantize
 from .ops import quantize_dequantize as quantize_dequantize
 from .ops import round as round
+from .policy import Policy as Policy
+from .policy import Rule as Rule
+from .tensor import QSpec as QSpec
+from .tensor import QTensor as QTensor
+from .transforms import Plan as Plan
+from .transforms import affines as affines
+from .transforms import calibrate as calibrate
+from .transforms import convert as convert
+from .transforms import make_plan as make_plan
+from .transforms import merge_stats as merge_stats
+from .transforms import quantize_params as quantize_params
+from .transforms import simulate as simulate
+
+__version__ = "0.1.0"

@@ -32,11 +32,11 @@ def require(
         raise error(text) from None
 
 
-def _holds(condition: bool) -> None:
+def _holds(condition: object) -> None:
     chex.assert_equal(bool(condition), True)
 
 
-def require_that(condition: bool, **parts: Any) -> None:
+def require_that(condition: object, **parts: Any) -> None:
     """`require` for a condition that no chex assertion states."""
     require(_holds, condition, **parts)
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ..gradients import GradientEstimator
@@ -95,7 +96,7 @@ def _backward(qtype, round_mode, gradient, residuals, cotangent):
         q_high - q_low + 1,
         cotangent.astype(wide),
     )
-    shape = jnp.broadcast_shapes(s.shape, z.shape)
+    shape = np.broadcast_shapes(s.shape, z.shape)
     dscale = sum_to_shape(dlow, shape) * from_low + sum_to_shape(dhigh, shape) * from_high
     return dx.astype(x.dtype), sum_to_shape(dscale, s.shape).astype(scale.dtype), None
 

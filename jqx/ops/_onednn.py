@@ -124,9 +124,10 @@ def onednn_quantize(
         expected="zps=None",
         mend="drop zps, or quantize to an integer type.",
     )
-    scales, zps = _attributes(scales, zps)
-    scales, zps = _operands(function, x, scales, zps, ("float32",), ("int32",), granularity, axis)
-    return _quantize(x, scales, zps, qtype=qtype)
+    operands = _operands(
+        function, x, *_attributes(scales, zps), ("float32",), ("int32",), granularity, axis
+    )
+    return _quantize(x, *operands, qtype=qtype)
 
 
 def onednn_dequantize(
@@ -163,9 +164,10 @@ def onednn_dequantize(
     """
     function = "onednn_dequantize"
     q = _typed(function, "q", q, ("int8", "uint8", *_FLOAT8))
-    scales, zps = _attributes(scales, zps)
-    scales, zps = _operands(function, q, scales, zps, ("float32",), ("int32",), granularity, axis)
-    return _dequantize(q, scales, zps)
+    operands = _operands(
+        function, q, *_attributes(scales, zps), ("float32",), ("int32",), granularity, axis
+    )
+    return _dequantize(q, *operands)
 
 
 def dynamic_dequantize(

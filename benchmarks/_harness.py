@@ -1,0 +1,144 @@
+"""Interleaved timing: variants take turns in one process, so that foreign load falls on all alike.
+
+One sample is the mean time of a few calls in a row, enough to fill `SAMPLE_SECONDS`. Each round
+takes one sample of every variant, in a random order. Ratios are medians of the ratios within a
+round, which cancels load that lasts longer than a round.
+"""
+
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+SAMPLE_SECONDS = 0.01
+SETTLE_SECONDS = 0.002
+MIN_ROUNDS = 3
+PACKAGES = ("jqx", "jax", "jaxlib", "numpy", "qwix", "torch", "onnx", "onnxruntime")
+VARIABLES = (
+    *("XLA_FLAGS", "NPROC", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "LD_PRELOAD"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "JAX_PLATFORMS", "JAX_ENABLE_X64"),
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The samples of one variant, in seconds a call, one per round."""
+
+    samples: np.ndarray
+    calls: int
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.samples))
+
+    @property
+    def p10(self) -> float:
+        return float(np.percentile(self.samples, 10))
+
+    def ratio(self, other: "Timing") -> float:
+        """Returns the median over the rounds of this time divided by the other's."""
+        return float(np.median(self.samples / other.samples))
+
+
+def interleave(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
+    """Times calls that return when their work is done, for about `seconds`, warm-up included."""
+    start = time.perf_counter()
+    calls = {}
+    for name, call in variants.items():
+        call()
+        calls[name] = int(np.clip(SAMPLE_SECONDS / _seconds(call, 1), 1, 50))
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    order, shuffle, rounds = list(variants), random.Random(0).shuffle, 0
+    while rounds < MIN_ROUNDS or time.perf_counter() - start < seconds:
+        shuffle(order)
+        for name in order:
+            time.sleep(SETTLE_SECONDS)  # the threads of the previous library stop spinning
+            if calls[name] > 1:
+                variants[name]()  # brings its operands back into the cache
+            samples[name].append(_seconds(variants[name], calls[name]))
+        rounds += 1
+    return {name: Timing(np.array(samples[name]), calls[name]) for name in variants}
+
+
+def _seconds(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def threads() -> int:
+    """Returns the number of cores this process may use, which is what XLA takes."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment() -> dict[str, Any]:
+    """Returns what a number depends on: device, processor, versions, threads, variables."""
+    return {
+        "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "threads": threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor()
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def print_environment(facts: Mapping[str, Any]) -> None:
+    """Prints what `environment` returned, one fact a line."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None) or "none set"
+        print(f"{name.replace('_', ' ')}: {value}")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows under a head, the last columns (all that hold numbers) aligned right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    numeric = [all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in (head, ["-" * width for width in widths], *rows):
+        cells = zip(row, widths, numeric, strict=True)
+        print("  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in cells).rstrip())
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "-") or cell.replace(".", "", 1).isdigit()
+
+
+def write_json(path: Path, facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the environment and one record per variant."""
+    path.write_text(json.dumps({"environment": facts, "records": records}, indent=1) + "\n")

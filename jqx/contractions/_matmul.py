@@ -1,0 +1,86 @@
+"""`matmul` on arrays and QTensors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import require_that
+from ..tensor import QTensor
+from ._dot_general import Operand, as_operand, dot_general
+
+
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Multiplies matrices, either of them quantized; as `jax.numpy.matmul` otherwise.
+
+    Args:
+      lhs: array or QTensor of one axis or more; contracted along the last.
+      rhs: array or QTensor of one axis or more; contracted along the last but one, or its only one.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: dtype of the result; `None` takes the promoted dtype of the operands.
+
+    Returns:
+      Array; leading axes broadcast as in `jax.numpy.matmul`.
+
+    Raises:
+      ValueError: as `dot_general`; an operand has no axes; leading axes do not broadcast.
+
+    Gradient: as `dot_general`.
+    NaN and infinities: as `dot_general`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.eye(2) * 3.0, jqx.QSpec(jnp.int8))
+      >>> jnp.ones((4, 2)) @ w == jqx.matmul(jnp.ones((4, 2)), w)
+      Array([[ True,  True],
+             [ True,  True],
+             [ True,  True],
+             [ True,  True]], dtype=bool)
+    """
+    left, right = as_operand(lhs), as_operand(rhs)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    if not isinstance(left, QTensor) and not isinstance(right, QTensor):
+        return jnp.matmul(left, right, **options)
+    require_that(
+        left.ndim >= 1 and right.ndim >= 1,
+        error=ValueError,
+        function="matmul",
+        problem="an operand has no axis to contract.",
+        given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
+        expected="operands of one axis or more",
+        mend="multiply by a scalar with *.",
+    )
+    if right.ndim <= 2:
+        return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
+    if left.ndim > 1:
+        batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
+    axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
+    numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))
+    return dot_general(left, right, numbers, **options)
+
+
+def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
+    """Broadcasts all but the last two axes to `batch`; a shared scale stays shared."""
+    shape = (*batch, *x.shape[-2:])
+    if not isinstance(x, QTensor):
+        return jnp.broadcast_to(x, shape)
+
+    def lined_up(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape((1,) * (len(shape) - leaf.ndim) + leaf.shape)
+
+    zero = None if x.zero_point is None else lined_up(x.zero_point)
+    values = jnp.broadcast_to(x.values, shape)
+    return QTensor(values, lined_up(x.scale), zero, qtype=x.qtype, dtype=x.dtype)

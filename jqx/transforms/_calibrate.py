@@ -1,0 +1,161 @@
+"""Calibration: observe activations in float, merge what was seen, decide scales."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import Eqn
+from .._errors import message
+from ..calibrators import Affine
+from ..policy import Policy
+from ._interpret import Records, interpret
+from ._make_plan import as_plan, params_of
+from ._plan import Plan, Site
+from ._trace import check_function, is_quantized, trace_call
+
+Stats = dict[str, Any]
+"""Statistics by key, such as `layer0/w:dot_general:lhs`; each a pytree of its calibrator."""
+
+Affines = dict[str, Affine]
+"""Scales and zero points by key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Observe:
+    plan: Plan
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        (result,) = _compat.bind(eqn, operands)
+        seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=True)}
+        seen[site.output_key] = result
+        records = {
+            key: spec.calibrator.observe(jnp.asarray(seen[key]), spec)
+            for key, spec in site.static_specs().items()
+        }
+        return result, records
+
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        raise AssertionError("calibration binds no QTensor")
+
+
+def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple[Any, Stats]]:
+    """Returns a function that evaluates `f` in float and observes what needs a static scale.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+
+    Returns:
+      `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and statistics of this one
+      batch. Pure, so it may be jitted; merge the statistics of several batches with `merge_stats`.
+
+    Raises:
+      TypeError: `f` is no function or `plan` no plan.
+      ValueError: the plan was made for another function.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.eye(2), jnp.array([[1.0, -3.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+      >>> out, stats = jqx.calibrate(f, plan)(w, x)
+      >>> float(stats[":dot_general:lhs"].largest[0, 0])
+      3.0
+    """
+    check_function("calibrate", f)
+    params = params_of("calibrate", plan)
+
+    def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+        call = trace_call("calibrate", f, params, args, kwargs)
+        known = as_plan("calibrate", plan, call, params)
+        leaves = [leaf.dequantize() if is_quantized(leaf) else leaf for leaf in call.leaves]
+        out, stats = interpret(call.jaxpr, call.consts, leaves, _Observe(known))
+        return jax.tree.unflatten(call.out_tree, out), stats
+
+    return calibrated
+
+
+def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats:
+    """Returns the statistics of two calibrations together; associative.
+
+    Args:
+      plan: the plan that both were made with.
+      a: statistics from `calibrate`.
+      b: statistics from `calibrate`.
+
+    Raises:
+      ValueError: `a` or `b` has not the entries of the plan.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(jnp.eye(2), jnp.ones((1, 2)))
+      >>> parts = [jqx.calibrate(f, plan)(jnp.eye(2), jnp.full((1, 2), c))[1] for c in (2.0, 5.0)]
+      >>> float(jqx.merge_stats(plan, *parts)[":dot_general:lhs"].largest[0, 0])
+      5.0
+    """
+    specs = plan.static_specs()
+    _check_keys("merge_stats", "a", a, specs)
+    _check_keys("merge_stats", "b", b, specs)
+    return {key: spec.calibrator.merge(a[key], b[key]) for key, spec in specs.items()}
+
+
+def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
+    """Returns the scale and zero point of every static activation: the calibrators decide here.
+
+    Args:
+      plan: the plan that `stats` were made with.
+      stats: from `calibrate`, merged over batches.
+
+    Returns:
+      A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`.
+
+    Raises:
+      ValueError: `stats` has not the entries of the plan, or some were never observed.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.eye(2), jnp.array([[1.0, -127.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+      >>> jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])[":dot_general:lhs"].scale
+      Array([[1.]], dtype=float32)
+    """
+    specs = plan.static_specs()
+    _check_keys("affines", "stats", stats, specs)
+    counts = {key: spec.calibrator.observed(stats[key]) for key, spec in specs.items()}
+    unseen = [
+        key for key, n in counts.items() if _compat.is_concrete(n) and not bool(jnp.all(n > 0))
+    ]
+    if unseen:
+        raise ValueError(
+            message(
+                "affines",
+                "some sites were never observed.",
+                given=f"a count of 0 for {', '.join(unseen[:4])}",
+                expected="at least one observation of every static activation",
+                mend="calibrate on more batches, or quantize them with dynamic=True.",
+            )
+        )
+    return {key: spec.calibrator.affine(stats[key], spec) for key, spec in specs.items()}
+
+
+def _check_keys(
+    function: str, argument: str, stats: Mapping[str, Any], specs: Mapping[str, Any]
+) -> None:
+    if set(stats) == set(specs):
+        return
+    differ = sorted(set(stats) ^ set(specs))
+    raise ValueError(
+        message(
+            function,
+            f"`{argument}` does not have the entries of the plan.",
+            given=f"{len(stats)} entries, of which these differ: {', '.join(differ[:4])}",
+            expected=f"one entry for each of the {len(specs)} static activations of the plan",
+            mend="pass statistics from jqx.calibrate with the same plan.",
+        )
+    )

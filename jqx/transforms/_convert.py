@@ -1,0 +1,177 @@
+"""`convert`: the quantized function on integers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._checks import require_that
+from .._compat import Eqn
+from .._errors import message
+from ..calibrators import Affine
+from ..policy import Policy
+from ..tensor import QTensor, fake_quantize_as
+from ._interpret import Records, interpret
+from ._make_plan import as_plan, params_of
+from ._plan import Operand, Plan, Site, Weight
+from ._quantize_params import quantize_weight
+from ._trace import check_function, is_quantized, trace_call
+from .primitives import CONTRACTIONS
+
+UNSUPPORTED = ("error", "dequantize")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Integers:
+    plan: Plan
+    affines: Mapping[str, Affine]
+    dequantize: bool
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        quantized = [
+            self._quantized(operand, x) for operand, x in zip(site.operands, operands, strict=True)
+        ]
+        result = CONTRACTIONS[site.op].apply(eqn, *quantized)
+        if site.output is not None:
+            result = fake_quantize_as(result, site.output, self.affines.get(site.output_key))
+        return result, {}
+
+    def _quantized(self, operand: Operand, x: Any) -> Any:
+        if operand.role == "weight" or operand.spec is None:
+            return x
+        return QTensor.quantize(x, operand.spec, self.affines.get(operand.key))
+
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        if self.dequantize:
+            return _compat.bind(eqn, [x.dequantize() if is_quantized(x) else x for x in operands])
+        name = eqn.primitive.name
+        raise NotImplementedError(
+            message(
+                "convert",
+                f"a quantized weight reaches `{name}`, which has no quantized form.",
+                given=f"{next(x for x in operands if is_quantized(x))!r} in scope "
+                f"{_compat.scope_of(eqn) or '(none)'}",
+                expected="planned contractions, and views such as transpose, reshape and slice",
+                mend='leave that weight in float with jqx.Rule("its/path") first in the policy, or '
+                'pass unsupported="dequantize".',
+            )
+        )
+
+
+def convert(
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    affines: Mapping[str, Affine] | None = None,
+    *,
+    unsupported: str = "error",
+) -> Callable[..., Any]:
+    """Returns `f` with its planned contractions run on integers.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+      affines: scales from `jqx.affines`; `None` takes every activation's scale from the values at
+        hand.
+      unsupported: what to do where a quantized weight reaches an operation without a quantized
+        form: `"error"`, or `"dequantize"` to go on in float.
+
+    Returns:
+      A function of the arguments of `f` with its result. Weights may be QTensors, as
+      `quantize_params` makes them; a float weight is quantized on the fly. Wrap it in `jax.jit`.
+
+    Raises:
+      TypeError: `f` is no function or `plan` no plan.
+      ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
+        `unsupported` is unknown.
+      NotImplementedError: a quantized weight reaches an operation without a quantized form.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.eye(2) * 3.0, jnp.array([[1.0, -2.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(w, x)
+      >>> jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), x).round(1)
+      Array([[ 3., -6.]], dtype=float32)
+    """
+    check_function("convert", f)
+    params = params_of("convert", plan)
+    require_that(
+        unsupported in UNSUPPORTED,
+        error=ValueError,
+        function="convert",
+        problem="`unsupported` is unknown.",
+        given=f"unsupported == {unsupported!r}",
+        expected=f"one of {', '.join(map(repr, UNSUPPORTED))}",
+        mend="leave it at 'error', or pass 'dequantize'.",
+    )
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        call = trace_call("convert", f, params, args, kwargs)
+        known = as_plan("convert", plan, call, params)
+        known.check_affines("convert", affines)
+        rules = _Integers(known, affines or {}, unsupported == "dequantize")
+        leaves = [
+            _leaf(leaf, path, known, rules.affines)
+            for leaf, path in zip(call.leaves, call.paths, strict=True)
+        ]
+        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
+        return jax.tree.unflatten(call.out_tree, [_result(x, rules.dequantize) for x in out])
+
+    return converted
+
+
+def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
+    """Returns a leaf as the plan wants it: a planned weight quantized, all else as it is."""
+    weight = plan.weight_at(path)
+    if is_quantized(leaf):
+        _check_weight(leaf, path, weight)
+        return leaf
+    if weight is None:
+        return leaf
+    return quantize_weight(leaf, weight.spec, affines.get(weight.key))
+
+
+def _check_weight(leaf: QTensor, path: str | None, weight: Weight | None) -> None:
+    where = "an argument that holds no weights" if path is None else f"the parameter {path!r}"
+    given = f"{leaf!r} for {where}"
+    if weight is None:
+        expected = "a float array; the plan does not quantize it"
+        fits = False
+    else:
+        scale = weight.spec.granularity.scale_shape(leaf.shape)
+        zero = "without" if weight.spec.symmetric else "with"
+        expected = (
+            f"{jnp.dtype(weight.spec.qtype).name} with scale {list(scale)}, {zero} zero point"
+        )
+        fits = (
+            leaf.qtype == weight.spec.qtype
+            and leaf.scale.shape == scale
+            and (leaf.zero_point is None) == weight.spec.symmetric
+        )
+    require_that(
+        fits,
+        error=ValueError,
+        function="convert",
+        problem="a QTensor does not fit the plan.",
+        given=given,
+        expected=expected,
+        mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+    )
+
+
+def _result(x: Any, dequantize: bool) -> Any:
+    if not is_quantized(x):
+        return x
+    require_that(
+        dequantize,
+        error=NotImplementedError,
+        function="convert",
+        problem="`f` returns a quantized weight.",
+        given=repr(x),
+        expected="results that are computed",
+        mend='return it outside of f, or pass unsupported="dequantize".',
+    )
+    return x.dequantize()

@@ -1,0 +1,300 @@
+"""`make_plan`: from a function and a policy to a plan. Nothing is computed."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import require_that
+from .._errors import message
+from ..policy import Policy, Rule
+from ..tensor import QSpec
+from ._find import Found, find
+from ._origin import Origin, close_over_merges
+from ._plan import Operand, Plan, Site, Skipped, Weight
+from ._trace import Call, Params, check_function, trace_call
+from .primitives import CONTRACTIONS
+
+
+def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> Callable[..., Plan]:
+    """Returns a function of the arguments of `f` that decides which contractions are quantized, and
+    how.
+
+    Args:
+      f: any JAX function; it is traced, never changed.
+      policy: rules; the first that matches a contraction wins.
+      params: position, or positions, of the arguments that hold weights.
+
+    Returns:
+      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or `jax.ShapeDtypeStruct`s.
+      The plan holds for any batch size.
+
+    Raises:
+      TypeError: `f` is no function or `policy` no `Policy`.
+      ValueError: a rule matches nothing, two rules give one weight different specs, or a spec does
+        not fit the contraction it is for.
+      NotImplementedError: a rule would quantize a contraction that has no quantized form yet, or
+        one stands inside a control-flow form that is not supported yet.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> def f(params, x):
+      ...     return jax.nn.relu(x @ params["w"]) @ params["v"].T
+      >>> params = {"w": jnp.ones((4, 8)), "v": jnp.ones((3, 8))}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(params, jnp.ones((2, 4)))
+      >>> [(weight.path, str(weight.spec)) for weight in plan.weights]
+      [('w', 'int8 per_axis(1)'), ('v', 'int8 per_axis(0)')]
+    """
+    check_function("make_plan", f)
+    require_that(
+        isinstance(policy, Policy),
+        error=TypeError,
+        function="make_plan",
+        problem="`policy` is not a Policy.",
+        given=f"an object of type {type(policy).__name__}",
+        expected="a Policy",
+        mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
+    )
+
+    def plan(*args: Any, **kwargs: Any) -> Plan:
+        return plan_call(
+            "make_plan", trace_call("make_plan", f, params, args, kwargs), policy, params
+        )
+
+    return plan
+
+
+def contractions(function: str, call: Call) -> list[Found]:
+    """Returns the contractions of a traced call, in order."""
+    origins = [
+        None if path is None else Origin.of_leaf(path, len(leaf.shape))
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+    ]
+    return find(call.jaxpr, origins, function)[0]
+
+
+def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
+    """Returns one line per parameter and contraction, without batch sizes."""
+    lines = [
+        f"parameter {path}: {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+        if path is not None
+    ]
+    for item in found:
+        paths = [origin.path if origin else "-" for origin in item.origins]
+        family = CONTRACTIONS.get(item.op)
+        pattern = family.pattern(item.eqn) if family else ""
+        lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
+    return tuple(lines)
+
+
+def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan:
+    """Plans a traced call."""
+    found = contractions(function, call)
+    ranks = {
+        path: len(leaf.shape)
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+        if path is not None
+    }
+    sites: list[Site] = []
+    skipped: list[Skipped] = []
+    used: set[int] = set()
+    numbers: Counter[str] = Counter()
+    for item in found:
+        place, rule, reason = _choose(function, item, policy)
+        if place is not None:
+            used.add(place)
+        if reason is not None:
+            shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
+            macs = CONTRACTIONS[item.op].macs(item.eqn) if item.op in CONTRACTIONS else 0
+            skipped.append(Skipped(item.address or (), item.path, item.op, reason, shapes, macs))
+            continue
+        assert place is not None and rule is not None
+        name = f"{item.path}:{item.op}"
+        numbers[name] += 1
+        if numbers[name] > 1:
+            name = f"{name}#{numbers[name] - 1}"
+        sites.append(_site(function, item, place, rule, name))
+    _check_used(function, policy, used, found)
+    weights = _weights(function, found, sites, ranks)
+    return Plan(tuple(sites), tuple(skipped), weights, params, signature_of(call, found))
+
+
+def _choose(
+    function: str, item: Found, policy: Policy
+) -> tuple[int | None, Rule | None, str | None]:
+    """Returns the rule for a contraction, or why it stays in float."""
+    has_weight = any(origin is not None for origin in item.origins)
+    choice = policy.first(item.path, item.op, has_weight=has_weight)
+    if choice is None:
+        if has_weight:
+            return None, None, "no rule matches"
+        return None, None, "two activations, and no rule without a weight spec matches"
+    place, rule = choice
+    if rule.weight is None and rule.activation is None and rule.output is None:
+        return place, rule, f"rule {place} leaves it in float"
+    if item.op not in CONTRACTIONS:
+        raise NotImplementedError(
+            message(
+                function,
+                f"`{item.op}` at path {item.path!r} has no quantized form yet.",
+                given=f"rule {place} of the policy: {rule}",
+                expected=f"a quantizing rule for {', '.join(CONTRACTIONS)} alone",
+                mend=f'put jqx.Rule(op="{item.op}") first in the policy, to leave it in float.',
+            )
+        )
+    dtypes = [v.aval.dtype for v in item.eqn.invars]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return place, rule, f"operands are {' and '.join(dtype.name for dtype in dtypes)}, not real"
+    return place, rule, None
+
+
+def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site:
+    kept = CONTRACTIONS[item.op].kept(item.eqn)
+    operands = []
+    for side, origin, axes, atom in zip(
+        ("lhs", "rhs"), item.origins, kept, item.eqn.invars, strict=True
+    ):
+        key = f"{name}:{side}"
+        if origin is not None:
+            operands.append(Operand("weight", rule.weight, key, origin.path))
+            continue
+        spec = rule.activation
+        if spec is not None:
+            where = f"{side} of {item.op} at path {item.path!r}, rule {place}"
+            spec = _resolve_activation(function, spec, atom.aval.ndim, axes, where)
+        operands.append(Operand("activation", spec, key))
+    output = rule.output
+    if output is not None:
+        rank = item.eqn.outvars[0].aval.ndim
+        where = f"output of {item.op} at path {item.path!r}, rule {place}"
+        output = _resolve_activation(function, output, rank, tuple(range(rank)), where)
+    return Site(
+        address=item.address or (),
+        path=item.path,
+        scope=item.scope,
+        op=item.op,
+        operands=(operands[0], operands[1]),
+        output=output,
+        output_key=f"{name}:out",
+        rule=place,
+        shapes=tuple(v.aval.shape for v in item.eqn.invars),
+        macs=CONTRACTIONS[item.op].macs(item.eqn),
+    )
+
+
+def _resolve_activation(
+    function: str, spec: QSpec, rank: int, kept: tuple[int, ...], where: str
+) -> QSpec:
+    require_that(
+        spec.dynamic or not spec.granularity.is_relative,
+        error=ValueError,
+        function=function,
+        problem=f"a static scale per token is bound to one batch size ({where}).",
+        given=f"granularity {spec.granularity} with dynamic=False",
+        expected="per_tensor() where static, or dynamic=True",
+        mend="pass dynamic=True, or granularity=jqx.per_tensor().",
+    )
+    resolved = spec.resolve(rank, kept)
+    _check_kept(function, resolved, rank, kept, where)
+    return resolved
+
+
+def _check_kept(
+    function: str, spec: QSpec, rank: int, kept: Sequence[int] | frozenset[int], where: str
+) -> None:
+    """Raises where a scale varies along an axis that the contraction sums over."""
+    varying = [i for i, n in enumerate(spec.granularity.scale_shape((2,) * rank)) if n != 1]
+    require_that(
+        set(varying) <= set(kept),
+        error=ValueError,
+        function=function,
+        problem=f"the scale varies along a contracted axis ({where}).",
+        given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
+        expected="a scale that is shared along every contracted axis",
+        mend="use per_channel(), which finds the axes that are kept, or name those.",
+    )
+
+
+def _check_used(function: str, policy: Policy, used: set[int], found: list[Found]) -> None:
+    for place, rule in enumerate(policy.rules):
+        if place in used or rule.optional:
+            continue
+        known = sorted({item.path for item in found})
+        shadowed = any(
+            rule.matches(item.path, item.op, has_weight=any(item.origins)) for item in found
+        )
+        raise ValueError(
+            message(
+                function,
+                f"rule {place} of the policy matches no contraction"
+                + (" that an earlier rule has not taken." if shadowed else "."),
+                given=str(rule),
+                expected="a match; paths are: " + (", ".join(map(repr, known[:8])) or "(none)"),
+                mend="correct its path or op, move it up, or pass optional=True.",
+            )
+        )
+
+
+def _weights(
+    function: str, found: list[Found], sites: list[Site], ranks: dict[str, int]
+) -> tuple[Weight, ...]:
+    """Resolves the spec of every weight in its own axes; sites that share one must agree."""
+    by_address = {item.address: item for item in found}
+    specs: dict[str, tuple[QSpec | None, int]] = {}
+    kept: dict[str, frozenset[int]] = {}
+    merged: dict[str, set[frozenset[int]]] = {}
+    counts: Counter[str] = Counter()
+    for site in sites:
+        item = by_address[site.address]
+        axes = CONTRACTIONS[item.op].kept(item.eqn)
+        for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
+            if origin is None:
+                continue
+            path = origin.path
+            spec, place = specs.setdefault(path, (operand.spec, site.rule))
+            require_that(
+                spec == operand.spec,
+                error=ValueError,
+                function=function,
+                problem=f"two rules give the weight {path!r} different specs.",
+                given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
+                expected="one spec for one weight, wherever it is used",
+                mend="let one rule match every use of it.",
+            )
+            counts[path] += 1
+            merged.setdefault(path, set()).update(origin.merged)
+            here = origin.kept(dims, ranks[path])
+            kept[path] = kept.get(path, here) & here
+    weights = []
+    for path, (spec, place) in specs.items():
+        if spec is None:
+            continue
+        axes = close_over_merges(kept[path], merged[path])
+        resolved = spec.resolve(ranks[path], sorted(axes))
+        _check_kept(function, resolved, ranks[path], axes, f"weight {path!r}, rule {place}")
+        weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
+    return tuple(weights)
+
+
+def as_plan(function: str, plan: Plan | Policy, call: Call, params: Params) -> Plan:
+    """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
+    if isinstance(plan, Policy):
+        return plan_call(function, call, plan, params)
+    plan.check_signature(function, signature_of(call, contractions(function, call)))
+    return plan
+
+
+def params_of(function: str, plan: Any) -> Params:
+    """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
+    require_that(
+        isinstance(plan, (Plan, Policy)),
+        error=TypeError,
+        function=function,
+        problem="`plan` is not a Plan.",
+        given=f"an object of type {type(plan).__name__}",
+        expected="a Plan, or a Policy",
+        mend="make one with jqx.make_plan(f, policy)(*args).",
+    )
+    return plan.params if isinstance(plan, Plan) else 0

@@ -1,0 +1,226 @@
+"""Plan: every contraction of a function, and what is to become of it. A static, hashable value."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from .._errors import message
+from ..tensor import QSpec
+from ._trace import Params
+
+Address = tuple[int, ...]
+"""Place of a contraction: its number among the contractions and calls of each enclosing jaxpr."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One operand of a site.
+
+    Attributes:
+      role: `"weight"` or `"activation"`.
+      spec: how it is quantized, its granularity absolute; `None` leaves it in float.
+      key: name of its statistics and scale, such as `layer0/w:dot_general:lhs`.
+      path: key path of the weight; `None` for an activation.
+    """
+
+    role: str
+    spec: QSpec | None
+    key: str
+    path: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One contraction that is quantized.
+
+    Attributes:
+      address: its place in the traced function.
+      path: key path of its weight inside the parameters, or its name scope where it has none.
+      scope: name scopes that the function opened around it.
+      op: the operation, such as `dot_general`.
+      operands: left and right.
+      output: how the result is quantized; `None` leaves it in float.
+      output_key: name of the result's statistics and scale.
+      rule: place in the policy of the rule that chose all this.
+      shapes: shapes of the operands when the plan was made; not compared.
+      macs: multiply-adds when the plan was made; not compared.
+    """
+
+    address: Address
+    path: str
+    scope: str
+    op: str
+    operands: tuple[Operand, Operand]
+    output: QSpec | None
+    output_key: str
+    rule: int
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
+    macs: int = dataclasses.field(compare=False)
+
+    def static_specs(self) -> dict[str, QSpec]:
+        """Returns the specs that need calibrated scales, by key."""
+        specs = {o.key: o.spec for o in self.operands if o.role == "activation" and o.spec}
+        if self.output is not None:
+            specs[self.output_key] = self.output
+        return {key: spec for key, spec in specs.items() if not spec.dynamic}
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """One contraction that stays in float, and why.
+
+    `shapes` and `macs` are those of the operands when the plan was made; they are not compared.
+    """
+
+    address: Address
+    path: str
+    op: str
+    reason: str
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
+    macs: int = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter that is quantized.
+
+    Attributes:
+      path: its key path inside the parameters.
+      spec: how it is quantized, its granularity in its own axes.
+      key: name of its scale, where one is given from outside.
+      sites: how many sites share it.
+    """
+
+    path: str
+    spec: QSpec
+    key: str
+    sites: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `make_plan` decided: sites, weights, and what was left alone. Prints as a table.
+
+    Attributes:
+      sites: the contractions that are quantized.
+      skipped: the contractions that are not.
+      weights: the parameters that are quantized.
+      params: position or positions of the arguments that hold weights.
+      signature: one line per parameter and contraction of the function that the plan is for.
+    """
+
+    sites: tuple[Site, ...]
+    skipped: tuple[Skipped, ...]
+    weights: tuple[Weight, ...]
+    params: Params
+    signature: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the function planned: its parameters and contractions, no batch sizes."""
+        return hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
+
+    def static_specs(self) -> dict[str, QSpec]:
+        """Returns the specs that need calibrated scales, by key."""
+        return {key: spec for site in self.sites for key, spec in site.static_specs().items()}
+
+    def weight_at(self, path: str | None) -> Weight | None:
+        """Returns the weight on a path, or `None` where it is not quantized."""
+        return next((weight for weight in self.weights if weight.path == path), None)
+
+    def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
+        """Raises where a function is not the one that the plan was made for."""
+        if signature == self.signature:
+            return
+        length = max(len(signature), len(self.signature))
+        pad = [*signature, *["(nothing)"] * (length - len(signature))]
+        own = [*self.signature, *["(nothing)"] * (length - len(self.signature))]
+        found, planned = next((a, b) for a, b in zip(pad, own, strict=True) if a != b)
+        raise ValueError(
+            message(
+                function,
+                "the plan was made for another function or other parameters.",
+                given=found,
+                expected=planned,
+                mend="make the plan again with jqx.make_plan(f, policy)(*args).",
+            )
+        )
+
+    def check_affines(self, function: str, affines: Mapping[str, Any] | None) -> None:
+        """Raises where scales are given for what the plan does not know, or miss what it needs."""
+        if affines is None:
+            return
+        static = set(self.static_specs())
+        unknown = sorted(set(affines) - static - {weight.key for weight in self.weights})
+        missing = sorted(static - set(affines))
+        if not unknown and not missing:
+            return
+        raise ValueError(
+            message(
+                function,
+                "`affines` does not fit the plan.",
+                given=f"{len(affines)} entries; unknown: {_some(unknown)}; "
+                f"missing: {_some(missing)}",
+                expected="an entry for every static activation of the plan, and none beside",
+                mend="compute it with jqx.affines(plan, stats), or pass None for scales from the "
+                "values at hand.",
+            )
+        )
+
+    def __str__(self) -> str:
+        rows = [("path", "op", "shapes", "weight", "activation", "rule")]
+        for site in self.sites:
+            rows.append(
+                (
+                    site.path or "(argument)",
+                    site.op,
+                    _shapes(site.shapes),
+                    _specs(site, "weight", self),
+                    _specs(site, "activation", self)
+                    + (f" -> {site.output}" if site.output else ""),
+                    str(site.rule),
+                )
+            )
+        for skip in self.skipped:
+            row = (skip.path or "(unnamed)", skip.op, _shapes(skip.shapes), "-", "-", skip.reason)
+            rows.append(row)
+        return "\n".join([*_table(rows), self._footer()])
+
+    def _footer(self) -> str:
+        done = sum(site.macs for site in self.sites)
+        total = done + sum(skip.macs for skip in self.skipped)
+        share = f", {100 * done / total:.1f} % of the multiply-adds" if total else ""
+        count = len(self.sites) + len(self.skipped)
+        tied = [f"{w.path} ({w.sites} sites)" for w in self.weights if w.sites > 1]
+        shared = f"; one tensor for {', '.join(tied)}" if tied else ""
+        return f"{len(self.sites)} of {count} contractions quantized{share}{shared}"
+
+
+def _specs(site: Site, role: str, plan: Plan) -> str:
+    specs = []
+    for operand in site.operands:
+        if operand.role == role:
+            weight = plan.weight_at(operand.path) if role == "weight" else None
+            spec = weight.spec if weight and operand.spec else operand.spec
+            specs.append(str(spec) if spec else "float")
+    return " x ".join(dict.fromkeys(specs)) or "-"
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " x ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
+
+
+def _some(names: list[str]) -> str:
+    return (
+        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

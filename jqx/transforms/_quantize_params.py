@@ -1,0 +1,123 @@
+"""`quantize_params`: the weights of a plan become QTensors."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
+
+from .._checks import require_that
+from ..calibrators import Affine
+from ..tensor import QSpec, QTensor
+from ._plan import Plan
+from ._trace import is_quantized
+
+
+def quantize_params(
+    params: Any,
+    plan: Plan,
+    affines: Mapping[str, Affine] | None = None,
+    *,
+    donate: bool = False,
+) -> Any:
+    """Returns `params` with every planned weight as a QTensor, rounded to nearest.
+
+    Args:
+      params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
+        made with several. Leaves may be `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      plan: from `make_plan`.
+      affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
+        activations are not read here.
+      donate: whether each float weight is deleted as soon as its codes are ready.
+
+    Returns:
+      The same tree; leaves that the plan does not quantize are the very same objects.
+
+    Raises:
+      TypeError: `plan` is no `Plan`.
+      ValueError: a weight of the plan is missing, has another shape or dtype, or is quantized
+        already.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda p, x: x @ p["w"] + p["b"]
+      >>> params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(params, jnp.ones((1, 4)))
+      >>> jqx.quantize_params(params, plan)["w"]
+      QTensor(int8[4, 3], scale [1, 3], dtype=float32)
+    """
+    require_that(
+        isinstance(plan, Plan),
+        error=TypeError,
+        function="quantize_params",
+        problem="`plan` is not a Plan.",
+        given=f"an object of type {type(plan).__name__}",
+        expected="a Plan",
+        mend="make one with jqx.make_plan(f, policy)(*args).",
+    )
+    plan.check_affines("quantize_params", affines)
+    given = affines or {}
+    root = _rooted(params, plan)
+    lines = []
+
+    def describe(path: Any, leaf: Any) -> Any:
+        name = keystr(path, simple=True, separator="/")
+        require_that(
+            plan.weight_at(name) is None or not is_quantized(leaf),
+            error=ValueError,
+            function="quantize_params",
+            problem=f"the weight {name!r} is quantized already.",
+            given=repr(leaf) if is_quantized(leaf) else "",
+            expected="a float array",
+            mend="pass the float parameters.",
+        )
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            lines.append(f"parameter {name}: {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}")
+        return leaf
+
+    tree_map_with_path(describe, root, is_leaf=is_quantized)
+    expected = tuple(line for line in plan.signature if line.startswith("parameter "))
+    contractions = plan.signature[len(expected) :]
+    plan.check_signature("quantize_params", (*lines, *contractions))
+
+    def convert(path: Any, leaf: Any) -> Any:
+        weight = plan.weight_at(keystr(path, simple=True, separator="/"))
+        if weight is None:
+            return leaf
+        return quantize_weight(leaf, weight.spec, given.get(weight.key), donate=donate)
+
+    converted = tree_map_with_path(convert, root, is_leaf=is_quantized)
+    if isinstance(plan.params, int):
+        return converted
+    return tuple(converted[position] for position in plan.params)
+
+
+def quantize_weight(
+    x: Any, spec: QSpec, affine: Affine | None = None, *, donate: bool = False
+) -> QTensor:
+    """Quantizes one weight with the scale given, or with its calibrator's."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
+    q = QTensor.quantize(x, spec, affine)
+    if donate:
+        jax.block_until_ready(q)
+        x.delete()
+    return q
+
+
+def _rooted(params: Any, plan: Plan) -> Any:
+    """Returns the parameters under the paths that the plan knows them by."""
+    if isinstance(plan.params, int):
+        return params
+    require_that(
+        isinstance(params, (tuple, list)) and len(params) == len(plan.params),
+        error=ValueError,
+        function="quantize_params",
+        problem="the plan was made with several arguments of weights.",
+        given=f"an object of type {type(params).__name__}",
+        expected=f"a tuple of {len(plan.params)} arguments",
+        mend="pass the arguments named in params= of make_plan, as a tuple in that order.",
+    )
+    return dict(zip(plan.params, params, strict=True))

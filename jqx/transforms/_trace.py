@@ -1,0 +1,113 @@
+"""Tracing a function of any pytrees: its array leaves, what they are called, and its jaxpr."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import keystr
+
+from .. import _compat
+from .._checks import require_that
+from ..tensor import QTensor
+
+Params = int | tuple[int, ...]
+"""Position, or positions, of the arguments that hold weights."""
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether a leaf is a QTensor."""
+    return isinstance(x, QTensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function traced at its arguments.
+
+    Attributes:
+      jaxpr: what it computes; its invars are the array leaves of the arguments, in order.
+      consts: values of the jaxpr's constvars.
+      leaves: the array leaves, QTensors whole.
+      paths: for each leaf the key path of a weight, or `None` where it is no parameter.
+      out_tree: structure of the result.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    leaves: list[Any]
+    paths: list[str | None]
+    out_tree: Any
+
+
+def check_function(function: str, f: Any) -> None:
+    """Checks that `f` can be traced."""
+    require_that(
+        callable(f),
+        error=TypeError,
+        function=function,
+        problem="`f` is not a function.",
+        given=f"an object of type {type(f).__name__}",
+        expected="a function of arrays and pytrees of arrays",
+        mend=f"call it in two steps: jqx.{function}(f, ...)(params, x).",
+    )
+
+
+def trace_call(
+    function: str,
+    f: Callable[..., Any],
+    params: Params,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Call:
+    """Traces `f(*args, **kwargs)`; QTensors stand for the float arrays that they are made of.
+
+    Leaves without shape and dtype are static: they reach `f` as they are.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    for position in positions:
+        require_that(
+            0 <= position < len(args),
+            error=ValueError,
+            function=function,
+            problem="`params` names an argument that is not there.",
+            given=f"params == {params!r} and {len(args)} positional arguments",
+            expected="positions of arguments that hold weights",
+            mend="pass the weights as a positional argument, and its position as params=.",
+        )
+    flat, tree = jax.tree_util.tree_flatten_with_path(
+        (tuple(args), dict(kwargs)), is_leaf=is_quantized
+    )
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for _, leaf in flat]
+    leaves = [leaf for (_, leaf), array in zip(flat, is_array, strict=True) if array]
+    paths = [
+        _weight_path(path, params, positions)
+        for (path, _), array in zip(flat, is_array, strict=True)
+        if array
+    ]
+    out_tree = None
+
+    def flat_f(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        rest = iter(arrays)
+        filled = [
+            next(rest) if array else leaf for (_, leaf), array in zip(flat, is_array, strict=True)
+        ]
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        out, out_tree = jax.tree.flatten(f(*inner_args, **inner_kwargs))
+        return out
+
+    jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
+    return Call(jaxpr, consts, leaves, paths, out_tree)
+
+
+def _weight_path(path: tuple, params: Params, positions: tuple[int, ...]) -> str | None:
+    """Returns the key path inside the parameters of a leaf of `(args, kwargs)`."""
+    in_args = path[0].idx == 0
+    if not in_args or path[1].idx not in positions:
+        return None
+    inside = path[2:] if isinstance(params, int) else path[1:]
+    return keystr(inside, simple=True, separator="/")
+
+
+def _stand_in(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_quantized(leaf) else leaf

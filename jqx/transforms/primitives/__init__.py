@@ -1,0 +1,7 @@
+"""What the transforms know of each primitive, one family a file."""
+
+from ._contractions import CONTRACTIONS as CONTRACTIONS
+from ._contractions import UNQUANTIZED as UNQUANTIZED
+from ._contractions import Contraction as Contraction
+from ._views import VIEWS as VIEWS
+from ._views import View as View

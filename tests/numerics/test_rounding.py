@@ -1,0 +1,145 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import RoundMode
+
+from .oracles import as_int64, assert_codes, assert_floats, rounded, saturated
+
+EVERY_FLOAT16 = np.arange(65536, dtype=np.uint16).view(np.float16)
+NEAREST = [mode for mode in RoundMode if mode.value.startswith("ROUND_NEAREST")]
+
+TABLE = {  # of 2.5, -2.5, -3.5, 2.4, -2.6
+    "ROUND_NEAREST_TOWARD_INFINITY": (3, -3, -4, 2, -3),
+    "ROUND_NEAREST_TOWARD_ZERO": (2, -2, -3, 2, -3),
+    "ROUND_NEAREST_UPWARD": (3, -2, -3, 2, -3),
+    "ROUND_NEAREST_DOWNWARD": (2, -3, -4, 2, -3),
+    "ROUND_NEAREST_TOWARD_EVEN": (2, -2, -4, 2, -3),
+    "ROUND_TOWARD_INFINITY": (3, -3, -4, 3, -3),
+    "ROUND_TOWARD_ZERO": (2, -2, -3, 2, -2),
+    "ROUND_UP": (3, -2, -3, 3, -2),
+    "ROUND_DOWN": (2, -3, -4, 2, -3),
+}
+
+
+def all_forms(x, mode):
+    one = jnp.ones((), x.dtype)
+    return (
+        jqx.quantize(x, one, qtype=jnp.int8, round_mode=mode),
+        jqx.quantize(x, one, qtype=jnp.int32, round_mode=mode),
+        jqx.round(x, mode),
+    )
+
+
+def eagerly(f):
+    return f
+
+
+def assert_all_forms_follow_the_table(evaluate, x, mode):
+    int8, int32, floats = evaluate(functools.partial(all_forms, mode=mode))(x)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    r = rounded(x.astype(np.float64), mode.value)
+    assert_codes(int8, saturated(r, 0, jnp.int8), jnp.int8)
+    assert_codes(int32, saturated(r, 0, jnp.int32), jnp.int32)
+    assert_floats(floats, r.astype(wide), x.dtype)
+
+
+def test_the_nine_modes_carry_the_attribute_strings_of_ngraph():
+    assert {mode.value for mode in RoundMode} == set(TABLE)
+    assert all(mode.value == f"ROUND_{mode.name}" for mode in RoundMode)
+
+
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.parametrize("mode", RoundMode)
+def test_every_float16_is_rounded_as_specified(mode, evaluate):
+    with np.errstate(invalid="ignore"):
+        assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_every_float16_closed_over_as_a_constant_is_rounded_as_specified(mode):
+    def evaluate(f):
+        return lambda x: jax.jit(lambda: f(jnp.asarray(x)))()
+
+    with np.errstate(invalid="ignore"):
+        assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("mode", RoundMode)
+def test_the_rows_of_the_table_hold(mode, dtype):
+    x = np.array([2.5, -2.5, -3.5, 2.4, -2.6]).astype(dtype)
+    for codes in all_forms(x, mode):
+        assert tuple(np.asarray(codes).astype(int)) == TABLE[mode.value]
+
+
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.parametrize("mode", RoundMode)
+def test_float32_neighbours_of_ties_and_integers_are_rounded_as_specified(mode, evaluate):
+    halves = (np.arange(-2048, 2049) / 2).astype(np.float32)
+    near = [np.nextafter(halves, np.float32(to)) for to in (np.inf, -np.inf)]
+    near = [np.where(np.abs(v) < np.finfo(np.float32).tiny, halves, v) for v in near]
+    big = np.array([2.0**22 + 0.5, 2.0**22 + 1.5, 2.0**23 - 0.5, 2.0**23 - 1.5], np.float32)
+    rest = np.array([np.inf, -np.inf, np.nan, 3e38, -3e38, 1.2e-38, -1.2e-38], np.float32)
+    x = np.concatenate([halves, *near, big, -big, rest])
+    assert_all_forms_follow_the_table(evaluate, x, mode)
+
+
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.parametrize("mode", NEAREST)
+def test_the_float32_just_below_a_half_becomes_zero(mode, evaluate):
+    x = np.array([0.49999997, -0.49999997], np.float32)
+    assert x[0] == np.nextafter(np.float32(0.5), np.float32(0))
+    for codes in evaluate(functools.partial(all_forms, mode=mode))(x):
+        np.testing.assert_array_equal(np.asarray(codes).astype(int), [0, 0])
+
+
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.parametrize("mode", RoundMode)
+def test_odd_float32_integers_between_2_to_23_and_2_to_24_stay_themselves(mode, evaluate):
+    odd = np.arange(2**23 + 1, 2**24, 2, dtype=np.int64)
+    odd = np.concatenate([odd[:1000], odd[::997], odd[-1000:]])
+    odd = np.concatenate([odd, -odd])
+    assert 8388609 in odd and 16777215 in odd
+    _, codes, floats = evaluate(functools.partial(all_forms, mode=mode))(odd.astype(np.float32))
+    np.testing.assert_array_equal(as_int64(codes), odd)
+    np.testing.assert_array_equal(np.asarray(floats).astype(np.int64), odd)
+
+
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.parametrize("mode", RoundMode)
+def test_float64_is_rounded_as_specified(mode, evaluate):
+    halves = np.arange(-2048, 2049) / 2
+    hazards = np.array([0.49999999999999994, 2.0**52 + 1, 2.0**53 - 1, 2.0**51 + 0.5])
+    rest = np.array([np.inf, -np.inf, np.nan, 1e300, 2.0**31 - 0.5, 2.0**31 - 1])
+    x = np.concatenate([halves, np.nextafter(halves, 1e9), hazards, -hazards, rest, -rest])
+    x = np.where(np.abs(x) < np.finfo(np.float64).tiny, 0, x)
+    with jax.enable_x64(True):
+        assert_all_forms_follow_the_table(evaluate, x, mode)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_nan_becomes_code_zero_and_infinities_saturate(mode):
+    x = np.array([np.nan, np.inf, -np.inf], np.float32)
+    int8, int32, floats = all_forms(x, mode)
+    assert as_int64(int8).tolist() == [0, 127, -128]
+    assert as_int64(int32).tolist() == [0, 2**31 - 1, -(2**31)]
+    np.testing.assert_array_equal(floats, x)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_rounding_a_negated_number_is_negating_the_mirrored_rounding(mode):
+    x = (np.arange(-64, 65) / 8).astype(np.float32)
+    mirrored = {
+        RoundMode.UP: RoundMode.DOWN,
+        RoundMode.DOWN: RoundMode.UP,
+        RoundMode.NEAREST_UPWARD: RoundMode.NEAREST_DOWNWARD,
+        RoundMode.NEAREST_DOWNWARD: RoundMode.NEAREST_UPWARD,
+    }
+    forward = jqx.numerics.round_to_integer(jnp.asarray(x), mode)
+    backward = jqx.numerics.round_to_integer(jnp.asarray(-x), mirrored.get(mode, mode))
+    np.testing.assert_array_equal(forward, -backward)
