@@ -1,0 +1,36 @@
+"""Every example runs to its end, where it asserts its claims; the code in the README runs too."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(arguments, folder):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_its_claims_hold(path, tmp_path):
+    assert run([str(path)], tmp_path)
+
+
+def test_the_readme_lists_every_example():
+    text = (ROOT / "README.md").read_text()
+    assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in text] == []
+
+
+def test_the_readme_code_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        run(["-c", block], tmp_path)

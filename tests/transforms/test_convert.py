@@ -1,0 +1,270 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.presets import w8a8, w8a8_dynamic, w8a16
+
+from .models import MODELS, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
+
+X = normal(3, 7, 16)
+MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+POLICIES = {
+    "w8a8": w8a8(),
+    "w8a8 asymmetric": w8a8(weight=MINMAX, activation={**MINMAX, "qtype": jnp.uint8}),
+    "w8a8 dynamic": w8a8_dynamic(),
+    "w4a8 dynamic": w8a8_dynamic(weight={"qtype": jnp.int4}),
+    "w2a4 dynamic": w8a8_dynamic(weight={"qtype": jnp.int2}, activation={"qtype": jnp.int4}),
+    "w8a16": w8a16(),
+    "w8a16 asymmetric": w8a16(weight={**MINMAX, "qtype": jnp.uint8}),
+    "w8a8 per tensor": w8a8_dynamic(
+        weight={"granularity": jqx.per_tensor()}, activation={"granularity": jqx.per_tensor()}
+    ),
+}
+
+
+def dots(f, *args):
+    """Returns (lhs dtype, rhs dtype, result dtype) of every dot in the jaxpr of `f`."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                found.append(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(f)(*args).jaxpr)
+    return found
+
+
+def prepared(model, policy):
+    f, make = MODELS[model]
+    params = make()
+    plan = plan_of(f, policy, params, X)
+    affines = jqx.affines(plan, jqx.calibrate(f, plan)(params, X)[1])
+    return f, params, plan, affines
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_converted_and_simulated_agree_eagerly_and_under_jit(model, policy):
+    f, params, plan, affines = prepared(model, POLICIES[policy])
+    simulated = jax.jit(jqx.simulate(f, plan, affines))(params, X)
+    q = jqx.quantize_params(params, plan)
+    converted = jqx.convert(f, plan, affines)
+    # Equal codes at every site, unless rounding in the layer before tips a value over a tie: that
+    # moves one code of 7 * 24, by one step of at least 1/7 of the range (int4 activations).
+    tie = 0.05 if "a4" in policy else 1e-3
+    for out in (jax.jit(converted)(q, X), converted(q, X), jax.jit(converted)(params, X)):
+        assert out.dtype == simulated.dtype
+        assert relative(out, simulated) <= tie
+
+
+@pytest.mark.parametrize("policy", ["w8a8", "w8a8 asymmetric", "w8a8 dynamic", "w4a8 dynamic"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_planned_contraction_multiplies_int8_into_int32(model, policy):
+    f, params, plan, affines = prepared(model, POLICIES[policy])
+    q = jqx.quantize_params(params, plan)
+    found = dots(jqx.convert(f, plan, affines), q, X)
+    assert found == [("int8", "int8", "int32")] * len(plan.sites)
+
+
+def test_conversion_equals_integer_arithmetic_written_out_by_hand():
+    params = mlp_params()
+    policy = w8a8_dynamic(activation={"granularity": jqx.per_tensor()})
+    plan = plan_of(mlp, policy, params, X)
+    out = jqx.convert(mlp, plan)(jqx.quantize_params(params, plan), X)
+    # The accumulators are exact: what differs is float32 rounding of a handful of steps.
+    assert relative(out, quantized_mlp(params, X)) < 8 * 2.0**-24
+
+
+def test_the_optimized_hlo_holds_integer_dots_and_no_float_weight():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8_dynamic(), params, X)
+    q = jqx.quantize_params(params, plan)
+    text = jax.jit(jqx.convert(mlp, plan)).lower(q, X).compile().as_text()
+    assert sum("= s32[" in line and " dot(" in line for line in text.splitlines()) == 2
+    assert not any("= f32[" in line and " dot(" in line for line in text.splitlines())
+    assert "f32[16,24]" not in text and "f32[5,24]" not in text
+
+
+def test_weight_only_conversion_leaves_activations_in_float():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a16(), params, X)
+    q = jqx.quantize_params(params, plan)
+    assert dots(jqx.convert(mlp, plan), q, X) == [("float32", "float32", "float32")] * 2
+    real = {**params, "w": q["w"].dequantize(), "v": q["v"].dequantize()}
+    # The scale is applied after the sum instead of before: a few float32 roundings.
+    assert relative(jqx.convert(mlp, plan)(q, X), mlp(real, X)) < 40 * 2.0**-24
+
+
+def test_a_quantized_activation_meets_a_float_weight():
+    def f(w, x):
+        return x @ w
+
+    spec = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
+    w = normal(0, 16, 4)
+    plan = plan_of(f, jqx.Policy([jqx.Rule(activation=spec)]), w, X)
+    grid = jqx.QTensor.quantize(X, jqx.QSpec(jnp.int8, jqx.per_axis(0))).dequantize()
+    assert plan.weights == ()
+    assert relative(jqx.convert(f, plan)(w, X), grid @ w) < 40 * 2.0**-24
+
+
+def test_two_activations_are_multiplied_as_integers_where_a_rule_says_so():
+    def f(w, x):
+        h = x @ w
+        return h @ h.T
+
+    spec = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
+    w = normal(0, 16, 8)
+    plan = plan_of(f, jqx.Policy([jqx.Rule(activation=spec)]), w, X)
+    assert dots(jqx.convert(f, plan), w, X)[-1] == ("int8", "int8", "int32")
+    assert relative(jqx.convert(f, plan)(w, X), f(w, X)) < 0.02
+
+
+def test_one_plan_serves_other_batch_sizes():
+    f, params, plan, affines = prepared("mlp", w8a8())
+    q = jqx.quantize_params(params, plan)
+    converted = jax.jit(jqx.convert(f, plan, affines))
+    whole = converted(q, X)
+    assert jnp.array_equal(converted(q, X[:3]), whole[:3])
+
+
+def test_conversion_under_vmap_equals_a_loop():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8_dynamic(), params, X[:1])
+    q = jqx.quantize_params(params, plan)
+    converted = jqx.convert(mlp, plan)
+    mapped = jax.jit(jax.vmap(converted, in_axes=(None, 0)))(q, X[:, None])
+    looped = jnp.stack([converted(q, x[None]) for x in X])
+    assert jnp.allclose(mapped, looped, rtol=1e-5, atol=1e-6)
+
+
+def test_stacked_models_are_vmapped_over_their_quantized_weights():
+    def f(w, x):
+        return x @ w
+
+    w = normal(0, 3, 16, 4)
+    plan = plan_of(f, w8a8_dynamic(), w[0], X)
+    q = jax.vmap(lambda w: jqx.quantize_params(w, plan))(w)
+    assert q.values.shape == (3, 16, 4) and q.scale.shape == (3, 1, 4)
+    out = jax.vmap(jqx.convert(f, plan), in_axes=(0, None))(q, X)
+    one = jqx.convert(f, plan)(jqx.quantize_params(w[1], plan), X)
+    assert jnp.allclose(out[1], one, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_flow_to_float_arguments_of_a_weight_only_function():
+    def f(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, w8a16(), w, X)
+    q = jqx.quantize_params(w, plan)
+    got = jax.grad(lambda x: jqx.convert(f, plan)(q, x))(X)
+    expected = jax.grad(lambda x: f(q.dequantize(), x))(X)
+    assert jnp.allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_functions_stay_bfloat16():
+    def f(w, x):
+        return x @ w
+
+    w, x = normal(0, 16, 4).astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    for policy in (w8a8_dynamic(), w8a16()):
+        plan = plan_of(f, policy, w, x)
+        q = jqx.quantize_params(w, plan)
+        assert q.dtype == jnp.bfloat16
+        assert jqx.convert(f, plan)(q, x).dtype == jnp.bfloat16
+
+
+def lookup_and_matmul(w, x):
+    """Uses a weight as a table and as a matrix."""
+    return x @ w + jnp.sin(w).sum()
+
+
+def test_a_quantized_weight_in_an_unknown_operation_is_an_error_that_names_it():
+    w = normal(0, 16, 4)
+    plan = plan_of(lookup_and_matmul, w8a16(), w, X)
+    q = jqx.quantize_params(w, plan)
+    with pytest.raises(NotImplementedError, match="reaches `sin`") as info:
+        jqx.convert(lookup_and_matmul, plan)(q, X)
+    assert 'unsupported="dequantize"' in str(info.value)
+
+
+def test_dequantize_goes_on_in_float_where_asked():
+    w = normal(0, 16, 4)
+    plan = plan_of(lookup_and_matmul, w8a16(), w, X)
+    q = jqx.quantize_params(w, plan)
+    out = jqx.convert(lookup_and_matmul, plan, unsupported="dequantize")(q, X)
+    assert relative(out, lookup_and_matmul(q.dequantize(), X)) < 1e-6
+
+
+def test_scaling_by_an_array_is_no_view():
+    def f(w, x):
+        return x @ (w * x[0][:, None])
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, jqx.Policy([jqx.Rule(weight=None)]), w, X)
+    assert plan.weights == () and "rule 0" in plan.skipped[0].reason
+    policy = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8), optional=True)])
+    assert "two activations" in plan_of(f, policy, w, X).skipped[0].reason
+
+
+def test_returning_a_quantized_weight_is_an_error_or_dequantizes():
+    def f(w, x):
+        return x @ w, w
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, w8a16(), w, X)
+    q = jqx.quantize_params(w, plan)
+    with pytest.raises(NotImplementedError, match="returns a quantized weight"):
+        jqx.convert(f, plan)(q, X)
+    _, seen = jqx.convert(f, plan, unsupported="dequantize")(q, X)
+    assert jnp.array_equal(seen, q.dequantize())
+
+
+def test_foreign_quantized_weights_are_refused():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8_dynamic(), params, X)
+    q = jqx.quantize_params(params, plan)
+    int4 = jqx.QTensor.quantize(params["w"], jqx.QSpec(jnp.int4, jqx.per_axis(1)))
+    coarse = jqx.QTensor.quantize(params["w"], jqx.QSpec(jnp.int8))
+    for wrong in (int4, coarse):
+        with pytest.raises(ValueError, match="does not fit the plan") as info:
+            jqx.convert(mlp, plan)({**q, "w": wrong}, X)
+        assert "'w'" in str(info.value) and "int8 with scale [1, 24]" in str(info.value)
+    bias = jqx.QTensor.quantize(params["b"], jqx.QSpec(jnp.int8))
+    with pytest.raises(ValueError, match="the plan does not quantize it"):
+        jqx.convert(mlp, plan)({**q, "b": bias}, X)
+
+
+def test_a_nested_jit_with_shardings_is_refused():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def f(w, x):
+        return jax.jit(lambda w, x: x @ w, out_shardings=device)(w, x)
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, w8a16(), w, X)
+    with pytest.raises(NotImplementedError, match="fixes shardings"):
+        jqx.convert(f, plan)(w, X)
+
+
+def test_unknown_choices_are_refused():
+    with pytest.raises(ValueError, match="`unsupported` is unknown"):
+        jqx.convert(mlp, w8a16(), unsupported="ignore")
+
+
+def test_outputs_of_any_pytree_survive():
+    def f(w, x):
+        return {"y": x @ w, "none": None, "pair": (x, [w.shape[0]])}
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, w8a16(), w, X)
+    out = jqx.convert(f, plan)(jqx.quantize_params(w, plan), X)
+    assert out["none"] is None and np.array_equal(out["pair"][0], X)
+    assert int(out["pair"][1][0]) == 16

@@ -1,0 +1,89 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.presets import w8a8, w8a16
+
+from .models import int8_grid, mlp, mlp_params, normal, plan_of
+
+X = normal(3, 7, 16)
+
+
+def test_codes_and_scales_are_those_of_numpy():
+    params = mlp_params()
+    q = jqx.quantize_params(params, plan_of(mlp, w8a8(), params, X))
+    for name, axes in [("w", (0,)), ("v", (1,))]:
+        codes, scale = int8_grid(params[name], axes)
+        assert np.array_equal(q[name].values, codes)
+        assert np.array_equal(q[name].scale, scale)
+
+
+def test_what_the_plan_leaves_alone_is_the_same_object():
+    params = mlp_params()
+    q = jqx.quantize_params(params, plan_of(mlp, w8a8(), params, X))
+    assert q["b"] is params["b"]
+
+
+def test_abstract_parameters_give_abstract_qtensors():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8(), params, X)
+    abstract = jqx.quantize_params(jax.eval_shape(lambda p: p, params), plan)
+    concrete = jqx.quantize_params(params, plan)
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    for a, c in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
+        assert isinstance(a, jax.ShapeDtypeStruct) and (a.shape, a.dtype) == (c.shape, c.dtype)
+
+
+def test_donated_weights_are_deleted_and_others_are_not():
+    params = jax.tree.map(jnp.copy, mlp_params())
+    jqx.quantize_params(params, plan_of(mlp, w8a8(), params, X), donate=True)
+    assert params["w"].is_deleted() and params["v"].is_deleted()
+    assert not params["b"].is_deleted()
+
+
+def test_parameters_are_quantized_under_jit_to_the_same_codes():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8(), params, X)
+    eager, jitted = (
+        jqx.quantize_params(params, plan),
+        jax.jit(jqx.quantize_params, static_argnums=1),
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, eager, jitted(params, plan)))
+
+
+def test_a_given_scale_is_used():
+    w = jnp.array([[0.4], [1.2]])
+    f = lambda w, x: x @ w  # noqa: E731
+    plan = plan_of(f, w8a16(), w, jnp.eye(2))
+    affine = jqx.calibrators.Affine(jnp.full((1, 1), 0.5))
+    q = jqx.quantize_params(w, plan, {":weight": affine})
+    assert q.values.tolist() == [[1], [2]] and float(q.scale[0, 0]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda p: {**p, "w": p["w"][:8]}, r"float32\[8, 24\]"),
+        (lambda p: {**p, "w": p["w"].astype(jnp.bfloat16)}, "bfloat16"),
+        (lambda p: {"w": p["w"]}, "another function or other parameters"),
+    ],
+)
+def test_other_parameters_are_refused(change, fact):
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8(), params, X)
+    with pytest.raises(ValueError, match=fact):
+        jqx.quantize_params(change(params), plan)
+
+
+def test_quantizing_twice_is_refused():
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8(), params, X)
+    with pytest.raises(ValueError, match="'v' is quantized already"):
+        jqx.quantize_params(jqx.quantize_params(params, plan), plan)
+
+
+def test_a_policy_is_no_plan():
+    with pytest.raises(TypeError, match="`plan` is not a Plan"):
+        jqx.quantize_params({}, w8a8())
