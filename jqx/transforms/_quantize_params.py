@@ -30,7 +30,8 @@ def quantize_params(
       plan: from `make_plan`.
       affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
         activations are not read here.
-      donate: whether each float weight is deleted as soon as its codes are ready.
+      donate: whether each float weight that is a JAX array is deleted as soon as its codes are
+        ready.
 
     Returns:
       The same tree; leaves that the plan does not quantize are the very same objects.
@@ -101,7 +102,7 @@ def quantize_weight(
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
     q = QTensor.quantize(x, spec, affine)
-    if donate:
+    if donate and isinstance(x, jax.Array):
         jax.block_until_ready(q)
         x.delete()
     return q
