@@ -41,6 +41,29 @@ def require_that(condition: object, **parts: Any) -> None:
     require(_holds, condition, **parts)
 
 
+def check_instance(
+    function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, mend: str
+) -> None:
+    """Checks that `value` is of a class, or of one of several."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    names = " or ".join(map(_with_article, kinds))
+    require_that(
+        isinstance(value, kinds),
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` is not {names}.",
+        given=f"an object of type {type(value).__name__}",
+        expected=names,
+        mend=mend,
+    )
+
+
+def _with_article(kind: type) -> str:
+    if kind is type(None):
+        return "None"
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeio' else 'a'} {kind.__name__}"
+
+
 def name_of(dtype: DTypeLike) -> str:
     """The name of a dtype, for messages; anything that is not a dtype is shown by its type."""
     try:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from .._checks import as_real, require_that
+from .._checks import as_real, check_instance
 from ..numerics import RoundMode, compute_dtype, round_to_integer
 
 
@@ -38,12 +38,11 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
 
 def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:
     """Checks that `mode` is one of the nine."""
-    require_that(
-        isinstance(mode, RoundMode),
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` is not a RoundMode.",
-        given=f"{argument} == {mode!r}",
-        expected=f"one of {', '.join(m.name for m in RoundMode)}",
-        mend=f"pass the enum member, such as {argument}=jqx.RoundMode.NEAREST_TOWARD_EVEN.",
+    names = ", ".join(mode.name for mode in RoundMode)
+    check_instance(
+        function,
+        argument,
+        mode,
+        RoundMode,
+        mend=f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}.",
     )

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .._checks import require_that
+from .._checks import check_instance
 from .._errors import message
 from ..tensor import QSpec
 
@@ -57,14 +57,13 @@ class Rule:
                 _check_regex(field, pattern)
         for field in ("weight", "activation", "output"):
             spec = getattr(self, field)
-            require_that(
-                spec is None or isinstance(spec, QSpec),
-                error=TypeError,
-                function="Rule",
-                problem=f"`{field}` is not a QSpec.",
-                given=f"an object of type {type(spec).__name__}",
-                expected="a QSpec, or None for float",
-                mend=f"pass for example {field}=jqx.QSpec(jnp.int8).",
+            kinds = (QSpec, type(None))
+            check_instance(
+                "Rule",
+                field,
+                spec,
+                kinds,
+                mend="pass a QSpec such as jqx.QSpec(jnp.int8), or None for float.",
             )
 
     def matches(self, path: str, op: str, *, has_weight: bool) -> bool:
@@ -103,24 +102,14 @@ class Policy:
     rules: tuple[Rule, ...]
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        require_that(
-            isinstance(rules, Iterable),
-            error=TypeError,
-            function="Policy",
-            problem="`rules` is not a sequence of rules.",
-            given=f"an object of type {type(rules).__name__}",
-            expected="a sequence of Rule",
-            mend="pass a list: jqx.Policy([rule]).",
-        )
+        check_instance("Policy", "rules", rules, Iterable, mend="pass a list: jqx.Policy([rule]).")
         rules = tuple(rules)
         for rule in rules:
-            require_that(
-                isinstance(rule, Rule),
-                error=TypeError,
-                function="Policy",
-                problem="`rules` holds something that is not a Rule.",
-                given=f"an object of type {type(rule).__name__}",
-                expected="a sequence of Rule",
+            check_instance(
+                "Policy",
+                "an element of rules",
+                rule,
+                Rule,
                 mend="pass jqx.Rule(...) values; take those of a preset from its .rules.",
             )
         object.__setattr__(self, "rules", rules)
@@ -134,14 +123,8 @@ class Policy:
 
 
 def _check_regex(field: str, pattern: Any) -> None:
-    require_that(
-        isinstance(pattern, str),
-        error=TypeError,
-        function="Rule",
-        problem=f"`{field}` is not a string.",
-        given=f"an object of type {type(pattern).__name__}",
-        expected="a regular expression",
-        mend='pass a string such as "blocks/[0-9]+/.*".',
+    check_instance(
+        "Rule", field, pattern, str, mend='pass a regular expression such as "blocks/[0-9]+/.*".'
     )
     try:
         re.compile(pattern)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, require, require_that
+from .._checks import as_dtype, as_real, check_instance, require, require_that
 from ..calibrators import Affine
 from ..numerics import as_quantized_type
 from ..ops import affine_dequantize, affine_quantize
@@ -103,14 +103,8 @@ class QTensor:
           ValueError: the granularity is relative, or names an axis that `x` lacks.
         """
         x = as_real("QTensor.quantize", "x", x)
-        require_that(
-            isinstance(spec, QSpec),
-            error=TypeError,
-            function="QTensor.quantize",
-            problem="`spec` is not a QSpec.",
-            given=f"an object of type {type(spec).__name__}",
-            expected="a QSpec",
-            mend="pass for example jqx.QSpec(jnp.int8).",
+        check_instance(
+            "QTensor.quantize", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8)."
         )
         scale, zero_point = affine or fit(x, spec)
         codes = affine_quantize(x, scale, zero_point, qtype=spec.qtype, round_mode=spec.round_mode)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._checks import require_that
+from .._checks import check_instance, require_that
 from ..calibrators import Calibrator, Granularity, absmax, per_tensor
 from ..gradients import GradientEstimator, check_estimator, ste
 from ..numerics import RoundMode, as_quantized_type, is_signed
@@ -66,13 +66,11 @@ class QSpec:
                 else "pass for example jqx.calibrators.absmax.",
             )
         for field in ("symmetric", "dynamic"):
-            require_that(
-                isinstance(getattr(self, field), bool),
-                error=TypeError,
-                function="QSpec",
-                problem=f"`{field}` must be True or False.",
-                given=f"{field} == {getattr(self, field)!r}",
-                expected="a bool",
+            check_instance(
+                "QSpec",
+                field,
+                getattr(self, field),
+                bool,
                 mend=f"pass {field}=True or {field}=False.",
             )
         require_that(

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._checks import check_instance, require_that
 from .._errors import message
 from ..policy import Policy, Rule
 from ..tensor import QSpec
@@ -47,13 +47,11 @@ def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> C
       [('w', 'int8 per_axis(1)'), ('v', 'int8 per_axis(0)')]
     """
     check_function("make_plan", f)
-    require_that(
-        isinstance(policy, Policy),
-        error=TypeError,
-        function="make_plan",
-        problem="`policy` is not a Policy.",
-        given=f"an object of type {type(policy).__name__}",
-        expected="a Policy",
+    check_instance(
+        "make_plan",
+        "policy",
+        policy,
+        Policy,
         mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
     )
 
@@ -288,13 +286,11 @@ def as_plan(function: str, plan: Plan | Policy, call: Call, params: Params) -> P
 
 def params_of(function: str, plan: Any) -> Params:
     """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
-    require_that(
-        isinstance(plan, (Plan, Policy)),
-        error=TypeError,
-        function=function,
-        problem="`plan` is not a Plan.",
-        given=f"an object of type {type(plan).__name__}",
-        expected="a Plan, or a Policy",
+    check_instance(
+        function,
+        "plan",
+        plan,
+        (Plan, Policy),
         mend="make one with jqx.make_plan(f, policy)(*args).",
     )
     return plan.params if isinstance(plan, Plan) else 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
-from .._checks import require_that
+from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ._plan import Plan
@@ -49,14 +49,8 @@ def quantize_params(
       >>> jqx.quantize_params(params, plan)["w"]
       QTensor(int8[4, 3], scale [1, 3], dtype=float32)
     """
-    require_that(
-        isinstance(plan, Plan),
-        error=TypeError,
-        function="quantize_params",
-        problem="`plan` is not a Plan.",
-        given=f"an object of type {type(plan).__name__}",
-        expected="a Plan",
-        mend="make one with jqx.make_plan(f, policy)(*args).",
+    check_instance(
+        "quantize_params", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args)."
     )
     plan.check_affines("quantize_params", affines)
     given = affines or {}

@@ -1,0 +1,130 @@
+"""Operands of the oneDNN ops: element types, shapes, and where they stand beside the values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._checks import name_of, normalize_axes, require, require_that
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def check_type(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> None:
+    require_that(
+        name_of(dtype) in allowed,
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` has an element type that the operation does not take.",
+        given=f"{argument}: {name_of(dtype)}",
+        expected=f"one of {', '.join(allowed)}",
+        mend=f"convert {argument} to one of these.",
+    )
+
+
+def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) -> jax.Array:
+    x = jnp.asarray(x)
+    check_type(function, argument, x.dtype, allowed)
+    return x
+
+
+def attributes(scales: Any, zps: Any) -> tuple[jax.Array, jax.Array | None]:
+    return jnp.asarray(scales, jnp.float32), None if zps is None else jnp.asarray(zps, jnp.int32)
+
+
+def operands_of(
+    function: str,
+    x: jax.Array,
+    scales: ArrayLike,
+    zps: ArrayLike | None,
+    floats: tuple[str, ...],
+    integers: tuple[str, ...],
+    granularity: str,
+    axis: int,
+    per_group: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Checks 1-D scales and zero points and lines them up with `x`."""
+    scales = typed(function, "scales", scales, floats)
+    operands = {"scales": scales}
+    if zps is not None:
+        operands["zps"] = typed(function, "zps", zps, integers)
+    known = (
+        ("per_tensor", "per_channel", "per_group") if per_group else ("per_tensor", "per_channel")
+    )
+    require_that(
+        granularity in known,
+        error=ValueError,
+        function=function,
+        problem="`granularity` is unknown.",
+        given=f"granularity == {granularity!r}",
+        expected=f"one of {', '.join(known)}",
+        mend="pass one of these strings; oneDNN calls the attribute qtype.",
+    )
+    shape = [1] * x.ndim
+    if granularity == "per_channel":
+        (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
+        shape[axis] = x.shape[axis]
+    length = 1 if granularity == "per_tensor" else shape[axis]
+    for name, operand in operands.items():
+        require(
+            chex.assert_shape,
+            operand,
+            (length,),
+            error=ValueError,
+            function=function,
+            problem=f"`{name}` must be 1-D with one element per "
+            f"{'tensor' if granularity == 'per_tensor' else 'channel'}.",
+            given=f"{name}.shape == {operand.shape}, x.shape == {x.shape}, "
+            f"granularity == {granularity!r}, axis == {axis}",
+            expected=f"{name}.shape == ({length},)",
+            mend=f"reshape {name}, or choose another granularity or axis.",
+        )
+    lined_up = [operand.reshape(shape) for operand in operands.values()]
+    return lined_up[0], lined_up[1] if zps is not None else None
+
+
+def group_operands(
+    function: str,
+    q: jax.Array,
+    scales: ArrayLike,
+    zps: ArrayLike | None,
+    floats: tuple[str, ...],
+    integers: tuple[str, ...],
+    group_shape: Sequence[int] | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Checks scales and zero points of groups and repeats each over its group."""
+    group = tuple(group_shape) if group_shape is not None else ()
+    require_that(
+        len(group) == q.ndim
+        and all(isinstance(g, (int, np.integer)) and g >= 1 for g in group)
+        and all(n % g == 0 for n, g in zip(q.shape, group, strict=True)),
+        error=ValueError,
+        function=function,
+        problem="`group_shape` does not divide the shape of `q`.",
+        given=f"group_shape == {group_shape!r}, q.shape == {q.shape}",
+        expected="one group size per axis of q, each dividing that axis",
+        mend="pass for example group_shape=(1, 32) for blocks of 32 along the last of two axes.",
+    )
+    expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
+    operands = {"scales": typed(function, "scales", scales, floats)}
+    if zps is not None:
+        operands["zps"] = typed(function, "zps", zps, integers)
+    for name, operand in operands.items():
+        require(
+            chex.assert_shape,
+            operand,
+            expected,
+            error=ValueError,
+            function=function,
+            problem=f"`{name}` must hold one element per group.",
+            given=f"{name}.shape == {operand.shape}, q.shape == {q.shape}, group_shape == {group}",
+            expected=f"{name}.shape == {expected}",
+            mend=f"pass {name} with the shape of q divided by group_shape.",
+        )
+        for dim, size in enumerate(group):
+            operands[name] = jnp.repeat(operands[name], size, axis=dim)
+    return operands["scales"], operands.get("zps")
