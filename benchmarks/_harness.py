@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+Call = Callable[[], object]
 
 SAMPLE_SECONDS = 0.01
 SETTLE_SECONDS = 0.002
@@ -48,8 +51,30 @@ class Timing:
         """Returns the median over the rounds of this time divided by the other's."""
         return float(np.median(self.samples / other.samples))
 
+    def quiet_ratio(self, other: "Timing") -> float:
+        """Returns the ratio of the 10th percentiles: rounds with foreign load drop out."""
+        return self.p10 / other.p10
 
-def interleave(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
+
+def fresh(f: Callable[..., Any], *args: Any) -> Call:
+    """Returns a call of `f` under jit that allocates its result anew."""
+    compiled = jax.jit(f)
+    return lambda: jax.block_until_ready(compiled(*args))
+
+
+def donated(f: Callable[..., jax.Array], x: jax.Array, *args: Any) -> Call:
+    """Returns a call that replaces a copy of `x` by `f` of it, in place, time after time."""
+    compiled = jax.jit(f, donate_argnums=0)
+    array = jnp.copy(x)
+
+    def call() -> None:
+        nonlocal array
+        array = compiled(array, *args).block_until_ready()
+
+    return call
+
+
+def interleave(variants: Mapping[str, Call], seconds: float) -> dict[str, Timing]:
     """Times calls that return when their work is done, for about `seconds`, warm-up included."""
     start = time.perf_counter()
     calls = {}
@@ -69,11 +94,33 @@ def interleave(variants: Mapping[str, Callable[[], object]], seconds: float) -> 
     return {name: Timing(np.array(samples[name]), calls[name]) for name in variants}
 
 
-def _seconds(call: Callable[[], object], calls: int) -> float:
+def _seconds(call: Call, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
+
+
+class ForeignLoad:
+    """How many cores other processes have kept busy since this was made (Linux)."""
+
+    def __init__(self) -> None:
+        self._start = self._times()
+
+    def cores(self) -> float | None:
+        """Returns the mean number of cores, or `None` where the system does not say."""
+        start, now = self._start, self._times()
+        if start is None or now is None:
+            return None
+        return max(0.0, (now[1] - start[1]) / (now[0] - start[0]))
+
+    def _times(self) -> tuple[float, float] | None:
+        own, wall = time.process_time(), time.perf_counter()
+        if (line := _first_line("/proc/stat")) is None:
+            return None
+        ticks = [int(field) for field in line.split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]  # all but idle and iowait
+        return wall, busy / os.sysconf("SC_CLK_TCK") - own
 
 
 def threads() -> int:
@@ -88,7 +135,6 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "threads": threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
         "versions": {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -106,7 +152,7 @@ def _processor() -> str:
 
 def _first_line(path: str) -> str | None:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text().splitlines()[0]
     except OSError:
         return None
 
@@ -127,7 +173,7 @@ def print_environment(facts: Mapping[str, Any]) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows under a head, the last columns (all that hold numbers) aligned right."""
+    """Prints rows under a head; columns of numbers are aligned right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     numeric = [all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in (head, ["-" * width for width in widths], *rows):

@@ -47,12 +47,13 @@ def check_instance(
     """Checks that `value` is of a class, or of one of several."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(map(_with_article, kinds))
+    plain = isinstance(value, (str, int, float, type(None)))
     require_that(
         isinstance(value, kinds),
         error=TypeError,
         function=function,
         problem=f"`{argument}` is not {names}.",
-        given=f"an object of type {type(value).__name__}",
+        given=f"{argument} == {value!r}" if plain else f"an object of type {type(value).__name__}",
         expected=names,
         mend=mend,
     )

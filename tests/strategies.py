@@ -3,6 +3,7 @@
 Shapes, formats and axes come from small fixed sets: each new combination is a new compilation.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,3 +50,53 @@ def zero_points(qtype: str, shape: Sequence[int] = ()) -> st.SearchStrategy[np.n
     low, high = code_range(qtype)
     elements = st.integers(low, high)
     return hnp.arrays(np.int64, shape, elements=elements).map(lambda z: codes_of(z, qtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """Operands of one affine quantization of an array of `SHAPE`."""
+
+    x: np.ndarray
+    scale: np.ndarray
+    zero_point: np.ndarray
+    qtype: str
+    axes: tuple[int, ...]
+
+    @property
+    def scale_along_x(self) -> np.ndarray:
+        """`scale` with the rank of `x`."""
+        return along(self.scale, self.axes)
+
+    @property
+    def zero_point_along_x(self) -> np.ndarray:
+        """`zero_point` with the rank of `x`."""
+        return along(self.zero_point, self.axes)
+
+
+def along(parameter: np.ndarray, axes: Sequence[int], rank: int = len(SHAPE)) -> np.ndarray:
+    """Lines a parameter up with the axes, in increasing order, that it has entries for."""
+    shape = [1] * rank
+    for axis, size in zip(sorted(axes), parameter.shape, strict=True):
+        shape[axis] = size
+    return parameter.reshape(shape)
+
+
+@st.composite
+def affines(
+    draw: st.DrawFn,
+    qtypes: st.SearchStrategy[str] = qtypes,
+    axes: st.SearchStrategy[tuple[int, ...]] = axes_of_shape,
+    exponents: int = 20,
+) -> Affine:
+    """Operands whose quotients `x / scale` lie from 2**-20 to 2**20, many of them near ties."""
+    qtype, axes = draw(qtypes), draw(axes)
+    shape = tuple(SHAPE[axis] for axis in axes)
+    scale = draw(scales(shape, exponents))
+    units = draw(reals())
+    return Affine(
+        x=(units * along(scale, axes)).astype(np.float32),
+        scale=scale,
+        zero_point=draw(zero_points(qtype, shape)),
+        qtype=qtype,
+        axes=axes,
+    )

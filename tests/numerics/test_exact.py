@@ -260,7 +260,9 @@ def test_narrow_rounds_under_vmap_and_scan(name):
 
     expected = (x * x).astype(dtype).astype(np.float32) * np.float32(3)
     assert_same_bits(jax.jit(jax.vmap(f))(x), expected)
-    assert_same_bits(jax.jit(lambda x: lax.scan(lambda c, row: (c, f(row)), None, x)[1])(x), expected)
+    assert_same_bits(
+        jax.jit(lambda x: lax.scan(lambda c, row: (c, f(row)), None, x)[1])(x), expected
+    )
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -366,13 +368,11 @@ def _assert_difference_is_rounded_once(q, zero_point, dtype):
     with np.errstate(over="ignore"):
         expected = nearest(exact.astype(np.float64), dtype)
     wide = numerics.compute_dtype(dtype)
-    forms = (
-        difference(jnp.asarray(q), jnp.asarray(zero_point), dtype),
-        jax.jit(lambda q, z: difference(q, z, dtype))(q, zero_point),
-        jax.jit(lambda: difference(jnp.asarray(q), jnp.asarray(zero_point), dtype))(),
-    )
-    for result in forms:
-        assert_floats(result, expected, wide)
+    assert_floats(jax.jit(lambda q, z: difference(q, z, dtype))(q, zero_point), expected, wide)
+    if q.dtype.itemsize == 4:  # where it takes more than one subtraction
+        operands = jnp.asarray(q), jnp.asarray(zero_point)
+        assert_floats(difference(*operands, dtype), expected, wide)
+        assert_floats(jax.jit(lambda: difference(*operands, dtype))(), expected, wide)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

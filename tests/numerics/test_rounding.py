@@ -69,24 +69,22 @@ def test_every_float16_closed_over_as_a_constant_is_rounded_as_specified(mode):
         assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
 @pytest.mark.parametrize("mode", RoundMode)
-def test_the_rows_of_the_table_hold(mode, dtype):
-    x = np.array([2.5, -2.5, -3.5, 2.4, -2.6]).astype(dtype)
+def test_the_rows_of_the_table_hold(mode):
+    x = np.float32([2.5, -2.5, -3.5, 2.4, -2.6])
     for codes in all_forms(x, mode):
         assert tuple(np.asarray(codes).astype(int)) == TABLE[mode.value]
 
 
-@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
 @pytest.mark.parametrize("mode", RoundMode)
-def test_float32_neighbours_of_ties_and_integers_are_rounded_as_specified(mode, evaluate):
+def test_float32_neighbours_of_ties_and_integers_are_rounded_as_specified(mode):
     halves = (np.arange(-2048, 2049) / 2).astype(np.float32)
     near = [np.nextafter(halves, np.float32(to)) for to in (np.inf, -np.inf)]
     near = [np.where(np.abs(v) < np.finfo(np.float32).tiny, halves, v) for v in near]
     big = np.array([2.0**22 + 0.5, 2.0**22 + 1.5, 2.0**23 - 0.5, 2.0**23 - 1.5], np.float32)
     rest = np.array([np.inf, -np.inf, np.nan, 3e38, -3e38, 1.2e-38, -1.2e-38], np.float32)
     x = np.concatenate([halves, *near, big, -big, rest])
-    assert_all_forms_follow_the_table(evaluate, x, mode)
+    assert_all_forms_follow_the_table(jax.jit, x, mode)
 
 
 @pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
@@ -110,16 +108,15 @@ def test_odd_float32_integers_between_2_to_23_and_2_to_24_stay_themselves(mode, 
     np.testing.assert_array_equal(np.asarray(floats).astype(np.int64), odd)
 
 
-@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
 @pytest.mark.parametrize("mode", RoundMode)
-def test_float64_is_rounded_as_specified(mode, evaluate):
+def test_float64_is_rounded_as_specified(mode):
     halves = np.arange(-2048, 2049) / 2
     hazards = np.array([0.49999999999999994, 2.0**52 + 1, 2.0**53 - 1, 2.0**51 + 0.5])
     rest = np.array([np.inf, -np.inf, np.nan, 1e300, 2.0**31 - 0.5, 2.0**31 - 1])
     x = np.concatenate([halves, np.nextafter(halves, 1e9), hazards, -hazards, rest, -rest])
     x = np.where(np.abs(x) < np.finfo(np.float64).tiny, 0, x)
     with jax.enable_x64(True):
-        assert_all_forms_follow_the_table(evaluate, x, mode)
+        assert_all_forms_follow_the_table(jax.jit, x, mode)
 
 
 @pytest.mark.parametrize("mode", RoundMode)
