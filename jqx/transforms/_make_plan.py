@@ -128,7 +128,11 @@ def _choose(
     if choice is None:
         if has_weight:
             return None, None, "no rule matches"
-        return None, None, "two activations, and no rule without a weight spec matches"
+        return (
+            None,
+            None,
+            "no weight reaches it through views, and no rule without a weight spec matches",
+        )
     place, rule = choice
     if rule.weight is None and rule.activation is None and rule.output is None:
         return place, rule, f"rule {place} leaves it in float"
