@@ -1,8 +1,9 @@
 """Interleaved timing: variants take turns in one process, so that foreign load falls on all alike.
 
 One sample is the mean time of a few calls in a row, enough to fill `SAMPLE_SECONDS`. Each round
-takes one sample of every variant, in a random order. Ratios are medians of the ratios within a
-round, which cancels load that lasts longer than a round.
+takes one sample of every variant, in a random order; a variant far slower than the others sits out
+most rounds. Ratios are medians of the ratios within a round, which cancels load that lasts longer
+than a round.
 """
 
 import json
@@ -25,6 +26,7 @@ Call = Callable[[], object]
 SAMPLE_SECONDS = 0.01
 SETTLE_SECONDS = 0.002
 MIN_ROUNDS = 3
+SLOW = 4  # times the median variant; a slower one sits out rounds
 PACKAGES = ("jqx", "jax", "jaxlib", "numpy", "qwix", "torch", "onnx", "onnxruntime")
 VARIABLES = (
     *("XLA_FLAGS", "NPROC", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "LD_PRELOAD"),
@@ -34,22 +36,25 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Timing:
-    """The samples of one variant, in seconds a call, one per round."""
+    """The samples of one variant, in seconds a call, one per round; NaN where it sat out."""
 
     samples: np.ndarray
-    calls: int
 
     @property
     def median(self) -> float:
-        return float(np.median(self.samples))
+        return float(np.nanmedian(self.samples))
 
     @property
     def p10(self) -> float:
-        return float(np.percentile(self.samples, 10))
+        return float(np.nanpercentile(self.samples, 10))
+
+    @property
+    def rounds(self) -> int:
+        return int(np.isfinite(self.samples).sum())
 
     def ratio(self, other: "Timing") -> float:
         """Returns the median over the rounds of this time divided by the other's."""
-        return float(np.median(self.samples / other.samples))
+        return float(np.nanmedian(self.samples / other.samples))
 
     def quiet_ratio(self, other: "Timing") -> float:
         """Returns the ratio of the 10th percentiles: rounds with foreign load drop out."""
@@ -77,21 +82,27 @@ def donated(f: Callable[..., jax.Array], x: jax.Array, *args: Any) -> Call:
 def interleave(variants: Mapping[str, Call], seconds: float) -> dict[str, Timing]:
     """Times calls that return when their work is done, for about `seconds`, warm-up included."""
     start = time.perf_counter()
-    calls = {}
+    first = {}
     for name, call in variants.items():
         call()
-        calls[name] = int(np.clip(SAMPLE_SECONDS / _seconds(call, 1), 1, 50))
+        first[name] = _seconds(call, 1)
+    calls = {name: int(np.clip(SAMPLE_SECONDS / t, 1, 50)) for name, t in first.items()}
+    typical = float(np.median(list(first.values())))
+    strides = {name: max(1, int(t / typical / SLOW)) for name, t in first.items()}
     samples: dict[str, list[float]] = {name: [] for name in variants}
     order, shuffle, rounds = list(variants), random.Random(0).shuffle, 0
     while rounds < MIN_ROUNDS or time.perf_counter() - start < seconds:
         shuffle(order)
         for name in order:
+            if rounds % strides[name]:
+                samples[name].append(np.nan)
+                continue
             time.sleep(SETTLE_SECONDS)  # the threads of the previous library stop spinning
             if calls[name] > 1:
                 variants[name]()  # brings its operands back into the cache
             samples[name].append(_seconds(variants[name], calls[name]))
         rounds += 1
-    return {name: Timing(np.array(samples[name]), calls[name]) for name in variants}
+    return {name: Timing(np.array(taken)) for name, taken in samples.items()}
 
 
 def _seconds(call: Call, calls: int) -> float:

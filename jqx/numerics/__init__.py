@@ -3,8 +3,12 @@
 from ._exact import compute_dtype as compute_dtype
 from ._exact import difference as difference
 from ._exact import divide as divide
-from ._exact import multiply_add as multiply_add
+from ._exact import divide_by_steps as divide_by_steps
+from ._exact import float_difference as float_difference
+from ._exact import holds_codes as holds_codes
+from ._exact import multiply as multiply
 from ._exact import narrow as narrow
+from ._exact import saturating_float_sum as saturating_float_sum
 from ._exact import saturating_sum as saturating_sum
 from ._formats import INTEGERS as INTEGERS
 from ._formats import as_quantized_type as as_quantized_type

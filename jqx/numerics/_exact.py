@@ -11,6 +11,7 @@ Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -26,23 +27,42 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x / divisor`, a true division; `divisor` broadcasts to the shape of `x`.
 
     The barrier stands behind the broadcast: before it, XLA still sees a broadcast divisor and
-    multiplies by its reciprocal. The select ties the divisor to `x`, or vmap over `x` alone would
-    move the barrier before a broadcast again; it changes no quotient, as one of NaN is NaN. Neither
-    costs a temporary; the division fuses as before.
+    multiplies by its reciprocal. The select on a constant ties the divisor to `x`: without it, vmap
+    over `x` alone would move the barrier before a broadcast again. XLA removes the select, and the
+    division fuses as any other.
     """
-    tied = jnp.where(jnp.isnan(x), x, jnp.broadcast_to(divisor, x.shape))
+    tied = lax.select(np.zeros((), bool), x, jnp.broadcast_to(divisor, x.shape))
     return x / lax.optimization_barrier(tied)
 
 
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """`a * b + c` with the product rounded before the sum: no fused multiply-add.
+def divide_by_steps(k: jax.Array, steps: int) -> jax.Array:
+    """`k / steps`, a true division, for integers `k` in `[0, steps]` (or NaN).
+
+    Up to 1023 steps it is computed as `k * high + k * low`, `high + low` being the reciprocal and
+    `high` its first 14 bits: `k * high` is exact, so the sum rounds once, fused or not, and what
+    `low` leaves out is less than the distance of any quotient from a tie (tested for every one).
+    """
+    if k.dtype != jnp.float32 or steps >= 1024:
+        return divide(k, jnp.asarray(np.asarray(steps, k.dtype)))
+    high, low = split_reciprocal(steps)
+    return k * jnp.asarray(high) + k * jnp.asarray(low)
+
+
+def split_reciprocal(steps: int) -> tuple[np.float32, np.float32]:
+    """Returns `1 / steps` as a float32 of 14 significant bits and the float32 nearest the rest."""
+    mantissa, exponent = np.frexp(1 / steps)
+    high = np.ldexp(np.floor(np.ldexp(mantissa, 14)), exponent - 14)
+    return np.float32(high), np.float32(1 / steps - high)
+
+
+def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a * b`, rounded before anything reads it: a sum with it is no fused multiply-add.
 
     The select between product and sum is what keeps LLVM from contracting them; it changes no
     value.
     """
     product = a * b
-    product = jnp.where(jnp.isnan(product), jnp.asarray(jnp.nan, product.dtype), product)
-    return product + c
+    return jnp.where(jnp.isnan(product), jnp.asarray(jnp.nan, product.dtype), product)
 
 
 def narrow(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -63,22 +83,31 @@ def saturating_sum(r: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike)
       zero_point: of dtype `qtype`, broadcasting to the shape of `r`; `None` means zero.
       qtype: integer dtype of up to 32 bits.
     """
-    if bit_width(qtype) == 32 and r.dtype == jnp.float32:
+    if not holds_codes(r.dtype, qtype):
         return _saturating_sum_in_halves(r, zero_point, qtype)
-    low, high = integer_range(qtype)
+    r = saturating_float_sum(r, zero_point, qtype)
+    if bit_width(qtype) == 32:
+        return r.astype(qtype)
+    # 1.5 * 2**23 + r holds r in its low bits for |r| < 2**22. It spares the checks of a conversion.
+    shifted = r.astype(jnp.float32) + jnp.float32(1.5 * 2**23)
+    codes = lax.bitcast_convert_type(shifted, jnp.int32)
+    # XLA on CPU narrows integers to int8 in vectors, but to int4 and int2 one value at a time.
+    return (codes.astype(jnp.int8) if bit_width(qtype) < 8 else codes).astype(qtype)
+
+
+def holds_codes(dtype: DTypeLike, qtype: DTypeLike) -> bool:
+    """Whether every code of `qtype`, and every difference of two, is exact in a float dtype."""
+    return bit_width(qtype) < 32 or jnp.dtype(dtype) == jnp.float64
+
+
+def saturating_float_sum(r: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike) -> jax.Array:
+    """`saturating_sum` in the dtype of `r`, which must hold the codes; zero is positive."""
+    low, high = (jnp.asarray(bound, r.dtype) for bound in integer_range(qtype))
     if zero_point is not None:
         # Exact wherever it does not saturate: |r + zero_point| is below 2**24 (2**53) there.
-        wide_zero_point = zero_point.astype(jnp.int32 if is_signed(qtype) else jnp.uint32)
-        r = r + wide_zero_point.astype(r.dtype)
-    r = jnp.where(
-        jnp.isnan(r),
-        jnp.zeros_like(r),
-        lax.clamp(jnp.asarray(low, r.dtype), r, jnp.asarray(high, r.dtype)),
-    )
-    if bit_width(qtype) < 8:
-        # XLA on CPU converts float32 to int8 in vectors, but to int4 and int2 one value at a time.
-        r = r.astype(jnp.int8)
-    return r.astype(qtype)
+        r = r + _widen(zero_point).astype(r.dtype)
+    r = lax.clamp(low, r, high)
+    return jnp.where(jnp.abs(r) > 0, r, jnp.zeros_like(r))  # NaN and -0 become +0
 
 
 def _saturating_sum_in_halves(
@@ -129,13 +158,9 @@ def difference(q: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> 
     """
     dtype, wide = jnp.dtype(dtype), compute_dtype(dtype)
     operands = (q,) if zero_point is None else (q, zero_point)
-    if wide == jnp.float64:
-        widened = [_widen(v).astype(wide) for v in operands]
-        return widened[0] if zero_point is None else widened[0] - widened[1]
-    if max(bit_width(v.dtype) for v in operands) <= 16:
-        widened = [v.astype(jnp.int32) for v in operands]
-        d = (widened[0] if zero_point is None else widened[0] - widened[1]).astype(wide)
-        return _round_integers(d, dtype) if max(bit_width(v.dtype) for v in operands) == 16 else d
+    if all(holds_codes(wide, operand.dtype) for operand in operands):
+        q = _widen(q).astype(wide)
+        return float_difference(q, zero_point, dtype)
     upper, lower = _halves(q)
     if zero_point is not None:
         z_high, z_low = _halves(zero_point)
@@ -153,13 +178,20 @@ def difference(q: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> 
     return _round_integers(d, dtype)
 
 
+def float_difference(codes: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """`difference` for codes that are held in `compute_dtype(dtype)`, which must hold them."""
+    if zero_point is not None:
+        codes = codes - _widen(zero_point).astype(codes.dtype)
+    return _round_integers(codes, jnp.dtype(dtype))
+
+
 def _widen(codes: jax.Array) -> jax.Array:
     return codes.astype(jnp.int32 if is_signed(codes.dtype) else jnp.uint32)
 
 
 def _round_integers(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds float32 integers to the precision of `dtype`; integers are never subnormal."""
-    if dtype == jnp.float32:
+    """Rounds integers to the precision of `dtype`; integers are never subnormal."""
+    if dtype == x.dtype:
         return x
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=int(info.nexp), mantissa_bits=int(info.nmant))

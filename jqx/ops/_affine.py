@@ -20,9 +20,13 @@ from ..numerics import (
     compute_dtype,
     difference,
     divide,
+    float_difference,
+    holds_codes,
     integer_range,
+    multiply,
     narrow,
     round_to_integer,
+    saturating_float_sum,
     saturating_sum,
 )
 from ._broadcast import sum_to_shape
@@ -38,9 +42,7 @@ def affine_quantize(
     round_mode: RoundMode,
 ) -> jax.Array:
     """Quantizes `x`; `scale` and `zero_point` broadcast to its shape, axis by axis."""
-    wide = jnp.promote_types(compute_dtype(x.dtype), compute_dtype(scale.dtype))
-    quotient = divide(x.astype(wide), scale.astype(wide))
-    return saturating_sum(round_to_integer(quotient, round_mode), zero_point, qtype)
+    return saturating_sum(_rounded_quotient(x, scale, round_mode), zero_point, qtype)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -49,7 +51,7 @@ def affine_dequantize(
 ) -> jax.Array:
     """Dequantizes `q` to `dtype`; the difference is first rounded to the dtype of `scale`."""
     d = difference(q, zero_point, scale.dtype)
-    return narrow(d * scale.astype(d.dtype), dtype)
+    return narrow(multiply(d, scale.astype(d.dtype)), dtype)
 
 
 @partial(jax.jit, static_argnames=("qtype", "round_mode", "gradient"))
@@ -68,8 +70,20 @@ def affine_fake_quantize(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _fake_quantize(qtype, round_mode, gradient, x, scale, zero_point):
-    q = affine_quantize(x, scale, zero_point, qtype=qtype, round_mode=round_mode)
-    return affine_dequantize(q, scale, zero_point, dtype=x.dtype)
+    wide = compute_dtype(scale.dtype)
+    if not holds_codes(wide, qtype):
+        q = affine_quantize(x, scale, zero_point, qtype=qtype, round_mode=round_mode)
+        return affine_dequantize(q, scale, zero_point, dtype=x.dtype)
+    # The same values without the detour through integers, which costs XLA its vectors on CPU.
+    r = _rounded_quotient(x, scale, round_mode)
+    codes = saturating_float_sum(r, zero_point, qtype).astype(wide)
+    d = float_difference(codes, zero_point, scale.dtype)
+    return narrow(multiply(d, scale.astype(wide)), x.dtype)
+
+
+def _rounded_quotient(x, scale, round_mode):
+    wide = jnp.promote_types(compute_dtype(x.dtype), compute_dtype(scale.dtype))
+    return round_to_integer(divide(x.astype(wide), scale.astype(wide)), round_mode)
 
 
 def _forward(qtype, round_mode, gradient, x, scale, zero_point):

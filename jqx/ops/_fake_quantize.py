@@ -10,7 +10,15 @@ from jax.typing import ArrayLike
 
 from .._checks import as_like, as_real, check_dtype, require_that
 from ..gradients import GradientEstimator, check_estimator, ste
-from ..numerics import RoundMode, compute_dtype, divide, multiply_add, narrow, round_to_integer
+from ..numerics import (
+    RoundMode,
+    compute_dtype,
+    divide,
+    divide_by_steps,
+    multiply,
+    narrow,
+    round_to_integer,
+)
 from ._broadcast import sum_to_shape
 
 _LIMITS = ("input_low", "input_high", "output_low", "output_high")
@@ -179,8 +187,8 @@ def _fake_quantize(levels, gradient, x, il, ih, ol, oh):
     x, il, ih, ol, oh = (v.astype(wide) for v in (x, il, ih, ol, oh))
     steps = jnp.asarray(np.asarray(levels - 1, wide))
     u = divide(x - il, ih - il)
-    u = divide(round_to_integer(u * steps, RoundMode.NEAREST_TOWARD_EVEN), steps)
-    y = multiply_add(u, oh - ol, ol)
+    u = divide_by_steps(round_to_integer(u * steps, RoundMode.NEAREST_TOWARD_EVEN), levels - 1)
+    y = multiply(u, oh - ol) + ol
     low, high = _ordered(il, ih)
     y = jnp.where(x > high, oh, y)
     return narrow(jnp.where(x <= low, ol, y), dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import require_that
-from ..numerics import narrow
+from ..numerics import multiply, narrow
 from ._onednn_operands import FLOAT8, attributes, group_operands, operands_of, typed
 
 
@@ -125,4 +125,4 @@ def _dequantize(q, scales, zps):
     y = q.astype(jnp.float32)
     if zps is not None:
         y = y - zps.astype(jnp.float32)
-    return narrow(y * scales.astype(jnp.float32), scales.dtype)
+    return narrow(multiply(y, scales.astype(jnp.float32)), scales.dtype)
