@@ -8,10 +8,23 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.numerics import INTEGERS, difference, divide, multiply_add, narrow, saturating_sum
+from jqx.numerics import (
+    INTEGERS,
+    difference,
+    divide,
+    divide_by_steps,
+    float_difference,
+    holds_codes,
+    multiply,
+    narrow,
+    saturating_float_sum,
+    saturating_sum,
+)
+from jqx.numerics._exact import split_reciprocal
 
 from .oracles import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
 
+SMALL = [qtype for qtype in INTEGERS if not qtype.endswith("32")]
 SHAPE = (400, 300)  # 120,000 quotients
 
 
@@ -162,6 +175,40 @@ def test_naive_division_under_vmap_is_still_wrong_where_the_barrier_is_not_tied_
     s = DIVISORS["scalar"]
     result = jax.jit(jax.vmap(untied, in_axes=(0, None)))(X, s)
     assert np.any(np.asarray(result) != X / s)
+
+
+def test_the_split_reciprocal_gives_every_quotient_however_it_is_fused():
+    for steps in range(1, 1024):
+        k = np.arange(steps + 1, dtype=np.float32)
+        high, low = split_reciprocal(steps)
+        exact_high, exact_low = k * np.float64(high), k * np.float64(low)  # 24 and 34 bits
+        assert np.array_equal(exact_high, (k * high).astype(np.float64))
+        quotient = k / np.float32(steps)
+        assert_same_bits((k * high) + (k * low), quotient)
+        assert_same_bits((exact_high + (k * low)).astype(np.float32), quotient)
+        assert_same_bits((exact_high + exact_low).astype(np.float32), quotient)
+
+
+STEPS = [1, 2, 3, 7, 15, 100, 255, 511, 1022, 1023, 1024, 4095, 65535, 2**24 - 1, 2**24 + 1]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_divide_by_steps_is_a_true_division(steps):
+    k = np.unique(np.linspace(0, steps, 5001).round()).astype(np.float32)
+    k = np.append(k, np.float32(np.nan))
+    expected = k / np.float32(steps)
+    assert_same_bits(divide_by_steps(jnp.asarray(k), steps), expected)
+    assert_same_bits(jax.jit(lambda k: divide_by_steps(k, steps))(k), expected)
+    mapped = jax.jit(jax.vmap(lambda k: divide_by_steps(jnp.asarray(k), steps)))
+    assert_same_bits(mapped(k), expected)
+    with jax.enable_x64(True):
+        wide = k.astype(np.float64)
+        result = jax.jit(lambda k: divide_by_steps(k, steps))(wide)
+        assert_same_bits(result, wide / steps)
+
+
+def multiply_add(a, b, c):
+    return multiply(a, b) + c
 
 
 A, B = normals(11), normals(12)
@@ -353,6 +400,24 @@ def test_the_int32_sums_that_float32_cannot_hold_are_exact():
     assert saturating_sum(r, z, jnp.int32).tolist() == expected
 
 
+@pytest.mark.parametrize("qtype", SMALL)
+def test_saturating_float_sum_holds_the_same_codes_in_float32(qtype):
+    assert holds_codes(np.float32, qtype)
+    zero_points = _zero_points(qtype)[:, None]
+    r = np.broadcast_to(R, (len(zero_points), len(R)))
+    result = jax.jit(lambda r, z: saturating_float_sum(r, z, qtype))(r, zero_points)
+    assert_floats(result, saturated(r, zero_points, qtype).astype(np.float64), np.float32)
+    assert not np.any(np.signbit(result) & (np.asarray(result) == 0))
+    without = saturating_float_sum(jnp.asarray(R), None, qtype)
+    assert_floats(without, saturated(R, 0, qtype).astype(np.float64), np.float32)
+
+
+def test_float32_holds_no_codes_of_32_bits_and_float64_holds_all():
+    for qtype in INTEGERS:
+        assert holds_codes(np.float32, qtype) is (qtype in SMALL)
+        assert holds_codes(np.float64, qtype)
+
+
 def _codes(qtype, seed):
     low, high = code_range(qtype)
     edges = [low, low + 1, high, high - 1, 0, 1, 127, 255, 256, 257, 32767, 65535, 65536]
@@ -415,6 +480,16 @@ def test_differences_of_33_bits_beside_a_tie_are_not_rounded_twice(qtype, dtype)
     assert np.all(least <= most)
     q = rng.integers(least, most, endpoint=True)
     _assert_difference_is_rounded_once(codes_of(q, qtype), codes_of(q - wanted, qtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("qtype", SMALL)
+def test_float_difference_of_codes_held_in_float32_is_rounded_once(qtype, dtype):
+    q, zero_point = np.broadcast_arrays(_codes(qtype, 26)[:, None], _codes(qtype, 27))
+    zero_point = np.array(zero_point)
+    expected = nearest((q.astype(np.int64) - zero_point.astype(np.int64)).astype(float), dtype)
+    f = jax.jit(lambda q, z: float_difference(q, z, dtype))
+    assert_floats(f(q.astype(np.float32), zero_point), expected, np.float32)
 
 
 def test_every_pair_of_int8_codes_has_its_exact_difference():

@@ -1,0 +1,68 @@
+"""Any dimension numbers: each scale and zero point meets its own axis of the result."""
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jqx
+
+from ..numerics.oracles import assert_floats
+from ..tensor.tensors import reals
+from .oracles import contraction, exact_tensor, small_integers
+
+contract = jax.jit(jqx.dot_general, static_argnums=2)
+
+
+@st.composite
+def numbered(draw):
+    """Shapes and dimension numbers: each axis is batched, contracted or free, in any order.
+
+    All sizes differ, or two axes could be mistaken for each other unseen.
+    """
+    sizes = list(draw(st.permutations([1, 2, 3, 4, 5])))
+    batch, contracting = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    shared = [sizes.pop() for _ in range(batch + contracting)]
+    split = draw(st.integers(0, len(sizes)))
+    sides = []
+    for free in (sizes[:split], sizes[split:]):
+        shape = draw(st.permutations([*shared, *free]))
+        sides.append((tuple(shape), [shape.index(size) for size in shared]))
+    (left, left_axes), (right, right_axes) = sides
+    numbers = (
+        (tuple(left_axes[batch:]), tuple(right_axes[batch:])),
+        (tuple(left_axes[:batch]), tuple(right_axes[:batch])),
+    )
+    return left, right, numbers
+
+
+@settings(max_examples=25, deadline=None)
+@given(numbered(), st.sampled_from([("int4", "uint8"), (None, "uint4"), ("int8", None)]))
+def test_every_axis_that_is_kept_may_have_its_own_scale_and_zero_point(case, formats):
+    """Small integers and powers of two: the sums are exact in any order."""
+    *shapes, numbers = case
+    rng = np.random.default_rng(0)
+    pair = []
+    for shape, contracting, qtype in zip(shapes, numbers[0], formats, strict=True):
+        kept = [i for i in range(len(shape)) if i not in contracting]
+        pair.append(
+            small_integers(rng, shape) if qtype is None else exact_tensor(rng, qtype, shape, kept)
+        )
+    expected = contraction(reals(pair[0]), reals(pair[1]), numbers)
+    assert_floats(contract(*pair, numbers), expected, np.float32)
+
+
+def test_negative_axes_count_from_the_end_of_their_own_operand():
+    rng = np.random.default_rng(1)
+    lhs = exact_tensor(rng, "int8", (2, 3, 4), (0, 1))
+    rhs = exact_tensor(rng, "uint8", (4, 2), (1,))
+    negative = jqx.dot_general(lhs, rhs, (((-1,), (-2,)), ((-3,), (-1,))))
+    np.testing.assert_array_equal(negative, jqx.dot_general(lhs, rhs, (((2,), (0,)), ((0,), (1,)))))
+
+
+def test_dimension_numbers_may_be_lists_and_numpy_integers():
+    rng = np.random.default_rng(2)
+    lhs, rhs = exact_tensor(rng, "int8", (3, 4), (0,)), exact_tensor(rng, "int8", (4, 5), (1,))
+    expected = jqx.dot_general(lhs, rhs, (((1,), (0,)), ((), ())))
+    for numbers in (([[1], [0]], [[], []]), ((np.array([1]), [np.int64(0)]), ((), ()))):
+        np.testing.assert_array_equal(jqx.dot_general(lhs, rhs, numbers), expected)

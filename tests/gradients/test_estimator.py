@@ -1,0 +1,186 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.gradients import check_estimator, ste
+
+from ..ops.refusals import assert_refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """Multiplies the cotangent by fixed factors, wherever `x` lies."""
+
+    x: float
+    low: float
+    high: float
+
+    def bwd(self, x, low, high, levels, cotangent):
+        return self.x * cotangent, self.low * cotangent, self.high * cotangent
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspecting:
+    """Checks what every estimator is promised, and returns the cotangent for `x` alone."""
+
+    levels: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def bwd(self, x, low, high, levels, cotangent):
+        assert levels == self.levels and isinstance(levels, int)
+        for array in (x, low, high, cotangent):
+            assert array.dtype == jnp.dtype(self.dtype)
+            assert array.shape == self.shape
+        ordered = jnp.where(low <= high, cotangent, jnp.nan * cotangent)
+        return ordered, jnp.zeros_like(x), jnp.zeros_like(x)
+
+
+class Unhashable:
+    __hash__ = None
+
+    def bwd(self, x, low, high, levels, cotangent):
+        return cotangent, cotangent, cotangent
+
+
+class WithoutRule:
+    pass
+
+
+def f32(*values):
+    return np.float32(values)
+
+
+def test_a_custom_estimator_decides_the_gradients_of_quantize_dequantize():
+    x, scale, z = f32(-100, 0.3, 100), np.float32(0.5), np.int8(3)
+
+    def loss(x, scale):
+        y = jqx.quantize_dequantize(x, scale, z, qtype=jnp.int8, gradient=Weighted(2, 3, 5))
+        return (y * f32(1, 10, 100)).sum()
+
+    for f in (jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, (0, 1)))):
+        dx, dscale = f(x, scale)
+        np.testing.assert_array_equal(dx, [2, 20, 200])
+        assert dscale == 111 * (3 * (-128 - 3) + 5 * (127 - 3))
+
+
+def test_a_custom_estimator_decides_the_gradients_of_fake_quantize():
+    """y = ol + (c - il) * ratio with ratio 2, and the estimator is the derivative of c."""
+    operands = (f32(0.5, 1), *f32(0, 2, 1, 5))
+
+    def loss(*operands):
+        return jqx.fake_quantize(*operands, levels=9, gradient=Weighted(3, 5, 7)).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*operands)
+    dx, d_il, d_ih, d_ol, d_oh = (np.asarray(g).tolist() for g in gradients)
+    u = 0.25 + 0.5
+    assert dx == [2 * 3, 2 * 3]
+    assert d_il == 2 * 2 * 5 + 2 * (u - 2)
+    assert d_ih == 2 * 2 * 7 - 2 * u
+    assert d_ol == 2 - u
+    assert d_oh == u
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_an_inverted_input_range_hands_the_estimator_ordered_limits(inverted):
+    """The limit that clips below is `input_high` then, and takes what the estimator gives it."""
+    ends = (2, 0) if inverted else (0, 2)
+
+    def loss(x, il, ih):
+        gradient = Weighted(0, 5, 7)
+        return jqx.fake_quantize(x, il, ih, 0.0, 4.0, levels=5, gradient=gradient).sum()
+
+    d_il, d_ih = jax.grad(loss, argnums=(1, 2))(f32(1), *f32(*ends))
+    ratio, u = (-2, 0.5) if inverted else (2, 0.5)
+    low, high = (7, 5) if inverted else (5, 7)
+    assert d_il == ratio * (low + u - 1)
+    assert d_ih == ratio * (high - u)
+
+
+@pytest.mark.parametrize(
+    "dtype, wide", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_estimator_sees_full_shapes_ordered_limits_and_the_computing_dtype(dtype, wide, sign):
+    dtype = jnp.dtype(dtype)
+    x = np.linspace(-2, 2, 12).reshape(3, 4).astype(dtype)
+    scale = (sign * np.array([0.1, 0.2, 0.3])).astype(dtype)
+
+    def affine(x):
+        gradient = Inspecting(16, wide, (3, 4))
+        y = jqx.quantize_dequantize(x, scale, qtype=jnp.uint4, axes=0, gradient=gradient)
+        return y.astype(jnp.float32).sum()
+
+    def limits(x):
+        il, ih = (np.full(4, v, dtype) for v in (-sign, sign))
+        gradient = Inspecting(7, wide, (3, 4))
+        y = jqx.fake_quantize(x, il, ih, -1.0, 1.0, levels=7, gradient=gradient)
+        return y.astype(jnp.float32).sum()
+
+    for loss in (affine, limits):
+        gradient = jax.jit(jax.grad(loss))(x)
+        assert gradient.dtype == dtype
+        assert not np.any(np.isnan(np.asarray(gradient).astype(np.float32)))
+
+
+def test_an_estimator_is_not_consulted_forward():
+    x = np.linspace(-9, 9, 50, dtype=np.float32)
+    for gradient in (Weighted(9, 9, 9), Inspecting(0, "float64", ())):
+        y = jqx.quantize_dequantize(x, 0.1, qtype=jnp.int8, gradient=gradient)
+        np.testing.assert_array_equal(y, jqx.quantize_dequantize(x, 0.1, qtype=jnp.int8))
+        y = jqx.fake_quantize(x, -1.0, 1.0, -1.0, 1.0, levels=8, gradient=gradient)
+        np.testing.assert_array_equal(y, jqx.fake_quantize(x, -1.0, 1.0, -1.0, 1.0, levels=8))
+
+
+def test_two_estimators_of_one_class_do_not_share_a_trace():
+    def slope(factor):
+        gradient = Weighted(factor, 0, 0)
+        return jax.grad(
+            lambda x: jqx.quantize_dequantize(x, 1.0, qtype=jnp.int8, gradient=gradient)
+        )(np.float32(0.2))
+
+    assert [float(slope(factor)) for factor in (1, 2, 1)] == [1, 2, 1]
+
+
+def test_a_custom_estimator_works_under_vmap():
+    x = f32(-3, 0.2, 9).reshape(3, 1)
+    f = jax.grad(
+        lambda x: jqx.quantize_dequantize(x, 0.25, qtype=jnp.int4, gradient=Weighted(4, 0, 0)).sum()
+    )
+    np.testing.assert_array_equal(jax.vmap(f)(x), np.full((3, 1), 4))
+
+
+OPS = {
+    "quantize_dequantize": lambda gradient: functools.partial(
+        jqx.quantize_dequantize, scale=1.0, qtype=jnp.int8, gradient=gradient
+    ),
+    "fake_quantize": lambda gradient: (
+        lambda x: jqx.fake_quantize(x, 0.0, 1.0, 0.0, 1.0, levels=4, gradient=gradient)
+    ),
+}
+
+
+@pytest.mark.parametrize("gradient", [None, "ste", 1.0, WithoutRule(), Unhashable(), jnp.sin])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_no_estimator_is_refused(op, gradient):
+    assert_refused(
+        OPS[op](gradient),
+        (f32(1, 2),),
+        TypeError,
+        op,
+        "`gradient` is not a gradient estimator",
+        f"an object of type {type(gradient).__name__}",
+        "hashable",
+        "bwd(x, low, high, levels, cotangent)",
+        "jqx.gradients.ste",
+    )
+
+
+def test_check_estimator_accepts_values_with_a_rule():
+    for gradient in (ste, Weighted(1, 2, 3), Inspecting(2, "float32", ())):
+        check_estimator("caller", gradient)

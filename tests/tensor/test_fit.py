@@ -1,0 +1,97 @@
+"""`fake_quantize_as`, what simulation puts in place of a QTensor: the same grid, differentiable."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import RoundMode, calibrators
+from jqx.calibrators import Affine
+from jqx.tensor import fake_quantize_as
+
+from ..numerics.oracles import assert_floats
+
+SPECS = [
+    jqx.QSpec(jnp.int8),
+    jqx.QSpec(jnp.int4, jqx.per_axis(1)),
+    jqx.QSpec(jnp.uint8, jqx.per_axis(0), symmetric=False, calibrator=calibrators.minmax),
+    jqx.QSpec(jnp.int8, jqx.per_axis(0, 1), round_mode=RoundMode.TOWARD_ZERO),
+]
+specs = pytest.mark.parametrize("spec", SPECS, ids=str)
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@specs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_it_gives_the_values_of_the_qtensor(spec, dtype):
+    x = jnp.asarray(normal(4, 5), dtype)
+    real = jqx.QTensor.quantize(x, spec).dequantize()
+    assert_floats(fake_quantize_as(x, spec), np.asarray(real), dtype)
+
+
+@specs
+def test_it_gives_the_values_of_the_qtensor_of_a_given_scale(spec):
+    x, shape = normal(4, 5), spec.granularity.scale_shape((4, 5))
+    affine = Affine(jnp.full(shape, 0.25), jnp.full(shape, 3, spec.qtype))
+    real = jqx.QTensor.quantize(x, spec, affine).dequantize()
+    assert_floats(fake_quantize_as(x, spec, affine), np.asarray(real), np.float32)
+
+
+@specs
+def test_a_scale_that_is_found_is_a_constant_of_the_gradient(spec):
+    x = normal(4, 5)
+    q = jqx.QTensor.quantize(x, spec)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradient(x, affine_is_given):
+        affine = Affine(q.scale, q.zero_point) if affine_is_given else None
+        return jax.grad(lambda x: fake_quantize_as(x, spec, affine).sum())(x)
+
+    assert_floats(gradient(x, False), np.asarray(gradient(x, True)), np.float32)
+
+
+def test_no_value_is_clipped_by_the_symmetric_scale_that_it_set():
+    """So the straight-through gradient is that of the identity, up to the largest value."""
+    x = normal(40, 50)
+    gradient = jax.grad(lambda x: fake_quantize_as(x, SPECS[1]).sum())(x)
+    assert_floats(gradient, np.ones((40, 50)), np.float32)
+
+
+def test_a_scale_that_is_given_has_its_gradient():
+    """Of the clamp: the ends of the range move with the scale, -8 and 7 steps away."""
+    spec = jqx.QSpec(jnp.int4)
+    x = jnp.array([[0.3, 100.0], [-100.0, 200.0]])
+
+    def f(x, scale):
+        return fake_quantize_as(x, spec, Affine(scale)).sum()
+
+    dx, dscale = jax.grad(f, (0, 1))(x, jnp.ones((1, 1)))
+    assert_floats(dx, np.array([[1, 0], [0, 0]]), np.float32)
+    assert_floats(dscale, np.array([[7 - 8 + 7]]), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    """An estimator of a user: twice the cotangent, clipped or not."""
+
+    def bwd(self, x, low, high, levels, cotangent):
+        return 2 * cotangent, jnp.zeros_like(low), jnp.zeros_like(high)
+
+
+def test_the_estimator_is_the_one_of_the_spec():
+    spec = jqx.QSpec(jnp.int4, gradient=Doubling())
+    affine = Affine(jnp.ones((1, 1)))
+    gradient = jax.grad(lambda x: fake_quantize_as(x, spec, affine).sum())(jnp.array([[0.3, 100]]))
+    assert_floats(gradient, np.full((1, 2), 2.0), np.float32)
+
+
+def test_a_relative_granularity_is_refused():
+    with pytest.raises(ValueError, match="per_channel"):
+        fake_quantize_as(jnp.ones((2, 3)), jqx.QSpec(jnp.int8, jqx.per_channel()))
