@@ -76,8 +76,11 @@ def name_of(dtype: DTypeLike) -> str:
 def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
     """Returns `dtype` as a dtype object, or raises a TypeError that names the argument."""
     try:
-        return jnp.dtype(dtype)
+        found = jnp.dtype(dtype)
     except TypeError:
+        found = None
+    # NumPy reads None as float64, and "i4" as an int32: neither is what a user of jqx means.
+    if found is None or dtype is None or (isinstance(dtype, str) and dtype != found.name):
         text = message(
             function,
             f"`{argument}` is not a dtype.",
@@ -85,29 +88,65 @@ def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
             expected="a JAX dtype, such as jnp.int8",
             mend="pass the dtype object itself.",
         )
-        raise TypeError(text) from None
+        raise TypeError(text)
+    return found
 
 
 def as_real(function: str, argument: str, x: ArrayLike) -> jax.Array:
     """Returns `x` as an array, after checking that it is floating point."""
-    x = jnp.asarray(x)
-    require_that(
-        x.dtype.name in FLOATS,
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` element type ({x.dtype.name}) must be a floating point number.",
-        given=f"{argument}.dtype == {x.dtype.name}",
-        expected=f"{argument}.dtype in ({', '.join(FLOATS)})",
-        mend=f"convert it first: {argument}.astype(jnp.float32).",
-    )
+    x = as_array(function, argument, x)
+    check_real(function, f"`{argument}` element type", x.dtype, given=f"{argument}.dtype == ")
     return x
 
 
-def as_like(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+def check_real(function: str, what: str, dtype: DTypeLike, *, given: str = "") -> None:
+    """Checks that a dtype is floating point."""
+    name = name_of(dtype)
+    require_that(
+        name in FLOATS,
+        error=TypeError,
+        function=function,
+        problem=f"{what} ({name}) must be a floating point number.",
+        given=given + name,
+        expected=f"one of {', '.join(FLOATS)}",
+        mend="use one of these dtypes, such as jnp.float32.",
+    )
+
+
+def as_array(function: str, argument: str, x: Any) -> jax.Array:
+    """Returns `x` as an array, or raises a TypeError that names the argument."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        text = message(
+            function,
+            f"`{argument}` is not an array.",
+            given=f"an object of type {type(x).__name__}",
+            expected="an array or a number",
+            mend=f"pass {argument} as a jax.Array.",
+        )
+        raise TypeError(text) from None
+
+
+def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array:
     """Returns `x` as an array; a Python number takes `dtype`, anything else keeps its own."""
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         return jnp.asarray(x, dtype)
-    return jnp.asarray(x)
+    return as_array(function, argument, x)
+
+
+def check_integer(function: str, argument: str, value: Any) -> int:
+    """Returns `value` as a Python integer, after checking that it is an integer and no bool."""
+    require_that(
+        isinstance(value, (int, np.integer)) and not isinstance(value, bool),
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` must be an integer.",
+        given=f"an object of type {type(value).__name__}",
+        expected="a static Python integer",
+        mend=f"pass a number, such as {argument}=1.",
+    )
+    return int(value)
 
 
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
@@ -131,16 +170,18 @@ def normalize_axes(
 ) -> tuple[int, ...]:
     """Returns a set of axes in increasing order, each in `[0, rank)`; duplicates collapse."""
     given = axes
-    axes = (axes,) if isinstance(axes, (int, np.integer)) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
     for axis in axes:
         require_that(
             isinstance(axis, (int, np.integer)) and not isinstance(axis, bool),
             error=TypeError,
             function=function,
             problem=f"`{argument}` must hold integers.",
-            given=f"{argument} == {given!r}",
+            given=f"an object of type {type(axis).__name__}"
+            if hasattr(axis, "dtype")
+            else f"{argument} == {given!r}",
             expected="an integer or a sequence of integers",
-            mend="pass axis numbers, such as axes=(0,).",
+            mend=f"pass axis numbers, such as {argument}=(0,).",
         )
         require_that(
             -rank <= axis < rank,

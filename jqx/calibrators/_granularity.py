@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from .._checks import normalize_axes, require_that
 from .._errors import message
 
@@ -117,7 +119,7 @@ def per_axis(*axes: int) -> Granularity:
       (1, 4)
     """
     require_that(
-        all(isinstance(axis, int) and not isinstance(axis, bool) for axis in axes),
+        all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes),
         error=TypeError,
         function="per_axis",
         problem="axes must be integers.",
@@ -134,7 +136,7 @@ def per_axis(*axes: int) -> Granularity:
         expected="one axis or more",
         mend="pass the axes that have their own scale, or use jqx.per_tensor().",
     )
-    return PerAxis(tuple(axes))
+    return PerAxis(tuple(map(int, axes)))
 
 
 def per_channel() -> Granularity:

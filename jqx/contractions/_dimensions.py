@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._checks import require_that
+
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
@@ -29,6 +31,16 @@ class Dimensions:
         (lc, rc), (lb, rb) = numbers
 
         def normal(axes: Sequence[int], rank: int) -> tuple[int, ...]:
+            for axis in axes:
+                require_that(
+                    -rank <= axis < rank,
+                    error=TypeError,
+                    function="dot_general",
+                    problem=f"axis {axis} of `dimension_numbers` is out of range.",
+                    given=f"dimension_numbers == {numbers}, ranks {lhs_rank} and {rhs_rank}",
+                    expected=f"an axis in [{-rank}, {rank - 1}]",
+                    mend="name axes that the operands have.",
+                )
             return tuple(int(axis) % rank for axis in axes)
 
         return cls(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, require_that
-from ..numerics import bit_width, compute_dtype
+from .._checks import as_dtype, as_real, check_real, require_that
+from ..numerics import bit_width, common_dtype
 from ..tensor import QTensor
 from ._dimensions import Dimensions
 from ._integer import integer_dot
@@ -74,12 +74,12 @@ def dot_general(
         dtype = jnp.promote_types(left.dtype, right.dtype)
     else:
         dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
-        as_real("dot_general", "preferred_element_type", jnp.zeros((), dtype))
+        check_real("dot_general", "`preferred_element_type`", dtype)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         total = integer_dot(
             left.values, left.zero_point, right.values, right.zero_point, dimensions
         )
-        y = total.astype(jnp.float32)
+        y = total.astype(common_dtype(left.scale.dtype, right.scale.dtype))
     else:
         y = _weight_only(left, right, dimensions, precision)
     if isinstance(left, QTensor):
@@ -117,9 +117,10 @@ def _weight_only(
 ) -> jax.Array:
     """Contracts a float operand with codes: zero point after, as a multiple of the float sums."""
     floats, codes = (rhs, lhs.values) if isinstance(lhs, QTensor) else (lhs, rhs.values)
-    wide = compute_dtype(floats.dtype)
+    wide = common_dtype(lhs.dtype, rhs.dtype)
     # Codes of 8 bits are exact in every float dtype; longer ones need at least float32.
-    dtype = floats.dtype if bit_width(codes.dtype) <= 8 else wide
+    exact = bit_width(codes.dtype) <= 8 and wide == jnp.float32
+    dtype = floats.dtype if exact else wide
     left = (codes if isinstance(lhs, QTensor) else floats).astype(dtype)
     right = (codes if isinstance(rhs, QTensor) else floats).astype(dtype)
     y = lax.dot_general(

@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._checks import require_that
+from .._errors import message
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, dot_general
 
@@ -60,16 +61,30 @@ def matmul(
         problem="an operand has no axis to contract.",
         given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
         expected="operands of one axis or more",
-        mend="multiply by a scalar with *.",
+        mend="give it an axis, or multiply by the scalar before quantizing.",
     )
     if right.ndim <= 2:
         return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
     if left.ndim > 1:
-        batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        batch = _broadcast_shapes(left.shape, right.shape)
         left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
     axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
     numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))
     return dot_general(left, right, numbers, **options)
+
+
+def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(lhs[:-2], rhs[:-2])
+    except ValueError:
+        text = message(
+            "matmul",
+            "the leading axes do not broadcast.",
+            given=f"lhs.shape == {lhs}, rhs.shape == {rhs}",
+            expected="leading axes that are equal or 1, aligned right",
+            mend="reshape an operand, or contract with jqx.dot_general.",
+        )
+        raise ValueError(text) from None
 
 
 def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:

@@ -29,7 +29,9 @@ class GradientEstimator(Hashable, Protocol):
 def check_estimator(function: str, gradient: Any) -> None:
     """Checks that `gradient` is a hashable value with a backward rule."""
     require_that(
-        callable(getattr(gradient, "bwd", None)) and isinstance(gradient, Hashable),
+        callable(getattr(gradient, "bwd", None))
+        and not isinstance(gradient, type)
+        and _is_hashable(gradient),
         error=TypeError,
         function=function,
         problem="`gradient` is not a gradient estimator.",
@@ -37,3 +39,11 @@ def check_estimator(function: str, gradient: Any) -> None:
         expected="a hashable value with a method bwd(x, low, high, levels, cotangent)",
         mend="pass one of jqx.gradients, such as jqx.gradients.ste, or a value of your own.",
     )
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

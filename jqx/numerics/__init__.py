@@ -1,5 +1,6 @@
 """Number formats, round modes, and arithmetic that XLA leaves alone."""
 
+from ._exact import common_dtype as common_dtype
 from ._exact import compute_dtype as compute_dtype
 from ._exact import difference as difference
 from ._exact import divide as divide
@@ -10,6 +11,7 @@ from ._exact import multiply as multiply
 from ._exact import narrow as narrow
 from ._exact import saturating_float_sum as saturating_float_sum
 from ._exact import saturating_sum as saturating_sum
+from ._exact import widen as widen
 from ._formats import INTEGERS as INTEGERS
 from ._formats import as_quantized_type as as_quantized_type
 from ._formats import bit_width as bit_width

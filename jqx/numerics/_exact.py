@@ -23,6 +23,20 @@ def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """Returns `x` in `compute_dtype`, with the rounding to its own dtype done.
+
+    Where a 16-bit `x` is computed in the same jit, XLA would else hand over its unrounded value.
+    """
+    wide = compute_dtype(x.dtype)
+    return x if x.dtype == wide else lax.optimization_barrier(x).astype(wide)
+
+
+def common_dtype(a: DTypeLike, b: DTypeLike) -> jnp.dtype:
+    """Returns the dtype to compute in with operands of two float dtypes."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in (a, b) else jnp.float32)
+
+
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x / divisor`, a true division; `divisor` broadcasts to the shape of `x`.
 
@@ -58,11 +72,12 @@ def split_reciprocal(steps: int) -> tuple[np.float32, np.float32]:
 def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a * b`, rounded before anything reads it: a sum with it is no fused multiply-add.
 
-    The select between product and sum is what keeps LLVM from contracting them; it changes no
-    value.
+    The select between product and sum is what keeps LLVM from contracting them. It changes no value
+    but the sign of a zero. (One on `isnan` would do as well, but for codes times a constant LLVM
+    proves that they are no NaN, and removes it.)
     """
     product = a * b
-    return jnp.where(jnp.isnan(product), jnp.asarray(jnp.nan, product.dtype), product)
+    return jnp.where(product == 0, jnp.zeros_like(product), product)
 
 
 def narrow(x: jax.Array, dtype: DTypeLike) -> jax.Array:

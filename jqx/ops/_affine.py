@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from ..gradients import GradientEstimator
 from ..numerics import (
     RoundMode,
+    common_dtype,
     compute_dtype,
     difference,
     divide,
@@ -28,6 +29,7 @@ from ..numerics import (
     round_to_integer,
     saturating_float_sum,
     saturating_sum,
+    widen,
 )
 from ._broadcast import sum_to_shape
 
@@ -51,7 +53,7 @@ def affine_dequantize(
 ) -> jax.Array:
     """Dequantizes `q` to `dtype`; the difference is first rounded to the dtype of `scale`."""
     d = difference(q, zero_point, scale.dtype)
-    return narrow(multiply(d, scale.astype(d.dtype)), dtype)
+    return narrow(multiply(d, widen(scale)), dtype)
 
 
 @partial(jax.jit, static_argnames=("qtype", "round_mode", "gradient"))
@@ -78,12 +80,12 @@ def _fake_quantize(qtype, round_mode, gradient, x, scale, zero_point):
     r = _rounded_quotient(x, scale, round_mode)
     codes = saturating_float_sum(r, zero_point, qtype).astype(wide)
     d = float_difference(codes, zero_point, scale.dtype)
-    return narrow(multiply(d, scale.astype(wide)), x.dtype)
+    return narrow(multiply(d, widen(scale)), x.dtype)
 
 
 def _rounded_quotient(x, scale, round_mode):
-    wide = jnp.promote_types(compute_dtype(x.dtype), compute_dtype(scale.dtype))
-    return round_to_integer(divide(x.astype(wide), scale.astype(wide)), round_mode)
+    wide = common_dtype(x.dtype, scale.dtype)
+    return round_to_integer(divide(widen(x).astype(wide), widen(scale).astype(wide)), round_mode)
 
 
 def _forward(qtype, round_mode, gradient, x, scale, zero_point):
@@ -94,7 +96,7 @@ def _forward(qtype, round_mode, gradient, x, scale, zero_point):
 def _backward(qtype, round_mode, gradient, residuals, cotangent):
     x, scale, zero_point = residuals
     q_low, q_high = integer_range(qtype)
-    wide = jnp.promote_types(compute_dtype(x.dtype), compute_dtype(scale.dtype))
+    wide = common_dtype(x.dtype, scale.dtype)
     s = scale.astype(wide)
     z = jnp.zeros_like(s) if zero_point is None else zero_point.astype(wide)
     # The real range is [from_low * scale, from_high * scale]; a negative scale turns it round.

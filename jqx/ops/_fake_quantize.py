@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import as_like, as_real, check_dtype, require_that
+from .._checks import as_like, as_real, check_dtype, check_integer, require_that
 from ..gradients import GradientEstimator, check_estimator, ste
 from ..numerics import (
     RoundMode,
@@ -18,6 +18,7 @@ from ..numerics import (
     multiply,
     narrow,
     round_to_integer,
+    widen,
 )
 from ._broadcast import sum_to_shape
 
@@ -109,7 +110,7 @@ def fake_quantize(
     )
     limits = []
     for name, limit in zip(_LIMITS, (input_low, input_high, output_low, output_high), strict=True):
-        limit = as_like(limit, x.dtype)
+        limit = as_like("fake_quantize", name, limit, x.dtype)
         check_dtype("fake_quantize", name, limit, x.dtype, of="input")
         limits.append(
             limit.reshape(_aligned_shape(name, limit.shape, x.shape, auto_broadcast, axis))
@@ -118,15 +119,7 @@ def fake_quantize(
 
 
 def _check_levels(levels: Any) -> None:
-    require_that(
-        isinstance(levels, (int, np.integer)) and not isinstance(levels, bool),
-        error=TypeError,
-        function="fake_quantize",
-        problem="`levels` must be an integer.",
-        given=f"an object of type {type(levels).__name__}",
-        expected="a static Python integer of 2 or more",
-        mend="pass the number of levels, such as levels=256.",
-    )
+    check_integer("fake_quantize", "levels", levels)
     require_that(
         levels >= 2,
         error=ValueError,
@@ -184,7 +177,7 @@ def _evaluate(x, il, ih, ol, oh, *, levels, gradient):
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fake_quantize(levels, gradient, x, il, ih, ol, oh):
     dtype, wide = x.dtype, compute_dtype(x.dtype)
-    x, il, ih, ol, oh = (v.astype(wide) for v in (x, il, ih, ol, oh))
+    x, il, ih, ol, oh = map(widen, (x, il, ih, ol, oh))
     steps = jnp.asarray(np.asarray(levels - 1, wide))
     u = divide(x - il, ih - il)
     u = divide_by_steps(round_to_integer(u * steps, RoundMode.NEAREST_TOWARD_EVEN), levels - 1)

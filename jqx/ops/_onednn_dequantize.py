@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import require_that
-from ..numerics import multiply, narrow
+from ..numerics import multiply, narrow, widen
 from ._onednn_operands import FLOAT8, attributes, group_operands, operands_of, typed
 
 
@@ -52,7 +52,7 @@ def onednn_dequantize(
     function = "onednn_dequantize"
     q = typed(function, "q", q, ("int8", "uint8", *FLOAT8))
     operands = operands_of(
-        function, q, *attributes(scales, zps), ("float32",), ("int32",), granularity, axis
+        function, q, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
     )
     return _dequantize(q, *operands)
 
@@ -125,4 +125,4 @@ def _dequantize(q, scales, zps):
     y = q.astype(jnp.float32)
     if zps is not None:
         y = y - zps.astype(jnp.float32)
-    return narrow(multiply(y, scales.astype(jnp.float32)), scales.dtype)
+    return narrow(multiply(y, widen(scales)), scales.dtype)

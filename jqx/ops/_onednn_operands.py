@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import name_of, normalize_axes, require, require_that
+from .._checks import as_array, check_integer, name_of, normalize_axes, require, require_that
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -27,12 +27,25 @@ def check_type(function: str, argument: str, dtype: Any, allowed: tuple[str, ...
 
 
 def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) -> jax.Array:
-    x = jnp.asarray(x)
+    x = as_array(function, argument, x)
     check_type(function, argument, x.dtype, allowed)
     return x
 
 
-def attributes(scales: Any, zps: Any) -> tuple[jax.Array, jax.Array | None]:
+def attributes(function: str, scales: Any, zps: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Checks the attributes of an op with fixed parameters, and returns them as arrays."""
+    if zps is not None:
+        given = np.asarray(zps)
+        info = np.iinfo(np.int32)
+        require_that(
+            given.dtype.kind in "iu" and bool(np.all((given >= info.min) & (given <= info.max))),
+            error=ValueError,
+            function=function,
+            problem="`zps` must hold 32-bit integers.",
+            given=f"zps of dtype {given.dtype}",
+            expected=f"integers in [{info.min}, {info.max}]",
+            mend="round them, or pass None for zero.",
+        )
     return jnp.asarray(scales, jnp.float32), None if zps is None else jnp.asarray(zps, jnp.int32)
 
 
@@ -66,6 +79,7 @@ def operands_of(
     )
     shape = [1] * x.ndim
     if granularity == "per_channel":
+        axis = check_integer(function, "axis", axis)
         (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
         shape[axis] = x.shape[axis]
     length = 1 if granularity == "per_tensor" else shape[axis]
@@ -97,10 +111,12 @@ def group_operands(
     group_shape: Sequence[int] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks scales and zero points of groups and repeats each over its group."""
-    group = tuple(group_shape) if group_shape is not None else ()
+    group = tuple(group_shape) if isinstance(group_shape, Sequence) else ()
     require_that(
         len(group) == q.ndim
-        and all(isinstance(g, (int, np.integer)) and g >= 1 for g in group)
+        and all(
+            isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 for g in group
+        )
         and all(n % g == 0 for n, g in zip(q.shape, group, strict=True)),
         error=ValueError,
         function=function,

@@ -121,7 +121,7 @@ def onednn_quantize(
         mend="drop zps, or quantize to an integer type.",
     )
     operands = operands_of(
-        function, x, *attributes(scales, zps), ("float32",), ("int32",), granularity, axis
+        function, x, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
     )
     return _quantize(x, *operands, qtype=qtype)
 

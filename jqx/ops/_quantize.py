@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_like, as_real, check_dtype, normalize_axes, require, require_that
+from .._checks import (
+    as_array,
+    as_dtype,
+    as_like,
+    as_real,
+    check_dtype,
+    check_real,
+    normalize_axes,
+    require,
+    require_that,
+)
 from ..gradients import GradientEstimator, check_estimator, ste
 from ..numerics import RoundMode, as_quantized_type
 from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize
@@ -61,8 +71,8 @@ def quantize(
       Array([3, -8], dtype=int4)
     """
     qtype = as_quantized_type("quantize", "qtype", qtype, "Output")
-    x = jnp.asarray(x)
-    scale = as_like(scale, x.dtype)
+    x = as_array("quantize", "x", x)
+    scale = as_like("quantize", "scale", scale, x.dtype)
     check_dtype("quantize", "scale", scale, x.dtype, of="input")
     x = as_real("quantize", "x", x)
     scale, zero_point = _parameters("quantize", x, scale, zero_point, qtype, "output", axes)
@@ -109,10 +119,12 @@ def dequantize(
       >>> jqx.dequantize(jnp.array([3, -8], jnp.int8), jnp.array([0.5, 2.0]), axes=0)
       Array([  1.5, -16. ], dtype=float32)
     """
-    q = jnp.asarray(q)
-    scale = as_like(scale, jnp.float32 if dtype is None else as_dtype("dequantize", "dtype", dtype))
-    dtype = scale.dtype if dtype is None else as_dtype("dequantize", "dtype", dtype)
-    as_real("dequantize", "dtype" if dtype != scale.dtype else "scale", jnp.zeros((), dtype))
+    q = as_array("dequantize", "q", q)
+    if dtype is not None:
+        dtype = as_dtype("dequantize", "dtype", dtype)
+        check_real("dequantize", "Output element type", dtype)
+    scale = as_like("dequantize", "scale", scale, dtype or jnp.float32)
+    dtype = dtype or as_real("dequantize", "scale", scale).dtype
     qtype = as_quantized_type("dequantize", "q", q.dtype, "Input")
     check_dtype("dequantize", "scale", scale, dtype, of="output")
     scale, zero_point = _parameters("dequantize", q, scale, zero_point, qtype, "input", axes)
@@ -163,8 +175,8 @@ def quantize_dequantize(
     """
     function = "quantize_dequantize"
     qtype = as_quantized_type(function, "qtype", qtype, "Output")
-    x = jnp.asarray(x)
-    scale = as_like(scale, x.dtype)
+    x = as_array(function, "x", x)
+    scale = as_like(function, "scale", scale, x.dtype)
     check_dtype(function, "scale", scale, x.dtype, of="input")
     x = as_real(function, "x", x)
     scale, zero_point = _parameters(function, x, scale, zero_point, qtype, "output", axes)
@@ -187,7 +199,7 @@ def _parameters(
     """Checks scale and zero point as nGraph does, in its order, and lines them up with `x`."""
     if zero_point is not None:
         _check_python_zero_point(function, zero_point, qtype)
-        zero_point = as_like(zero_point, qtype)
+        zero_point = as_like(function, "zero_point", zero_point, qtype)
         check_dtype(function, "zero_point", zero_point, qtype, of=quantized)
     axes = normalize_axes(function, axes, x.ndim)
     projected = tuple(x.shape[axis] for axis in axes)

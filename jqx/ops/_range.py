@@ -58,8 +58,8 @@ def affine_from_range(
     """
     function = "affine_from_range"
     qtype = as_quantized_type(function, "qtype", qtype, "Output")
-    low = as_real(function, "low", as_like(low, jnp.float32))
-    high = as_like(high, low.dtype)
+    low = as_real(function, "low", as_like(function, "low", low, jnp.float32))
+    high = as_like(function, "high", high, low.dtype)
     check_dtype(function, "high", high, low.dtype, of="`low`")
     require(
         chex.assert_equal_shape,
@@ -87,7 +87,9 @@ def affine_from_range(
         scale = divide(jnp.maximum(jnp.abs(low), jnp.abs(high)), jnp.asarray(q_high, wide))
         return _usable(scale, dtype), None
     low, high = jnp.minimum(low, jnp.zeros_like(low)), jnp.maximum(high, jnp.zeros_like(high))
-    scale = _usable(divide(high - low, jnp.asarray(q_high - q_low, wide)), dtype)
+    half = jnp.asarray(0.5, wide)  # exact, and the extent of a finite range stays finite
+    extent = high * half - low * half
+    scale = _usable(divide(extent, jnp.asarray((q_high - q_low) / 2, wide)), dtype)
     offset = jnp.asarray(q_low, wide) - divide(low, scale.astype(wide))
     return scale, saturating_sum(
         round_to_integer(offset, RoundMode.NEAREST_TOWARD_EVEN), None, qtype

@@ -6,7 +6,7 @@ import jax
 from jax.typing import ArrayLike
 
 from .._checks import as_real, check_instance
-from ..numerics import RoundMode, compute_dtype, round_to_integer
+from ..numerics import RoundMode, round_to_integer, widen
 
 
 def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
@@ -33,7 +33,7 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
     """
     x = as_real("round", "x", x)
     check_round_mode("round", mode, argument="mode")
-    return round_to_integer(x.astype(compute_dtype(x.dtype)), mode).astype(x.dtype)
+    return round_to_integer(widen(x), mode).astype(x.dtype)
 
 
 def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:

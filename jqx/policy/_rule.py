@@ -65,6 +65,9 @@ class Rule:
                 kinds,
                 mend="pass a QSpec such as jqx.QSpec(jnp.int8), or None for float.",
             )
+        check_instance(
+            "Rule", "optional", self.optional, bool, mend="pass optional=True or optional=False."
+        )
 
     def matches(self, path: str, op: str, *, has_weight: bool) -> bool:
         """Whether the rule applies to a contraction."""
@@ -128,7 +131,7 @@ def _check_regex(field: str, pattern: Any) -> None:
     )
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(
             message(
                 "Rule",

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_instance, require, require_that
+from .._checks import as_dtype, as_real, check_instance, check_real, require, require_that
+from .._errors import message
 from ..calibrators import Affine
 from ..numerics import as_quantized_type
 from ..ops import affine_dequantize, affine_quantize
@@ -64,8 +65,19 @@ class QTensor:
         qtype = as_quantized_type("QTensor", "qtype", self.qtype, "Quantized")
         object.__setattr__(self, "qtype", qtype)
         object.__setattr__(self, "dtype", as_dtype("QTensor", "dtype", self.dtype))
-        as_real("QTensor", "dtype", jnp.zeros((), self.dtype))
-        as_real("QTensor", "scale", self.scale)
+        check_real("QTensor", "Real element type", self.dtype)
+        for name in ("values", "scale", "zero_point"):
+            leaf = getattr(self, name)
+            require_that(
+                hasattr(leaf, "shape") or (leaf is None and name == "zero_point"),
+                error=TypeError,
+                function="QTensor",
+                problem=f"`{name}` is not an array.",
+                given=f"an object of type {type(leaf).__name__}",
+                expected="an array",
+                mend=f"pass jnp.asarray({name}).",
+            )
+        check_real("QTensor", "`scale` element type", self.scale.dtype)
         codes = {"values": self.values}
         if self.zero_point is not None:
             codes["zero_point"] = self.zero_point
@@ -100,12 +112,16 @@ class QTensor:
 
         Raises:
           TypeError: `x` is not floating point, or `spec` is not a `QSpec`.
-          ValueError: the granularity is relative, or names an axis that `x` lacks.
+          ValueError: the granularity is relative, or names an axis that `x` lacks; `affine` does
+            not broadcast to `x`, axis by axis.
         """
         x = as_real("QTensor.quantize", "x", x)
         check_instance(
             "QTensor.quantize", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8)."
         )
+        expected = spec.granularity.scale_shape(x.shape)
+        if affine is not None:
+            _check_affine(Affine(*affine), expected, x.shape)
         scale, zero_point = affine or fit(x, spec)
         codes = affine_quantize(x, scale, zero_point, qtype=spec.qtype, round_mode=spec.round_mode)
         return cls(codes, scale, zero_point, qtype=spec.qtype, dtype=x.dtype)
@@ -132,7 +148,7 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes that values, scale and zero point hold in memory."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def T(self) -> "QTensor":
@@ -149,15 +165,20 @@ class QTensor:
     def reshape(self, *shape: Any) -> "QTensor":
         """Reshapes, as `jax.Array.reshape` does, where the scale can follow.
 
+        It can where axes that merge or split with each other are scaled alike: all have their own
+        scale or none has.
+
         Raises:
-          ValueError: axes that share a scale would merge with axes that do not, so that no scale of
-            the new rank says the same.
+          ValueError: some of the axes that merge or split have their own scale and some do not.
         """
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        new = jnp.reshape(self.values, shape)
-        return self._map(
-            lambda leaf: jnp.reshape(leaf, _views.reshaped(leaf.shape, self.shape, new.shape)),
-            values=new,
+        if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
+            shape = tuple(shape[0])
+        values, zero_point = jnp.reshape(self.values, shape), self.zero_point
+        new = _views.reshaped(self.scale.shape, self.shape, values.shape)
+        if zero_point is not None:
+            zero_point = jnp.broadcast_to(zero_point, self.scale.shape).reshape(new)
+        return dataclasses.replace(
+            self, values=values, scale=self.scale.reshape(new), zero_point=zero_point
         )
 
     def astype(self, dtype: DTypeLike) -> "QTensor":
@@ -178,23 +199,52 @@ class QTensor:
         parts = _views.basic_index(index, self.shape)
         return self._map(lambda leaf: leaf[_views.index_for(parts, leaf.shape, self.shape)])
 
-    def __repr__(self) -> str:
-        if not isinstance(self.values, (jax.Array, jax.ShapeDtypeStruct)):
-            return f"QTensor(values={self.values!r}, scale={self.scale!r})"  # a tree of non-arrays
-        zero = "" if self.zero_point is None else ", zero_point"
-        return (
-            f"QTensor({jnp.dtype(self.qtype).name}{list(self.shape)}, "
-            f"scale {list(self.scale.shape)}{zero}, dtype={jnp.dtype(self.dtype).name})"
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: which array is meant, the codes or the real one, is for the caller to say."""
+        raise TypeError(
+            message(
+                "QTensor",
+                "a QTensor is not an array.",
+                given=repr(self),
+                expected="an array",
+                mend="pass q.dequantize() for the real array, or q.values for the codes.",
+            )
         )
 
-    def _map(self, f: Any, values: jax.Array | None = None) -> "QTensor":
-        """Applies a view to every leaf; `values` replaces the view of the values."""
-        return QTensor(
-            f(self.values) if values is None else values,
-            f(self.scale),
-            None if self.zero_point is None else f(self.zero_point),
-            qtype=self.qtype,
-            dtype=self.dtype,
+    __iter__ = None  # else Python would iterate by __getitem__, and `in` compare by identity
+
+    def __repr__(self) -> str:
+        def show(leaf: Any) -> str:
+            return str(list(leaf.shape)) if hasattr(leaf, "shape") else repr(leaf)
+
+        zero = "" if self.zero_point is None else f", zero_point {show(self.zero_point)}"
+        return (
+            f"QTensor({jnp.dtype(self.qtype).name}{show(self.values)}, scale {show(self.scale)}"
+            f"{zero}, dtype={jnp.dtype(self.dtype).name})"
+        )
+
+    def _map(self, f: Any) -> "QTensor":
+        """Applies a view to every leaf."""
+        zero_point = None if self.zero_point is None else f(self.zero_point)
+        return dataclasses.replace(
+            self, values=f(self.values), scale=f(self.scale), zero_point=zero_point
+        )
+
+
+def _check_affine(affine: Affine, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    for name, array in affine._asdict().items():
+        fits = array is None or (
+            len(array.shape) == len(shape)
+            and all(m in (1, n) for m, n in zip(array.shape, shape, strict=True))
+        )
+        require_that(
+            fits,
+            error=ValueError,
+            function="QTensor.quantize",
+            problem=f"`affine.{name}` does not fit `x`.",
+            given=f"affine.{name}.shape == {getattr(array, 'shape', None)}, x.shape == {shape}",
+            expected=f"shape {expected}, the scale shape of spec",
+            mend="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
         )
 
 

@@ -11,8 +11,12 @@ from .._errors import message
 def basic_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     """Returns a basic index with its ellipsis spelt out: one entry per axis, and `None`s."""
     parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(
+        int(part) if isinstance(part, np.ndarray) and _is_integer_scalar(part) else part
+        for part in parts
+    )
     for part in parts:
-        scalar = getattr(part, "ndim", None) == 0 and np.issubdtype(part.dtype, np.integer)
+        scalar = _is_integer_scalar(part)
         plain = isinstance(part, (int, np.integer, slice)) and not isinstance(part, bool)
         if not (plain or part is None or part is Ellipsis or scalar):
             raise TypeError(
@@ -39,6 +43,10 @@ def basic_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     fill = (slice(None),) * (len(shape) - used)
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     return (*parts[:at], *fill, *parts[at + 1 :])
+
+
+def _is_integer_scalar(part: Any) -> bool:
+    return getattr(part, "ndim", None) == 0 and np.issubdtype(part.dtype, np.integer)
 
 
 def index_for(parts: Sequence[Any], leaf: Sequence[int], full: Sequence[int]) -> tuple[Any, ...]:

@@ -1,7 +1,9 @@
 """Any dimension numbers: each scale and zero point meets its own axis of the result."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,3 +68,10 @@ def test_dimension_numbers_may_be_lists_and_numpy_integers():
     expected = jqx.dot_general(lhs, rhs, (((1,), (0,)), ((), ())))
     for numbers in (([[1], [0]], [[], []]), ((np.array([1]), [np.int64(0)]), ((), ()))):
         np.testing.assert_array_equal(jqx.dot_general(lhs, rhs, numbers), expected)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_out_of_range_is_refused(axis):
+    q = jqx.QTensor.quantize(jnp.ones((3, 4)), jqx.QSpec(jnp.int8))
+    with pytest.raises(TypeError, match=r"axis .* of `dimension_numbers` is out of range"):
+        jqx.dot_general(jnp.ones((3, 4)), q, (((axis,), (1,)), ((), ())))

@@ -184,3 +184,9 @@ def test_what_is_no_estimator_is_refused(op, gradient):
 def test_check_estimator_accepts_values_with_a_rule():
     for gradient in (ste, Weighted(1, 2, 3), Inspecting(2, "float32", ())):
         check_estimator("caller", gradient)
+
+
+@pytest.mark.parametrize("value", [jqx.gradients.StraightThrough, [jqx.gradients.ste], "ste"])
+def test_a_class_or_an_unhashable_value_is_no_estimator(value):
+    with pytest.raises(TypeError, match="not a gradient estimator"):
+        jqx.QSpec(jnp.int8, gradient=value)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jqx
 from jqx import RoundMode
 from jqx.gradients import ste
 from jqx.ops import affine_dequantize, affine_fake_quantize, affine_quantize
@@ -106,3 +107,31 @@ def test_one_trace_serves_every_call_of_a_shape():
             round_mode=RoundMode.TOWARD_INFINITY,
         )
     assert affine_quantize._cache_size() - before <= 1
+
+
+ADDENDS = {"array": lambda b: b, "scalar": lambda b: b[0]}
+
+
+@pytest.mark.parametrize("addend", ADDENDS)
+@pytest.mark.parametrize("constant", [True, False], ids=["constant scale", "traced scale"])
+def test_a_dequantized_value_is_rounded_before_it_is_added_to(constant, addend):
+    generator = np.random.default_rng(0)
+    q = generator.integers(-128, 128, 100_000).astype(np.int8)
+    b = ADDENDS[addend](generator.standard_normal(100_000).astype(np.float32))
+    scale = np.float32(0.1234)
+
+    def f(q, scale, b):
+        return jqx.dequantize(q, jnp.asarray(0.1234, jnp.float32) if constant else scale) + b
+
+    product = q.astype(np.float32) * scale
+    assert np.array_equal(jax.jit(f)(q, scale, b), product + b)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_16_bit_operand_is_rounded_before_it_is_read(dtype):
+    a, b = (jnp.asarray(np.random.default_rng(i).standard_normal(50_000), dtype) for i in (0, 1))
+
+    def f(a, b):
+        return jqx.quantize(a * b * 100, jnp.asarray(0.5, dtype), qtype=jnp.int8)
+
+    assert jnp.array_equal(jax.jit(f)(a, b), jqx.quantize(a * b * 100, 0.5, qtype=jnp.int8))

@@ -369,3 +369,15 @@ def test_onednn_quantize_refuses_with_the_facts(case):
     operands, options, error, facts = REFUSED_BY_ONEDNN_QUANTIZE[case]
     f = functools.partial(jqx.onednn_quantize, **options)
     assert_refused(f, operands, error, "onednn_quantize", *facts)
+
+
+@pytest.mark.parametrize("zps", [[2.7], [2**31], [True]])
+def test_zero_points_that_are_no_int32_are_refused(zps):
+    with pytest.raises(ValueError, match="`zps` must hold 32-bit integers"):
+        jqx.onednn_quantize(jnp.ones(3), [1.0], zps)
+
+
+@pytest.mark.parametrize("axis", [(0, 1), (0,), 1.5, True])
+def test_an_axis_that_is_no_integer_is_refused(axis):
+    with pytest.raises(TypeError, match="`axis` must be an integer"):
+        jqx.dynamic_quantize(jnp.ones((2, 2)), jnp.ones(2), granularity="per_channel", axis=axis)

@@ -194,3 +194,10 @@ def test_a_rule_prints_what_it_changes():
     assert str(jqx.Rule()) == "Rule('.*')"
     rule = jqx.Rule("a", "gather", weight=INT8, output=INT4)
     assert str(rule) == "Rule('a', op='gather', weight=int8 per_channel, output=int4 per_tensor)"
+
+
+def test_optional_must_be_a_bool_and_a_pattern_must_compile():
+    with pytest.raises(TypeError, match="`optional` is not a bool"):
+        jqx.Rule(optional="yes")
+    with pytest.raises(ValueError, match="not a valid regular expression"):
+        jqx.Rule("a{99999999999}")

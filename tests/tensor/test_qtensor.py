@@ -336,7 +336,7 @@ def test_it_prints_shapes_and_formats_and_no_contents():
     plain = random_tensor(rng, "int8", (3, 4), (0,))
     assert repr(plain) == "QTensor(int8[3, 4], scale [3, 1], dtype=float32)"
     full = random_tensor(rng, "uint4", (2,), (), (), dtype=jnp.bfloat16)
-    assert repr(full) == "QTensor(uint4[2], scale [1], zero_point, dtype=bfloat16)"
+    assert repr(full) == "QTensor(uint4[2], scale [1], zero_point [1], dtype=bfloat16)"
     seen = []
     jax.jit(lambda q: seen.append(repr(q)))(plain)
     seen.append(repr(jax.eval_shape(lambda q: q, plain)))
@@ -481,3 +481,49 @@ def test_dequantizing_has_the_gradient_of_the_scale():
     gradient = jax.jit(jax.grad(lambda q: q.dequantize().sum(), allow_int=True))(q)
     assert jax.tree.structure(gradient) == jax.tree.structure(q)
     assert_floats(gradient.scale, differences(q).sum(1, keepdims=True), np.float32)
+
+
+def test_it_is_no_array_and_no_sequence():
+    q = jqx.QTensor.quantize(jnp.ones((2, 3)), jqx.QSpec(jnp.int8))
+    for use in (np.asarray, jnp.asarray):
+        with pytest.raises(TypeError, match=r"not an array(.|\n)*q\.dequantize\(\)"):
+            use(q)
+    for use in (list, lambda q: 1.0 in q):
+        with pytest.raises(TypeError, match="iterable"):
+            use(q)
+
+
+def test_it_prints_and_counts_bytes_whatever_its_leaves_are():
+    q = jqx.QTensor.quantize(jnp.ones((2, 3)), jqx.QSpec(jnp.int8))
+    part = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else None, q)
+    assert repr(part) == "QTensor(int8[2, 3], scale None, dtype=float32)"
+    assert jax.eval_shape(lambda q: q, q).nbytes == q.nbytes == 6 + 4
+    assert repr(jax.device_get(q)) == repr(q)
+
+
+def test_a_coarser_zero_point_reshapes_with_the_scale():
+    values, zero = jnp.ones((3, 4), jnp.int8), jnp.arange(3, dtype=jnp.int8)[:, None]
+    q = jqx.QTensor(values, jnp.full((3, 4), 0.5), zero, qtype=jnp.int8)
+    assert jnp.array_equal(q.reshape(np.int64(12)).dequantize(), q.dequantize().reshape(12))
+
+
+@pytest.mark.parametrize("name", ["values", "scale", "zero_point"])
+def test_a_field_that_is_no_array_is_refused_by_name(name):
+    fields = {"values": jnp.ones(3, jnp.int8), "scale": jnp.ones(1), "zero_point": None}
+    with pytest.raises(TypeError, match=f"`{name}` is not an array"):
+        jqx.QTensor(**{**fields, name: 0}, qtype=jnp.int8)
+
+
+def test_a_given_scale_must_fit():
+    x = jnp.ones((3, 4))
+    for spec in (jqx.QSpec(jnp.int8), jqx.QSpec(jnp.int8, jqx.per_axis(0))):
+        with pytest.raises(ValueError, match=r"`affine\.scale` does not fit `x`"):
+            jqx.QTensor.quantize(x, spec, (jnp.ones((2, 1)), None))
+    with pytest.raises(ValueError, match="relative to a contraction"):
+        jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_channel()), (jnp.ones((1, 1)), None))
+
+
+def test_a_range_wider_than_the_largest_float_stays_finite():
+    x = jnp.array([2e38, -2e38])
+    q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, symmetric=False))
+    assert jnp.allclose(q.dequantize(), x, rtol=1 / 255)

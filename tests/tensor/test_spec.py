@@ -43,7 +43,7 @@ def test_a_dtype_that_is_no_format_is_refused(qtype):
     assert_refused(lambda: jqx.QSpec(qtype), (), TypeError, "QSpec", "qtype", qtype, "int8")
 
 
-@pytest.mark.parametrize("qtype", ["int9", object(), 8], ids=repr)
+@pytest.mark.parametrize("qtype", ["int9", object(), 8, None, "i4"], ids=lambda q: str(type(q)))
 def test_a_qtype_that_is_no_dtype_is_refused(qtype):
     assert_refused(lambda: jqx.QSpec(qtype), (), TypeError, "QSpec", "`qtype`")
 
