@@ -197,8 +197,7 @@ def _forward(levels, gradient, x, il, ih, ol, oh):
 
 
 def _backward(levels, gradient, residuals, cotangent):
-    """The chain rule around the estimator: y = ol + u * (oh - ol), u = (c - il) / (ih - il), c in
-    between.
+    """The chain rule around the estimator: `y = ol + u * (oh - ol)`, `u = (c - il) / (ih - il)`.
 
     `c` is `x` clamped to the input range by the quantizer that the estimator differentiates.
     """
