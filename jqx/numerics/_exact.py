@@ -6,7 +6,7 @@ widened again. Each breaks the last bit of a specified result. The forms that su
 nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
 
 Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and nothing cheap
-  undoes it.
+undoes it.
 """
 
 import jax

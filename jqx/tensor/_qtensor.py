@@ -26,8 +26,7 @@ class QTensor:
     A pytree with the leaves `values`, `scale` and `zero_point`; it crosses jit, scan, vmap and
     `jax.tree` as any pytree does. No axis number is stored: the scale has the rank of the values,
     so it slices, transposes and is mapped over in step with them. (To vmap or scan over an axis,
-    the
-    scale must have that axis too: quantize with `per_axis` of it.)
+    the scale must have that axis too: quantize with `per_axis` of it.)
 
     Attributes:
       values: the codes, an array of dtype `qtype`.

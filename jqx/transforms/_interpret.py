@@ -1,7 +1,7 @@
 """Evaluating a jaxpr with a rule for its sites; every other equation is evaluated as it stands.
 
 Nothing is patched and no state is kept: what a site records comes back as a dict beside the
-  results.
+results.
 """
 
 from collections.abc import Sequence
