@@ -76,7 +76,8 @@ def fake_quantize(
 
     Gradient: `gradient` decides what passes the rounding, for `x` and all four limits. The default,
       `ste`, gives the derivative of the expression above with `round` deleted, summed over
-      broadcast axes; where both input limits are equal, `x` and they get none.
+      broadcast axes; where both input limits are equal, `x` and they get none. A NaN in `x`
+      makes the gradients of the limits NaN, as it makes the output.
     NaN and infinities: NaN in `x` gives NaN; infinities give `output_low` and `output_high`. A NaN
       `input_high` acts as `input_low`; a NaN `input_low` gives NaN.
     Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules; ties follow its reference (half

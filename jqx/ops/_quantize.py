@@ -59,7 +59,7 @@ def quantize(
         `RoundMode`.
       ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
 
-    Gradient: none (integer result); see `quantize_dequantize`.
+    Gradient: none: JAX takes an integer result for a constant; see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0, whatever the zero point; infinities saturate.
     Subnormals: float32 subnormals count as zero where the backend flushes them, as XLA on CPU does.
     Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are

@@ -75,7 +75,7 @@ def contractions(function: str, call: Call) -> list[Found]:
 def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
     """Returns one line per parameter and contraction, without batch sizes."""
     lines = [
-        f"parameter {path}: {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
         for leaf, path in zip(call.leaves, call.paths, strict=True)
         if path is not None
     ]

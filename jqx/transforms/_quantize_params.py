@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
 from .._checks import check_instance, require_that
@@ -69,7 +68,7 @@ def quantize_params(
             mend="pass the float parameters.",
         )
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            lines.append(f"parameter {name}: {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}")
+            lines.append(f"parameter {name}: {leaf.dtype}{list(leaf.shape)}")
         return leaf
 
     tree_map_with_path(describe, root, is_leaf=is_quantized)

@@ -292,3 +292,16 @@ def test_bad_arguments_are_refused_with_what_to_do(call, error, fact):
         call()
     text = str(info.value)
     assert all(part in text for part in ("jqx.", "given:", "expected:", "to mend:"))
+
+
+def test_parameters_may_hold_random_keys_and_integers():
+    def f(params, x):
+        keep = jax.random.bernoulli(params["key"], 0.5, x.shape)
+        return jnp.where(keep, x, 0.0) @ params["w"] * params["count"].astype(jnp.float32)
+
+    params = {"key": jax.random.key(0), "count": jnp.int32(3), "w": normal(0, 4, 4)}
+    x = normal(1, 2, 4)
+    plan = plan_of(f, w8a16(), params, x)
+    q = jqx.quantize_params(params, plan)
+    real = {**params, "w": q["w"].dequantize()}
+    assert jnp.allclose(jax.jit(jqx.convert(f, plan))(q, x), f(real, x), rtol=1e-5, atol=1e-5)
