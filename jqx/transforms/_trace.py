@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import keystr
 
 from .. import _compat
-from .._checks import require_that
+from .._checks import check_integer, require_that
 from ..tensor import QTensor
 
 Params = int | tuple[int, ...]
@@ -65,6 +65,7 @@ def trace_call(
     """
     positions = (params,) if isinstance(params, int) else params
     for position in positions:
+        check_integer(function, "params", position)
         require_that(
             0 <= position < len(args),
             error=ValueError,

@@ -283,6 +283,7 @@ def test_integer_contractions_are_skipped_with_a_reason():
         (lambda: jqx.make_plan(3, w8a8()), TypeError, "`f` is not a function"),
         (lambda: jqx.make_plan(mlp, "w8a8"), TypeError, "`policy` is not a Policy"),
         (lambda: jqx.make_plan(mlp, w8a8(), params=2)({}, 1), ValueError, "`params` names"),
+        (lambda: jqx.make_plan(mlp, w8a8(), params="w")({}, 1), TypeError, "`params` must be"),
         (lambda: jqx.calibrate(mlp, "plan"), TypeError, "`plan` is not a Plan"),
         (lambda: jqx.simulate(None, w8a8()), TypeError, "`f` is not a function"),
     ],
