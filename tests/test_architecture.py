@@ -143,6 +143,15 @@ def test_public_names_are_attributes_of_the_package():
     assert [name for name in FIXED if not hasattr(jqx, name)] == []
 
 
+def test_every_public_object_has_one_name():
+    public = {name: value for name, value in vars(jqx).items() if not name.startswith("_")}
+    folders = {path.parent.name for path in FILES if path.name == "__init__.py"}
+    modules = {name for name in public if name in folders}
+    assert modules >= {"presets", "numerics", "calibrators", "gradients"}
+    count = Counter(id(value) for name, value in public.items() if name not in modules)
+    assert [name for name, value in public.items() if count[id(value)] > 1] == []
+
+
 def test_every_public_function_and_class_has_a_docstring_with_an_example():
     for name in sorted(set(vars(jqx))):
         value = getattr(jqx, name)
