@@ -6,7 +6,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .models import MODELS, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
+from .models import MODELS, close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
 
 X = normal(3, 7, 16)
 MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
@@ -141,7 +141,7 @@ def test_conversion_under_vmap_equals_a_loop():
     converted = jqx.convert(mlp, plan)
     mapped = jax.jit(jax.vmap(converted, in_axes=(None, 0)))(q, X[:, None])
     looped = jnp.stack([converted(q, x[None]) for x in X])
-    assert jnp.allclose(mapped, looped, rtol=1e-5, atol=1e-6)
+    assert close(mapped, looped)
 
 
 def test_stacked_models_are_vmapped_over_their_quantized_weights():
@@ -154,7 +154,7 @@ def test_stacked_models_are_vmapped_over_their_quantized_weights():
     assert q.values.shape == (3, 16, 4) and q.scale.shape == (3, 1, 4)
     out = jax.vmap(jqx.convert(f, plan), in_axes=(0, None))(q, X)
     one = jqx.convert(f, plan)(jqx.quantize_params(w[1], plan), X)
-    assert jnp.allclose(out[1], one, rtol=1e-6, atol=1e-6)
+    assert close(out[1], one)
 
 
 def test_gradients_flow_to_float_arguments_of_a_weight_only_function():
@@ -166,7 +166,7 @@ def test_gradients_flow_to_float_arguments_of_a_weight_only_function():
     q = jqx.quantize_params(w, plan)
     got = jax.grad(lambda x: jqx.convert(f, plan)(q, x))(X)
     expected = jax.grad(lambda x: f(q.dequantize(), x))(X)
-    assert jnp.allclose(got, expected, rtol=1e-4, atol=1e-6)
+    assert close(got, expected)
 
 
 def test_bfloat16_functions_stay_bfloat16():

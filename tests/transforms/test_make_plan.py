@@ -5,7 +5,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .models import jitted, jitted_params, mlp, mlp_params, normal, plan_of
+from .models import close, jitted, jitted_params, mlp, mlp_params, normal, plan_of
 
 INT8 = jqx.QSpec(jnp.int8, jqx.per_channel())
 DYNAMIC = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
@@ -89,7 +89,7 @@ def test_several_arguments_hold_weights_when_params_names_them():
     p, q = jqx.quantize_params(args[1:], plan)
     out = jqx.convert(f, plan)(args[0], p, q)
     expected = f(args[0], {"w": p["w"].dequantize()}, q.dequantize())
-    assert jnp.allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert close(out, expected)
 
 
 def test_static_leaves_and_keyword_arguments_pass_through():
@@ -252,7 +252,7 @@ def test_control_flow_without_a_contraction_is_left_as_it_is():
     w, x = normal(0, 4, 4), normal(1, 3, 4)
     plan = plan_of(f, w8a16(), w, x)
     q = jqx.quantize_params(w, plan)
-    assert jnp.allclose(jqx.convert(f, plan)(q, x), f(q.dequantize(), x), rtol=1e-5, atol=1e-5)
+    assert close(jqx.convert(f, plan)(q, x), f(q.dequantize(), x))
 
 
 def test_a_convolution_is_refused_until_it_is_excluded():
@@ -305,4 +305,4 @@ def test_parameters_may_hold_random_keys_and_integers():
     plan = plan_of(f, w8a16(), params, x)
     q = jqx.quantize_params(params, plan)
     real = {**params, "w": q["w"].dequantize()}
-    assert jnp.allclose(jax.jit(jqx.convert(f, plan))(q, x), f(real, x), rtol=1e-5, atol=1e-5)
+    assert close(jax.jit(jqx.convert(f, plan))(q, x), f(real, x))

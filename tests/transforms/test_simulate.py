@@ -6,7 +6,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .models import mlp, mlp_params, normal, plan_of, quantized_mlp, relative
+from .models import close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
 
 X = normal(3, 7, 16)
 
@@ -28,7 +28,7 @@ def test_given_scales_are_used(wrap):
     plan = plan_of(f, w8a8(weight={"qtype": jnp.int16}), w, X[:, :4])
     affines = {":dot_general:lhs": jqx.calibrators.Affine(jnp.full((1, 1), 0.5))}
     out = wrap(jqx.simulate(f, plan, affines))(w, X[:, :4])
-    assert jnp.allclose(out, jnp.round(X[:, :4] * 2) / 2, atol=1e-6)
+    assert close(out, jnp.round(X[:, :4] * 2) / 2)
 
 
 def test_a_given_weight_scale_is_used():
@@ -63,7 +63,7 @@ def test_gradients_are_straight_through():
     # No weight is clipped under its own absmax, so the estimator passes every cotangent.
     expected = jax.jit(jax.grad(lambda p: mlp(p, X).sum()))(grid)
     for name in params:
-        assert jnp.allclose(got[name], expected[name], rtol=1e-5, atol=1e-6), name
+        assert close(got[name], expected[name]), name
 
 
 def test_gradients_reach_given_scales():
@@ -78,7 +78,7 @@ def test_gradients_reach_given_scales():
 
     affines = {":dot_general:lhs": jqx.calibrators.Affine(jnp.full((1, 1), 0.01))}
     gradient = jax.grad(loss)(affines)[":dot_general:lhs"].scale
-    assert jnp.allclose(gradient, 127.0)  # 3.0 is clipped to 127 * scale, 0.25 is inside
+    assert close(gradient, jnp.full((1, 1), 127.0))  # 3.0 is clipped to 127 * scale, 0.25 is inside
 
 
 def test_bfloat16_functions_stay_bfloat16():
@@ -132,4 +132,4 @@ def test_simulation_under_vmap_equals_a_loop():
     simulated = jqx.simulate(mlp, plan)
     mapped = jax.vmap(lambda x: simulated(params, x))(X[:, None])
     looped = jnp.stack([simulated(params, x[None]) for x in X])
-    assert jnp.allclose(mapped, looped, rtol=1e-5, atol=1e-6)
+    assert close(mapped, looped)
