@@ -217,11 +217,11 @@ def _backward(levels, gradient, residuals, cotangent):
     u = (x - il) / jnp.where(flat, jnp.ones_like(span), span)
     u = jnp.where(below, zero, jnp.where(above, jnp.ones_like(u), u))
     # An inverted range does not clamp: outside of it the output is a constant of the wrong end.
-    dc = jnp.where((ih < il) & (below | above), zero, cotangent * ratio)
+    inverted = ih < il
+    dc = jnp.where(inverted & (below | above), zero, cotangent * ratio)
     dx, dlow, dhigh = gradient.bwd(
         x, jnp.broadcast_to(low, x.shape), jnp.broadcast_to(high, x.shape), levels, dc
     )
-    inverted = ih < il
     d_il = jnp.where(inverted, dhigh, dlow) + (u - jnp.ones_like(u)) * dc
     d_ih = jnp.where(inverted, dlow, dhigh) - u * dc
     d_ol, d_oh = (jnp.ones_like(u) - u) * cotangent, u * cotangent

@@ -61,10 +61,7 @@ def operands_of(
     per_group: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks 1-D scales and zero points and lines them up with `x`."""
-    scales = typed(function, "scales", scales, floats)
-    operands = {"scales": scales}
-    if zps is not None:
-        operands["zps"] = typed(function, "zps", zps, integers)
+    operands = _typed_pair(function, scales, zps, floats, integers)
     known = (
         ("per_tensor", "per_channel", "per_group") if per_group else ("per_tensor", "per_channel")
     )
@@ -83,22 +80,16 @@ def operands_of(
         (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
         shape[axis] = x.shape[axis]
     length = 1 if granularity == "per_tensor" else shape[axis]
-    for name, operand in operands.items():
-        require(
-            chex.assert_shape,
-            operand,
-            (length,),
-            error=ValueError,
-            function=function,
-            problem=f"`{name}` must be 1-D with one element per "
-            f"{'tensor' if granularity == 'per_tensor' else 'channel'}.",
-            given=f"{name}.shape == {operand.shape}, x.shape == {x.shape}, "
-            f"granularity == {granularity!r}, axis == {axis}",
-            expected=f"{name}.shape == ({length},)",
-            mend=f"reshape {name}, or choose another granularity or axis.",
-        )
-    lined_up = [operand.reshape(shape) for operand in operands.values()]
-    return lined_up[0], lined_up[1] if zps is not None else None
+    _check_shapes(
+        function,
+        operands,
+        (length,),
+        "be 1-D with one element per " + ("tensor" if granularity == "per_tensor" else "channel"),
+        f"x.shape == {x.shape}, granularity == {granularity!r}, axis == {axis}",
+        "choose another granularity or axis",
+    )
+    lined_up = {name: operand.reshape(shape) for name, operand in operands.items()}
+    return lined_up["scales"], lined_up.get("zps")
 
 
 def group_operands(
@@ -126,9 +117,43 @@ def group_operands(
         mend="pass for example group_shape=(1, 32) for blocks of 32 along the last of two axes.",
     )
     expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
+    operands = _typed_pair(function, scales, zps, floats, integers)
+    _check_shapes(
+        function,
+        operands,
+        expected,
+        "hold one element per group",
+        f"q.shape == {q.shape}, group_shape == {group}",
+        "choose another group_shape",
+    )
+    for dim, size in enumerate(group):
+        operands = {name: jnp.repeat(array, size, axis=dim) for name, array in operands.items()}
+    return operands["scales"], operands.get("zps")
+
+
+def _typed_pair(
+    function: str,
+    scales: ArrayLike,
+    zps: ArrayLike | None,
+    floats: tuple[str, ...],
+    integers: tuple[str, ...],
+) -> dict[str, jax.Array]:
+    """Returns the parameters that are given, by name, after checking their element types."""
     operands = {"scales": typed(function, "scales", scales, floats)}
     if zps is not None:
         operands["zps"] = typed(function, "zps", zps, integers)
+    return operands
+
+
+def _check_shapes(
+    function: str,
+    operands: dict[str, jax.Array],
+    expected: tuple[int, ...],
+    rule: str,
+    given: str,
+    mend: str,
+) -> None:
+    """Checks that every parameter has the shape that `rule` puts in words."""
     for name, operand in operands.items():
         require(
             chex.assert_shape,
@@ -136,11 +161,8 @@ def group_operands(
             expected,
             error=ValueError,
             function=function,
-            problem=f"`{name}` must hold one element per group.",
-            given=f"{name}.shape == {operand.shape}, q.shape == {q.shape}, group_shape == {group}",
+            problem=f"`{name}` must {rule}.",
+            given=f"{name}.shape == {operand.shape}, {given}",
             expected=f"{name}.shape == {expected}",
-            mend=f"pass {name} with the shape of q divided by group_shape.",
+            mend=f"reshape {name}, or {mend}.",
         )
-        for dim, size in enumerate(group):
-            operands[name] = jnp.repeat(operands[name], size, axis=dim)
-    return operands["scales"], operands.get("zps")

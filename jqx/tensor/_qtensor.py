@@ -230,14 +230,15 @@ class QTensor:
         )
 
 
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether `shape` has the rank of `full`, and each dim is 1 or that of `full`."""
+    return len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True))
+
+
 def _check_affine(affine: Affine, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
     for name, array in affine._asdict().items():
-        fits = array is None or (
-            len(array.shape) == len(shape)
-            and all(m in (1, n) for m, n in zip(array.shape, shape, strict=True))
-        )
         require_that(
-            fits,
+            array is None or _broadcasts(array.shape, shape),
             error=ValueError,
             function="QTensor.quantize",
             problem=f"`affine.{name}` does not fit `x`.",
@@ -249,7 +250,7 @@ def _check_affine(affine: Affine, expected: tuple[int, ...], shape: tuple[int, .
 
 def _check_broadcasts(name: str, shape: tuple, other: str, full: tuple) -> None:
     require_that(
-        len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True)),
+        _broadcasts(shape, full),
         error=ValueError,
         function="QTensor",
         problem=f"`{name}` does not fit `{other}`.",

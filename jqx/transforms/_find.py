@@ -14,9 +14,12 @@ from .primitives import CONTRACTIONS, UNQUANTIZED, VIEWS
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A contraction, or a lookup in a weight, met in a traced function."""
+    """A contraction, or a lookup in a weight, met in a traced function.
 
-    address: Address | None
+    `address` is `()` where the operation has no quantized form: it is never evaluated as a site.
+    """
+
+    address: Address
     eqn: Eqn
     op: str
     scope: str
@@ -74,7 +77,7 @@ def find(
             op, position = UNQUANTIZED[name]
             origin = known[position]
             if op != "gather" or origin is not None:
-                found.append(Found(None, eqn, op, inner_scope, (origin,)))
+                found.append(Found((), eqn, op, inner_scope, (origin,)))
         elif _compat.is_jit(eqn):
             body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
             inner, results = find(body, known, function, here, inner_scope)

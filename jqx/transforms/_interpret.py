@@ -57,10 +57,10 @@ def interpret(
     marked = 0
     for i, eqn in enumerate(jaxpr.eqns):
         operands = [read(atom) for atom in eqn.invars]
-        here = (*address, marked)
+        holds_site = is_marked(eqn)
         with _compat.equation_context(eqn):
-            results, recorded = _evaluate(eqn, operands, rules, here)
-        marked += is_marked(eqn)
+            results, recorded = _evaluate(eqn, operands, rules, (*address, marked), holds_site)
+        marked += holds_site
         records.update(recorded)
         env.update(zip(eqn.outvars, results, strict=True))
         for atom in eqn.invars:
@@ -70,7 +70,7 @@ def interpret(
 
 
 def _evaluate(
-    eqn: Eqn, operands: list[Any], rules: Rules, here: Address
+    eqn: Eqn, operands: list[Any], rules: Rules, here: Address, holds_site: bool
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_quantized(operand)]
@@ -79,7 +79,7 @@ def _evaluate(
         if site is not None:
             result, records = rules.at_site(site, eqn, operands)
             return [result], records
-    if _compat.is_jit(eqn) and (quantized or is_marked(eqn)):
+    if _compat.is_jit(eqn) and (quantized or holds_site):
         return _call(eqn, operands, rules, here)
     if not quantized:
         return _compat.bind(eqn, operands), {}

@@ -12,7 +12,7 @@ from ..policy import Policy, Rule
 from ..tensor import QSpec
 from ._find import Found, find
 from ._origin import Origin, close_over_merges
-from ._plan import Operand, Plan, Site, Skipped, Weight
+from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
 from ._trace import Call, Params, check_function, trace_call
 from .primitives import CONTRACTIONS
 
@@ -75,7 +75,7 @@ def contractions(function: str, call: Call) -> list[Found]:
 def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
     """Returns one line per parameter and contraction, without batch sizes."""
     lines = [
-        f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
+        parameter_line(path, leaf)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
         if path is not None
     ]
@@ -95,7 +95,7 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
         for leaf, path in zip(call.leaves, call.paths, strict=True)
         if path is not None
     }
-    sites: list[Site] = []
+    sites: list[tuple[Site, Found]] = []
     skipped: list[Skipped] = []
     used: set[int] = set()
     numbers: Counter[str] = Counter()
@@ -106,17 +106,22 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
         if reason is not None:
             shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
             macs = CONTRACTIONS[item.op].macs(item.eqn) if item.op in CONTRACTIONS else 0
-            skipped.append(Skipped(item.address or (), item.path, item.op, reason, shapes, macs))
+            skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
             continue
         assert place is not None and rule is not None
         name = f"{item.path}:{item.op}"
         numbers[name] += 1
         if numbers[name] > 1:
             name = f"{name}#{numbers[name] - 1}"
-        sites.append(_site(function, item, place, rule, name))
+        sites.append((_site(function, item, place, rule, name), item))
     _check_used(function, policy, used, found)
-    weights = _weights(function, found, sites, ranks)
-    return Plan(tuple(sites), tuple(skipped), weights, params, signature_of(call, found))
+    return Plan(
+        sites=tuple(site for site, _ in sites),
+        skipped=tuple(skipped),
+        weights=_weights(function, sites, ranks),
+        params=params,
+        signature=signature_of(call, found),
+    )
 
 
 def _choose(
@@ -126,13 +131,10 @@ def _choose(
     has_weight = any(origin is not None for origin in item.origins)
     choice = policy.first(item.path, item.op, has_weight=has_weight)
     if choice is None:
-        if has_weight:
-            return None, None, "no rule matches"
-        return (
-            None,
-            None,
-            "no weight reaches it through views, and no rule without a weight spec matches",
-        )
+        reason = "no rule matches"
+        if not has_weight:
+            reason = "no weight reaches it through views, and no rule without a weight spec matches"
+        return None, None, reason
     place, rule = choice
     if rule.weight is None and rule.activation is None and rule.output is None:
         return place, rule, f"rule {place} leaves it in float"
@@ -173,7 +175,7 @@ def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site
         where = f"output of {item.op} at path {item.path!r}, rule {place}"
         output = _resolve_activation(function, output, rank, tuple(range(rank)), where)
     return Site(
-        address=item.address or (),
+        address=item.address,
         path=item.path,
         scope=item.scope,
         op=item.op,
@@ -240,16 +242,14 @@ def _check_used(function: str, policy: Policy, used: set[int], found: list[Found
 
 
 def _weights(
-    function: str, found: list[Found], sites: list[Site], ranks: dict[str, int]
+    function: str, sites: list[tuple[Site, Found]], ranks: dict[str, int]
 ) -> tuple[Weight, ...]:
     """Resolves the spec of every weight in its own axes; sites that share one must agree."""
-    by_address = {item.address: item for item in found}
     specs: dict[str, tuple[QSpec | None, int]] = {}
     kept: dict[str, frozenset[int]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
     counts: Counter[str] = Counter()
-    for site in sites:
-        item = by_address[site.address]
+    for site, item in sites:
         axes = CONTRACTIONS[item.op].kept(item.eqn)
         for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
             if origin is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import message
@@ -98,6 +98,11 @@ class Weight:
     sites: int
 
 
+def parameter_line(path: str, leaf: Any) -> str:
+    """The line of a signature that describes one parameter."""
+    return f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What `make_plan` decided: sites, weights, and what was left alone. Prints as a table.
@@ -146,6 +151,11 @@ class Plan:
                 mend="make the plan again with jqx.make_plan(f, policy)(*args).",
             )
         )
+
+    def check_parameters(self, function: str, lines: Sequence[str]) -> None:
+        """Raises where parameters are not those that the plan was made for."""
+        rest = [line for line in self.signature if not line.startswith("parameter ")]
+        self.check_signature(function, (*lines, *rest))
 
     def check_affines(self, function: str, affines: Mapping[str, Any] | None) -> None:
         """Raises where scales are given for what the plan does not know, or miss what it needs."""

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
-from ._plan import Plan
-from ._trace import is_quantized
+from ._plan import Plan, parameter_line
+from ._trace import is_array, is_quantized
 
 
 def quantize_params(
@@ -53,11 +53,9 @@ def quantize_params(
     )
     plan.check_affines("quantize_params", affines)
     given = affines or {}
-    root = _rooted(params, plan)
-    lines = []
-
-    def describe(path: Any, leaf: Any) -> Any:
-        name = keystr(path, simple=True, separator="/")
+    flat, tree = tree_flatten_with_path(_rooted(params, plan), is_leaf=is_quantized)
+    named = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in flat]
+    for name, leaf in named:
         require_that(
             plan.weight_at(name) is None or not is_quantized(leaf),
             error=ValueError,
@@ -67,22 +65,15 @@ def quantize_params(
             expected="a float array",
             mend="pass the float parameters.",
         )
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            lines.append(f"parameter {name}: {leaf.dtype}{list(leaf.shape)}")
-        return leaf
-
-    tree_map_with_path(describe, root, is_leaf=is_quantized)
-    expected = tuple(line for line in plan.signature if line.startswith("parameter "))
-    contractions = plan.signature[len(expected) :]
-    plan.check_signature("quantize_params", (*lines, *contractions))
-
-    def convert(path: Any, leaf: Any) -> Any:
-        weight = plan.weight_at(keystr(path, simple=True, separator="/"))
-        if weight is None:
-            return leaf
-        return quantize_weight(leaf, weight.spec, given.get(weight.key), donate=donate)
-
-    converted = tree_map_with_path(convert, root, is_leaf=is_quantized)
+    lines = [parameter_line(name, leaf) for name, leaf in named if is_array(leaf)]
+    plan.check_parameters("quantize_params", lines)
+    leaves = []
+    for name, leaf in named:
+        weight = plan.weight_at(name)
+        if weight is not None:
+            leaf = quantize_weight(leaf, weight.spec, given.get(weight.key), donate=donate)
+        leaves.append(leaf)
+    converted = jax.tree.unflatten(tree, leaves)
     if isinstance(plan.params, int):
         return converted
     return tuple(converted[position] for position in plan.params)

@@ -20,6 +20,11 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, QTensor)
 
 
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced: it has a shape and a dtype. All others are static."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A function traced at its arguments.
@@ -78,21 +83,14 @@ def trace_call(
     flat, tree = jax.tree_util.tree_flatten_with_path(
         (tuple(args), dict(kwargs)), is_leaf=is_quantized
     )
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for _, leaf in flat]
-    leaves = [leaf for (_, leaf), array in zip(flat, is_array, strict=True) if array]
-    paths = [
-        _weight_path(path, params, positions)
-        for (path, _), array in zip(flat, is_array, strict=True)
-        if array
-    ]
+    leaves = [leaf for _, leaf in flat if is_array(leaf)]
+    paths = [_weight_path(path, params, positions) for path, leaf in flat if is_array(leaf)]
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
         nonlocal out_tree
         rest = iter(arrays)
-        filled = [
-            next(rest) if array else leaf for (_, leaf), array in zip(flat, is_array, strict=True)
-        ]
+        filled = [next(rest) if is_array(leaf) else leaf for _, leaf in flat]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         out, out_tree = jax.tree.flatten(f(*inner_args, **inner_kwargs))
         return out
