@@ -9,7 +9,9 @@ from . import gradients as gradients
 from . import numerics as numerics
 from . import presets as presets
 from .calibrators import per_axis as per_axis
+from .calibrators import per_block as per_block
 from .calibrators import per_channel as per_channel
+from .calibrators import per_group as per_group
 from .calibrators import per_tensor as per_tensor
 from .calibrators import per_token as per_token
 from .contractions import dot_general as dot_general

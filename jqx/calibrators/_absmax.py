@@ -7,43 +7,46 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..ops import affine_from_range
-from ._calibrator import Affine, Affinity, none, one, reduced_axes
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._cover import cover
 
 
 class AbsMaxStats(NamedTuple):
-    """The largest magnitude per scale (float32) and the number of arrays observed (int32)."""
+    """The largest magnitude (float32) and NaN values per scale, and arrays observed (int32)."""
 
     largest: jax.Array
+    nans: jax.Array
     observed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class AbsMax:
-    """Covers `[-m, m]`, `m` the largest magnitude observed; a NaN poisons its own scale alone."""
+class AbsMax(Calibrator):
+    """Covers `[-m, m]`, `m` the largest magnitude observed."""
 
     def empty(self, shape: Sequence[int]) -> AbsMaxStats:
-        """Returns magnitude 0 and count 0."""
-        return AbsMaxStats(jnp.zeros(tuple(shape), jnp.float32), none())
+        """Returns magnitude 0 and counts of 0."""
+        return AbsMaxStats(jnp.zeros(tuple(shape), jnp.float32), *nothing_seen(shape))
 
     def observe(self, x: jax.Array, spec: Affinity) -> AbsMaxStats:
-        """Returns the largest magnitude along the axes that share a scale."""
-        axes = reduced_axes(x, spec)
-        largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0)
-        return AbsMaxStats(largest.astype(jnp.float32), one())
+        """Returns the largest magnitude of the elements that share a scale."""
+        seen = look_at(x, spec)
+        groups = spec.granularity.groups(x.shape)
+        largest = groups.largest_magnitude(seen.values)
+        return AbsMaxStats(largest.astype(jnp.float32), seen.nans, seen.observed)
 
     def merge(self, a: AbsMaxStats, b: AbsMaxStats) -> AbsMaxStats:
-        """Returns the larger magnitudes and the sum of the counts."""
-        return AbsMaxStats(jnp.maximum(a.largest, b.largest), a.observed + b.observed)
-
-    def observed(self, stats: AbsMaxStats) -> jax.Array:
-        """Returns how many arrays were observed."""
-        return stats.observed
+        """Returns the larger magnitudes and the sums of the counts."""
+        largest = jnp.maximum(a.largest, b.largest)
+        return AbsMaxStats(largest, a.nans + b.nans, a.observed + b.observed)
 
     def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
-        """Returns the scale that maps the largest magnitude to the largest code."""
-        m = stats.largest
-        return Affine(*affine_from_range(-m, m, qtype=spec.qtype, symmetric=spec.symmetric))
+        """Returns the scale that maps the largest magnitude to the largest number."""
+        return poisoned(cover(-stats.largest, stats.largest, spec), stats.nans)
+
+    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+        """Returns the scale for one array in one pass; the largest magnitude of a NaN is NaN."""
+        largest = spec.granularity.groups(x.shape).largest_magnitude(x).astype(jnp.float32)
+        return cover(-largest, largest, spec)
 
     def __str__(self) -> str:
         return "absmax"

@@ -1,12 +1,14 @@
 """The contract of a calibrator: what is observed of the values, and the scale decided from it."""
 
-from collections.abc import Hashable, Sequence
+import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..numerics import Numerics, QType
 from ._granularity import Granularity
 
 
@@ -14,8 +16,9 @@ class Affine(NamedTuple):
     """A scale and zero point: `real = (code - zero_point) * scale`.
 
     Attributes:
-      scale: float32, rank of the quantized array, each dim 1 or that of the array.
-      zero_point: of the quantized dtype and the shape of `scale`; `None` means zero everywhere.
+      scale: float32 (float8_e8m0fnu for an MX format), rank of the quantized array, one entry for
+        each group of elements.
+      zero_point: of the dtype of the codes and the shape of `scale`; `None` means zero everywhere.
     """
 
     scale: jax.Array
@@ -26,52 +29,82 @@ class Affinity(Protocol):
     """What a calibrator reads of a `QSpec`."""
 
     @property
-    def qtype(self) -> DTypeLike: ...
+    def qtype(self) -> DTypeLike | QType: ...
     @property
     def granularity(self) -> Granularity: ...
     @property
     def symmetric(self) -> bool: ...
+    @property
+    def numerics(self) -> Numerics: ...
 
 
-class Calibrator(Hashable, Protocol):
-    """A hashable value that turns observed values into a scale.
+class Calibrator(abc.ABC):
+    """A frozen, hashable value that turns observed values into a scale.
 
-    Statistics are a pytree of arrays. They form a monoid: `merge` is associative and `empty` its
-    unit, so batches, loop steps and devices may be combined in any grouping.
+    Statistics are a NamedTuple (or another pytree) of arrays, among them `observed`, the number of
+    arrays seen, an int32 scalar, and `nans`, the number of NaN values seen for each scale, an int32
+    array. They form a monoid: `merge` is associative and `empty` its unit, so batches, loop steps
+    and devices may be combined in any grouping. NaN values are counted and otherwise left out; a
+    scale that saw one is NaN.
     """
 
+    @abc.abstractmethod
     def empty(self, shape: Sequence[int]) -> Any:
         """Returns the statistics of no values, for a scale of `shape`."""
-        ...
 
+    @abc.abstractmethod
     def observe(self, x: jax.Array, spec: Affinity) -> Any:
         """Returns the statistics of one array; `spec.granularity` is absolute."""
-        ...
 
+    @abc.abstractmethod
     def merge(self, a: Any, b: Any) -> Any:
         """Returns the statistics of both."""
-        ...
 
-    def observed(self, stats: Any) -> jax.Array:
-        """Returns how many arrays were observed, an int32 scalar."""
-        ...
-
+    @abc.abstractmethod
     def affine(self, stats: Any, spec: Affinity) -> Affine:
         """Returns the scale and zero point decided from `stats`."""
-        ...
+
+    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+        """Returns the scale and zero point for one array at hand, such as a weight."""
+        return self.affine(self.observe(x, spec), spec)
+
+    def observed(self, stats: Any) -> jax.Array:
+        """Returns how many arrays were observed, int32."""
+        return stats.observed
+
+    def nans(self, stats: Any) -> jax.Array:
+        """Returns how many NaN values were observed, int32, an entry for each scale."""
+        return stats.nans
 
 
-def reduced_axes(x: jax.Array, spec: Affinity) -> tuple[int, ...]:
-    """The axes of `x` along which a scale of `spec` is shared."""
-    shape = spec.granularity.scale_shape(x.shape)
-    return tuple(i for i, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if m == 1 or n != m)
+class Seen(NamedTuple):
+    """What every observation begins with.
+
+    Attributes:
+      values: the array with zeros in place of NaN.
+      nans: number of NaN values for each scale, int32.
+      observed: 1, or 0 for an array without elements, int32.
+    """
+
+    values: jax.Array
+    nans: jax.Array
+    observed: jax.Array
 
 
-def one() -> jax.Array:
-    """The count of one observation."""
-    return jnp.ones((), jnp.int32)
+def look_at(x: jax.Array, spec: Affinity) -> Seen:
+    """Counts the NaN values of `x` and takes them out."""
+    nan = jnp.isnan(x)
+    groups = spec.granularity.groups(x.shape)
+    nans = groups.reduce(jnp.sum, nan.astype(jnp.int32), 0).astype(jnp.int32)  # not int64
+    return Seen(jnp.where(nan, jnp.zeros_like(x), x), nans, jnp.int32(x.size > 0))
 
 
-def none() -> jax.Array:
-    """The count of no observation."""
-    return jnp.zeros((), jnp.int32)
+def nothing_seen(shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """The `nans` and `observed` of no observation."""
+    return jnp.zeros(tuple(shape), jnp.int32), jnp.zeros((), jnp.int32)
+
+
+def poisoned(affine: Affine, nans: jax.Array) -> Affine:
+    """Returns the affine with NaN for every scale that saw a NaN."""
+    scale = jnp.where(nans > 0, jnp.full_like(affine.scale, jnp.nan), affine.scale)
+    return affine._replace(scale=scale)

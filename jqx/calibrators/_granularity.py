@@ -1,13 +1,14 @@
 """Granularity: which elements share a scale. It resolves to a scale shape, then is forgotten."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NoReturn, Protocol
 
 import numpy as np
 
-from .._checks import normalize_axes, require_that
+from .._checks import check_instance, check_integer, normalize_axes, require_that
 from .._errors import message
+from ._groups import Groups
 
 
 class Granularity(Protocol):
@@ -23,13 +24,28 @@ class Granularity(Protocol):
         """Returns the absolute form at a site, for an operand that keeps the axes `kept`."""
         ...
 
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns which elements of an array of `shape` share a scale."""
+        ...
+
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scale of an array of `shape`: its rank, each dim dividing."""
+        """Returns the shape of the scale of an array of `shape`: of its rank."""
         ...
 
 
+class _ByGroups:
+    """The shape of a scale is that of its groups."""
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        raise NotImplementedError
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scale of an array of `shape`: of its rank."""
+        return self.groups(shape).scale_shape
+
+
 @dataclasses.dataclass(frozen=True)
-class PerAxis:
+class PerAxis(_ByGroups):
     """One scale for each index along `axes`; shared along all other axes."""
 
     is_relative: ClassVar[bool] = False
@@ -40,10 +56,11 @@ class PerAxis:
         """Returns itself with non-negative axes."""
         return PerAxis(normalize_axes("per_axis", self.axes, rank))
 
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns `shape` with 1 in place of every axis that is not in `axes`."""
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns blocks of size 1 along `axes`, and of the whole axis along all others."""
         axes = normalize_axes("per_axis", self.axes, len(shape))
-        return tuple(n if i in axes else 1 for i, n in enumerate(shape))
+        sizes = tuple(1 if i in axes else n for i, n in enumerate(shape))
+        return Groups(tuple(shape), sizes)
 
     def __str__(self) -> str:
         return f"per_axis{self.axes}" if len(self.axes) != 1 else f"per_axis({self.axes[0]})"
@@ -64,10 +81,129 @@ class PerTensor(PerAxis):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerKeptAxis:
-    """One scale for each index of every axis that a contraction keeps; known only at a site."""
+class PerBlock(_ByGroups):
+    """One scale for each block; shared along the axes that are not named.
+
+    Attributes:
+      sizes: (axis, block size) pairs.
+      tail: whether the last block of an axis may be smaller.
+    """
+
+    is_relative: ClassVar[bool] = False
+
+    sizes: tuple[tuple[int, int], ...]
+    tail: bool = False
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerBlock":
+        """Returns itself with non-negative axes."""
+        axes = [normalize_axes("per_block", axis, rank)[0] for axis, _ in self.sizes]
+        return PerBlock(
+            tuple(sorted(zip(axes, (size for _, size in self.sizes), strict=True))), self.tail
+        )
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns the blocks; raises where a size does not divide and there is no tail."""
+        sizes = dict(self.resolve(len(shape), ()).sizes)
+        require_that(
+            len(sizes) == len(self.sizes),
+            error=ValueError,
+            function="per_block",
+            problem="an axis is named twice.",
+            given=f"{self} for shape {tuple(shape)}",
+            expected="each axis once",
+            mend="name each axis once, counted from the front or from the end.",
+        )
+        found = tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape))
+        for axis, size in sizes.items():
+            _check_divides("per_block", str(self), shape, axis, size, self.tail)
+        return Groups(tuple(shape), found)
+
+    def __str__(self) -> str:
+        return f"per_block({dict(self.sizes)}{', tail=True' if self.tail else ''})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRun(_ByGroups):
+    """One scale for each run of `size` elements along `axes` taken together, the last axis fastest;
+    every index of all other axes has its own. `per_group` at a site.
+    """
+
+    is_relative: ClassVar[bool] = False
+
+    axes: tuple[int, ...]
+    size: int
+    tail: bool = False
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerRun":
+        """Returns itself."""
+        return self
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns the blocks whose product is the run; raises where there are none."""
+        sizes, rest = [1] * len(shape), self.size
+        for axis in sorted(self.axes, reverse=True):
+            n = shape[axis]
+            if n <= rest and (n == 0 or rest % n == 0):
+                sizes[axis], rest = n, rest // n if n else 1
+                continue
+            _check_divides("per_group", str(self), shape, axis, rest, self.tail)
+            sizes[axis], rest = min(rest, n), 1
+        require_that(
+            rest == 1 or self.tail,
+            error=ValueError,
+            function="per_group",
+            problem=f"axes {self.axes} hold fewer than {self.size} elements.",
+            given=f"{self} for shape {tuple(shape)}",
+            expected=f"{self.size} elements or more, or tail=True",
+            mend="use a smaller group, or pass tail=True.",
+        )
+        return Groups(tuple(shape), tuple(sizes))
+
+    def __str__(self) -> str:
+        return f"per_group({self.size}{', tail=True' if self.tail else ''}) along {self.axes}"
+
+
+def _check_divides(
+    function: str, name: str, shape: Sequence[int], axis: int, size: int, tail: bool
+) -> None:
+    require_that(
+        tail or shape[axis] % size == 0,
+        error=ValueError,
+        function=function,
+        problem=f"blocks of {size} do not divide axis {axis}.",
+        given=f"{name} for shape {tuple(shape)}",
+        expected=f"a size that divides {shape[axis]}, or tail=True",
+        mend="pass tail=True for a smaller last block, or another size.",
+    )
+
+
+class _Relative:
+    """Has no groups: the axes are those of a contraction."""
 
     is_relative: ClassVar[bool] = True
+
+    def groups(self, shape: Sequence[int]) -> NoReturn:
+        """Raises: there is no contraction here."""
+        self.scale_shape(shape)
+
+    def scale_shape(self, shape: Sequence[int]) -> NoReturn:
+        """Raises: there is no contraction here."""
+        name = str(self) if "(" in str(self) else f"{self}()"
+        raise ValueError(
+            message(
+                name.partition("(")[0],
+                f"{name} is relative to a contraction and has no meaning outside of one.",
+                given=f"an array of shape {tuple(shape)} and no contraction",
+                expected="an absolute granularity",
+                mend="name the axes that have their own scale: jqx.per_axis(...), or blocks along "
+                "axes: jqx.per_block({axis: size}).",
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerKeptAxis(_Relative):
+    """One scale for each index of every axis that a contraction keeps; known only at a site."""
 
     name: str
 
@@ -76,20 +212,29 @@ class PerKeptAxis:
         axes = normalize_axes(self.name, tuple(kept), rank)
         return PerAxis(axes) if axes else PerTensor()
 
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Raises: the axes are those of a contraction, and there is none here."""
-        raise ValueError(
-            message(
-                self.name,
-                f"{self.name}() is relative to a contraction and has no meaning outside of one.",
-                given=f"an array of shape {tuple(shape)} and no contraction",
-                expected="an absolute granularity",
-                mend="name the axes that have their own scale: jqx.per_axis(...).",
-            )
-        )
-
     def __str__(self) -> str:
         return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroup(_Relative):
+    """`per_channel`, and blocks of `size` along the contracted axes; known only at a site."""
+
+    size: int
+    tail: bool = False
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> PerRun:
+        """Returns runs along the axes that are not kept."""
+        axes = normalize_axes("per_group", tuple(kept), rank)
+        return PerRun(tuple(i for i in range(rank) if i not in axes), self.size, self.tail)
+
+    def __str__(self) -> str:
+        return f"per_group({self.size}{', tail=True' if self.tail else ''})"
+
+
+def is_without_blocks(granularity: Granularity) -> bool:
+    """Whether a scale has no blocks whatever the array: it is shared along an axis, or not."""
+    return isinstance(granularity, (PerAxis, PerKeptAxis))
 
 
 def per_tensor() -> Granularity:
@@ -151,6 +296,77 @@ def per_channel() -> Granularity:
       (1, 4)
     """
     return PerKeptAxis("per_channel")
+
+
+def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
+    """Returns the granularity of one scale for each block.
+
+    Args:
+      sizes: the block size along each axis; negative axes count from the end. An axis that is not
+        named shares one scale; size 1 gives each of its indices its own.
+      tail: whether the last block of an axis may be smaller.
+
+    Raises:
+      TypeError: an axis or a size is not an integer, or `sizes` is no dict.
+      ValueError: no axis is given, or a size is below 1; later, where a size does not divide its
+        axis and `tail` is False.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_block({0: 32, 1: 1}).scale_shape((64, 3))
+      (2, 3)
+      >>> jqx.per_block({0: 32}, tail=True).scale_shape((100, 3))
+      (4, 1)
+    """
+    check_instance("per_block", "sizes", sizes, Mapping, mend="pass a dict such as {0: 32}.")
+    check_instance("per_block", "tail", tail, bool, mend="pass tail=True or tail=False.")
+    pairs = tuple(
+        (check_integer("per_block", "axis", axis), check_integer("per_block", "size", size))
+        for axis, size in sizes.items()
+    )
+    require_that(
+        pairs and all(size >= 1 for _, size in pairs),
+        error=ValueError,
+        function="per_block",
+        problem="there are no blocks." if not pairs else "a block has no elements.",
+        given=f"sizes == {dict(pairs)}",
+        expected="a size of 1 or more for one axis or more",
+        mend="pass for example {0: 32}, or use jqx.per_tensor().",
+    )
+    return PerBlock(pairs, tail)
+
+
+def per_group(size: int, tail: bool = False) -> Granularity:
+    """Returns `per_channel()` with blocks of `size` along the axes that a contraction sums over.
+
+    A relative form, resolved at a site: for `x @ w` blocks along axis 0 of `w`, one row of them for
+    each index of axis 1. Several contracted axes count as one, the last the fastest.
+
+    Args:
+      size: how many elements share a scale.
+      tail: whether the last group may be smaller.
+
+    Raises:
+      TypeError: `size` is not an integer.
+      ValueError: `size` is below 1; later, where it does not divide and `tail` is False.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_group(32).resolve(rank=2, kept=(1,)).scale_shape((64, 3))
+      (2, 3)
+    """
+    size = check_integer("per_group", "size", size)
+    check_instance("per_group", "tail", tail, bool, mend="pass tail=True or tail=False.")
+    require_that(
+        size >= 1,
+        error=ValueError,
+        function="per_group",
+        problem="a group has no elements.",
+        given=f"size == {size}",
+        expected="a size of 1 or more",
+        mend="pass for example per_group(32).",
+    )
+    return PerGroup(size, tail)
 
 
 def per_token() -> Granularity:

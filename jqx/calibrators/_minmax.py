@@ -7,49 +7,46 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..ops import affine_from_range
-from ._calibrator import Affine, Affinity, none, one, reduced_axes
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._cover import cover
 
 
 class MinMaxStats(NamedTuple):
-    """The extremes per scale (float32) and the number of arrays observed (int32)."""
+    """The extremes per scale (float32), NaN values per scale and arrays observed (int32)."""
 
     low: jax.Array
     high: jax.Array
+    nans: jax.Array
     observed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class MinMax:
-    """Covers `[min(low, 0), max(high, 0)]`; a NaN poisons its own scale alone."""
+class MinMax(Calibrator):
+    """Covers `[min(low, 0), max(high, 0)]`, `low` and `high` the extremes observed."""
 
     def empty(self, shape: Sequence[int]) -> MinMaxStats:
-        """Returns the empty range, `[inf, -inf]`, and count 0."""
+        """Returns the empty range, `[inf, -inf]`, and counts of 0."""
         high = jnp.full(tuple(shape), -jnp.inf, jnp.float32)
-        return MinMaxStats(-high, high, none())
+        return MinMaxStats(-high, high, *nothing_seen(shape))
 
     def observe(self, x: jax.Array, spec: Affinity) -> MinMaxStats:
-        """Returns the extremes along the axes that share a scale."""
-        axes = reduced_axes(x, spec)
-        low = jnp.min(x, axis=axes, keepdims=True, initial=jnp.inf)
-        high = jnp.max(x, axis=axes, keepdims=True, initial=-jnp.inf)
-        return MinMaxStats(low.astype(jnp.float32), high.astype(jnp.float32), one())
+        """Returns the extremes of the elements that share a scale."""
+        seen = look_at(x, spec)
+        groups = spec.granularity.groups(x.shape)
+        nan = jnp.isnan(x)
+        low = groups.reduce(jnp.min, jnp.where(nan, jnp.full_like(x, jnp.inf), x), jnp.inf)
+        high = groups.reduce(jnp.max, jnp.where(nan, jnp.full_like(x, -jnp.inf), x), -jnp.inf)
+        extremes = low.astype(jnp.float32), high.astype(jnp.float32)
+        return MinMaxStats(*extremes, seen.nans, seen.observed)
 
     def merge(self, a: MinMaxStats, b: MinMaxStats) -> MinMaxStats:
-        """Returns the wider range and the sum of the counts."""
-        return MinMaxStats(
-            jnp.minimum(a.low, b.low), jnp.maximum(a.high, b.high), a.observed + b.observed
-        )
-
-    def observed(self, stats: MinMaxStats) -> jax.Array:
-        """Returns how many arrays were observed."""
-        return stats.observed
+        """Returns the wider range and the sums of the counts."""
+        extremes = jnp.minimum(a.low, b.low), jnp.maximum(a.high, b.high)
+        return MinMaxStats(*extremes, a.nans + b.nans, a.observed + b.observed)
 
     def affine(self, stats: MinMaxStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point that cover the range, zero included."""
-        zero = jnp.zeros_like(stats.low)
-        low, high = jnp.minimum(stats.low, zero), jnp.maximum(stats.high, zero)
-        return Affine(*affine_from_range(low, high, qtype=spec.qtype, symmetric=spec.symmetric))
+        return poisoned(cover(stats.low, stats.high, spec), stats.nans)
 
     def __str__(self) -> str:
         return "minmax"

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class Dimensions:
         """Axes of the right operand alone."""
         return tuple(i for i in self.rhs_kept if i not in self.rhs_batch)
 
-    def contracted_size(self, lhs: jax.Array) -> int:
+    def contracted_size(self, lhs: Any) -> int:
         """Returns how many products each element of the result sums."""
         return math.prod(lhs.shape[axis] for axis in self.lhs_contracting)
 

@@ -8,8 +8,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_dtype, as_real, check_real, require_that
-from ..numerics import bit_width, common_dtype
+from ..numerics import Integer, common_dtype, format_of
 from ..tensor import QTensor
+from ._blocks import can_leave_sum, find_block, split_block, with_own_scales
 from ._dimensions import Dimensions
 from ._integer import integer_dot
 
@@ -29,11 +30,13 @@ def dot_general(
     Two QTensors are multiplied as integers: the int32 accumulator is exact, zero points are
     corrected with sums over the contracted axes, and the scales are multiplied in after, in
     float32. With one QTensor, its codes are converted to the other operand's dtype and contracted
-    in floating point, zero point and scale after (weight-only quantization). Two arrays go to
+    in floating point, zero point and scale after (weight-only quantization); so are float formats
+    and codebooks, in float32. Where scales are given in blocks along a contracted axis, each block
+    is contracted by itself, and the products are summed in float32. Two arrays go to
     `lax.dot_general`.
 
     Args:
-      lhs: array or QTensor. A scale must not vary along a contracted axis.
+      lhs: array or QTensor. A scale must not vary along a contracted axis but in blocks.
       rhs: array or QTensor, likewise.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as in `jax.lax.dot_general`, where the contraction is one of floats; integer
@@ -75,23 +78,39 @@ def dot_general(
     else:
         dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
         check_real("dot_general", "`preferred_element_type`", dtype)
-    if isinstance(left, QTensor) and isinstance(right, QTensor):
-        total = integer_dot(
-            left.values, left.zero_point, right.values, right.zero_point, dimensions
-        )
-        y = total.astype(common_dtype(left.scale.dtype, right.scale.dtype))
+    return _contract(left, right, dimensions, precision).astype(dtype)
+
+
+def _contract(
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array:
+    """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
+    block = find_block(left, right, dimensions)
+    if block is not None:
+        parts = [_contract(*part, precision) for part in split_block(left, right, block)]
+        summed = [jnp.sum(part, axis=0) for part in parts]
+        return summed[0] if len(summed) == 1 else summed[0] + summed[1]
+    left = with_own_scales(left, dimensions.lhs_kept)
+    right = with_own_scales(right, dimensions.rhs_kept)
+    if _is_integer(left) and _is_integer(right):
+        total = integer_dot(left, right, dimensions)
+        y = total.astype(common_dtype(left.real_scale().dtype, right.real_scale().dtype))
     else:
-        y = _weight_only(left, right, dimensions, precision)
+        y = _float_dot(left, right, dimensions, precision)
     if isinstance(left, QTensor):
-        y = y * dimensions.lhs_to_output(left.scale).astype(y.dtype)
+        y = y * dimensions.lhs_to_output(left.real_scale()).astype(y.dtype)
     if isinstance(right, QTensor):
-        y = y * dimensions.rhs_to_output(right.scale).astype(y.dtype)
-    return y.astype(dtype)
+        y = y * dimensions.rhs_to_output(right.real_scale()).astype(y.dtype)
+    return y
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, QTensor) and isinstance(format_of(x.qtype), Integer)
 
 
 def as_operand(x: Operand) -> Any:
-    """Returns an array, or the QTensor that was given."""
-    return x if isinstance(x, QTensor) else jnp.asarray(x)
+    """Returns an array, or the QTensor that was given, unpacked."""
+    return x.unpack() if isinstance(x, QTensor) else jnp.asarray(x)
 
 
 def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> None:
@@ -99,39 +118,53 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
     if not isinstance(operand, QTensor):
         as_real("dot_general", name, operand)
         return
-    arrays = [operand.scale, *([] if operand.zero_point is None else [operand.zero_point])]
     require_that(
-        all(array.shape[axis] == 1 for array in arrays for axis in contracting),
+        can_leave_sum(operand.groups, contracting),
         error=ValueError,
         function="dot_general",
         problem=f"the scale of `{name}` varies along a contracted axis: it cannot leave the sum.",
         given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
         f"contracted axes {contracting}",
-        expected=f"a scale of size 1 along axes {contracting}",
-        mend="quantize with per_channel() or with per_axis of axes that the contraction keeps.",
+        expected=f"a scale of size 1, or of blocks, along axes {contracting}",
+        mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
+        "contraction keeps.",
     )
 
 
-def _weight_only(
+def _float_dot(
     lhs: Any, rhs: Any, dimensions: Dimensions, precision: lax.PrecisionLike
 ) -> jax.Array:
-    """Contracts a float operand with codes: zero point after, as a multiple of the float sums."""
-    floats, codes = (rhs, lhs.values) if isinstance(lhs, QTensor) else (lhs, rhs.values)
+    """Contracts numbers of formats, and floats, without the scales.
+
+    A zero point beside floats is corrected after, as a multiple of their sums.
+    """
     wide = common_dtype(lhs.dtype, rhs.dtype)
-    # Codes of 8 bits are exact in every float dtype; longer ones need at least float32.
-    exact = bit_width(codes.dtype) <= 8 and wide == jnp.float32
-    dtype = floats.dtype if exact else wide
-    left = (codes if isinstance(lhs, QTensor) else floats).astype(dtype)
-    right = (codes if isinstance(rhs, QTensor) else floats).astype(dtype)
+    left, right = _numbers(lhs, rhs, wide), _numbers(rhs, lhs, wide)
+    if left.dtype != right.dtype:
+        left, right = left.astype(wide), right.astype(wide)
     y = lax.dot_general(
         left, right, dimensions.numbers, precision=precision, preferred_element_type=wide
     )
     if isinstance(lhs, QTensor) and lhs.zero_point is not None:
-        sums = jnp.sum(floats, axis=dimensions.rhs_contracting, keepdims=True, dtype=wide)
+        sums = jnp.sum(right, axis=dimensions.rhs_contracting, keepdims=True, dtype=wide)
         zero = dimensions.lhs_to_output(lhs.zero_point).astype(wide)
         y = y - zero * dimensions.rhs_to_output(sums)
     if isinstance(rhs, QTensor) and rhs.zero_point is not None:
-        sums = jnp.sum(floats, axis=dimensions.lhs_contracting, keepdims=True, dtype=wide)
+        sums = jnp.sum(left, axis=dimensions.lhs_contracting, keepdims=True, dtype=wide)
         zero = dimensions.rhs_to_output(rhs.zero_point).astype(wide)
         y = y - zero * dimensions.lhs_to_output(sums)
     return y
+
+
+def _numbers(x: Any, other: Any, wide: jnp.dtype) -> jax.Array:
+    """Returns a float operand, or the numbers of a QTensor: in the dtype of a float operand beside
+    it, where that holds them.
+    """
+    if not isinstance(x, QTensor):
+        return x
+    form = format_of(x.qtype)
+    if not isinstance(form, Integer):
+        return form.decode(x.codes).astype(wide)
+    # Codes of 8 bits are exact in every float dtype; longer ones need at least float32.
+    exact = form.bits <= 8 and wide == jnp.float32 and not isinstance(other, QTensor)
+    return x.codes.astype(other.dtype if exact else wide)

@@ -6,7 +6,8 @@ import numpy as np
 from jax import lax
 
 from .._checks import require_that
-from ..numerics import bit_width, integer_range, is_signed
+from ..numerics import bit_width, format_of, is_signed, name_of_qtype
+from ..tensor import QTensor
 from ._dimensions import Dimensions
 
 
@@ -23,14 +24,8 @@ def to_signed(codes: jax.Array) -> tuple[jax.Array, int]:
     return lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8), 128
 
 
-def integer_dot(
-    lhs: jax.Array,
-    lhs_zero: jax.Array | None,
-    rhs: jax.Array,
-    rhs_zero: jax.Array | None,
-    dimensions: Dimensions,
-) -> jax.Array:
-    """Returns the int32 contraction of `lhs - lhs_zero` with `rhs - rhs_zero`, exactly.
+def integer_dot(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
+    """Returns the int32 contraction of the codes, each less its zero point, exactly.
 
     The zero points leave the inner loop: with the sums over the contracted axes,
 
@@ -38,14 +33,14 @@ def integer_dot(
 
     Intermediate terms may wrap around in int32; the total does not (checked), so it is exact.
     """
-    check_accumulator(lhs.dtype, lhs_zero, rhs.dtype, rhs_zero, dimensions.contracted_size(lhs))
-    left, left_shift = to_signed(lhs)
-    right, right_shift = to_signed(rhs)
+    check_accumulator(lhs, rhs, dimensions.contracted_size(lhs))
+    left, left_shift = to_signed(lhs.codes)
+    right, right_shift = to_signed(rhs.codes)
     if left.dtype != right.dtype:
         left, right = left.astype(jnp.int32), right.astype(jnp.int32)
     total = lax.dot_general(left, right, dimensions.numbers, preferred_element_type=jnp.int32)
-    a = _offset(lhs_zero, left_shift, dimensions.lhs_to_output)
-    b = _offset(rhs_zero, right_shift, dimensions.rhs_to_output)
+    a = _offset(lhs.zero_point, left_shift, dimensions.lhs_to_output)
+    b = _offset(rhs.zero_point, right_shift, dimensions.rhs_to_output)
     if b is not None:
         total = total - b * dimensions.lhs_to_output(_sum(left, dimensions.lhs_contracting))
     if a is not None:
@@ -55,30 +50,24 @@ def integer_dot(
     return total
 
 
-def check_accumulator(
-    lhs: jnp.dtype,
-    lhs_zero: jax.Array | None,
-    rhs: jnp.dtype,
-    rhs_zero: jax.Array | None,
-    contracted: int,
-) -> None:
+def check_accumulator(lhs: QTensor, rhs: QTensor, contracted: int) -> None:
     """Raises where `contracted` products of extreme codes do not fit an int32 accumulator."""
-    largest = _largest(lhs, lhs_zero) * _largest(rhs, rhs_zero)
-    limit = (2**31 - 1) // largest
+    limit = (2**31 - 1) // (_largest(lhs) * _largest(rhs))
     require_that(
         contracted <= limit,
         error=ValueError,
         function="dot_general",
         problem="the int32 accumulator can overflow.",
-        given=f"{jnp.dtype(lhs).name} x {jnp.dtype(rhs).name} over {contracted} products",
+        given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)} over {contracted} products",
         expected=f"at most {limit} products of these formats",
         mend="split the contracted axis, use narrower formats, or dequantize an operand.",
     )
 
 
-def _largest(dtype: jnp.dtype, zero: jax.Array | None) -> int:
-    low, high = integer_range(dtype)
-    return max(-low, high) if zero is None else high - low
+def _largest(q: QTensor) -> int:
+    form = format_of(q.qtype)
+    low, high = int(form.low), int(form.high)
+    return max(-low, high) if q.zero_point is None else high - low
 
 
 def _sum(codes: jax.Array, axes: tuple[int, ...]) -> jax.Array:

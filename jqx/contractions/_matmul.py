@@ -90,12 +90,4 @@ def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, 
 def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
     """Broadcasts all but the last two axes to `batch`; a shared scale stays shared."""
     shape = (*batch, *x.shape[-2:])
-    if not isinstance(x, QTensor):
-        return jnp.broadcast_to(x, shape)
-
-    def lined_up(leaf: jax.Array) -> jax.Array:
-        return leaf.reshape((1,) * (len(shape) - leaf.ndim) + leaf.shape)
-
-    zero = None if x.zero_point is None else lined_up(x.zero_point)
-    values = jnp.broadcast_to(x.values, shape)
-    return QTensor(values, lined_up(x.scale), zero, qtype=x.qtype, dtype=x.dtype)
+    return x.broadcast_to(shape) if isinstance(x, QTensor) else jnp.broadcast_to(x, shape)

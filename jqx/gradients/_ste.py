@@ -1,14 +1,16 @@
-"""The straight-through estimator with the clip mask.
+"""The straight-through estimator, with the clip mask (`ste`) and without (`ste_unclipped`).
 
-    dx    = cotangent where low <= x <= high, else 0
-    dlow  = cotangent where x < low,          else 0
-    dhigh = cotangent where x > high,         else 0
+                  ste                                          ste_unclipped
+    dx    =       cotangent where low <= x <= high, else 0     cotangent
+    dlow  =       cotangent where x < low,          else 0     0
+    dhigh =       cotangent where x > high,         else 0     0
 
-It is the derivative of `clamp(x, low, high)`, that is, of the quantizer with its rounding deleted.
+The first is the derivative of `clamp(x, low, high)`, that is, of the quantizer with its rounding
+deleted; the second that of the identity.
 
 Source: Bengio, Leonard, Courville, "Estimating or Propagating Gradients Through Stochastic Neurons
-for Conditional Computation", arXiv:1308.3432; with the clip mask of Hubara et al., "Binarized
-Neural Networks", NeurIPS 2016.
+for Conditional Computation", arXiv:1308.3432; the clip mask is of Hubara et al., "Binarized Neural
+Networks", NeurIPS 2016.
 """
 
 import dataclasses
@@ -29,12 +31,49 @@ class StraightThrough:
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
-        slack = (high - low) * jnp.asarray(_SLACK, x.dtype)
-        slack = jnp.where(jnp.isfinite(slack), slack, jnp.zeros_like(slack))
-        below, above = x < low - slack, x > high + slack
+        below, above = _outside(x, low, high)
         zero = jnp.zeros_like(cotangent)
         dx = jnp.where(below | above | jnp.isnan(x), zero, cotangent)
         return dx, jnp.where(below, cotangent, zero), jnp.where(above, cotangent, zero)
 
 
+@dataclasses.dataclass(frozen=True)
+class StraightThroughUnclipped:
+    """Passes the cotangent to `x`, wherever it lies; the limits get none."""
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        zero = jnp.zeros_like(cotangent)
+        return jnp.where(jnp.isnan(x), zero, cotangent), zero, zero
+
+
 ste = StraightThrough()
+ste_unclipped = StraightThroughUnclipped()
+
+
+@jax.custom_jvp
+def straight_through(value: jax.Array, through: jax.Array) -> jax.Array:
+    """Returns `value`, with the derivative of `through`; both have one shape and dtype."""
+    return value
+
+
+@straight_through.defjvp
+def _tangent(primals, tangents):
+    return primals[0], tangents[1]
+
+
+def clamp(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns `x` clamped to `[low, high]`, with the derivative that `ste` gives."""
+    below, above = _outside(x, low, high)
+    inside = jnp.where(jnp.isnan(x), jax.lax.stop_gradient(x), x)
+    through = jnp.where(below, low, jnp.where(above, high, inside))
+    return straight_through(jnp.clip(x, low, high), through)
+
+
+def _outside(x: jax.Array, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns where `x` is below and where it is above the range."""
+    slack = (high - low) * jnp.asarray(_SLACK, x.dtype)
+    slack = jnp.where(jnp.isfinite(slack), slack, jnp.zeros_like(slack))
+    return x < low - slack, x > high + slack

@@ -15,8 +15,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._formats import bit_width, integer_range, is_signed
-
 
 def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype to compute in: float64 for float64, float32 for all smaller floats."""
@@ -90,49 +88,69 @@ def narrow(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def saturating_sum(r: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike) -> jax.Array:
-    """Returns `r + zero_point`, exact, saturated to `qtype`; NaN gives 0.
+def saturating_sum(
+    r: jax.Array, zero_point: jax.Array | None, low: int, high: int, dtype: DTypeLike
+) -> jax.Array:
+    """Returns `r + zero_point`, exact, saturated to `[low, high]`; NaN gives 0.
 
     Args:
       r: integers held as float32 or float64, any magnitude, infinity and NaN included.
-      zero_point: of dtype `qtype`, broadcasting to the shape of `r`; `None` means zero.
-      qtype: integer dtype of up to 32 bits.
+      zero_point: of an integer dtype, broadcasting to the shape of `r`; `None` means zero.
+      low: the smallest code.
+      high: the largest code.
+      dtype: integer dtype of the result, of up to 32 bits; holds `low` and `high`.
     """
-    if not holds_codes(r.dtype, qtype):
-        return _saturating_sum_in_halves(r, zero_point, qtype)
-    r = saturating_float_sum(r, zero_point, qtype)
-    if bit_width(qtype) == 32:
-        return r.astype(qtype)
+    if not holds_codes(r.dtype, dtype):
+        total = _saturating_sum_in_halves(r, zero_point, dtype)
+        return jnp.clip(total, jnp.asarray(low, dtype), jnp.asarray(high, dtype))
+    r = saturating_float_sum(r, zero_point, low, high)
+    if bit_width(dtype) == 32:
+        return r.astype(dtype)
     # 1.5 * 2**23 + r holds r in its low bits for |r| < 2**22. It spares the checks of a conversion.
     shifted = r.astype(jnp.float32) + jnp.float32(1.5 * 2**23)
     codes = lax.bitcast_convert_type(shifted, jnp.int32)
     # XLA on CPU narrows integers to int8 in vectors, but to int4 and int2 one value at a time.
-    return (codes.astype(jnp.int8) if bit_width(qtype) < 8 else codes).astype(qtype)
+    return (codes.astype(jnp.int8) if bit_width(dtype) < 8 else codes).astype(dtype)
 
 
-def holds_codes(dtype: DTypeLike, qtype: DTypeLike) -> bool:
-    """Whether every code of `qtype`, and every difference of two, is exact in a float dtype."""
-    return bit_width(qtype) < 32 or jnp.dtype(dtype) == jnp.float64
+def bit_width(dtype: DTypeLike) -> int:
+    """Returns the number of bits of an integer dtype."""
+    return int(jnp.iinfo(dtype).bits)
 
 
-def saturating_float_sum(r: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike) -> jax.Array:
+def is_signed(dtype: DTypeLike) -> bool:
+    """Whether an integer dtype has negative values."""
+    return int(jnp.iinfo(dtype).min) < 0
+
+
+def holds_codes(dtype: DTypeLike, codes: DTypeLike) -> bool:
+    """Whether every value of an integer dtype, and every difference of two, is exact in a float
+    dtype.
+    """
+    return bit_width(codes) < 32 or jnp.dtype(dtype) == jnp.float64
+
+
+def saturating_float_sum(
+    r: jax.Array, zero_point: jax.Array | None, low: int, high: int
+) -> jax.Array:
     """`saturating_sum` in the dtype of `r`, which must hold the codes; zero is positive."""
-    low, high = (jnp.asarray(bound, r.dtype) for bound in integer_range(qtype))
+    least, largest = (jnp.asarray(bound, r.dtype) for bound in (low, high))
     if zero_point is not None:
         # Exact wherever it does not saturate: |r + zero_point| is below 2**24 (2**53) there.
         r = r + _widen(zero_point).astype(r.dtype)
-    r = lax.clamp(low, r, high)
+    r = lax.clamp(least, r, largest)
     return jnp.where(jnp.abs(r) > 0, r, jnp.zeros_like(r))  # NaN and -0 become +0
 
 
 def _saturating_sum_in_halves(
-    r: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike
+    r: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike
 ) -> jax.Array:
-    """`saturating_sum` for float32 and 32-bit codes: the sum is carried in two 16-bit halves.
+    """`saturating_sum` for float32 and all 32-bit codes: the sum is carried in two 16-bit halves.
 
     float32 holds neither the sum (24 bits) nor the bound 2**31 - 1, and int64 is not to be had.
     """
-    low, high = integer_range(qtype)
+    info = jnp.iinfo(dtype)
+    low, high = int(info.min), int(info.max)
     r = lax.clamp(jnp.float32(-(2.0**33)), r, jnp.float32(2.0**33))
     nan = jnp.isnan(r)
     r = jnp.where(nan, jnp.float32(0), r)
@@ -145,9 +163,9 @@ def _saturating_sum_in_halves(
         upper, lower = r_high.astype(jnp.int32) + z_high, r_low + z_low
     upper = upper + (lower >> 16)
     total = (upper << 16) | (lower & 0xFFFF)
-    total = lax.bitcast_convert_type(total, jnp.dtype(qtype))
-    total = jnp.where(upper > high >> 16, jnp.asarray(high, qtype), total)
-    total = jnp.where(upper < low >> 16, jnp.asarray(low, qtype), total)
+    total = lax.bitcast_convert_type(total, jnp.dtype(dtype))
+    total = jnp.where(upper > high >> 16, jnp.asarray(high, dtype), total)
+    total = jnp.where(upper < low >> 16, jnp.asarray(low, dtype), total)
     return jnp.where(nan, jnp.zeros_like(total), total)
 
 

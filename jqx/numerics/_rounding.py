@@ -38,29 +38,30 @@ def round_to_integer(x: jax.Array, mode: RoundMode) -> jax.Array:
     """Rounds float32 or float64 values to integers of the same dtype; NaN and infinity stay.
 
     `floor(x + 0.5)` would be wrong: the sum rounds 0.49999997 up to 1 and is off by one for odd
-    values above 2**23. Here `d = x - trunc(x)` is exact for every float, and so are the tests on
-    it.
+    values above 2**23. The differences tested here are exact wherever they decide: `x - floor(x)`
+    rounds to 0.5 only from 0.5 on, `ceil(x) - x` for ties downward likewise, and `x - trunc(x)` is
+    exact for every float.
     """
+    half, one = jnp.asarray(0.5, x.dtype), jnp.asarray(1, x.dtype)
     match mode:
         case RoundMode.NEAREST_TOWARD_EVEN:
             return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
         case RoundMode.NEAREST_TOWARD_INFINITY:
             return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
+        case RoundMode.NEAREST_TOWARD_ZERO:
+            t = jnp.trunc(x)
+            return jnp.where(jnp.abs(x - t) > half, t + jnp.copysign(one, x), t)
+        case RoundMode.NEAREST_UPWARD:
+            below = lax.floor(x)
+            return jnp.where(x - below >= half, below + one, below)
+        case RoundMode.NEAREST_DOWNWARD:
+            above = lax.ceil(x)
+            return jnp.where(above - x >= half, above - one, above)
+        case RoundMode.TOWARD_INFINITY:
+            return jnp.where(x < 0, lax.floor(x), lax.ceil(x))
+        case RoundMode.TOWARD_ZERO:
+            return jnp.trunc(x)
         case RoundMode.UP:
             return lax.ceil(x)
         case RoundMode.DOWN:
             return lax.floor(x)
-    t = jnp.trunc(x)
-    d = x - t
-    match mode:
-        case RoundMode.TOWARD_ZERO:
-            return t
-        case RoundMode.TOWARD_INFINITY:
-            away = d != 0
-        case RoundMode.NEAREST_TOWARD_ZERO:
-            away = jnp.abs(d) > 0.5
-        case RoundMode.NEAREST_UPWARD:
-            away = (d >= 0.5) | (d < -0.5)
-        case RoundMode.NEAREST_DOWNWARD:
-            away = (d > 0.5) | (d <= -0.5)
-    return jnp.where(away & jnp.isfinite(x), t + jnp.sign(d), t)

@@ -12,5 +12,6 @@ from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._quantize import quantize_dequantize as quantize_dequantize
 from ._range import affine_from_range as affine_from_range
+from ._range import check_symmetric as check_symmetric
 from ._round import check_round_mode as check_round_mode
 from ._round import round as round

@@ -1,120 +1,206 @@
 """The affine quantizer on scales that broadcast (keepdims): what every affine op reduces to.
 
-    quantize:        saturate(round(x / scale) + zero_point)
-    dequantize:      (q - zero_point) * scale
+    quantize:        encode(round(x / scale)), or saturate(round(x / scale) + zero_point)
+    dequantize:      decode(q) * scale, or (q - zero_point) * scale
     fake quantize:   dequantize(quantize(x)), differentiable
 
-Jitted with static formats, so that one trace and one kernel serve every call of a shape.
+A scale is a float, or a power of two in float8_e8m0fnu. Jitted with static formats, so that one
+trace and one kernel serve every call of a shape.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from ..gradients import GradientEstimator
+from ..gradients import Gradient, Surrogate
 from ..numerics import (
+    E8M0,
+    Integer,
+    Numerics,
+    QType,
     RoundMode,
     common_dtype,
     compute_dtype,
     difference,
     divide,
+    exponent_of_e8m0,
     float_difference,
+    format_of,
     holds_codes,
-    integer_range,
     multiply,
     narrow,
+    ngraph,
     round_to_integer,
     saturating_float_sum,
     saturating_sum,
+    times_power_of_two,
     widen,
 )
 from ._broadcast import sum_to_shape
 
 
-@partial(jax.jit, static_argnames=("qtype", "round_mode"))
+@partial(jax.jit, static_argnames=("qtype", "round_mode", "numerics", "as_bits"))
 def affine_quantize(
     x: jax.Array,
     scale: jax.Array,
     zero_point: jax.Array | None,
     *,
-    qtype: DTypeLike,
+    qtype: DTypeLike | QType,
     round_mode: RoundMode,
+    numerics: Numerics = ngraph,
+    as_bits: bool = False,
 ) -> jax.Array:
-    """Quantizes `x`; `scale` and `zero_point` broadcast to its shape, axis by axis."""
-    return saturating_sum(_rounded_quotient(x, scale, round_mode), zero_point, qtype)
+    """Quantizes `x`; `scale` and `zero_point` broadcast to its shape, axis by axis.
+
+    With `as_bits`, codes of up to 8 bits come as uint8, to be packed.
+    """
+    form = format_of(qtype)
+    if not isinstance(form, Integer):
+        encode = form.encode_bits if as_bits else form.encode
+        return encode(_safe_quotient(x, scale), round_mode)
+    r, zero_point, form = _rounded(x, scale, zero_point, form, round_mode, numerics)
+    if as_bits:
+        return form.sum_to_bits(r, zero_point)
+    storage = format_of(qtype).storage
+    return saturating_sum(r, zero_point, form.low, form.high, storage)
 
 
-@partial(jax.jit, static_argnames=("dtype",))
+@partial(jax.jit, static_argnames=("qtype", "dtype"))
 def affine_dequantize(
-    q: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: DTypeLike
+    q: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    *,
+    qtype: DTypeLike | QType,
+    dtype: DTypeLike,
 ) -> jax.Array:
-    """Dequantizes `q` to `dtype`; the difference is first rounded to the dtype of `scale`."""
-    d = difference(q, zero_point, scale.dtype)
-    return narrow(multiply(d, widen(scale)), dtype)
+    """Dequantizes `q` to `dtype`; a difference of integers is rounded to that of `scale` first."""
+    form = format_of(qtype)
+    if isinstance(form, Integer):
+        values = difference(q, zero_point, _real(scale.dtype))
+    else:
+        values = form.decode(q)
+    return _scaled(values, scale, dtype)
 
 
-@partial(jax.jit, static_argnames=("qtype", "round_mode", "gradient"))
+@partial(jax.jit, static_argnames=("qtype", "round_mode", "gradient", "numerics"))
 def affine_fake_quantize(
     x: jax.Array,
     scale: jax.Array,
     zero_point: jax.Array | None,
+    key: jax.Array | None = None,
     *,
-    qtype: DTypeLike,
+    qtype: DTypeLike | QType,
     round_mode: RoundMode,
-    gradient: GradientEstimator,
+    gradient: Gradient,
+    numerics: Numerics = ngraph,
 ) -> jax.Array:
     """Returns `dequantize(quantize(x))` in the dtype of `x`, with the gradient of an estimator."""
-    return _fake_quantize(qtype, round_mode, gradient, x, scale, zero_point)
+    if isinstance(gradient, Surrogate):
+        low, high, _, _ = _bounds(x, scale, zero_point, qtype)
+        wide, levels = x.astype(low.dtype), format_of(qtype).levels
+        return gradient.surrogate(wide, low, high, levels, key).astype(x.dtype)
+    return _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fake_quantize(qtype, round_mode, gradient, x, scale, zero_point):
-    wide = compute_dtype(scale.dtype)
-    if not holds_codes(wide, qtype):
-        q = affine_quantize(x, scale, zero_point, qtype=qtype, round_mode=round_mode)
-        return affine_dequantize(q, scale, zero_point, dtype=x.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point):
+    form = format_of(qtype)
+    if not isinstance(form, Integer):
+        return _scaled(form.round(_safe_quotient(x, scale), round_mode), scale, x.dtype)
+    wide = compute_dtype(_real(scale.dtype))
+    if not holds_codes(wide, form.storage):
+        q = affine_quantize(
+            x, scale, zero_point, qtype=qtype, round_mode=round_mode, numerics=numerics
+        )
+        return affine_dequantize(q, scale, zero_point, qtype=qtype, dtype=x.dtype)
     # The same values without the detour through integers, which costs XLA its vectors on CPU.
-    r = _rounded_quotient(x, scale, round_mode)
-    codes = saturating_float_sum(r, zero_point, qtype).astype(wide)
-    d = float_difference(codes, zero_point, scale.dtype)
-    return narrow(multiply(d, widen(scale)), x.dtype)
+    r, added, form = _rounded(x, scale, zero_point, form, round_mode, numerics)
+    codes = saturating_float_sum(r, added, form.low, form.high).astype(wide)
+    return _scaled(float_difference(codes, zero_point, _real(scale.dtype)), scale, x.dtype)
 
 
-def _rounded_quotient(x, scale, round_mode):
+def _rounded(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    form: Integer,
+    round_mode: RoundMode,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array | None, Integer]:
+    """Returns the rounded quotient, the zero point that is still to be added, and the format with
+    the range to saturate to.
+    """
+    if zero_point is None and numerics.narrow and form.signed:
+        form = dataclasses.replace(form, narrow=True)
+    y = _quotient(x, scale, numerics.reciprocal)
+    if zero_point is not None and numerics.zero_point_first:
+        return round_to_integer(y + zero_point.astype(y.dtype), round_mode), None, form
+    return round_to_integer(y, round_mode), zero_point, form
+
+
+def _real(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that products with a scale are computed for."""
+    return jnp.dtype(jnp.float32) if dtype == E8M0 else dtype
+
+
+def _quotient(x: jax.Array, scale: jax.Array, reciprocal: bool = False) -> jax.Array:
     wide = common_dtype(x.dtype, scale.dtype)
-    return round_to_integer(divide(widen(x).astype(wide), widen(scale).astype(wide)), round_mode)
+    x = widen(x).astype(wide)
+    if scale.dtype == E8M0:
+        return times_power_of_two(x, -exponent_of_e8m0(scale))
+    scale = widen(scale).astype(wide)
+    return multiply(x, divide(jnp.ones_like(scale), scale)) if reciprocal else divide(x, scale)
 
 
-def _forward(qtype, round_mode, gradient, x, scale, zero_point):
-    y = _fake_quantize(qtype, round_mode, gradient, x, scale, zero_point)
-    return y, (x, scale, zero_point)
+def _safe_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """The quotient, but 0 for 0 / 0: a format that holds NaN must not make one of it."""
+    y = _quotient(x, scale)
+    return jnp.where((x == 0) & ~jnp.isnan(scale), jnp.zeros_like(y), y)
 
 
-def _backward(qtype, round_mode, gradient, residuals, cotangent):
-    x, scale, zero_point = residuals
-    q_low, q_high = integer_range(qtype)
+def _scaled(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Multiplies by the scale and rounds once to `dtype`."""
+    if scale.dtype == E8M0:
+        y = times_power_of_two(values, exponent_of_e8m0(scale))
+        return narrow(jnp.where(jnp.isnan(scale), jnp.full_like(y, jnp.nan), y), dtype)
+    wide = common_dtype(values.dtype, scale.dtype)
+    return narrow(multiply(values.astype(wide), widen(scale).astype(wide)), dtype)
+
+
+def _bounds(
+    x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike | QType
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the real range `[low, high]`, and what multiplies the scale in either."""
+    form = format_of(qtype)
     wide = common_dtype(x.dtype, scale.dtype)
     s = scale.astype(wide)
     z = jnp.zeros_like(s) if zero_point is None else zero_point.astype(wide)
-    # The real range is [from_low * scale, from_high * scale]; a negative scale turns it round.
-    from_low, from_high = jnp.asarray(q_low, wide) - z, jnp.asarray(q_high, wide) - z
+    from_low, from_high = jnp.asarray(form.low, wide) - z, jnp.asarray(form.high, wide) - z
+    # A negative scale turns the range round.
     from_low, from_high = (
         jnp.where(s < 0, from_high, from_low),
         jnp.where(s < 0, from_low, from_high),
     )
-    dx, dlow, dhigh = gradient.bwd(
-        x.astype(wide),
-        jnp.broadcast_to(from_low * s, x.shape),
-        jnp.broadcast_to(from_high * s, x.shape),
-        q_high - q_low + 1,
-        cotangent.astype(wide),
-    )
-    shape = np.broadcast_shapes(s.shape, z.shape)
-    dscale = sum_to_shape(dlow, shape) * from_low + sum_to_shape(dhigh, shape) * from_high
-    return dx.astype(x.dtype), sum_to_shape(dscale, s.shape).astype(scale.dtype), None
+    return from_low * s, from_high * s, from_low, from_high
+
+
+def _forward(qtype, round_mode, gradient, numerics, x, scale, zero_point):
+    y = _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point)
+    return y, (x, scale, zero_point)
+
+
+def _backward(qtype, round_mode, gradient, numerics, residuals, cotangent):
+    x, scale, zero_point = residuals
+    low, high, from_low, from_high = _bounds(x, scale, zero_point, qtype)
+    wide = low.dtype
+    levels = format_of(qtype).levels
+    dx, dlow, dhigh = gradient.bwd(x.astype(wide), low, high, levels, cotangent.astype(wide))
+    dscale = sum_to_shape(dlow, low.shape) * from_low + sum_to_shape(dhigh, low.shape) * from_high
+    return dx.astype(x.dtype), sum_to_shape(dscale, scale.shape).astype(scale.dtype), None
 
 
 _fake_quantize.defvjp(_forward, _backward)

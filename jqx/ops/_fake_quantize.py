@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import as_like, as_real, check_dtype, check_integer, require_that
-from ..gradients import GradientEstimator, check_estimator, ste
+from ..gradients import Gradient, Surrogate, check_estimator, check_key, ste
 from ..numerics import (
     RoundMode,
     compute_dtype,
@@ -36,7 +36,8 @@ def fake_quantize(
     levels: int,
     auto_broadcast: str = "numpy",
     axis: int = -1,
-    gradient: GradientEstimator = ste,
+    gradient: Gradient = ste,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Maps `x` from the input range onto `levels` equally spaced values of the output range.
 
@@ -64,6 +65,8 @@ def fake_quantize(
       axis: for `"pdpd"`, the axis of `x` that the first dim of a limit belongs to; -1 aligns right.
         Other modes take no axis.
       gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
+      key: random key for an estimator that draws numbers; such a one stands for the rounding
+        forward too.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -72,7 +75,7 @@ def fake_quantize(
       TypeError: `x` is not floating point, a limit has another dtype, `levels` is not an integer,
         or `gradient` is no estimator.
       ValueError: `levels` is below 2, `auto_broadcast` is unknown, a limit does not broadcast to
-        `x`, or `axis` is out of range or given without `"pdpd"`.
+        `x`, `axis` is out of range or given without `"pdpd"`, or `key` is missing or not used.
 
     Gradient: `gradient` decides what passes the rounding, for `x` and all four limits. The default,
       `ste`, gives the derivative of the expression above with `round` deleted, summed over
@@ -91,6 +94,7 @@ def fake_quantize(
     x = as_real("fake_quantize", "x", x)
     _check_levels(levels)
     check_estimator("fake_quantize", gradient)
+    check_key("fake_quantize", gradient, key)
     require_that(
         auto_broadcast in _BROADCASTS,
         error=ValueError,
@@ -116,7 +120,7 @@ def fake_quantize(
         limits.append(
             limit.reshape(_aligned_shape(name, limit.shape, x.shape, auto_broadcast, axis))
         )
-    return _evaluate(x, *limits, levels=int(levels), gradient=gradient)
+    return _evaluate(x, *limits, key, levels=int(levels), gradient=gradient)
 
 
 def _check_levels(levels: Any) -> None:
@@ -171,8 +175,21 @@ def _aligned_shape(
 
 
 @partial(jax.jit, static_argnames=("levels", "gradient"))
-def _evaluate(x, il, ih, ol, oh, *, levels, gradient):
+def _evaluate(x, il, ih, ol, oh, key, *, levels, gradient):
+    if isinstance(gradient, Surrogate):
+        return _stand_in(levels, gradient, key, x, il, ih, ol, oh)
     return _fake_quantize(levels, gradient, x, il, ih, ol, oh)
+
+
+def _stand_in(levels, gradient, key, x, il, ih, ol, oh):
+    """Maps what stands for the quantized `x` from the input range to the output range."""
+    dtype, wide = x.dtype, compute_dtype(x.dtype)
+    x, il, ih, ol, oh = (v.astype(wide) for v in (x, il, ih, ol, oh))
+    low, high = _ordered(il, ih)
+    c = gradient.surrogate(x, low, high, levels, key)
+    span = jnp.where(ih == il, jnp.ones_like(il), ih - il)
+    y = (c - il) * ((oh - ol) / span) + ol
+    return jnp.where(ih == il, jnp.where(x <= il, ol, oh), y).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -219,9 +236,7 @@ def _backward(levels, gradient, residuals, cotangent):
     # An inverted range does not clamp: outside of it the output is a constant of the wrong end.
     inverted = ih < il
     dc = jnp.where(inverted & (below | above), zero, cotangent * ratio)
-    dx, dlow, dhigh = gradient.bwd(
-        x, jnp.broadcast_to(low, x.shape), jnp.broadcast_to(high, x.shape), levels, dc
-    )
+    dx, dlow, dhigh = gradient.bwd(x, low, high, levels, dc)
     d_il = jnp.where(inverted, dhigh, dlow) + (u - jnp.ones_like(u)) * dc
     d_ih = jnp.where(inverted, dlow, dhigh) - u * dc
     d_ol, d_oh = (jnp.ones_like(u) - u) * cotangent, u * cotangent

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_dtype, require_that
-from ..numerics import RoundMode, divide, round_to_integer, saturating_sum
+from ..numerics import RoundMode, divide, format_of
 from ._onednn_operands import FLOAT8, attributes, check_type, operands_of, typed
 
 
@@ -133,4 +133,4 @@ def _quantize(x, scales, zps, *, qtype):
         y = y + zps.astype(jnp.float32)
     if qtype.name in FLOAT8:
         return y.astype(qtype)
-    return saturating_sum(round_to_integer(y, RoundMode.NEAREST_TOWARD_EVEN), None, qtype)
+    return format_of(qtype).encode(y, RoundMode.NEAREST_TOWARD_EVEN)

@@ -18,10 +18,12 @@ from .._checks import (
     require,
     require_that,
 )
-from ..gradients import GradientEstimator, check_estimator, ste
-from ..numerics import RoundMode, as_quantized_type
+from .._errors import message
+from ..gradients import Gradient, check_estimator, check_key, ste
+from ..numerics import Block, QType, RoundMode, as_qtype, format_of
 from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._broadcast import expand_to_axes
+from ._range import check_zero_point
 from ._round import check_round_mode
 
 
@@ -30,13 +32,15 @@ def quantize(
     scale: ArrayLike,
     zero_point: ArrayLike | None = None,
     *,
-    qtype: DTypeLike,
+    qtype: DTypeLike | QType,
     axes: int | Sequence[int] = (),
     round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN,
 ) -> jax.Array:
     """Quantizes `x` with a given scale: `round(x / scale) + zero_point`, saturated to `qtype`.
 
-    The division is a true division and the sum with the zero point is exact, under jit as well.
+    The division is a true division and the sum with the zero point is exact, under jit as well. In
+    a float format or a codebook `round` goes to the numbers of the format, and there is no zero
+    point.
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
@@ -44,23 +48,26 @@ def quantize(
       scale: dtype of `x`, shape of `x` projected onto `axes` in increasing order (so `()` when
         `axes` is empty; a Python number is taken in the dtype of `x`). Any value is accepted;
         positive finite ones are useful.
-      zero_point: dtype `qtype`, shape of `scale`; `None` means zero everywhere.
-      qtype: integer dtype, `int2` to `int32` or `uint2` to `uint32`.
+      zero_point: dtype of the codes, shape of `scale`; `None` means zero everywhere. For integer
+        formats alone.
+      qtype: a number format: a dtype such as `jnp.int4` or `jnp.float8_e4m3fn`, or a
+        `jqx.numerics.QType`. Block formats have scales of their own: see `QTensor.quantize`.
       axes: axes of `x` that have their own scale, a set in any order, negatives count from the end;
         `()` means one scale for all of `x`.
       round_mode: one of the nine modes, tie rule included.
 
     Returns:
-      Array of the shape of `x` and dtype `qtype`.
+      Array of codes, of the shape of `x` and dtype `qtype` (the `storage` of a `QType`).
 
     Raises:
-      TypeError: `x` is not floating point, `qtype` is not an integer format of up to 32 bits,
-        `scale` has not the dtype of `x` or `zero_point` not `qtype`, or `round_mode` is no
-        `RoundMode`.
-      ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
+      TypeError: `x` is not floating point, `qtype` is no format, `scale` has not the dtype of `x`
+        or `zero_point` not that of the codes, or `round_mode` is no `RoundMode`.
+      ValueError: an axis is out of range, `scale` or `zero_point` has not the projected shape, or
+        the format has no zero point or scales of its own.
 
     Gradient: none: JAX takes an integer result for a constant; see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0, whatever the zero point; infinities saturate.
+      Formats that hold NaN keep it.
     Subnormals: float32 subnormals count as zero where the backend flushes them, as XLA on CPU does.
     Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are
       negative axes and the dtypes beyond int8, uint8 and int32.
@@ -70,7 +77,7 @@ def quantize(
       >>> jqx.quantize(jnp.array([0.3, -9.0]), 0.1, qtype=jnp.int4)
       Array([3, -8], dtype=int4)
     """
-    qtype = as_quantized_type("quantize", "qtype", qtype, "Output")
+    qtype = as_element_type("quantize", "qtype", qtype, "Output")
     x = as_array("quantize", "x", x)
     scale = as_like("quantize", "scale", scale, x.dtype)
     check_dtype("quantize", "scale", scale, x.dtype, of="input")
@@ -87,6 +94,7 @@ def dequantize(
     *,
     dtype: DTypeLike | None = None,
     axes: int | Sequence[int] = (),
+    qtype: DTypeLike | QType | None = None,
 ) -> jax.Array:
     """Dequantizes `q`: `(q - zero_point) * scale`.
 
@@ -94,20 +102,24 @@ def dequantize(
     rounded once in that dtype.
 
     Args:
-      q: integer array, any shape, `int2` to `int32` or `uint2` to `uint32`.
+      q: array of codes, any shape.
       scale: float16, bfloat16, float32 or float64; shape of `q` projected onto `axes` in increasing
         order (so `()` when `axes` is empty; a Python number is taken as float32 or as `dtype`).
       zero_point: dtype of `q`, shape of `scale`; `None` means zero everywhere.
       dtype: dtype of the result; must equal that of `scale`; `None` takes it.
       axes: axes of `q` that have their own scale, a set in any order, negatives count from the end.
+      qtype: the format of the codes; `None` means the dtype of `q`. A `QType` whose codes are kept
+        in
+        another dtype must be named: a codebook, or a bit pattern in uint8.
 
     Returns:
       Array of the shape of `q` and the dtype of `scale`.
 
     Raises:
-      TypeError: `dtype` is not floating point, `q` is not an integer format of up to 32 bits,
-        `zero_point` has not the dtype of `q`, or `scale` not `dtype`.
-      ValueError: an axis is out of range, or `scale` or `zero_point` has not the projected shape.
+      TypeError: `dtype` is not floating point, `q` does not hold codes of a format, `zero_point`
+        has not the dtype of `q`, or `scale` not `dtype`.
+      ValueError: an axis is out of range, `scale` or `zero_point` has not the projected shape, or
+        the format has no zero point or scales of its own.
 
     Gradient: of `scale`, by JAX; none for the integers.
     NaN and infinities: IEEE arithmetic on `scale`, so `0 * inf` is NaN; no saturation.
@@ -125,10 +137,14 @@ def dequantize(
         check_real("dequantize", "Output element type", dtype)
     scale = as_like("dequantize", "scale", scale, dtype or jnp.float32)
     dtype = dtype or as_real("dequantize", "scale", scale).dtype
-    qtype = as_quantized_type("dequantize", "q", q.dtype, "Input")
+    if qtype is None:
+        qtype = as_element_type("dequantize", "q", q.dtype, "Input")
+    else:
+        qtype = as_element_type("dequantize", "qtype", qtype, "Input")
+        check_dtype("dequantize", "q", q, format_of(qtype).storage, of="qtype")
     check_dtype("dequantize", "scale", scale, dtype, of="output")
     scale, zero_point = _parameters("dequantize", q, scale, zero_point, qtype, "input", axes)
-    return affine_dequantize(q, scale, zero_point, dtype=dtype)
+    return affine_dequantize(q, scale, zero_point, qtype=qtype, dtype=dtype)
 
 
 def quantize_dequantize(
@@ -136,10 +152,11 @@ def quantize_dequantize(
     scale: ArrayLike,
     zero_point: ArrayLike | None = None,
     *,
-    qtype: DTypeLike,
+    qtype: DTypeLike | QType,
     axes: int | Sequence[int] = (),
     round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN,
-    gradient: GradientEstimator = ste,
+    gradient: Gradient = ste,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Returns `dequantize(quantize(x))` in the dtype of `x`: affine fake quantization,
     differentiable.
@@ -147,17 +164,20 @@ def quantize_dequantize(
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64.
       scale: dtype of `x`, shape of `x` projected onto `axes`; see `quantize`.
-      zero_point: dtype `qtype`, shape of `scale`; `None` means zero everywhere.
-      qtype: integer dtype of up to 32 bits.
+      zero_point: dtype of the codes, shape of `scale`; `None` means zero everywhere.
+      qtype: a number format; see `quantize`.
       axes: axes of `x` that have their own scale.
       round_mode: one of the nine modes.
       gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
+      key: random key for an estimator that draws numbers; such a one stands for the rounding
+        forward too.
 
     Returns:
       Array of the shape and dtype of `x`, on the grid `(code - zero_point) * scale`.
 
     Raises:
-      TypeError, ValueError: as `quantize`; TypeError where `gradient` is no estimator.
+      TypeError, ValueError: as `quantize`; TypeError where `gradient` is no estimator, ValueError
+        where it does not fit the format, or `key` is missing or not used.
 
     Gradient: `gradient` decides, for `x` and `scale`; none for `zero_point`. The default, `ste`, is
       the straight-through estimator: the derivative of `clamp(x, (qmin - zero_point) * scale, (qmax
@@ -174,17 +194,37 @@ def quantize_dequantize(
       Array([1., 1., 0.], dtype=float32)
     """
     function = "quantize_dequantize"
-    qtype = as_quantized_type(function, "qtype", qtype, "Output")
+    qtype = as_element_type(function, "qtype", qtype, "Output")
     x = as_array(function, "x", x)
     scale = as_like(function, "scale", scale, x.dtype)
     check_dtype(function, "scale", scale, x.dtype, of="input")
     x = as_real(function, "x", x)
     scale, zero_point = _parameters(function, x, scale, zero_point, qtype, "output", axes)
     check_round_mode(function, round_mode)
-    check_estimator(function, gradient)
+    check_estimator(function, gradient, uniform=format_of(qtype).uniform)
+    check_key(function, gradient, key)
     return affine_fake_quantize(
-        x, scale, zero_point, qtype=qtype, round_mode=round_mode, gradient=gradient
+        x, scale, zero_point, key, qtype=qtype, round_mode=round_mode, gradient=gradient
     )
+
+
+def as_element_type(
+    function: str, argument: str, qtype: DTypeLike | QType, role: str
+) -> jnp.dtype | QType:
+    """Returns a format whose scale is what the caller gives: any but a block format."""
+    found = as_qtype(function, argument, qtype, role)
+    if isinstance(found, Block):
+        raise ValueError(
+            message(
+                function,
+                f"the block format {found.name} has scales of its own.",
+                given=f"{argument} == {found.name}",
+                expected="a format of single elements",
+                mend=f"use jqx.QTensor.quantize(x, jqx.QSpec({found.name}, ...)), or pass the "
+                f"format of the elements, {found.elements.name}.",
+            )
+        )
+    return found
 
 
 def _parameters(
@@ -192,15 +232,17 @@ def _parameters(
     x: jax.Array,
     scale: jax.Array,
     zero_point: ArrayLike | None,
-    qtype: jnp.dtype,
+    qtype: jnp.dtype | QType,
     quantized: str,
     axes: int | Sequence[int],
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks scale and zero point as nGraph does, in its order, and lines them up with `x`."""
     if zero_point is not None:
-        _check_python_zero_point(function, zero_point, qtype)
-        zero_point = as_like(function, "zero_point", zero_point, qtype)
-        check_dtype(function, "zero_point", zero_point, qtype, of=quantized)
+        form = format_of(qtype)
+        check_zero_point(function, form)
+        _check_python_zero_point(function, zero_point, form)
+        zero_point = as_like(function, "zero_point", zero_point, form.storage)
+        check_dtype(function, "zero_point", zero_point, form.storage, of=quantized)
     axes = normalize_axes(function, axes, x.ndim)
     projected = tuple(x.shape[axis] for axis in axes)
     given = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
@@ -246,19 +288,18 @@ def _parameters(
     return scale, None if zero_point is None else expand_to_axes(zero_point, axes, x.ndim)
 
 
-def _check_python_zero_point(function: str, zero_point: ArrayLike, qtype: jnp.dtype) -> None:
+def _check_python_zero_point(function: str, zero_point: ArrayLike, form: QType) -> None:
     """A Python integer has no dtype to check, so its value is: nothing wraps around."""
     if not isinstance(zero_point, (bool, int, float)):
         return
-    info = jnp.iinfo(qtype)
     require_that(
         isinstance(zero_point, int)
         and not isinstance(zero_point, bool)
-        and info.min <= zero_point <= info.max,
+        and form.low <= zero_point <= form.high,
         error=ValueError,
         function=function,
-        problem=f"`zero_point` is not a code of {qtype.name}.",
+        problem=f"`zero_point` is not a code of {form.name}.",
         given=f"zero_point == {zero_point!r}",
-        expected=f"an integer in [{info.min}, {info.max}]",
+        expected=f"an integer in [{form.low}, {form.high}]",
         mend="pass a zero point in the range of qtype.",
     )

@@ -7,47 +7,58 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_like, as_real, check_dtype, require, require_that
 from ..numerics import (
-    RoundMode,
-    as_quantized_type,
+    Block,
+    Integer,
+    Numerics,
+    QType,
+    SymmetricRange,
+    as_qtype,
     compute_dtype,
     divide,
-    integer_range,
-    is_signed,
+    format_of,
     narrow,
+    ngraph,
     round_to_integer,
     saturating_sum,
 )
 
 
 def affine_from_range(
-    low: ArrayLike, high: ArrayLike, *, qtype: DTypeLike, symmetric: bool = False
+    low: ArrayLike,
+    high: ArrayLike,
+    *,
+    qtype: DTypeLike | QType,
+    symmetric: bool = False,
+    numerics: Numerics = ngraph,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale and zero point with which `qtype` covers the real range `[low, high]`.
 
     Zero is always in the range, so that it is represented exactly:
 
-        symmetric:   scale = max(|low|, |high|) / qmax, no zero point
+        symmetric:   scale = max(|low|, |high|) / qmax, no zero point (MX formats: by their rule)
         asymmetric:  scale = (max(high, 0) - min(low, 0)) / (qmax - qmin)
                      zero_point = round_half_even(qmin - min(low, 0) / scale), saturated
 
     Args:
       low: real array, any shape; float16, bfloat16, float32 or float64; a Python number is float32.
       high: dtype and shape of `low`.
-      qtype: integer dtype of up to 32 bits; signed where `symmetric`.
+      qtype: a number format; integers alone have zero points, signed ones alone are symmetric.
       symmetric: whether the zero point is zero.
+      numerics: the runtime whose arithmetic is followed, for integer formats.
 
     Returns:
-      `(scale, zero_point)`, of the shape of `low`; the scale has its dtype, the zero point `qtype`,
-      or is `None` (zero everywhere) where `symmetric`.
+      `(scale, zero_point)`, of the shape of `low`; the scale has its dtype (that of the scales of
+      an MX format, float8_e8m0fnu), the zero point that of the codes, or is `None` (zero
+      everywhere) where `symmetric`.
 
     Raises:
-      TypeError: a limit is not floating point, or they differ in dtype; `qtype` is no integer
-        format.
-      ValueError: shapes differ, or `qtype` is unsigned and `symmetric`.
+      TypeError: a limit is not floating point, or they differ in dtype; `qtype` is no format.
+      ValueError: shapes differ, `qtype` is unsigned and `symmetric`, or it has no zero point and
+        not `symmetric`.
 
     Gradient: of the scale, by JAX; none for the zero point.
     NaN and infinities: they appear in the scale of their own element alone. A range without extent
-      (both limits zero) gives scale 1.
+      (both limits zero) gives scale 1, in block formats the least scale.
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
       Integer-Arithmetic-Only Inference", arXiv:1712.05877, section 3.
 
@@ -57,7 +68,7 @@ def affine_from_range(
       (Array(0.01568628, dtype=float32), Array(64, dtype=uint8))
     """
     function = "affine_from_range"
-    qtype = as_quantized_type(function, "qtype", qtype, "Output")
+    qtype = as_qtype(function, "qtype", qtype, "Output")
     low = as_real(function, "low", as_like(function, "low", low, jnp.float32))
     high = as_like(function, "high", high, low.dtype)
     check_dtype(function, "high", high, low.dtype, of="`low`")
@@ -71,32 +82,83 @@ def affine_from_range(
         expected="equal shapes",
         mend="broadcast one to the other first.",
     )
-    require_that(
-        is_signed(qtype) or not symmetric,
-        error=ValueError,
-        function=function,
-        problem=f"an unsigned format ({qtype.name}) cannot be symmetric about zero.",
-        given=f"qtype {qtype.name}, symmetric=True",
-        expected="a signed qtype, or symmetric=False",
-        mend=f"pass qtype=jnp.{qtype.name.removeprefix('u')}, or symmetric=False.",
-    )
+    check_symmetric(function, qtype, symmetric)
     dtype, wide = low.dtype, compute_dtype(low.dtype)
     low, high = low.astype(wide), high.astype(wide)
-    q_low, q_high = integer_range(qtype)
+    form = format_of(qtype)
+    if not isinstance(form, Integer):
+        scale = form.scale_of(jnp.maximum(jnp.abs(low), jnp.abs(high)))
+        return (scale if isinstance(form, Block) else _usable(scale, dtype, ngraph)), None
     if symmetric:
-        scale = divide(jnp.maximum(jnp.abs(low), jnp.abs(high)), jnp.asarray(q_high, wide))
-        return _usable(scale, dtype), None
+        return _usable(_symmetric_scale(low, high, form, numerics), dtype, numerics), None
     low, high = jnp.minimum(low, jnp.zeros_like(low)), jnp.maximum(high, jnp.zeros_like(high))
     half = jnp.asarray(0.5, wide)  # exact, and the extent of a finite range stays finite
-    extent = high * half - low * half
-    scale = _usable(divide(extent, jnp.asarray((q_high - q_low) / 2, wide)), dtype)
-    offset = jnp.asarray(q_low, wide) - divide(low, scale.astype(wide))
-    return scale, saturating_sum(
-        round_to_integer(offset, RoundMode.NEAREST_TOWARD_EVEN), None, qtype
+    steps = (form.high - form.low) / 2
+    scale = _usable(_per_step(high * half - low * half, steps, numerics), dtype, numerics)
+    offset, least = divide(low, scale.astype(wide)), jnp.asarray(form.low, wide)
+    if numerics.rounded_offset:
+        zero_point = least - round_to_integer(offset, numerics.round_mode)
+    else:
+        zero_point = round_to_integer(least - offset, numerics.round_mode)
+    return scale, saturating_sum(zero_point, None, form.low, form.high, form.storage)
+
+
+def _symmetric_scale(
+    low: jax.Array, high: jax.Array, form: Integer, numerics: Numerics
+) -> jax.Array:
+    match numerics.symmetric_range:
+        case SymmetricRange.SIGNED:
+            below = jnp.abs(low)
+            return _per_step(jnp.where(below >= high, below, -high), -form.low, numerics)
+        case SymmetricRange.COVER:
+            below = _per_step(jnp.minimum(low, jnp.zeros_like(low)), form.low, numerics)
+            above = _per_step(jnp.maximum(high, jnp.zeros_like(high)), form.high, numerics)
+            return jnp.maximum(below, above)
+        case SymmetricRange.HALF:
+            steps = (form.high - form.low) / 2
+        case SymmetricRange.LIMIT:
+            steps = form.high
+    return _per_step(jnp.maximum(jnp.abs(low), jnp.abs(high)), steps, numerics)
+
+
+def _per_step(extent: jax.Array, steps: float, numerics: Numerics) -> jax.Array:
+    if numerics.reciprocal_steps:
+        kind = extent.dtype.type
+        return extent * jnp.asarray(kind(1) / kind(steps))
+    return divide(extent, jnp.asarray(steps, extent.dtype))
+
+
+def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) -> None:
+    """Checks that a format can be symmetric about zero, or have a zero point."""
+    form = format_of(qtype)
+    require_that(
+        form.signed or not symmetric or not isinstance(form, Integer),
+        error=ValueError,
+        function=function,
+        problem=f"an unsigned format ({form.name}) cannot be symmetric about zero.",
+        given=f"qtype {form.name}, symmetric=True",
+        expected="a signed qtype, or symmetric=False",
+        mend=f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False.",
+    )
+    if not symmetric:
+        check_zero_point(function, form)
+
+
+def check_zero_point(function: str, form: QType) -> None:
+    """Checks that a format has zero points."""
+    require_that(
+        isinstance(form, Integer),
+        error=ValueError,
+        function=function,
+        problem=f"{form.name} has no zero point.",
+        given=f"qtype {form.name} with a zero point",
+        expected="no zero point (symmetric=True), or an integer qtype",
+        mend="drop the zero point (pass symmetric=True), or choose an integer qtype.",
     )
 
 
-def _usable(scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Narrows a scale to `dtype`; zero, which divides nothing, becomes 1."""
+def _usable(scale: jax.Array, dtype: jnp.dtype, numerics: Numerics) -> jax.Array:
+    """Narrows a scale to `dtype` and replaces what is too small; zero, by which none divides."""
     scale = narrow(scale, dtype)
-    return jnp.where(scale == 0, jnp.ones_like(scale), scale)
+    small = (jnp.abs(scale) < numerics.min_scale) | (scale == 0)
+    return jnp.where(small, jnp.asarray(numerics.small_scale, dtype), scale)

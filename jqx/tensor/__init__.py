@@ -1,6 +1,9 @@
 """QSpec, QTensor, and the views through which a scale follows its values."""
 
-from ._fit import fake_quantize_as as fake_quantize_as
+from ._fit import groups_of as groups_of
+from ._grid import fake_quantize_as as fake_quantize_as
+from ._layout import Packing as Packing
 from ._qtensor import QTensor as QTensor
+from ._select import refine as refine
 from ._spec import QSpec as QSpec
 from ._views import axis_groups as axis_groups

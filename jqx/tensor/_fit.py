@@ -4,28 +4,48 @@ from functools import partial
 
 import jax
 
-from ..calibrators import Affine
-from ..ops import affine_fake_quantize
+from .._checks import require_that
+from ..calibrators import Affine, Groups
+from ..numerics import Block, format_of
 from ._spec import QSpec
 
 
 @partial(jax.jit, static_argnames=("spec",))
 def fit(x: jax.Array, spec: QSpec) -> Affine:
     """Returns the scale and zero point that the calibrator of `spec` finds for `x` itself."""
-    return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
+    return spec.calibrator.fit(x, spec)
 
 
-def fake_quantize_as(x: jax.Array, spec: QSpec, affine: Affine | None = None) -> jax.Array:
-    """Rounds `x` to the grid that `QTensor.quantize` puts it on, differentiably.
-
-    A scale that is not given is found from `x`, and counts as a constant.
-    """
-    scale, zero_point = affine or jax.lax.stop_gradient(fit(x, spec))
-    return affine_fake_quantize(
-        x,
-        scale,
-        zero_point,
-        qtype=spec.qtype,
-        round_mode=spec.round_mode,
-        gradient=spec.gradient,
+def groups_of(
+    function: str, spec: QSpec, shape: tuple[int, ...], affine: Affine | None = None
+) -> Groups:
+    """Returns which elements of an array of `shape` share a scale: of `spec`, or the one given."""
+    groups = spec.granularity.groups(shape)
+    form = format_of(spec.qtype)
+    if isinstance(form, Block):
+        tail = getattr(spec.granularity, "tail", False)
+        require_that(
+            groups.per_scale in (form.size, 0) or (tail and groups.per_scale < form.size),
+            error=ValueError,
+            function=function,
+            problem=f"{form.name} has blocks of {form.size} elements.",
+            given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a block",
+            expected=f"block sizes that multiply to {form.size}",
+            mend=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
+        )
+    if affine is None or affine.scale.shape == groups.scale_shape:
+        return groups
+    require_that(
+        _fits(affine.scale.shape, shape),
+        error=ValueError,
+        function=function,
+        problem="`affine.scale` does not fit `x`.",
+        given=f"affine.scale.shape == {affine.scale.shape}, x.shape == {shape}",
+        expected=f"shape {groups.scale_shape}, the scale shape of spec",
+        mend="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
     )
+    return Groups.of_scale(shape, affine.scale.shape)
+
+
+def _fits(scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(scale) == len(shape) and all(m in (1, n) for m, n in zip(scale, shape, strict=True))

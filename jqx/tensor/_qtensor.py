@@ -1,40 +1,53 @@
 """QTensor: quantized values with the scale and zero point that make them real."""
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Union
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_instance, check_real, require, require_that
+from .._checks import as_dtype, as_real, check_instance, check_real, normalize_axes, require_that
 from .._errors import message
-from ..calibrators import Affine
-from ..numerics import as_quantized_type
+from ..calibrators import Affine, Groups
+from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits, unpack_bits
 from ..ops import affine_dequantize, affine_quantize
 from . import _views
-from ._fit import fit
+from ._fields import check_blocks, check_leaves, check_shapes
+from ._grid import grid_of
+from ._layout import Packing, packed_axis
+from ._select import concatenate, index, split
+from ._show import text, treescope_tree
 from ._spec import QSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantized array: `real = (values - zero_point) * scale`.
+    """A quantized array: `real = (values - zero_point) * scale`, or `number of values * scale`.
 
     A pytree with the leaves `values`, `scale` and `zero_point`; it crosses jit, scan, vmap and
     `jax.tree` as any pytree does. No axis number is stored: the scale has the rank of the values,
     so it slices, transposes and is mapped over in step with them. (To vmap or scan over an axis,
     the scale must have that axis too: quantize with `per_axis` of it.)
 
+    For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
+
     Attributes:
-      values: the codes, an array of dtype `qtype`.
-      scale: float array of the rank of `values`; each dim is 1 or that of `values`.
-      zero_point: array of dtype `qtype` that broadcasts to the shape of `scale`, of its rank;
-        `None` means zero everywhere.
-      qtype: the number format of the codes; an integer dtype of up to 32 bits.
+      values: the codes, an array of the `storage` dtype of `qtype`; packed bytes where `layout`
+        says so.
+      scale: array of the rank of `values`; each dim is 1, that of `values`, or the number of blocks
+        that divide it. Float; in MX formats float8_e8m0fnu; where the scales of a block format are
+        quantized in turn (nvfp4), a QTensor.
+      zero_point: array of the dtype of the codes that broadcasts to the shape of `scale`, of its
+        rank; `None` means zero everywhere. For integer formats alone.
+      qtype: the number format of the codes: a dtype, or a value of `jqx.numerics`.
       dtype: dtype of the real array, what `dequantize` returns.
+      blocks: (length of an axis, number of blocks, block size) where the last block is a smaller
+        one, so that the shape of the scale does not tell the size.
+      layout: how the codes are packed; `None` where each has an element of its own. The packed axis
+        counts from the last: map packed tensors over leading axes.
 
     Raises:
       TypeError: an operand has not the dtype stated above.
@@ -49,55 +62,39 @@ class QTensor:
              [  20,  127]], dtype=int8)
       >>> q[1].dequantize()
       Array([ 20., 127.], dtype=float32)
+      >>> q
+      QTensor(int8[2, 2] per_axis(0), scale float32[2, 1], dtype=float32, 12 bytes)
     """
 
     values: jax.Array
-    scale: jax.Array
+    scale: Union[jax.Array, "QTensor"]
     zero_point: jax.Array | None = None
     _: dataclasses.KW_ONLY
-    qtype: DTypeLike
+    qtype: DTypeLike | QType
     dtype: DTypeLike = jnp.float32
+    blocks: tuple[tuple[int, int, int], ...] = ()
+    layout: Packing | None = None
 
     __array_ufunc__: ClassVar[None] = None  # so that `numpy_array @ q` reaches `__rmatmul__`
 
     def __post_init__(self) -> None:
-        qtype = as_quantized_type("QTensor", "qtype", self.qtype, "Quantized")
+        qtype = as_qtype("QTensor", "qtype", self.qtype, "Quantized")
         object.__setattr__(self, "qtype", qtype)
         object.__setattr__(self, "dtype", as_dtype("QTensor", "dtype", self.dtype))
+        check_blocks(self.blocks)
         check_real("QTensor", "Real element type", self.dtype)
-        for name in ("values", "scale", "zero_point"):
-            leaf = getattr(self, name)
-            require_that(
-                hasattr(leaf, "shape") or (leaf is None and name == "zero_point"),
-                error=TypeError,
-                function="QTensor",
-                problem=f"`{name}` is not an array.",
-                given=f"an object of type {type(leaf).__name__}",
-                expected="an array",
-                mend=f"pass jnp.asarray({name}).",
-            )
-        check_real("QTensor", "`scale` element type", self.scale.dtype)
-        codes = {"values": self.values}
-        if self.zero_point is not None:
-            codes["zero_point"] = self.zero_point
-        for name, array in codes.items():
-            require(
-                chex.assert_type,
-                array,
-                qtype,
-                error=TypeError,
-                function="QTensor",
-                problem=f"`{name}` does not hold codes of `qtype`.",
-                given=f"{name}.dtype == {array.dtype.name}",
-                expected=f"{name}.dtype == {qtype.name}",
-                mend=f"convert {name}, or pass the qtype that it has.",
-            )
-        _check_broadcasts("scale", self.scale.shape, "values", self.values.shape)
-        if self.zero_point is not None:
-            _check_broadcasts("zero_point", self.zero_point.shape, "scale", self.scale.shape)
+        check_leaves(self)
+        check_shapes(self)
 
     @classmethod
-    def quantize(cls, x: ArrayLike, spec: QSpec, affine: Affine | None = None) -> "QTensor":
+    def quantize(
+        cls,
+        x: ArrayLike,
+        spec: QSpec,
+        affine: Affine | None = None,
+        *,
+        pack: int | None = None,
+    ) -> "QTensor":
         """Quantizes `x` as `spec` says.
 
         Args:
@@ -105,34 +102,109 @@ class QTensor:
           spec: a `QSpec` with an absolute granularity.
           affine: scale and zero point to use; `None` lets the calibrator of `spec` find them from
             `x`.
+          pack: the axis along which codes of less than 8 bits are packed into bytes; `None` keeps
+            one code an element.
 
         Returns:
-          A `QTensor` of the shape and dtype of `x`; a scale that is found is float32.
+          A `QTensor` of the shape and dtype of `x`; a scale that is found is float32 (in a block
+          format, of its scale format).
 
         Raises:
           TypeError: `x` is not floating point, or `spec` is not a `QSpec`.
-          ValueError: the granularity is relative, or names an axis that `x` lacks; `affine` does
-            not broadcast to `x`, axis by axis.
+          ValueError: the granularity is relative, names an axis that `x` lacks or blocks that do
+            not divide; `affine` does not broadcast to `x`, axis by axis; `pack` is no axis of `x`,
+            or the format has 8 bits or more.
         """
         x = as_real("QTensor.quantize", "x", x)
         check_instance(
             "QTensor.quantize", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8)."
         )
-        expected = spec.granularity.scale_shape(x.shape)
-        if affine is not None:
-            _check_affine(Affine(*affine), expected, x.shape)
-        scale, zero_point = affine or fit(x, spec)
-        codes = affine_quantize(x, scale, zero_point, qtype=spec.qtype, round_mode=spec.round_mode)
-        return cls(codes, scale, zero_point, qtype=spec.qtype, dtype=x.dtype)
+        grid = grid_of("QTensor.quantize", x, spec, affine)
+        form = format_of(spec.qtype)
+        axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
+        codes = affine_quantize(
+            grid.groups.split(x),
+            *grid.lined_up(),
+            qtype=spec.qtype,
+            round_mode=spec.rounding,
+            numerics=spec.numerics,
+            as_bits=axis is not None,
+        )
+        codes = grid.groups.join(codes)
+        scale = grid.scale
+        if grid.inner is not None:
+            scale = cls(scale, grid.inner, qtype=scale.dtype, dtype=grid.inner.dtype)
+        return cls(
+            codes if axis is None else pack_bits(codes, form.bits, axis),
+            scale,
+            grid.zero_point,
+            qtype=spec.qtype,
+            dtype=x.dtype,
+            blocks=grid.groups.blocks,
+            layout=None if axis is None else Packing(axis - x.ndim, x.shape[axis]),
+        )
 
     def dequantize(self) -> jax.Array:
-        """Returns the real array: `(values - zero_point) * scale`, rounded once to `dtype`."""
-        return affine_dequantize(self.values, self.scale, self.zero_point, dtype=self.dtype)
+        """Returns the real array: the values times the scale, rounded once to `dtype`."""
+        check_shapes(self)  # a map over leaves may have changed them
+        groups = self.groups
+        real = affine_dequantize(
+            groups.split(self.codes),
+            groups.split_scale(self._scale_array()),
+            None if self.zero_point is None else groups.split_scale(self.zero_point),
+            qtype=self.qtype,
+            dtype=self.dtype,
+        )
+        return groups.join(real)
+
+    def _scale_array(self) -> jax.Array:
+        return self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
+
+    @property
+    def codes(self) -> jax.Array:
+        """The codes, one an element: `values`, or a byte each of packed ones."""
+        if self.layout is None:
+            return self.values
+        return format_of(self.qtype).widen_bits(self._unpacked_bits(self.layout))
+
+    def _unpacked_bits(self, layout: Packing) -> jax.Array:
+        axis = layout.axis + self.values.ndim
+        return unpack_bits(self.values, format_of(self.qtype).bits, axis, layout.length)
+
+    def pack(self, axis: int = -1) -> "QTensor":
+        """Packs codes of less than 8 bits into bytes, along an axis. `unpack` is the inverse.
+
+        Raises:
+          ValueError: the format has 8 bits or more, the codes are packed already, or there is no
+            such axis.
+        """
+        self.check_unpacked("QTensor.pack")
+        form = format_of(self.qtype)
+        axis = packed_axis("QTensor.pack", form, axis, self.ndim)
+        values = pack_bits(form.to_bits(self.values), form.bits, axis)
+        layout = Packing(axis - self.ndim, self.shape[axis])
+        return dataclasses.replace(self, values=values, layout=layout)
+
+    def unpack(self) -> "QTensor":
+        """Returns the same array with one code an element; itself where it is so already."""
+        if self.layout is None:
+            return self
+        values = format_of(self.qtype).from_bits(self._unpacked_bits(self.layout))
+        return dataclasses.replace(self, values=values, layout=None)
+
+    @property
+    def groups(self) -> Groups:
+        """Which elements share a scale."""
+        return Groups.of_scale(self.shape, self.scale.shape, self.blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the real array."""
-        return self.values.shape
+        shape = self.values.shape
+        if self.layout is None:
+            return shape
+        axis = self.layout.axis + len(shape)
+        return (*shape[:axis], self.layout.length, *shape[axis + 1 :])
 
     @property
     def ndim(self) -> int:
@@ -142,11 +214,11 @@ class QTensor:
     @property
     def size(self) -> int:
         """Number of elements of the real array."""
-        return self.values.size
+        return int(np.prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that values, scale and zero point hold in memory."""
+        """Bytes of values, scale and zero point, as JAX counts them: an unpacked int4 takes one."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
@@ -156,29 +228,70 @@ class QTensor:
 
     def transpose(self, *axes: Any) -> "QTensor":
         """Permutes the axes, as `jax.Array.transpose` does; the scale turns with the values."""
+        self.check_unpacked("QTensor.transpose")
         if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)):
             axes = tuple(axes[0]) if axes[0] is not None else ()
-        order = axes or tuple(reversed(range(self.ndim)))
-        return self._map(lambda leaf: jnp.transpose(leaf, order))
+        given = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
+        order = tuple(given) or tuple(reversed(range(self.ndim)))
+        return self.map_leaves(lambda leaf: leaf.transpose(order), self.blocks)
 
     def reshape(self, *shape: Any) -> "QTensor":
         """Reshapes, as `jax.Array.reshape` does, where the scale can follow.
 
-        It can where axes that merge or split with each other are scaled alike: all have their own
-        scale or none has.
+        It can where axes that merge or split with each other are scaled alike (all have their own
+        scale or none has), and where blocks stay whole.
 
         Raises:
-          ValueError: some of the axes that merge or split have their own scale and some do not.
+          ValueError: some of the axes that merge or split have their own scale and some do not, or
+            a block would be torn.
         """
+        self.check_unpacked("QTensor.reshape")
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])
         values, zero_point = jnp.reshape(self.values, shape), self.zero_point
-        new = _views.reshaped(self.scale.shape, self.shape, values.shape)
+        after = _views.reshaped(self.groups, values.shape)
         if zero_point is not None:
-            zero_point = jnp.broadcast_to(zero_point, self.scale.shape).reshape(new)
+            zero_point = jnp.broadcast_to(zero_point, self.scale.shape).reshape(after.scale_shape)
         return dataclasses.replace(
-            self, values=values, scale=self.scale.reshape(new), zero_point=zero_point
+            self,
+            values=values,
+            scale=self.scale.reshape(after.scale_shape),
+            zero_point=zero_point,
+            blocks=after.blocks,
         )
+
+    def broadcast_to(self, shape: Sequence[int]) -> "QTensor":
+        """Broadcasts, as `jnp.broadcast_to` does; the scale stays shared along what is new."""
+        self.check_unpacked("QTensor.broadcast_to")
+        new = len(shape) - self.ndim
+        wide = self.map_leaves(lambda leaf: leaf.reshape((1,) * new + leaf.shape), self.blocks)
+        return dataclasses.replace(wide, values=jnp.broadcast_to(self.values, tuple(shape)))
+
+    def take(self, indices: ArrayLike, axis: int) -> "QTensor":
+        """Takes indices along an axis, as `jnp.take` does; what lies outside is clamped."""
+        (axis,) = normalize_axes("QTensor.take", axis, self.ndim, argument="axis")
+        return self[(slice(None),) * axis + (indices,)]
+
+    def split(self, indices_or_sections: int | Sequence[int], axis: int = 0) -> list["QTensor"]:
+        """Splits along an axis, as `jnp.split` does."""
+        return split(self, indices_or_sections, axis)
+
+    @staticmethod
+    def concatenate(tensors: Sequence["QTensor"], axis: int = 0) -> "QTensor":
+        """Joins QTensors of one format along an axis, as `jnp.concatenate` does.
+
+        Where blocks do not fit end to end, each index along the axis gets a scale of its own.
+        Formats or dtypes that differ are a TypeError.
+        """
+        return concatenate("QTensor.concatenate", tensors, axis)
+
+    @staticmethod
+    def stack(tensors: Sequence["QTensor"], axis: int = 0) -> "QTensor":
+        """Stacks QTensors of one format and shape along a new axis, as `jnp.stack` does."""
+        rank = tensors[0].ndim + 1 if tensors else 1
+        (axis,) = normalize_axes("QTensor.stack", axis, rank, argument="axis")
+        new = (slice(None),) * axis + (None,)
+        return concatenate("QTensor.stack", [q[new] for q in tensors], axis)
 
     def astype(self, dtype: DTypeLike) -> "QTensor":
         """Changes the dtype of the real array; the codes stay.
@@ -188,15 +301,31 @@ class QTensor:
         """
         return dataclasses.replace(self, dtype=dtype)
 
-    def __getitem__(self, index: Any) -> "QTensor":
-        """Indexes with integers, slices, `None` and `...`; the scale is indexed in step.
+    def scaled(self, factor: ArrayLike) -> "QTensor":
+        """Multiplies by a scalar: the scale takes it. An E8M0 scale becomes float32."""
+        return self.map_scale(lambda scale: scale * jnp.asarray(factor, scale.dtype))
+
+    def map_scale(self, f: Callable[[jax.Array], jax.Array]) -> "QTensor":
+        """Applies a function to the scale, the innermost of nested ones; E8M0 becomes float32."""
+        if isinstance(self.scale, QTensor):
+            return dataclasses.replace(self, scale=self.scale.map_scale(f))
+        return dataclasses.replace(self, scale=f(self.real_scale()))
+
+    def real_scale(self) -> jax.Array:
+        """Returns the scale as an array of floats, whatever it is kept in."""
+        scale = self._scale_array()
+        return format_of(E8M0).decode(scale) if scale.dtype == E8M0 else scale
+
+    def __getitem__(self, key: Any) -> "QTensor":
+        """Indexes as `jax.Array` does: integers, slices, `None`, `...`, integer arrays and masks;
+        the scale is indexed in step. A slice that cuts a block gives each of its elements a scale
+        of its own.
 
         Raises:
-          TypeError: the index holds an array or a list.
+          TypeError: the index holds anything else.
           IndexError: there are more indices than axes, or an integer is out of range.
         """
-        parts = _views.basic_index(index, self.shape)
-        return self._map(lambda leaf: leaf[_views.index_for(parts, leaf.shape, self.shape)])
+        return index(self, key)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: which array is meant, the codes or the real one, is for the caller to say."""
@@ -213,69 +342,54 @@ class QTensor:
     __iter__ = None  # else Python would iterate by __getitem__, and `in` compare by identity
 
     def __repr__(self) -> str:
-        def show(leaf: Any) -> str:
-            return str(list(leaf.shape)) if hasattr(leaf, "shape") else repr(leaf)
+        return text(self)
 
-        zero = "" if self.zero_point is None else f", zero_point {show(self.zero_point)}"
-        return (
-            f"QTensor({jnp.dtype(self.qtype).name}{show(self.values)}, scale {show(self.scale)}"
-            f"{zero}, dtype={jnp.dtype(self.dtype).name})"
-        )
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """Shows in treescope what `repr` shows, and the fields to unfold."""
+        return treescope_tree(self, path, subtree_renderer)
 
-    def _map(self, f: Any) -> "QTensor":
-        """Applies a view to every leaf."""
-        zero_point = None if self.zero_point is None else f(self.zero_point)
-        return dataclasses.replace(
-            self, values=f(self.values), scale=f(self.scale), zero_point=zero_point
-        )
-
-
-def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether `shape` has the rank of `full`, and each dim is 1 or that of `full`."""
-    return len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True))
-
-
-def _check_affine(affine: Affine, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    for name, array in affine._asdict().items():
+    def check_unpacked(self, function: str) -> None:
         require_that(
-            array is None or _broadcasts(array.shape, shape),
+            self.layout is None,
             error=ValueError,
-            function="QTensor.quantize",
-            problem=f"`affine.{name}` does not fit `x`.",
-            given=f"affine.{name}.shape == {getattr(array, 'shape', None)}, x.shape == {shape}",
-            expected=f"shape {expected}, the scale shape of spec",
-            mend="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
+            function=function,
+            problem="the codes are packed.",
+            given=repr(self),
+            expected="one code an element",
+            mend="call q.unpack() first.",
+        )
+
+    def map_leaves(
+        self, f: Any, blocks: tuple[tuple[int, int, int], ...], values: jax.Array | None = None
+    ) -> "QTensor":
+        """Applies a view to every leaf."""
+        return dataclasses.replace(
+            self,
+            values=f(self.values) if values is None else values,
+            scale=f(self.scale),
+            zero_point=None if self.zero_point is None else f(self.zero_point),
+            blocks=blocks,
         )
 
 
-def _check_broadcasts(name: str, shape: tuple, other: str, full: tuple) -> None:
-    require_that(
-        _broadcasts(shape, full),
-        error=ValueError,
-        function="QTensor",
-        problem=f"`{name}` does not fit `{other}`.",
-        given=f"{name}.shape == {shape}, {other}.shape == {full}",
-        expected=f"the rank of {other}, each dim 1 or that of {other}",
-        mend=f"reshape {name}: {other}'s size along the axes they share, 1 elsewhere.",
-    )
+_STATIC = ("qtype", "dtype", "blocks", "layout")
+_LEAVES = ("values", "scale", "zero_point")
 
 
 def _flatten(q: QTensor) -> tuple[tuple, tuple]:
-    return (q.values, q.scale, q.zero_point), (q.qtype, q.dtype)
+    return tuple(getattr(q, name) for name in _LEAVES), tuple(getattr(q, n) for n in _STATIC)
 
 
 def _flatten_with_keys(q: QTensor) -> tuple[tuple, tuple]:
     leaves, static = _flatten(q)
-    names = ("values", "scale", "zero_point")
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in names)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _LEAVES)
     return tuple(zip(keys, leaves, strict=True)), static
 
 
 def _unflatten(static: Any, leaves: Any) -> QTensor:
     """Rebuilds without checks: a tree may hold anything in place of its arrays."""
     q = object.__new__(QTensor)
-    fields = ("values", "scale", "zero_point", "qtype", "dtype")
-    for name, value in zip(fields, (*leaves, *static), strict=True):
+    for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
         object.__setattr__(q, name, value)
     return q
 

@@ -1,82 +1,178 @@
-"""What happens to a scale when its values are indexed or reshaped: pure functions of shapes."""
+"""What happens to a scale when its values are indexed or reshaped.
 
+A parameter (a scale or zero point) has the rank of its values; along each axis it has one entry,
+one for each index, or one for each block. It may itself be a QTensor.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .. import _compat
 from .._errors import message
+from ..calibrators import Groups
 
 
-def basic_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Returns a basic index with its ellipsis spelt out: one entry per axis, and `None`s."""
-    parts = index if isinstance(index, tuple) else (index,)
-    parts = tuple(
-        int(part) if isinstance(part, np.ndarray) and _is_integer_scalar(part) else part
-        for part in parts
-    )
-    for part in parts:
-        scalar = _is_integer_scalar(part)
-        plain = isinstance(part, (int, np.integer, slice)) and not isinstance(part, bool)
-        if not (plain or part is None or part is Ellipsis or scalar):
-            raise TypeError(
-                message(
-                    "QTensor.__getitem__",
-                    "only basic indices are supported.",
-                    given=f"an index of type {type(part).__name__}",
-                    expected="integers, slices, None and ...",
-                    mend="index q.values and q.scale yourself, or q.dequantize()[index].",
-                )
-            )
-    used = sum(part is not None and part is not Ellipsis for part in parts)
-    dots = sum(part is Ellipsis for part in parts)
-    if used > len(shape) or dots > 1:
+def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Returns an index with its ellipsis spelt out: for each axis an int, a slice or an int32
+    array, and `None` between. A boolean mask becomes the places where it holds. An ellipsis that
+    stands for no axis stays, as it parts the arrays on either side.
+    """
+    parts = [_part(part) for part in (index if isinstance(index, tuple) else (index,))]
+    widths = [0 if p is None or p is Ellipsis else p.ndim if _is_mask(p) else 1 for p in parts]
+    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
+    rest = len(shape) - sum(widths)
+    if rest < 0 or len(dots) > 1:
         raise IndexError(
             message(
                 "QTensor.__getitem__",
                 "the index does not fit.",
-                given=f"{used} indices and {dots} ellipses for shape {tuple(shape)}",
+                given=f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}",
                 expected=f"at most {len(shape)} indices and one ellipsis",
                 mend="drop the surplus.",
             )
         )
-    fill = (slice(None),) * (len(shape) - used)
-    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-    return (*parts[:at], *fill, *parts[at + 1 :])
+    at = dots[0] if dots else len(parts)
+    fill = [slice(None)] * rest or ([Ellipsis] if dots else [])
+    spelt, axis = [], 0
+    for part in [*parts[:at], *fill, *parts[at + 1 :]]:
+        if _is_mask(part):
+            _check_axis_index(
+                part.shape == tuple(shape[axis : axis + part.ndim]), part, axis, shape
+            )
+            spelt += [place.astype(np.int32) for place in np.nonzero(part)]
+            axis += part.ndim
+            continue
+        if isinstance(part, int):
+            _check_axis_index(-shape[axis] <= part < shape[axis], part, axis, shape)
+        spelt.append(part)
+        axis += not (part is None or part is Ellipsis)
+    return tuple(spelt)
 
 
-def _is_integer_scalar(part: Any) -> bool:
-    return getattr(part, "ndim", None) == 0 and np.issubdtype(part.dtype, np.integer)
+def _part(part: Any) -> Any:
+    """Returns one entry of an index as an int, a slice, an int32 array, a NumPy mask, or a mark."""
+    if part is None or part is Ellipsis or isinstance(part, slice):
+        return part
+    if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+        return int(part)
+    array: Any = np.asarray(part) if isinstance(part, (list, np.ndarray)) else part
+    if isinstance(array, np.ndarray) and array.size == 0:
+        array = array.astype(np.int32)
+    dtype = getattr(array, "dtype", np.dtype(object))
+    if jnp.issubdtype(dtype, jnp.integer):
+        plain = isinstance(array, np.ndarray) and array.ndim == 0
+        return int(array) if plain else array.astype(np.int32)
+    if jnp.issubdtype(dtype, jnp.bool_) and array.ndim and _compat.is_concrete(array):
+        return np.asarray(array)
+    raise TypeError(
+        message(
+            "QTensor.__getitem__",
+            "there is no such index.",
+            given=f"an index of type {type(part).__name__} and dtype {dtype}",
+            expected="integers, slices, None, ..., integer arrays, and masks of known values",
+            mend="index q.values and q.scale yourself, or q.dequantize()[index].",
+        )
+    )
 
 
-def index_for(parts: Sequence[Any], leaf: Sequence[int], full: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the index of a scale in step with that of its values.
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype == bool
 
-    Along an axis that shares one scale, an integer takes that scale and a slice keeps it.
+
+def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -> None:
+    if holds:
+        return
+    n = shape[axis]
+    what = f"a mask of shape {part.shape}" if _is_mask(part) else f"index {part}"
+    raise IndexError(
+        message(
+            "QTensor.__getitem__",
+            f"{what} is out of range for axis {axis}.",
+            given=f"shape {tuple(shape)}",
+            expected="a mask of the shape of the axes it stands for"
+            if _is_mask(part)
+            else f"an index in [{-n}, {n - 1}]",
+            mend="index within the shape.",
+        )
+    )
+
+
+def cut_axes(parts: Sequence[Any], groups: Groups) -> tuple[int, ...]:
+    """Returns the blocked axes that a slice of the index cuts not at the ends of blocks."""
+    cut = []
+    for axis, part in enumerate(
+        part for part in parts if part is not None and part is not Ellipsis
+    ):
+        n, b = groups.shape[axis], groups.sizes[axis]
+        if isinstance(part, slice) and 1 < b < n:
+            start, stop, step = part.indices(n)
+            if start % b or step != 1 or stop <= start:
+                cut.append(axis)
+    return tuple(cut)
+
+
+def index_for(parts: Sequence[Any], parameter: Any, groups: Groups) -> tuple[Any, ...]:
+    """Returns the index of a parameter in step with that of its values.
+
+    Along an axis that shares one entry, an integer takes that entry and a slice keeps it; along
+    blocks, an index finds its block.
     """
     index, axis = [], 0
     for part in parts:
-        if part is None:
-            index.append(None)
+        if part is None or part is Ellipsis:
+            index.append(part)
             continue
-        shared = leaf[axis] != full[axis]
-        if isinstance(part, (int, np.integer)) and not -full[axis] <= part < full[axis]:
-            raise IndexError(
-                message(
-                    "QTensor.__getitem__",
-                    f"index {part} is out of range for axis {axis}.",
-                    given=f"shape {tuple(full)}",
-                    expected=f"an index in [{-full[axis]}, {full[axis] - 1}]",
-                    mend="index within the shape.",
-                )
-            )
-        if shared and isinstance(part, slice):
-            part = slice(None)
-        elif shared:
-            part = 0
-        index.append(part)
+        n, m, b = groups.shape[axis], parameter.shape[axis], groups.sizes[axis]
+        own = m == n
         axis += 1
+        if isinstance(part, slice):
+            if m == 1:
+                index.append(slice(None))
+            elif own:
+                index.append(part)
+            else:
+                start, stop, _ = part.indices(n)
+                index.append(slice(start // b, -(-stop // b)))
+        elif isinstance(part, int):
+            index.append(0 if m == 1 else part % n // (1 if own else b))
+        elif m == 1:
+            index.append(np.zeros((1,) * part.ndim, np.int32) if part.ndim else 0)
+        elif own:
+            index.append(part)
+        else:
+            inside = jnp.clip(jnp.where(part < 0, part + n, part), 0, max(n - 1, 0))
+            index.append(inside // b)
     return tuple(index)
+
+
+def blocks_after(parts: Sequence[Any], groups: Groups) -> dict[int, int]:
+    """Returns the block size along each axis of an indexed array that a slice has kept blocked."""
+    plain = (type(None), type(Ellipsis), slice)
+    advanced = [i for i, part in enumerate(parts) if not isinstance(part, plain)]
+    arrays = [part for part in parts if getattr(part, "ndim", 0) > 0]
+    rank = len(np.broadcast_shapes(*(part.shape for part in arrays))) if arrays else 0
+    together = not advanced or advanced[-1] - advanced[0] + 1 == len(advanced)
+    at, axis, sizes = (0 if together else rank), 0, {}
+    for i, part in enumerate(parts):
+        if together and advanced and i == advanced[0]:
+            at += rank
+        if isinstance(part, slice):
+            sizes[at] = groups.sizes[axis]
+        at += part is None or isinstance(part, slice)
+        axis += part is not None and part is not Ellipsis
+    return sizes
+
+
+def repeated(parameter: Any, axis: int, places: np.ndarray) -> Any:
+    """Returns a parameter with the entries of its blocks at `places` along an axis."""
+    if isinstance(parameter, jax.Array):
+        return jnp.take(parameter, places, axis=axis, mode="clip")
+    return parameter.take(places, axis)
 
 
 def axis_groups(
@@ -111,23 +207,62 @@ def axis_groups(
     return groups
 
 
-def reshaped(leaf: Sequence[int], old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of a scale after its values went from shape `old` to shape `new`."""
-    shape = [1] * len(new)
+def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
+    """Returns which elements share a scale after their array was reshaped.
+
+    Axes that merge or split are read as one run of elements, the last axis the fastest: a scale can
+    follow where it is constant on blocks of that run.
+    """
+    old, sizes = groups.shape, groups.sizes
+    after = [1] * len(new)
     for sources, targets in axis_groups(old, new):
-        if all(leaf[i] == 1 for i in sources):
+        if len(sources) == len(targets) == 1:
+            after[targets[0]] = sizes[sources[0]]
             continue
-        if any(leaf[i] != old[i] for i in sources):
+        run = _run(tuple((old[i], sizes[i]) for i in sources))
+        if all(sizes[i] == old[i] for i in sources):
+            spread = [new[j] for j in targets]
+        else:
+            spread = None if run is None else _spread(run, tuple(new[j] for j in targets))
+        if spread is None:
             raise ValueError(
                 message(
                     "QTensor.reshape",
                     f"the scale cannot follow: axes {sources} become {targets}, and only some of "
                     "them have their own scale.",
-                    given=f"shape {tuple(old)}, scale {tuple(leaf)}, new shape {tuple(new)}",
-                    expected="axes that merge or split to be scaled alike",
+                    given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
+                    expected="axes that merge or split to be scaled alike, or in blocks that stay "
+                    "whole",
                     mend="reshape before quantizing, or quantize with a coarser granularity.",
                 )
             )
-        for j in targets:
-            shape[j] = new[j]
-    return tuple(shape)
+        for j, size in zip(targets, spread, strict=True):
+            after[j] = size
+    return Groups(tuple(new), tuple(after))
+
+
+def _run(axes: Sequence[tuple[int, int]]) -> int | None:
+    """The length of the runs on which a scale over (size, block) axes is constant, if it is on
+    equal ones.
+    """
+    run, whole = 1, True
+    for n, b in reversed(axes):
+        if whole:
+            if b == 0 or n % b:
+                return None
+            run, whole = run * b, b == n
+        elif b != 1:
+            return None
+    return run
+
+
+def _spread(run: int, shape: Sequence[int]) -> list[int] | None:
+    """Block sizes of axes of `shape` whose product is a run, the last axes first."""
+    sizes = []
+    for n in reversed(shape):
+        size = math.gcd(n, run)
+        if size != min(n, run):
+            return None
+        sizes.append(size)
+        run //= size
+    return sizes[::-1]

@@ -115,7 +115,8 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
       A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`.
 
     Raises:
-      ValueError: `stats` has not the entries of the plan, or some were never observed.
+      ValueError: `stats` has not the entries of the plan, some were never observed, or NaN values
+        were. (Under jit, where this cannot be seen, such scales come out as NaN.)
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -139,6 +140,22 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
                 given=f"a count of 0 for {', '.join(unseen[:4])}",
                 expected="at least one observation of every static activation",
                 mend="calibrate on more batches, or quantize them with dynamic=True.",
+            )
+        )
+    nans = {key: spec.calibrator.nans(stats[key]) for key, spec in specs.items()}
+    spoilt = {
+        key: int(jnp.sum(n))
+        for key, n in nans.items()
+        if _compat.is_concrete(n) and bool(jnp.any(n > 0))
+    }
+    if spoilt:
+        raise ValueError(
+            message(
+                "affines",
+                "NaN values were observed.",
+                given=", ".join(f"{n} at {key}" for key, n in list(spoilt.items())[:4]),
+                expected="batches whose activations are numbers",
+                mend="leave those batches out, or find where the NaN arises.",
             )
         )
     return {key: spec.calibrator.affine(stats[key], spec) for key, spec in specs.items()}

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _compat
 from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
+from ..numerics import name_of_qtype
 from ..policy import Policy
-from ..tensor import QTensor, fake_quantize_as
+from ..tensor import QTensor
 from ._interpret import Records, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Operand, Plan, Site, Weight
@@ -36,7 +36,8 @@ class _Integers:
         ]
         result = CONTRACTIONS[site.op].apply(eqn, *quantized)
         if site.output is not None:
-            result = fake_quantize_as(result, site.output, self.affines.get(site.output_key))
+            affine = self.affines.get(site.output_key)
+            result = QTensor.quantize(result, site.output, affine).dequantize()
         return result, {}
 
     def _quantized(self, operand: Operand, x: Any) -> Any:
@@ -143,9 +144,7 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight | None) -> Non
     else:
         scale = weight.spec.granularity.scale_shape(leaf.shape)
         zero = "without" if weight.spec.symmetric else "with"
-        expected = (
-            f"{jnp.dtype(weight.spec.qtype).name} with scale {list(scale)}, {zero} zero point"
-        )
+        expected = f"{name_of_qtype(weight.spec.qtype)} with scale {list(scale)}, {zero} zero point"
         fits = (
             leaf.qtype == weight.spec.qtype
             and leaf.scale.shape == scale

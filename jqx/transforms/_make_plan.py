@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from .._checks import check_instance, require_that
 from .._errors import message
+from ..contractions import can_leave_sum
 from ..policy import Policy, Rule
-from ..tensor import QSpec
+from ..tensor import QSpec, groups_of
 from ._find import Found, find
 from ._origin import Origin, close_over_merges
 from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
@@ -90,8 +91,8 @@ def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
 def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan:
     """Plans a traced call."""
     found = contractions(function, call)
-    ranks = {
-        path: len(leaf.shape)
+    shapes_of = {
+        path: tuple(leaf.shape)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
         if path is not None
     }
@@ -118,7 +119,7 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
     return Plan(
         sites=tuple(site for site, _ in sites),
         skipped=tuple(skipped),
-        weights=_weights(function, sites, ranks),
+        weights=_weights(function, sites, shapes_of),
         params=params,
         signature=signature_of(call, found),
     )
@@ -167,13 +168,13 @@ def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site
         spec = rule.activation
         if spec is not None:
             where = f"{side} of {item.op} at path {item.path!r}, rule {place}"
-            spec = _resolve_activation(function, spec, atom.aval.ndim, axes, where)
+            spec = _resolve_activation(function, spec, atom.aval.shape, axes, where)
         operands.append(Operand("activation", spec, key))
     output = rule.output
     if output is not None:
-        rank = item.eqn.outvars[0].aval.ndim
+        shape = item.eqn.outvars[0].aval.shape
         where = f"output of {item.op} at path {item.path!r}, rule {place}"
-        output = _resolve_activation(function, output, rank, tuple(range(rank)), where)
+        output = _resolve_activation(function, output, shape, range(len(shape)), where)
     return Site(
         address=item.address,
         path=item.path,
@@ -189,7 +190,7 @@ def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site
 
 
 def _resolve_activation(
-    function: str, spec: QSpec, rank: int, kept: tuple[int, ...], where: str
+    function: str, spec: QSpec, shape: tuple[int, ...], kept: Sequence[int], where: str
 ) -> QSpec:
     require_that(
         spec.dynamic or not spec.granularity.is_relative,
@@ -200,24 +201,31 @@ def _resolve_activation(
         expected="per_tensor() where static, or dynamic=True",
         mend="pass dynamic=True, or granularity=jqx.per_tensor().",
     )
-    resolved = spec.resolve(rank, kept)
-    _check_kept(function, resolved, rank, kept, where)
+    resolved = spec.resolve(len(shape), kept)
+    _check_kept(function, resolved, shape, kept, where)
     return resolved
 
 
 def _check_kept(
-    function: str, spec: QSpec, rank: int, kept: Sequence[int] | frozenset[int], where: str
+    function: str,
+    spec: QSpec,
+    shape: tuple[int, ...],
+    kept: Sequence[int] | frozenset[int],
+    where: str,
 ) -> None:
-    """Raises where a scale varies along an axis that the contraction sums over."""
-    varying = [i for i, n in enumerate(spec.granularity.scale_shape((2,) * rank)) if n != 1]
+    """Raises where each element that the contraction sums over has a scale of its own."""
+    try:
+        groups = groups_of(function, spec, shape)
+    except ValueError as error:
+        raise ValueError(f"{error}\n  at:       {where}") from None
     require_that(
-        set(varying) <= set(kept),
+        can_leave_sum(groups, set(range(len(shape))) - set(kept)),
         error=ValueError,
         function=function,
         problem=f"the scale varies along a contracted axis ({where}).",
         given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
-        expected="a scale that is shared along every contracted axis",
-        mend="use per_channel(), which finds the axes that are kept, or name those.",
+        expected="a scale that is shared along every contracted axis, or in blocks",
+        mend="use per_channel() or per_group(size), which find those axes, or name them.",
     )
 
 
@@ -242,7 +250,7 @@ def _check_used(function: str, policy: Policy, used: set[int], found: list[Found
 
 
 def _weights(
-    function: str, sites: list[tuple[Site, Found]], ranks: dict[str, int]
+    function: str, sites: list[tuple[Site, Found]], shapes_of: dict[str, tuple[int, ...]]
 ) -> tuple[Weight, ...]:
     """Resolves the spec of every weight in its own axes; sites that share one must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
@@ -267,15 +275,16 @@ def _weights(
             )
             counts[path] += 1
             merged.setdefault(path, set()).update(origin.merged)
-            here = origin.kept(dims, ranks[path])
+            here = origin.kept(dims, len(shapes_of[path]))
             kept[path] = kept.get(path, here) & here
     weights = []
     for path, (spec, place) in specs.items():
         if spec is None:
             continue
         axes = close_over_merges(kept[path], merged[path])
-        resolved = spec.resolve(ranks[path], sorted(axes))
-        _check_kept(function, resolved, ranks[path], axes, f"weight {path!r}, rule {place}")
+        resolved = spec.resolve(len(shapes_of[path]), sorted(axes))
+        where = f"weight {path!r}, rule {place}"
+        _check_kept(function, resolved, shapes_of[path], axes, where)
         weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
     return tuple(weights)
 

@@ -46,7 +46,7 @@ def quantize_params(
       >>> params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
       >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(params, jnp.ones((1, 4)))
       >>> jqx.quantize_params(params, plan)["w"]
-      QTensor(int8[4, 3], scale [1, 3], dtype=float32)
+      QTensor(int8[4, 3] per_axis(1), scale float32[1, 3], dtype=float32, 24 bytes)
     """
     check_instance(
         "quantize_params", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args)."

@@ -1,6 +1,7 @@
 """`simulate`: the quantized function in floating point, differentiable."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._checks import require_that
 from .._compat import Eqn
 from ..calibrators import Affine
+from ..gradients import Surrogate
 from ..policy import Policy
-from ..tensor import fake_quantize_as
+from ..tensor import QSpec, fake_quantize_as
 from ._interpret import Records, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Plan, Site
@@ -22,17 +25,29 @@ from ._trace import check_function, is_quantized, trace_call
 class _FakeQuantize:
     plan: Plan
     affines: Mapping[str, Affine]
+    key: jax.Array | None
+
+    def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
+        """Rounds to the grid of a spec, with random numbers of its own for each name."""
+        key = None
+        if (
+            isinstance(spec.gradient, Surrogate)
+            and spec.gradient.needs_key
+            and self.key is not None
+        ):
+            key = jax.random.fold_in(self.key, zlib.crc32(name.encode()))
+        return fake_quantize_as(jnp.asarray(x), spec, self.affines.get(name), key)
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         rounded = [
             x  # a weight was rounded before its first use
             if operand.role == "weight" or operand.spec is None
-            else fake_quantize_as(jnp.asarray(x), operand.spec, self.affines.get(operand.key))
+            else self.round(x, operand.spec, operand.key)
             for operand, x in zip(site.operands, operands, strict=True)
         ]
         (result,) = _compat.bind(eqn, rounded)
         if site.output is not None:
-            result = fake_quantize_as(result, site.output, self.affines.get(site.output_key))
+            result = self.round(result, site.output, site.output_key)
         return result, {}
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
@@ -40,7 +55,11 @@ class _FakeQuantize:
 
 
 def simulate(
-    f: Callable[..., Any], plan: Plan | Policy, affines: Mapping[str, Affine] | None = None
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    affines: Mapping[str, Affine] | None = None,
+    *,
+    key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Returns `f` with its quantization simulated in floating point, for training and evaluation.
 
@@ -52,6 +71,7 @@ def simulate(
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`; `None` takes every scale from the values at hand. Weights
         take theirs from the values at hand too, unless `affines` has an entry `<path>:weight`.
+      key: random key, for specs whose gradient estimator draws numbers; a new one for each step.
 
     Returns:
       A function of the arguments of `f` with its result. QTensors among the arguments are
@@ -59,7 +79,8 @@ def simulate(
 
     Raises:
       TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function, or `affines` does not fit it.
+      ValueError: the plan was made for another function, `affines` does not fit it, or `key` is
+        missing or has no use.
 
     Gradient: with respect to all float arguments, and to given scales; scales from the values at
       hand count as constants.
@@ -82,16 +103,38 @@ def simulate(
         call = trace_call("simulate", f, params, args, kwargs)
         known = as_plan("simulate", plan, call, params)
         known.check_affines("simulate", affines)
-        given = affines or {}
+        _check_key_is_used(known, key)
+        rules = _FakeQuantize(known, affines or {}, key)
         leaves = []
         for leaf, path in zip(call.leaves, call.paths, strict=True):
             weight = known.weight_at(path)
             if is_quantized(leaf):
                 leaf = leaf.dequantize()
             elif weight is not None:
-                leaf = fake_quantize_as(jnp.asarray(leaf), weight.spec, given.get(weight.key))
+                leaf = rules.round(leaf, weight.spec, weight.key)
             leaves.append(leaf)
-        out, _ = interpret(call.jaxpr, call.consts, leaves, _FakeQuantize(known, given))
+        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
         return jax.tree.unflatten(call.out_tree, out)
 
     return simulated
+
+
+def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
+    specs = [weight.spec for weight in plan.weights]
+    for site in plan.sites:
+        specs += [operand.spec for operand in site.operands if operand.role == "activation"]
+        specs.append(site.output)
+    drawing = [
+        spec
+        for spec in specs
+        if spec is not None and isinstance(spec.gradient, Surrogate) and spec.gradient.needs_key
+    ]
+    require_that(
+        key is None or drawing,
+        error=ValueError,
+        function="simulate",
+        problem="`key` has no use.",
+        given="a key, and no spec whose gradient estimator draws random numbers",
+        expected="key=None",
+        mend="drop key, or use an estimator such as jqx.gradients.stochastic.",
+    )

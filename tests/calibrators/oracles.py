@@ -3,11 +3,16 @@
 XLA on CPU flushes subnormals, NumPy does not: values are drawn so that no scale is one.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+
+import jqx
 
 from ..numerics.oracles import code_range
 
@@ -50,3 +55,49 @@ def affine(
         zero = np.clip(np.where(np.isnan(offset), 0, offset), q_low, q_high)
     assert scale.dtype == offset.dtype == np.float32
     return scale, zero.astype(np.int64)
+
+
+SHAPE = (7, 6)
+BLOCKED = [
+    (jqx.per_tensor(), (7, 6)),
+    (jqx.per_axis(1), (7, 1)),
+    (jqx.per_axis(0, 1), (1, 1)),
+    (jqx.per_block({0: 3, 1: 1}, tail=True), (3, 1)),
+    (jqx.per_block({0: 4, 1: 4}, tail=True), (4, 4)),
+    (jqx.per_block({-1: 2}), (7, 2)),
+]
+"""Granularities of an array of `SHAPE`, and the sizes of their blocks."""
+
+
+def blocks(x: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """The place of each block in the scale, and its elements; the last ones may be smaller."""
+    counts = [max(1, -(-n // b)) for n, b in zip(x.shape, sizes, strict=True)]
+    for place in itertools.product(*map(range, counts)):
+        cut = tuple(slice(i * b, (i + 1) * b) for i, b in zip(place, sizes, strict=True))
+        yield place, x[cut]
+
+
+def dequantized(x: np.ndarray, low: Any, high: Any, qtype: Any, symmetric: bool) -> np.ndarray:
+    """What quantizing to the grid of a range gives back, in float64; scales as in `affine`."""
+    name = jqx.numerics.name_of_qtype(qtype)
+    if name == "nf4" or name.startswith("float8"):
+        largest = np.maximum(np.abs(low), np.abs(high)).astype(np.float32)
+        top = {"nf4": 1, "float8_e4m3fn": 448}[name]
+        scale = np.float64(largest / np.float32(top)) if largest > 0 else 1.0
+        return np.float64(_numbers(name, x / np.float32(scale))) * scale
+    scale, zero = affine(np.float32(low), np.float32(high), qtype, symmetric)
+    zero = 0 if zero is None else zero
+    codes = np.clip(np.rint(x / scale) + zero, *code_range(qtype))
+    return (codes - zero).astype(np.float64) * np.float64(scale)
+
+
+def _numbers(name: str, y: np.ndarray) -> np.ndarray:
+    if name == "nf4":
+        table = np.float32(jqx.numerics.nf4.entries)
+        return table[np.argmin(np.abs(y[..., None] - table), axis=-1)]
+    return np.clip(y, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def range_of(affine: Any, qtype: Any) -> float:
+    """The largest magnitude that a symmetric scale covers."""
+    return float(jnp.squeeze(affine.scale)) * jqx.numerics.format_of(qtype).high

@@ -69,6 +69,7 @@ def test_the_empty_statistics_are_of_magnitude_zero():
     stats = absmax.empty((1, 3))
     assert_floats(stats.largest, np.zeros((1, 3)), np.float32)
     assert stats.observed == 0
+    assert_floats(stats.nans, np.zeros((1, 3)), np.int32)
 
 
 def test_a_scalar_is_observed_as_any_array_is():

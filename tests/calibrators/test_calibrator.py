@@ -1,6 +1,8 @@
 """What every calibrator must keep to: statistics are a monoid, however the values are split."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,33 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import calibrators
-from jqx.calibrators import Affine
+from jqx.calibrators import Affine, Calibrator
+from jqx.numerics import mxfp4, nf4
 
+from ..ops.refusals import assert_refused
 from .oracles import ordinary_floats
 
-law = settings(max_examples=25, deadline=None)
+law = settings(max_examples=8, deadline=None)
 
 SHAPE = (6, 4)
 PER_COLUMN = jqx.per_axis(1)
-every_calibrator = pytest.mark.parametrize(
-    "calibrator", [calibrators.absmax, calibrators.minmax], ids=str
-)
+FIXED, RMS = calibrators.fixed(-2.0, 3.0), calibrators.rms(3.0)
+OF_A_HISTOGRAM = [
+    calibrators.Percentile(90),
+    calibrators.Mse(10, 0.3),
+    calibrators.Entropy(64, 4),
+    calibrators.Hqo(3),
+]
+EVERY = [
+    calibrators.absmax,
+    calibrators.minmax,
+    FIXED,
+    RMS,
+    *OF_A_HISTOGRAM,
+    calibrators.Delayed(3, 1),
+]
+SEARCHING = OF_A_HISTOGRAM[1:]
+every_calibrator = pytest.mark.parametrize("calibrator", EVERY, ids=str)
 
 values = hnp.arrays(
     np.float32,
@@ -32,7 +50,9 @@ values = hnp.arrays(
         st.sampled_from(np.float32([0, -0.0, np.inf, -np.inf, np.nan]).tolist()),
     ),
 )
-granularities = st.sampled_from([jqx.per_tensor(), jqx.per_axis(1), jqx.per_axis(0, 1)])
+granularities = st.sampled_from(
+    [jqx.per_tensor(), jqx.per_axis(1), jqx.per_block({0: 4, 1: 1}, tail=True)]
+)
 
 
 @functools.cache
@@ -50,17 +70,34 @@ def decide(stats, spec):
     return spec.calibrator.affine(stats, spec)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def fit(x, spec):
+    return spec.calibrator.fit(x, spec)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def merge(calibrator, a, b):
     return calibrator.merge(a, b)
 
 
-def assert_same(a, b):
-    """Compares pytrees bit by bit; NaN equals NaN, and -0.0 equals 0.0."""
+def assert_same(a, b, rtol=0.0):
+    """Compares pytrees bit by bit; NaN equals NaN, and -0.0 equals 0.0. `rtol` is for floats."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if rtol and jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol)
+        else:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+
+
+def tolerance(calibrator):
+    """Sums of floats alone depend on their order: four roundings of 2**-24 each."""
+    return 2.0**-21 if calibrator == RMS else 0.0
+
+
+def part(tree, i):
+    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
 @every_calibrator
@@ -71,7 +108,7 @@ def test_statistics_are_a_commutative_monoid(calibrator, x, y, z, granularity):
     a, b, c = (observe(v, spec) for v in (x, y, z))
     empty = calibrator.empty(granularity.scale_shape(SHAPE))
     plus = functools.partial(merge, calibrator)
-    assert_same(plus(a, plus(b, c)), plus(plus(a, b), c))
+    assert_same(plus(a, plus(b, c)), plus(plus(a, b), c), tolerance(calibrator))
     assert_same(plus(a, b), plus(b, a))
     assert_same(plus(a, empty), a)
     assert_same(plus(empty, a), a)
@@ -80,12 +117,14 @@ def test_statistics_are_a_commutative_monoid(calibrator, x, y, z, granularity):
 
 @every_calibrator
 @law
-@given(x=values, cut=st.sampled_from([0, 1, 3, 6]), granularity=st.sampled_from([(), (1,)]))
-def test_merged_shards_decide_as_one_pass_does(calibrator, x, cut, granularity):
-    """A shard may be empty: its statistics change nothing."""
-    spec = spec_of(calibrator, jqx.per_axis(*granularity) if granularity else jqx.per_tensor())
+@given(x=values, cut=st.sampled_from([0, 1, 3, 6]))
+def test_merged_shards_are_one_pass(calibrator, x, cut):
+    """Bit by bit, the count of arrays apart. A shard may be empty: it changes nothing."""
+    spec = spec_of(calibrator)
     stats = merge(calibrator, observe(x[:cut], spec), observe(x[cut:], spec))
-    assert_same(decide(stats, spec), decide(observe(x, spec), spec))
+    whole = observe(x, spec)
+    assert calibrator.observed(stats) == (2 if 0 < cut < 6 else 1)
+    assert_same(stats._replace(observed=whole.observed), whole, tolerance(calibrator))
 
 
 @every_calibrator
@@ -96,9 +135,10 @@ def test_the_order_and_grouping_of_devices_changes_nothing(calibrator):
     plus = functools.partial(merge, calibrator)
     a, b, c, d, e = stats
     total = functools.reduce(plus, stats)
-    assert_same(plus(plus(e, b), plus(c, plus(a, d))), total)
+    assert_same(plus(plus(e, b), plus(c, plus(a, d))), total, tolerance(calibrator))
     assert calibrator.observed(total) == 5
-    assert_same(decide(total, spec), decide(observe(np.concatenate(shards), spec), spec))
+    whole = decide(observe(np.concatenate(shards), spec), spec)
+    assert_same(decide(total, spec), whole, tolerance(calibrator))
 
 
 @every_calibrator
@@ -106,33 +146,75 @@ def test_statistics_are_carried_by_scan_and_mapped_by_vmap(calibrator):
     """A carry keeps its dtypes, weak ones included: scan refuses it otherwise."""
     spec, rng = spec_of(calibrator), np.random.default_rng(1)
     batches = rng.normal(size=(3, *SHAPE)).astype(np.float32)
-    eager = [calibrator.observe(x, spec) for x in batches]
+    eager = [observe(x, spec) for x in batches]
     expected = functools.reduce(calibrator.merge, eager)
 
     def step(stats, x):
         return calibrator.merge(stats, calibrator.observe(x, spec)), None
 
     empty = calibrator.empty((1, 4))
-    assert_same(jax.jit(lambda xs: jax.lax.scan(step, empty, xs)[0])(batches), expected)
+    rtol = tolerance(calibrator)
+    assert_same(jax.jit(lambda xs: jax.lax.scan(step, empty, xs)[0])(batches), expected, rtol)
 
-    @jax.jit
-    def mapped_then_merged(xs):
-        stats = jax.vmap(lambda x: calibrator.observe(x, spec))(xs)
-        parts = [jax.tree.map(lambda leaf, i=i: leaf[i], stats) for i in range(3)]
-        return functools.reduce(calibrator.merge, parts)
-
-    assert_same(mapped_then_merged(batches), expected)
-    mapped = jax.vmap(lambda x: calibrator.affine(calibrator.observe(x, spec), spec))(batches)
+    mapped = jax.jit(jax.vmap(lambda x: calibrator.observe(x, spec)))(batches)
+    merged = functools.reduce(calibrator.merge, [part(mapped, i) for i in range(3)])
+    assert_same(merged, expected, rtol)
+    # A search sums errors, in an order that is XLA's; a tie may fall to the next candidate.
+    rtol = 0.1 if calibrator in SEARCHING else rtol
+    affines = jax.jit(jax.vmap(lambda stats: calibrator.affine(stats, spec)))(mapped)
     for i, stats in enumerate(eager):
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], mapped)
-        assert_same(one, calibrator.affine(stats, spec))
+        found, alone = part(affines, i), decide(stats, spec)
+        assert_same(found._replace(zero_point=alone.zero_point), alone, rtol)
+        assert np.abs(np.int32(found.zero_point) - np.int32(alone.zero_point)).max() <= rtol * 256
+
+
+@every_calibrator
+def test_statistics_are_gathered_over_a_mapped_axis(calibrator):
+    """As devices do: gather all statistics, and fold them with `merge`."""
+    spec, rng = spec_of(calibrator), np.random.default_rng(5)
+    shards = rng.normal(size=(4, *SHAPE)).astype(np.float32)
+
+    def on_a_device(x):
+        all_stats = jax.lax.all_gather(calibrator.observe(x, spec), "devices")
+        return functools.reduce(calibrator.merge, [part(all_stats, i) for i in range(4)])
+
+    gathered = jax.jit(jax.vmap(on_a_device, axis_name="devices"))(shards)
+    expected = functools.reduce(calibrator.merge, [observe(x, spec) for x in shards])
+    for i in range(4):
+        assert_same(part(gathered, i), expected, tolerance(calibrator))
+
+
+def test_statistics_are_gathered_inside_shard_map():
+    spec = jqx.QSpec(jnp.int8, calibrator=calibrators.percentile)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.PartitionSpec()
+
+    def on_a_device(x):
+        stats = calibrators.percentile.observe(x, spec)
+        return stats._replace(
+            counts=jax.lax.psum(stats.counts, "data"),
+            low=jax.lax.pmin(stats.low, "data"),
+            high=jax.lax.pmax(stats.high, "data"),
+            nans=jax.lax.psum(stats.nans, "data"),
+            observed=jax.lax.psum(stats.observed, "data"),
+        )
+
+    rows = jax.sharding.PartitionSpec("data")
+    over_devices = jax.shard_map(on_a_device, mesh=mesh, in_specs=rows, out_specs=everywhere)
+    x = jnp.arange(24.0).reshape(SHAPE)
+    assert_same(jax.jit(over_devices)(x), observe(x, spec))
 
 
 @every_calibrator
 def test_statistics_say_how_many_arrays_they_saw(calibrator):
+    """A fixed range needs none, and says 1."""
     spec = spec_of(calibrator)
     empty, one = calibrator.empty((1, 4)), observe(jnp.ones(SHAPE), spec)
-    for stats, count in [(empty, 0), (one, 1), (calibrator.merge(one, one), 2)]:
+    for stats, count in [
+        (empty, int(calibrator == FIXED)),
+        (one, 1),
+        (merge(calibrator, one, one), 2),
+    ]:
         observed = calibrator.observed(stats)
         assert (observed.shape, observed.dtype) == ((), jnp.int32)
         assert observed == count
@@ -145,80 +227,194 @@ def test_statistics_and_scales_are_float32_whatever_is_observed(calibrator, dtyp
     stats = observe(jnp.full(SHAPE, 1.5, dtype), spec)
     exact = observe(jnp.full(SHAPE, 1.5), spec)
     assert_same(stats, exact)
-    scale, zero_point = decide(stats, spec)
-    assert (scale.dtype, zero_point.dtype) == (jnp.float32, jnp.uint8)
-    assert scale.shape == zero_point.shape == (1, 4)
+    for found in (decide(stats, spec), fit(jnp.full(SHAPE, 1.5, dtype), spec)):
+        assert (found.scale.dtype, found.zero_point.dtype) == (jnp.float32, jnp.uint8)
+        assert found.scale.shape == found.zero_point.shape == (1, 4)
+
+
+@every_calibrator
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_statistics_keep_their_dtypes_where_64_bits_are_enabled(calibrator, dtype):
+    """A sum of int32 is int64 there, as in NumPy; statistics are a carry, and must not widen."""
+    with jax.enable_x64(True):
+        spec = spec_of(calibrator)
+        stats = calibrator.observe(jnp.ones(SHAPE, dtype), spec)
+        empty = calibrator.empty((1, 4))
+        assert [leaf.dtype for leaf in stats] == [leaf.dtype for leaf in empty]
+        for found in (calibrator.affine(stats, spec), calibrator.fit(jnp.ones(SHAPE, dtype), spec)):
+            assert (found.scale.dtype, found.zero_point.dtype) == (jnp.float32, jnp.uint8)
 
 
 @every_calibrator
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_no_values_and_all_zeros_give_a_finite_scale(calibrator, symmetric):
     """And the values, all of them zero, come back as zeros."""
-    spec = jqx.QSpec(jnp.int8, jqx.per_axis(1), symmetric, calibrator)
-    zeros = observe(jnp.zeros(SHAPE), spec)
-    none = observe(jnp.zeros((0, 4)), spec)
-    for stats in (calibrator.empty((1, 4)), none, zeros, merge(calibrator, none, zeros)):
-        scale, _ = decide(stats, spec)
-        np.testing.assert_array_equal(scale, np.ones((1, 4)))
+    spec = jqx.QSpec(jnp.int8, PER_COLUMN, symmetric, calibrator)
+    zeros, none = observe(jnp.zeros(SHAPE), spec), observe(jnp.zeros((0, 4)), spec)
+    found = [decide(stats, spec) for stats in (calibrator.empty((1, 4)), none, zeros)]
+    found += [fit(jnp.zeros(SHAPE), spec), fit(jnp.zeros((0, 4)), spec)]
+    for scale, _ in found:
+        expected = np.asarray(found[0].scale) if calibrator == FIXED else np.ones((1, 4))
+        np.testing.assert_array_equal(scale, expected)
+        assert np.isfinite(scale).all()
     q = jqx.QTensor.quantize(jnp.zeros(SHAPE), spec)
     np.testing.assert_array_equal(q.dequantize(), np.zeros(SHAPE))
 
 
 @every_calibrator
 @law
-@given(x=values, qtype=st.sampled_from(["int4", "int8", "uint8"]))
-def test_zero_is_on_the_grid_of_every_finite_scale(calibrator, x, qtype):
+@given(x=values)
+def test_zero_is_on_the_grid_of_every_finite_scale(calibrator, x):
     x = np.nan_to_num(x, nan=1, posinf=2, neginf=-3)
-    spec = jqx.QSpec(qtype, jqx.per_axis(1), symmetric=False, calibrator=calibrator)
-    affine = decide(observe(x, spec), spec)
-    zeros = jqx.QTensor.quantize(jnp.zeros(SHAPE), spec, affine).dequantize()
-    np.testing.assert_array_equal(zeros, np.zeros(SHAPE))
+    spec = spec_of(calibrator)
+    for affine in (decide(observe(x, spec), spec), fit(x, spec)):
+        zeros = jqx.QTensor.quantize(jnp.zeros(SHAPE), spec, affine).dequantize()
+        np.testing.assert_array_equal(zeros, np.zeros(SHAPE))
 
 
 @every_calibrator
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spoils_its_own_scale_alone(calibrator, poison):
+    """NaN makes the scale NaN; an infinity makes it infinite where it is not clipped."""
     spec, rng = spec_of(calibrator), np.random.default_rng(2)
     x = rng.normal(size=SHAPE).astype(np.float32)
-    clean = decide(observe(x, spec), spec)
+    clean, clean_fit = decide(observe(x, spec), spec), fit(x, spec)
     x[3, 2] = poison
-    scale, zero_point = decide(observe(x, spec), spec)
+    stats = observe(x, spec)
+    np.testing.assert_array_equal(calibrator.nans(stats), [[0, 0, int(np.isnan(poison)), 0]])
+    later = merge(calibrator, stats, observe(np.zeros_like(x), spec))
     others = [0, 1, 3]
-    assert not np.isfinite(scale[0, 2])
-    np.testing.assert_array_equal(scale[:, others], clean.scale[:, others])
-    np.testing.assert_array_equal(zero_point[:, others], clean.zero_point[:, others])
-    stats = merge(calibrator, observe(x, spec), observe(np.zeros_like(x), spec))
-    assert not np.isfinite(decide(stats, spec).scale[0, 2]), "a later batch must not hide it"
+    for found, expected in [(decide(stats, spec), clean), (fit(x, spec), clean_fit)]:
+        np.testing.assert_array_equal(found.scale[:, others], expected.scale[:, others])
+        np.testing.assert_array_equal(found.zero_point[:, others], expected.zero_point[:, others])
+        assert _is_spoilt(calibrator, poison, found.scale[0, 2])
+    assert _is_spoilt(calibrator, poison, decide(later, spec).scale[0, 2]), "hidden by a batch"
+
+
+def _is_spoilt(calibrator, poison, scale):
+    if np.isnan(poison):
+        return np.isnan(scale)
+    return np.isfinite(scale) if calibrator == FIXED else np.isposinf(scale)
+
+
+@every_calibrator
+def test_every_format_and_granularity_has_finite_scales_under_jit(calibrator):
+    """Symmetric integers, floats, codebooks, and blocks whose scales are powers of two."""
+    x = np.random.default_rng(3).normal(size=(9, 3)).astype(np.float32)
+    blocks = jqx.per_block({0: 4, 1: 1}, tail=True)
+    small_mx = dataclasses.replace(mxfp4, size=4)
+    for qtype, granularity in [
+        (jnp.int4, blocks),
+        (jnp.float8_e4m3fn, jqx.per_axis(1)),
+        (nf4, blocks),
+        (small_mx, blocks),
+    ]:
+        spec = jqx.QSpec(qtype, granularity, calibrator=calibrator)
+        dtype = jnp.float8_e8m0fnu if qtype is small_mx else jnp.float32
+        for found in (fit(x, spec), decide(observe(x, spec), spec)):
+            assert found.zero_point is None
+            assert (found.scale.shape, found.scale.dtype) == (
+                granularity.scale_shape(x.shape),
+                dtype,
+            )
+            scale = np.float32(found.scale)
+            assert (np.isfinite(scale) & (scale > 0)).all()
+            real = jqx.QTensor.quantize(jnp.asarray(x), spec, found).dequantize()
+            assert np.abs(real - x).max() < 1.5, "the scale is of the order of the values"
+
+
+@every_calibrator
+def test_a_constant_stays_within_a_few_percent(calibrator):
+    """Whatever its sign and order of magnitude; a fixed range knows nothing of it."""
+    for c in (0.7, -3.0, 2.0**-30, 1e6):
+        if calibrator == FIXED:
+            continue
+        spec = spec_of(calibrator)
+        x = jnp.full(SHAPE, c)
+        for found in (fit(x, spec), decide(observe(x, spec), spec)):
+            q = jqx.QTensor.quantize(x, spec, found)
+            np.testing.assert_allclose(q.dequantize(), x, rtol=0.03)
 
 
 @every_calibrator
 def test_calibrators_are_values(calibrator):
     """Equal and hashable, so that a spec that holds one can key a compilation."""
-    again = type(calibrator)()
+    again = type(calibrator)(
+        **{f.name: getattr(calibrator, f.name) for f in dataclasses.fields(calibrator)}
+    )
     assert calibrator == again and hash(calibrator) == hash(again)
-    assert calibrators.absmax != calibrators.minmax
+    assert sum(calibrator == other for other in EVERY) == 1
+    assert len({str(other) for other in EVERY}) == len(EVERY)
 
 
-class Fixed:
-    """A calibrator of a user: the statistics are a count alone, the scale is always 0.5."""
+class WidestStats(NamedTuple):
+    """Statistics of `Widest`."""
+
+    widest: jax.Array
+    nans: jax.Array
+    observed: jax.Array
+
+
+class Widest(Calibrator):
+    """A calibrator of a user: one range for all scales, that of the widest."""
 
     def empty(self, shape):
-        return jnp.zeros((), jnp.int32)
+        zeros = jnp.zeros(tuple(shape), jnp.int32)
+        return WidestStats(jnp.zeros(()), zeros, jnp.zeros((), jnp.int32))
 
     def observe(self, x, spec):
-        return jnp.ones((), jnp.int32)
+        nans = spec.granularity.groups(x.shape).reduce(jnp.sum, jnp.isnan(x).astype(jnp.int32), 0)
+        return WidestStats(jnp.max(jnp.abs(x)), nans, jnp.int32(1))
 
     def merge(self, a, b):
-        return a + b
-
-    def observed(self, stats):
-        return stats
+        widest = jnp.maximum(a.widest, b.widest)
+        return WidestStats(widest, a.nans + b.nans, a.observed + b.observed)
 
     def affine(self, stats, spec):
-        return Affine(jnp.full((1, 1), 0.5))
+        return Affine(jnp.full(stats.nans.shape, stats.widest / 127))
 
 
 def test_a_calibrator_may_be_anyones():
-    q = jqx.QTensor.quantize(jnp.ones((2, 3)), jqx.QSpec(jnp.int8, calibrator=Fixed()))
-    np.testing.assert_array_equal(q.values, np.full((2, 3), 2))
-    np.testing.assert_array_equal(q.scale, [[0.5]])
+    x = jnp.array([[127.0, 2.0, 3.0], [-4.0, 5.0, 6.0]])
+    spec = jqx.QSpec(jnp.int8, jqx.per_axis(1), calibrator=Widest())
+    q = jqx.QTensor.quantize(x, spec)
+    np.testing.assert_array_equal(q.values, np.int8(x))
+    np.testing.assert_array_equal(q.scale, np.ones((1, 3)))
+
+
+@pytest.mark.parametrize("calibrator", [Widest(), *EVERY], ids=lambda c: type(c).__name__)
+def test_a_calibrator_serves_a_plan(calibrator):
+    def f(w, x):
+        return x @ w
+
+    spec = jqx.QSpec(jnp.int8, calibrator=calibrator)
+    w, x = jnp.eye(2), jnp.array([[1.0, -2.0]])
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(activation=spec)]))(w, x)
+    parts = [jqx.calibrate(f, plan)(w, x * c)[1] for c in (1.0, 0.5)]
+    found = jqx.affines(plan, jqx.merge_stats(plan, *parts))
+    assert found
+    for affine in found.values():
+        assert 0.001 < affine.scale[0, 0] < 0.1
+
+
+class Duck:
+    """Has the methods of a calibrator, and is none."""
+
+    empty = observe = merge = affine = fit = observed = nans = None
+
+
+@pytest.mark.parametrize("calibrator", [Duck(), Widest, "absmax", None])
+def test_what_is_no_calibrator_is_refused(calibrator):
+    facts = ("calibrator", "jqx.calibrators.absmax")
+    assert_refused(
+        lambda: jqx.QSpec(jnp.int8, calibrator=calibrator), (), TypeError, "QSpec", *facts
+    )
+
+
+def test_a_calibrator_without_a_method_cannot_be_made():
+    class Half(Calibrator):
+        def empty(self, shape):
+            return None
+
+    with pytest.raises(TypeError, match="observe"):
+        Half()

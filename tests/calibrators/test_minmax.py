@@ -79,6 +79,7 @@ def test_the_empty_statistics_are_an_empty_range():
     assert_floats(stats.low, np.full((1, 3), np.inf), np.float32)
     assert_floats(stats.high, np.full((1, 3), -np.inf), np.float32)
     assert stats.observed == 0
+    assert_floats(stats.nans, np.zeros((1, 3)), np.int32)
 
 
 def test_it_prints_as_it_is_written():

@@ -31,12 +31,14 @@ class Inspecting:
     levels: int
     dtype: str
     shape: tuple[int, ...]
+    range_shape: tuple[int, ...]
 
     def bwd(self, x, low, high, levels, cotangent):
         assert levels == self.levels and isinstance(levels, int)
+        assert x.shape == cotangent.shape == self.shape
+        assert low.shape == high.shape == self.range_shape
         for array in (x, low, high, cotangent):
             assert array.dtype == jnp.dtype(self.dtype)
-            assert array.shape == self.shape
         ordered = jnp.where(low <= high, cotangent, jnp.nan * cotangent)
         return ordered, jnp.zeros_like(x), jnp.zeros_like(x)
 
@@ -106,19 +108,21 @@ def test_an_inverted_input_range_hands_the_estimator_ordered_limits(inverted):
     "dtype, wide", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")]
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_an_estimator_sees_full_shapes_ordered_limits_and_the_computing_dtype(dtype, wide, sign):
+def test_an_estimator_sees_limits_with_kept_dims_in_order_and_the_computing_dtype(
+    dtype, wide, sign
+):
     dtype = jnp.dtype(dtype)
     x = np.linspace(-2, 2, 12).reshape(3, 4).astype(dtype)
     scale = (sign * np.array([0.1, 0.2, 0.3])).astype(dtype)
 
     def affine(x):
-        gradient = Inspecting(16, wide, (3, 4))
+        gradient = Inspecting(16, wide, (3, 4), (3, 1))
         y = jqx.quantize_dequantize(x, scale, qtype=jnp.uint4, axes=0, gradient=gradient)
         return y.astype(jnp.float32).sum()
 
     def limits(x):
         il, ih = (np.full(4, v, dtype) for v in (-sign, sign))
-        gradient = Inspecting(7, wide, (3, 4))
+        gradient = Inspecting(7, wide, (3, 4), (1, 4))
         y = jqx.fake_quantize(x, il, ih, -1.0, 1.0, levels=7, gradient=gradient)
         return y.astype(jnp.float32).sum()
 
@@ -130,7 +134,7 @@ def test_an_estimator_sees_full_shapes_ordered_limits_and_the_computing_dtype(dt
 
 def test_an_estimator_is_not_consulted_forward():
     x = np.linspace(-9, 9, 50, dtype=np.float32)
-    for gradient in (Weighted(9, 9, 9), Inspecting(0, "float64", ())):
+    for gradient in (Weighted(9, 9, 9), Inspecting(0, "float64", (), ())):
         y = jqx.quantize_dequantize(x, 0.1, qtype=jnp.int8, gradient=gradient)
         np.testing.assert_array_equal(y, jqx.quantize_dequantize(x, 0.1, qtype=jnp.int8))
         y = jqx.fake_quantize(x, -1.0, 1.0, -1.0, 1.0, levels=8, gradient=gradient)
@@ -153,6 +157,42 @@ def test_a_custom_estimator_works_under_vmap():
         lambda x: jqx.quantize_dequantize(x, 0.25, qtype=jnp.int4, gradient=Weighted(4, 0, 0)).sum()
     )
     np.testing.assert_array_equal(jax.vmap(f)(x), np.full((3, 1), 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    """A surrogate: twice the clamped value, forward and backward."""
+
+    needs_key = False
+
+    def surrogate(self, x, low, high, levels, key):
+        return 2 * jnp.clip(x, low, high)
+
+
+def product(w, x):
+    return (x @ w).sum()
+
+
+@pytest.mark.parametrize("gradient", [Weighted(3, 0, 0), Doubling()], ids=str)
+def test_an_estimator_of_ones_own_works_through_a_spec_and_simulate(gradient):
+    w, x = f32([0.3, -1.1], [-0.7, 0.9]), np.ones((1, 2), np.float32)
+    plan = jqx.make_plan(product, jqx.presets.w8a16(weight={"gradient": gradient}))(w, x)
+    f = jax.jit(jax.value_and_grad(jqx.simulate(product, plan)))
+    y, dw = f(w, x)
+    plain = jqx.make_plan(product, jqx.presets.w8a16())(w, x)
+    expected = jqx.simulate(product, plain)(w, x)
+    surrogate = isinstance(gradient, Doubling)
+    np.testing.assert_allclose(y, 2 * -0.6 if surrogate else expected, atol=1e-6)
+    np.testing.assert_array_equal(dw, np.full((2, 2), 2 if surrogate else 3))
+
+
+@pytest.mark.parametrize("name", ["lsq", "ewgs", "pact", "dorefa", "lsq_plus", "ste_unclipped"])
+def test_the_estimators_work_through_a_spec_and_simulate(name):
+    w, x = f32([0.3, -1.1], [-0.7, 0.9]), np.ones((1, 2), np.float32)
+    weight = {"gradient": getattr(jqx.gradients, name)}
+    plan = jqx.make_plan(product, jqx.presets.w8a16(weight=weight))(w, x)
+    dw = jax.jit(jax.grad(jqx.simulate(product, plan)))(w, x)
+    np.testing.assert_allclose(dw, np.ones((2, 2)), atol=0.01)
 
 
 OPS = {
@@ -182,7 +222,7 @@ def test_what_is_no_estimator_is_refused(op, gradient):
 
 
 def test_check_estimator_accepts_values_with_a_rule():
-    for gradient in (ste, Weighted(1, 2, 3), Inspecting(2, "float32", ())):
+    for gradient in (ste, Weighted(1, 2, 3), Inspecting(2, "float32", (), ())):
         check_estimator("caller", gradient)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import StraightThrough, ste
+from jqx.gradients import StraightThrough, StraightThroughUnclipped, ste, ste_unclipped
+from jqx.gradients._ste import clamp, straight_through
 
 from ..numerics.oracles import as_float64, code_range, codes_of
 
@@ -413,3 +414,49 @@ def test_the_rule_takes_infinite_limits():
 
 def test_straight_through_is_a_value():
     assert ste == StraightThrough() and hash(ste) == hash(StraightThrough())
+
+
+def test_the_rule_without_the_clip_mask_passes_everything_but_nan_to_x():
+    x = f32(-np.inf, -2, -1, 0, 1, 2, np.inf, np.nan)
+    cotangent = np.arange(1, 9, dtype=np.float32)
+    dx, dlow, dhigh = ste_unclipped.bwd(x, f32(-1), f32(1), 16, cotangent)
+    np.testing.assert_array_equal(dx, [1, 2, 3, 4, 5, 6, 7, 0])
+    np.testing.assert_array_equal(dlow, np.zeros(8))
+    np.testing.assert_array_equal(dhigh, np.zeros(8))
+    assert ste_unclipped == StraightThroughUnclipped() != ste
+
+
+def test_without_the_clip_mask_the_scale_has_no_gradient():
+    f = jax.grad(
+        lambda x, s: jqx.quantize_dequantize(x, s, qtype=jnp.int4, gradient=ste_unclipped).sum(),
+        (0, 1),
+    )
+    dx, ds = f(f32(-100, 0.3, 100), np.float32(0.5))
+    np.testing.assert_array_equal(dx, [1, 1, 1])
+    assert ds == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_clamp_has_the_gradient_of_the_rule_and_the_value_of_clip(dtype):
+    with jax.enable_x64(dtype == np.float64):
+        x = dtype([[-3, -1 - 2.0**-24, -1, 0, 2, 2 + 2.0**-21, 4, -np.inf, np.inf, np.nan]])
+        x = np.concatenate([x, x / 2])
+        low, high = dtype([[-1], [-0.5]]), dtype([[2], [0.5]])
+        c = np.random.default_rng(16).normal(size=x.shape).astype(dtype)
+        y, vjp = jax.vjp(clamp, x, low, high)
+        got, (dx, dlow, dhigh) = vjp(c), ste.bwd(x, low, high, 4, c)
+    np.testing.assert_array_equal(y, np.clip(x, low, high))
+    np.testing.assert_array_equal(got[0], dx)
+    for limit, summands in zip(got[1:], (dlow, dhigh), strict=True):
+        np.testing.assert_allclose(limit, np.asarray(summands).sum(1, keepdims=True), rtol=1e-6)
+
+
+def test_straight_through_has_the_derivative_of_its_second_argument_in_both_modes():
+    def f(x):
+        return straight_through(jnp.round(x), x**2)
+
+    x, t = f32(0.4, 1.6), f32(1, 10)
+    y, dy = jax.jvp(f, (x,), (t,))
+    np.testing.assert_array_equal(y, [0, 2])
+    np.testing.assert_allclose(dy, 2 * x * t)
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), 2 * x)

@@ -361,6 +361,14 @@ def _zero_points(qtype):
 R = _integral_floats()
 
 
+def _saturating_sum(r, zero_point, qtype):
+    return saturating_sum(r, zero_point, *code_range(qtype), jnp.dtype(qtype))
+
+
+def _saturating_float_sum(r, zero_point, qtype):
+    return saturating_float_sum(r, zero_point, *code_range(qtype))
+
+
 @pytest.mark.parametrize("form", ["op_by_op", "jit", "constants"])
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_saturating_sum_is_exact_and_saturates_in_every_format(qtype, form):
@@ -368,18 +376,18 @@ def test_saturating_sum_is_exact_and_saturates_in_every_format(qtype, form):
     r = np.broadcast_to(R, (len(zero_points), len(R)))
     match form:
         case "op_by_op":
-            result = saturating_sum(jnp.asarray(r), jnp.asarray(zero_points), qtype)
+            result = _saturating_sum(jnp.asarray(r), jnp.asarray(zero_points), qtype)
         case "jit":
-            result = jax.jit(lambda r, z: saturating_sum(r, z, qtype))(r, zero_points)
+            result = jax.jit(lambda r, z: _saturating_sum(r, z, qtype))(r, zero_points)
         case "constants":
             operands = jnp.asarray(r), jnp.asarray(zero_points)
-            result = jax.jit(lambda: saturating_sum(*operands, qtype))()
+            result = jax.jit(lambda: _saturating_sum(*operands, qtype))()
     assert_codes(result, saturated(r, zero_points, qtype), qtype)
 
 
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_saturating_sum_without_a_zero_point_adds_zero(qtype):
-    result = jax.jit(lambda r: saturating_sum(r, None, qtype))(R)
+    result = jax.jit(lambda r: _saturating_sum(r, None, qtype))(R)
     assert_codes(result, saturated(R, 0, qtype), qtype)
 
 
@@ -389,7 +397,7 @@ def test_saturating_sum_of_float64_is_exact(qtype):
     r = np.concatenate([R.astype(np.float64), np.float64([2**31 - 1, 2**32 - 1, -(2**31) - 1])])
     r = np.broadcast_to(r, (len(zero_points), len(r)))
     with jax.enable_x64(True):
-        result = jax.jit(lambda r, z: saturating_sum(r, z, qtype))(r, zero_points)
+        result = jax.jit(lambda r, z: _saturating_sum(r, z, qtype))(r, zero_points)
     assert_codes(result, saturated(r, zero_points, qtype), qtype)
 
 
@@ -397,7 +405,7 @@ def test_the_int32_sums_that_float32_cannot_hold_are_exact():
     r = jnp.array([16777216, 8388609, 2.0**31, -(2.0**31), 2.0**32, -(2.0**32)], jnp.float32)
     z = jnp.array([1, 2**31 - 1, -1, 1, -(2**31), 2**31 - 1], jnp.int32)
     expected = [16777217, 2**31 - 1, 2**31 - 1, -(2**31) + 1, 2**31 - 1, -(2**31)]
-    assert saturating_sum(r, z, jnp.int32).tolist() == expected
+    assert _saturating_sum(r, z, jnp.int32).tolist() == expected
 
 
 @pytest.mark.parametrize("qtype", SMALL)
@@ -405,11 +413,55 @@ def test_saturating_float_sum_holds_the_same_codes_in_float32(qtype):
     assert holds_codes(np.float32, qtype)
     zero_points = _zero_points(qtype)[:, None]
     r = np.broadcast_to(R, (len(zero_points), len(R)))
-    result = jax.jit(lambda r, z: saturating_float_sum(r, z, qtype))(r, zero_points)
+    result = jax.jit(lambda r, z: _saturating_float_sum(r, z, qtype))(r, zero_points)
     assert_floats(result, saturated(r, zero_points, qtype).astype(np.float64), np.float32)
     assert not np.any(np.signbit(result) & (np.asarray(result) == 0))
-    without = saturating_float_sum(jnp.asarray(R), None, qtype)
+    without = _saturating_float_sum(jnp.asarray(R), None, qtype)
     assert_floats(without, saturated(R, 0, qtype).astype(np.float64), np.float32)
+
+
+@pytest.mark.parametrize("low, high", [(-127, 127), (-5, 3), (0, 1), (-1, 1), (2, 9)])
+def test_sums_saturate_to_the_range_that_is_given(low, high):
+    zero_points = np.arange(-8, 8, dtype=np.int8)[:, None]
+    r = np.broadcast_to(R, (len(zero_points), len(R)))
+    sums = np.clip(np.nan_to_num(r.astype(np.float64), posinf=1e30, neginf=-1e30), -1e9, 1e9)
+    expected = np.clip(sums + zero_points, low, high)
+    expected = np.where(np.isnan(r), 0, expected).astype(np.int64)
+    for dtype in (jnp.int8, jnp.int16):
+        f = jax.jit(lambda r, z, dtype=dtype: saturating_sum(r, z, low, high, dtype))
+        assert_codes(f(r, zero_points), expected, dtype)
+    floats = saturating_float_sum(jnp.asarray(r), jnp.asarray(zero_points), low, high)
+    assert_floats(floats, expected.astype(np.float64), np.float32)
+
+
+def test_sums_of_32_bits_saturate_to_a_narrow_range_in_float32():
+    low, high = -(2**31) + 1, 2**31 - 1
+    r = jnp.asarray([-np.inf, -(2.0**31), -(2.0**31) + 128, 2.0**31, np.nan], jnp.float32)
+    expected = np.array([low, low, -(2**31) + 128, high, 0])
+    assert_codes(saturating_sum(r, None, low, high, jnp.int32), expected, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "dtype, wide",
+    [
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
+def test_small_floats_are_computed_in_float32(dtype, wide):
+    assert numerics.compute_dtype(dtype) == np.dtype(wide)
+    assert numerics.common_dtype(jnp.dtype(dtype), jnp.dtype("float16")) == np.dtype(wide)
+    assert numerics.common_dtype(jnp.dtype("bfloat16"), jnp.dtype(dtype)) == np.dtype(wide)
+
+
+@pytest.mark.parametrize("qtype", INTEGERS)
+def test_widths_and_signs_are_those_of_the_names(qtype):
+    low, high = code_range(qtype)
+    assert numerics.bit_width(qtype) == (high - low).bit_length()
+    assert numerics.is_signed(qtype) is (low < 0)
+    assert type(numerics.bit_width(qtype)) is int
 
 
 def test_float32_holds_no_codes_of_32_bits_and_float64_holds_all():

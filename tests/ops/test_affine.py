@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx import RoundMode
+from jqx import RoundMode, numerics
 from jqx.gradients import ste
 from jqx.ops import affine_dequantize, affine_fake_quantize, affine_quantize
 
@@ -42,7 +42,7 @@ def test_scales_broadcast_axis_by_axis(shape):
     mapped = jax.vmap(f)(np.stack([x, -x]), np.stack([scale, scale]), np.stack([z, z]))
     np.testing.assert_array_equal(mapped[0], codes)
     np.testing.assert_array_equal(mapped[1], f(-x, scale, z))
-    back = affine_dequantize(codes, scale, z, dtype=jnp.float32)
+    back = affine_dequantize(codes, scale, z, qtype=jnp.int8, dtype=jnp.float32)
     difference = as_int64(codes) - as_int64(z)
     assert_floats(back, nearest(difference * as_float64(scale), np.float32), np.float32)
 
@@ -56,7 +56,8 @@ def test_mixed_floats_are_computed_in_the_wider_and_returned_in_the_dtype_of_x(d
     expected = nearest(nearest(difference, np.float32), dtype)
     y = affine_fake_quantize(x, scale, z, qtype=jnp.int8, round_mode=EVEN, gradient=ste)
     assert_floats(y, expected, dtype)
-    assert_floats(affine_dequantize(codes, scale, z, dtype=dtype), expected, dtype)
+    back = affine_dequantize(codes, scale, z, qtype=jnp.int8, dtype=dtype)
+    assert_floats(back, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype, scale_dtype", MIXED)
@@ -135,3 +136,69 @@ def test_a_16_bit_operand_is_rounded_before_it_is_read(dtype):
         return jqx.quantize(a * b * 100, jnp.asarray(0.5, dtype), qtype=jnp.int8)
 
     assert jnp.array_equal(jax.jit(f)(a, b), jqx.quantize(a * b * 100, 0.5, qtype=jnp.int8))
+
+
+E8M0 = jnp.float8_e8m0fnu
+
+
+@pytest.mark.parametrize("qtype", [jnp.int8, jnp.float4_e2m1fn, jnp.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_power_of_two_scale_is_exact_at_every_exponent(qtype, dtype):
+    """From 2**-126 on, 2**126 included, where its reciprocal is no normal float32."""
+    exponents = np.arange(-100, 101)
+    scale = np.ldexp(np.float32(1), exponents)[None].astype(E8M0)
+    units = np.array([[1.5], [-3], [0.25], [0], [1e3]])
+    x = np.ldexp(units, exponents[None]).astype(jnp.dtype(dtype))
+    at_one = affine_quantize(
+        units.astype(np.float32), np.ones((1, 1), np.float32), None, qtype=qtype, round_mode=EVEN
+    )
+    codes = affine_quantize(x, scale, None, qtype=qtype, round_mode=EVEN)
+    expected = np.broadcast_to(as_float64(at_one), x.shape)
+    np.testing.assert_array_equal(as_float64(codes), expected)
+    back = affine_dequantize(codes, scale, None, qtype=qtype, dtype=dtype)
+    assert_floats(back, nearest(np.ldexp(expected, exponents[None]), dtype), dtype)
+    y = affine_fake_quantize(x, scale, None, qtype=qtype, round_mode=EVEN, gradient=ste)
+    assert_floats(y, np.asarray(back).astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("qtype", [jnp.int8, jnp.float4_e2m1fn], ids=str)
+def test_a_power_of_two_scale_of_nan_gives_nan(qtype):
+    scale = np.array([[np.nan, 1]], E8M0)
+    codes = affine_quantize(np.ones((2, 2), np.float32), scale, None, qtype=qtype, round_mode=EVEN)
+    back = affine_dequantize(codes, scale, None, qtype=qtype, dtype=jnp.float32)
+    assert_floats(back, np.array([[np.nan, 1]] * 2), np.float32)
+
+
+@pytest.mark.parametrize("qtype", [jnp.int4, numerics.int3, numerics.nf4, jnp.float4_e2m1fn])
+def test_codes_come_as_bits_where_they_are_to_be_packed(qtype):
+    x = np.linspace(-9, 9, 64, dtype=np.float32).reshape(4, 16)
+    scale = np.full((4, 1), 0.75, np.float32)
+    f = functools.partial(affine_quantize, x, scale, None, qtype=qtype, round_mode=EVEN)
+    form = numerics.format_of(qtype)
+    bits = f(as_bits=True)
+    assert bits.dtype == jnp.uint8 and int(bits.max()) < 2**form.bits
+    codes = f()
+    np.testing.assert_array_equal(as_float64(form.from_bits(bits)), as_float64(codes))
+    np.testing.assert_array_equal(form.decode(form.widen_bits(bits)), form.decode(codes))
+
+
+def test_the_least_and_the_largest_power_of_two_scale():
+    """2**-127 is a subnormal float32, which XLA flushes; so is the reciprocal of 2**127."""
+    exponents = np.array([[-127, 127]])
+    x, scale = np.ldexp(np.float32(1), [[-126, 127]]), np.ldexp(1.0, exponents).astype(E8M0)
+    codes = affine_quantize(x, scale, None, qtype=jnp.int8, round_mode=EVEN)
+    assert_codes(codes, np.array([[2, 1]]), "int8")
+    back = affine_dequantize(codes, scale, None, qtype=jnp.int8, dtype=jnp.float32)
+    assert_floats(back, x, np.float32)
+
+
+def test_a_negative_scale_turns_the_range_of_the_gradient_round():
+    """int4 from -8 to 7 at scale -1 covers [-7, 8]."""
+    x, scale = np.float32([[-7.5, -6, 7.5, 8.5]]), -np.ones((1, 1), np.float32)
+
+    def f(x, s):
+        return affine_fake_quantize(x, s, None, qtype=jnp.int4, round_mode=EVEN, gradient=ste).sum()
+
+    dx, dscale = jax.grad(f, (0, 1))(x, scale)
+    assert_floats(dx, np.array([[0, 1, 1, 0]]), np.float32)
+    assert_floats(dscale, np.array([[7 - 8]]), np.float32)

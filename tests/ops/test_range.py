@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jqx
+from jqx import numerics
 from jqx.numerics import INTEGERS
 
 from ..numerics.oracles import (
@@ -194,7 +195,13 @@ REFUSED = {
         (F32, F32),
         {"qtype": "uint4", "symmetric": True},
         ValueError,
-        ("unsigned format (uint4) cannot be symmetric", "jnp.int4"),
+        ("unsigned format (uint4) cannot be symmetric", "such as int4"),
+    ),
+    "float_format_and_not_symmetric": (
+        (F32, F32),
+        {"qtype": "float8_e4m3fn"},
+        ValueError,
+        ("float8_e4m3fn has no zero point", "symmetric=True"),
     ),
 }
 
@@ -204,3 +211,59 @@ def test_affine_from_range_refuses_with_the_facts(case):
     operands, options, error, facts = REFUSED[case]
     f = functools.partial(jqx.affine_from_range, **({"qtype": "int8"} | options))
     assert_refused(f, operands, error, "affine_from_range", *facts)
+
+
+FLOAT_FORMATS = {
+    "float8_e4m3fn": (jnp.float8_e4m3fn, 448),
+    "float8_e5m2": (jnp.float8_e5m2, 57344),
+    "float6_e2m3fn": (numerics.float6_e2m3fn, 7.5),
+    "float4_e2m1fn": (jnp.float4_e2m1fn, 6),
+    "nf4": (numerics.nf4, 1),
+    "int3": (numerics.int3, 3),
+    "ternary": (numerics.ternary, 1),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_number_of_any_format_stands_for_the_larger_limit(name, dtype):
+    qtype, top = FLOAT_FORMATS[name]
+    low, high = ranges(2, jnp.dtype(dtype))
+    f = functools.partial(jqx.affine_from_range, qtype=qtype, symmetric=True)
+    scale, zero_point = jax.jit(f)(low, high)
+    larger = np.maximum(np.abs(low), np.abs(high)).astype(np.float32)
+    expected = (larger / np.float32(top)).astype(jnp.dtype(dtype))
+    assert zero_point is None
+    assert_floats(scale, np.where(expected == 0, expected.dtype.type(1), expected), dtype)
+
+
+MX = {  # the exponent of the largest number of the elements
+    "mxfp4": (numerics.mxfp4, 2),
+    "mxfp6_e2m3": (numerics.mxfp6_e2m3, 2),
+    "mxfp6_e3m2": (numerics.mxfp6_e3m2, 4),
+    "mxfp8_e4m3": (numerics.mxfp8_e4m3, 8),
+    "mxfp8_e5m2": (numerics.mxfp8_e5m2, 15),
+    "mxint8": (numerics.mxint8, 0),
+}
+
+
+@pytest.mark.parametrize("name", MX)
+def test_mx_scales_are_powers_of_two_by_the_rule_of_ocp(name):
+    """floor(log2(largest)) less the exponent of the largest element, from 2**-127 on; NaN stays."""
+    qtype, emax = MX[name]
+    exponents = np.arange(-100, 127)
+    powers = np.ldexp(np.float32(1), exponents)
+    largest = np.concatenate([powers, np.nextafter(powers, 0), np.float32(1.7) * powers])
+    floors = np.concatenate([exponents, exponents - 1, exponents])
+    scale, _ = jqx.affine_from_range(-largest, largest / 2, qtype=qtype, symmetric=True)
+    assert scale.dtype == jnp.float8_e8m0fnu
+    assert_floats(scale, np.ldexp(1.0, np.maximum(floors - emax, -127)), "float8_e8m0fnu")
+    special = np.float32([0, np.nan, 1])
+    scale, _ = jqx.affine_from_range(-special, special, qtype=qtype, symmetric=True)
+    assert_floats(scale, np.array([2.0**-127, np.nan, 2.0**-emax]), "float8_e8m0fnu")
+
+
+def test_the_scale_of_an_nvfp4_block_is_a_float_and_zero_for_zeros():
+    largest = np.float32([0, 3, 12])
+    scale, _ = jqx.affine_from_range(-largest, largest, qtype=numerics.nvfp4, symmetric=True)
+    assert_floats(scale, np.float32([0, 0.5, 2]), np.float32)

@@ -110,3 +110,20 @@ def test_the_specs_of_a_preset_quantize_a_matrix_product(preset):
     rounding = gamma(20) * (np.abs(as_float64(x)) @ np.abs(as_float64(w)) + off)
     expected = as_float64(x) @ as_float64(w)
     assert np.all(np.abs(as_float64(operand @ weight) - expected) <= off + rounding)
+
+
+@every_preset
+def test_a_block_format_brings_its_blocks_along(preset):
+    """`per_channel` of the preset has none."""
+    with pytest.raises(ValueError, match=r"mxfp4 has blocks of 32") as error:
+        preset(weight={"qtype": jqx.numerics.mxfp4})
+    assert "per_group(32)" in str(error.value)
+    (rule,) = preset(weight={"qtype": jqx.numerics.mxfp4, "granularity": jqx.per_group(32)}).rules
+    assert rule.weight == jqx.QSpec(jqx.numerics.mxfp4)
+
+
+@every_preset
+@pytest.mark.parametrize("qtype", [jqx.numerics.int3, jnp.float8_e4m3fn, jqx.numerics.nf4])
+def test_a_format_without_blocks_keeps_the_granularity(preset, qtype):
+    (rule,) = preset(weight={"qtype": qtype}).rules
+    assert rule.weight == jqx.QSpec(qtype, jqx.per_channel())

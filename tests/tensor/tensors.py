@@ -1,13 +1,16 @@
 """QTensors made of NumPy arrays, and what they stand for."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 import jqx
+from jqx import numerics
 
 from ..numerics.oracles import as_float64, as_int64, code_range, codes_of
 
@@ -76,3 +79,69 @@ def qtensors(draw: st.DrawFn, shapes: Sequence[tuple[int, ...]] = SHAPES) -> jqx
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     qtype = draw(st.sampled_from(["int4", "int8", "uint8"]))
     return random_tensor(rng, qtype, shape, axes, zero_point_axes)
+
+
+class Case(NamedTuple):
+    """How one array is quantized: its shape, the spec, and what becomes of its zero point."""
+
+    shape: tuple[int, ...]
+    spec: jqx.QSpec
+    zero_point_axes: tuple[int, ...] | None = None
+
+
+BOX = (3, 4, 10)
+MX4 = numerics.Block(jnp.float4_e2m1fn, 5, "mx4_of_5")
+NV4 = numerics.Block(jnp.float4_e2m1fn, 4, "nv4_of_4", scale_qtype=jnp.float8_e4m3fn)
+
+
+def spec(qtype: Any, granularity: Any = None, symmetric: bool = True, **fields: Any) -> jqx.QSpec:
+    """A spec; per tensor unless a granularity is given."""
+    return jqx.QSpec(qtype, granularity or jqx.per_tensor(), symmetric, **fields)
+
+
+# Every format family, with every way to share a scale; blocks of 4 and 32 leave a tail of 10 and
+# 100.
+CASES = {
+    "int8 per tensor": Case(BOX, spec(jnp.int8, symmetric=False)),
+    "int8 per axis, coarser zero point": Case(BOX, spec(jnp.int8, jqx.per_axis(0, 2), False), (2,)),
+    "uint8 in blocks, coarser zero point": Case(
+        BOX, spec(jnp.uint8, jqx.per_block({0: 1, 1: 2, 2: 5}), False), (1,)
+    ),
+    "int4 with a tail": Case(
+        BOX, spec(jnp.int4, jqx.per_block({0: 1, 2: 4}, tail=True), symmetric=False)
+    ),
+    "int3 in blocks of two axes": Case(BOX, spec(numerics.int3, jqx.per_block({1: 2, 2: 5}))),
+    "e4m3 per axis": Case(BOX, spec(jnp.float8_e4m3fn, jqx.per_axis(1))),
+    "nf4 with a tail": Case(BOX, spec(numerics.nf4, jqx.per_block({1: 1, 2: 4}, tail=True))),
+    "mx in blocks": Case(BOX, spec(MX4, jqx.per_block({0: 1, 1: 1, 2: 5}))),
+    "nv with a tail": Case(BOX, spec(NV4, jqx.per_block({0: 1, 1: 1, 2: 4}, tail=True))),
+    "nv in blocks of two axes": Case(BOX, spec(NV4, jqx.per_block({0: 1, 1: 2, 2: 2}))),
+    "int8 of 100 in blocks of 32": Case(
+        (100, 2), spec(jnp.int8, jqx.per_block({0: 32, 1: 1}, tail=True), symmetric=False)
+    ),
+    "int8 of 100 in blocks of 25": Case((100, 2), spec(jnp.int8, jqx.per_block({0: 25, 1: 1}))),
+}
+
+
+def spread_out(shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Normal float32 values whose magnitude differs from place to place, so that scales do."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape)
+    return (x + rng.normal()).astype(np.float32)
+
+
+def quantized_case(name: str, seed: int = 0) -> jqx.QTensor:
+    """The QTensor of a case."""
+    shape, spec, zero_point_axes = CASES[name]
+    q = jqx.QTensor.quantize(jnp.asarray(spread_out(shape, seed)), spec)
+    if zero_point_axes is not None:
+        lead = tuple(slice(None) if i in zero_point_axes else slice(1) for i in range(q.ndim))
+        q = dataclasses.replace(q, zero_point=q.zero_point[lead])
+    return q
+
+
+@functools.cache
+def made(name: str) -> tuple[jqx.QTensor, np.ndarray]:
+    """A case with the array that it stands for."""
+    q = quantized_case(name)
+    return q, np.asarray(q.dequantize())

@@ -14,6 +14,7 @@ from jqx.calibrators import Affine
 from jqx.tensor import fake_quantize_as
 
 from ..numerics.oracles import assert_floats
+from .tensors import CASES, spread_out
 
 SPECS = [
     jqx.QSpec(jnp.int8),
@@ -95,3 +96,25 @@ def test_the_estimator_is_the_one_of_the_spec():
 def test_a_relative_granularity_is_refused():
     with pytest.raises(ValueError, match="per_channel"):
         fake_quantize_as(jnp.ones((2, 3)), jqx.QSpec(jnp.int8, jqx.per_channel()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_and_granularity_is_simulated_as_it_is_quantized(name):
+    x, spec = jnp.asarray(spread_out(CASES[name].shape)), CASES[name].spec
+    f = jax.jit(lambda x: (fake_quantize_as(x, spec), jqx.QTensor.quantize(x, spec).dequantize()))
+    simulated, real = f(x)
+    assert_floats(simulated, np.asarray(real), np.float32)
+    gradient = jax.grad(lambda x: fake_quantize_as(x, spec).sum())(x)
+    assert gradient.shape == x.shape and np.isfinite(gradient).all()
+    if spec.symmetric and not name.startswith(("mx", "nv")):  # whose scales may clip the largest
+        assert_floats(gradient, np.ones(x.shape), np.float32)
+
+
+@pytest.mark.parametrize("name", ["mx in blocks", "nv with a tail"])
+def test_the_gradient_of_a_block_format_is_that_of_clamp_at_the_scale_of_each_block(name):
+    x, spec = jnp.asarray(spread_out(CASES[name].shape)), CASES[name].spec
+    q = jqx.QTensor.quantize(x, spec)
+    scale = q.scale.dequantize() if name.startswith("nv") else q.scale.astype(jnp.float32)
+    high = 6 * np.repeat(scale, q.groups.sizes[-1], axis=-1)[..., : x.shape[-1]]
+    gradient = jax.grad(lambda x: fake_quantize_as(x, spec).sum())(x)
+    assert_floats(gradient, np.abs(x) <= high * (1 + 2.0**-19), np.float32)

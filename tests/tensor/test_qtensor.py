@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx import RoundMode, calibrators
+from jqx import RoundMode, calibrators, numerics
 from jqx.numerics import INTEGERS
+from jqx.tensor import Packing
 
 from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats
 from ..numerics.oracles import (
@@ -25,8 +29,9 @@ from ..numerics.oracles import (
     nearest,
     quantized,
 )
+from ..ops.formats import largest, nearest_number, product, quotient
 from ..ops.refusals import assert_refused
-from .tensors import SHAPES, differences, kept, qtensors, random_tensor, tensor
+from .tensors import CASES, SHAPES, differences, kept, made, qtensors, random_tensor, tensor
 
 law = settings(max_examples=25, deadline=None)
 
@@ -334,9 +339,14 @@ def test_nbytes_counts_codes_scales_and_zero_points(qtype, axes, zero_point_axes
 def test_it_prints_shapes_and_formats_and_no_contents():
     rng = np.random.default_rng(0)
     plain = random_tensor(rng, "int8", (3, 4), (0,))
-    assert repr(plain) == "QTensor(int8[3, 4], scale [3, 1], dtype=float32)"
+    assert repr(plain) == (
+        "QTensor(int8[3, 4] per_axis(0), scale float32[3, 1], dtype=float32, 24 bytes)"
+    )
     full = random_tensor(rng, "uint4", (2,), (), (), dtype=jnp.bfloat16)
-    assert repr(full) == "QTensor(uint4[2], scale [1], zero_point [1], dtype=bfloat16)"
+    assert repr(full) == (
+        "QTensor(uint4[2] per_tensor, scale float32[1], zero_point uint4[1], dtype=bfloat16, "
+        "7 bytes)"
+    )
     seen = []
     jax.jit(lambda q: seen.append(repr(q)))(plain)
     seen.append(repr(jax.eval_shape(lambda q: q, plain)))
@@ -496,7 +506,8 @@ def test_it_is_no_array_and_no_sequence():
 def test_it_prints_and_counts_bytes_whatever_its_leaves_are():
     q = jqx.QTensor.quantize(jnp.ones((2, 3)), jqx.QSpec(jnp.int8))
     part = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else None, q)
-    assert repr(part) == "QTensor(int8[2, 3], scale None, dtype=float32)"
+    assert repr(part).startswith("QTensor(int8") and "scale None" in repr(part)
+    assert "[2, 3]" in repr(part) and "127" not in repr(part), "shapes and no contents"
     assert jax.eval_shape(lambda q: q, q).nbytes == q.nbytes == 6 + 4
     assert repr(jax.device_get(q)) == repr(q)
 
@@ -528,3 +539,433 @@ def test_a_range_wider_than_the_largest_float_stays_finite():
     q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, symmetric=False))
     # The range is 255 steps. Rounding the zero point moves it by up to half a step, 1/255 of 2e38.
     assert jnp.allclose(q.dequantize(), x, rtol=1 / 255)
+
+
+# Formats and granularities against NumPy, one block after the other.
+
+FORMATS = {
+    "int8": (jnp.int8, "int8"),
+    "int4": (jnp.int4, "int4"),
+    "int3": (numerics.int3, "int3"),
+    "ternary": (numerics.ternary, "ternary"),
+    "float8_e4m3fn": (jnp.float8_e4m3fn, "float8_e4m3fn"),
+    "float8_e5m2": (jnp.float8_e5m2, "float8_e5m2"),
+    "float6_e2m3fn": (numerics.float6_e2m3fn, "float6_e2m3fn"),
+    "nf4": (numerics.nf4, "nf4"),
+    "mxfp4": (numerics.mxfp4, "float4_e2m1fn"),
+    "mxfp6_e3m2": (numerics.mxfp6_e3m2, "float6_e3m2fn"),
+    "mxfp8_e4m3": (numerics.mxfp8_e4m3, "float8_e4m3fn"),
+    "mxint8": (numerics.mxint8, "int8_narrow"),
+    "nvfp4": (numerics.nvfp4, "float4_e2m1fn"),
+}
+FREE = [name for name in FORMATS if not name.startswith(("mx", "nv"))]
+SHARED = {
+    "per tensor": (None, (3, 100)),
+    "per axis": (jqx.per_axis(0), (1, 100)),
+    "blocks of 25": (jqx.per_block({0: 1, 1: 25}), (1, 25)),
+    "blocks of 32 and a tail": (jqx.per_block({0: 1, 1: 32}, tail=True), (1, 32)),
+    "blocks of two axes and tails": (jqx.per_block({0: 2, 1: 16}, tail=True), (2, 16)),
+}
+
+
+def blocks_of(x, sizes):
+    """Slices that cut an array into its blocks, the last along an axis perhaps smaller."""
+    ends = [range(0, n, b) for n, b in zip(x.shape, sizes, strict=True)]
+    for starts in itertools.product(*ends):
+        yield tuple(slice(a, a + b) for a, b in zip(starts, sizes, strict=True))
+
+
+def scale_by_itself(block, name):
+    """The scale that one block would have as an array of its own, as the docstrings have it."""
+    m = np.max(np.abs(block.astype(np.float32)))
+    element = FORMATS[name][1]
+    if name.startswith("mx"):
+        top = largest(element) * (2.0**-6 if name == "mxint8" else 1)
+        if np.isnan(m):
+            return np.float32(np.nan)
+        if m == 0:
+            return np.float32(2.0**-127)
+        exponent = math.floor(math.log2(float(m))) - math.floor(math.log2(top))
+        return np.float32(2.0 ** min(max(exponent, -127), 127))
+    scale = m / np.float32(largest(element))
+    return np.float32(1) if scale == 0 and name != "nvfp4" else scale
+
+
+def by_blocks(x, name, sizes):
+    """The real values and the scales, spread over the array, of an array quantized in NumPy."""
+    element = FORMATS[name][1]
+    scale = np.zeros(x.shape, np.float32)
+    for block in blocks_of(x, sizes):
+        scale[block] = scale_by_itself(x[block], name)
+    if name == "nvfp4":  # in e4m3, relative to one float32 scale
+        known = np.nan_to_num(scale)
+        whole = np.max(known) / np.float32(448) or np.float32(1)
+        scale = product(nearest_number(quotient(scale, whole), "float8_e4m3fn"), whole)
+    unit = 2.0**-6 if name == "mxint8" else 1
+    y = quotient(x, scale) / np.float32(unit)
+    if element.startswith(("int", "tern")):
+        y = np.where(np.isnan(y), 0, y)
+    return product(nearest_number(y, element) * unit, scale), scale
+
+
+def normal(shape=(3, 100), size=1.0):
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-4, 5, shape) * size
+    return x.astype(np.float32)
+
+
+CHECKED = [(name, shared) for name in FREE for shared in SHARED]
+CHECKED += [(name, "blocks of 32 and a tail") for name in FORMATS if name.startswith("mx")]
+CHECKED += [
+    ("nvfp4", "blocks of 16"),
+    ("nvfp4", "blocks of 4 by 4"),
+]
+OF_BLOCKS = {
+    "blocks of 16": (jqx.per_block({0: 1, 1: 16}, tail=True), (1, 16)),
+    "blocks of 4 by 4": (jqx.per_block({0: 4, 1: 4}, tail=True), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name, shared", CHECKED)
+def test_each_block_is_quantized_as_if_it_were_alone(name, shared):
+    granularity, sizes = (SHARED | OF_BLOCKS)[shared]
+    x = normal()
+    q = quantize(x, spec=jqx.QSpec(FORMATS[name][0], granularity or jqx.per_tensor()))
+    real, scale = by_blocks(x, name, sizes)
+    assert_floats(q.dequantize(), real, np.float32)
+    places = tuple(np.arange(0, n, b) for n, b in zip(x.shape, sizes, strict=True))
+    found = q.scale.dequantize() if name == "nvfp4" else q.scale.astype(jnp.float32)
+    assert_floats(found, scale[np.ix_(*places)], np.float32)
+    assert q.groups.sizes == tuple(min(b, n) for b, n in zip(sizes, x.shape, strict=True))
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_each_block_has_the_zero_point_that_it_would_have_alone(shared):
+    granularity, sizes = SHARED[shared]
+    x = normal() + np.float32(3)
+    spec = jqx.QSpec(jnp.uint4, granularity or jqx.per_tensor(), False, calibrators.minmax)
+    q = quantize(x, spec=spec)
+    real = np.zeros(x.shape, np.float32)
+    for block in blocks_of(x, sizes):
+        scale, zero = affine(x[block].min(), x[block].max(), "uint4", False)
+        codes = quantized(x[block], scale, zero, "uint4")
+        real[block] = product(codes - zero, scale)
+    assert_floats(q.dequantize(), real, np.float32)
+
+
+def every_spec():
+    """A spec in blocks of each format, for arrays of (2, 64)."""
+    for name, (qtype, _) in FORMATS.items():
+        size = getattr(qtype, "size", 32)
+        yield pytest.param(name, jqx.QSpec(qtype, jqx.per_block({0: 1, 1: size})), id=name)
+
+
+each_format = pytest.mark.parametrize("name, spec", list(every_spec()))
+
+
+@each_format
+def test_blocks_of_zeros_and_of_one_value_stay_finite(name, spec):
+    x = normal((2, 64))
+    x[0, :32], x[1, 32:] = 0, 3
+    for array in (x, np.zeros((2, 64), np.float32), np.full((2, 64), -3, np.float32)):
+        y = np.asarray(quantize(array, spec=spec).dequantize())
+        assert np.isfinite(y).all()
+        np.testing.assert_array_equal(y[array == 0], 0)
+        if array is not x:  # the nearest number to the largest is off by one part in 8 at most
+            np.testing.assert_allclose(y, array, rtol=0.34 if name.startswith("mx") else 0.04)
+
+
+@each_format
+def test_a_nan_poisons_its_own_block_alone(name, spec):
+    x = normal((2, 64))
+    clean = np.asarray(quantize(x, spec=spec).dequantize())
+    poisoned = x.copy()
+    poisoned[0, 3] = np.nan
+    y = np.asarray(quantize(poisoned, spec=spec).dequantize())
+    size = spec.granularity.sizes[1][1]
+    assert np.isnan(y[0, :size]).all()
+    kept = np.ones((2, 64), bool)
+    kept[0, :size] = False
+    if name == "nvfp4":  # the block that was lost may have set the scale of the scales
+        x[0, :size] = 0
+        clean = np.asarray(quantize(x, spec=spec).dequantize())
+    assert_floats(jnp.asarray(y[kept]), clean[kept], np.float32)
+
+
+@each_format
+def test_a_scale_of_zero_that_is_given_gives_finite_values(name, spec):
+    scale = jnp.zeros((2, 64 // spec.granularity.sizes[1][1]))
+    if name.startswith("mx"):
+        scale = scale.astype(jnp.float8_e8m0fnu)
+    q = jqx.QTensor.quantize(jnp.asarray(normal((2, 64))), spec, (scale, None))
+    y = np.asarray(q.dequantize())
+    assert np.isfinite(y).all() if not name.startswith("mx") else y.shape == (2, 64)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_nvfp4_keeps_small_weights(size):
+    x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32) * np.float32(size)
+    spec = jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16}))
+    error = np.asarray(quantize(x, spec=spec).dequantize()) - x
+    assert np.linalg.norm(error) < 0.1 * np.linalg.norm(x)
+
+
+PACKED_BYTES = {"int4": 32, "int3": 24, "ternary": 16, "nf4": 32, "mxfp4": 32}
+PACKED_BYTES |= {"float6_e2m3fn": 48, "mxfp6_e3m2": 48, "nvfp4": 32}
+
+
+@pytest.mark.parametrize("name", PACKED_BYTES)
+def test_packing_loses_nothing_and_takes_the_bits_of_the_format(name):
+    qtype = FORMATS[name][0]
+    spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: getattr(qtype, "size", 32)}))
+    x = normal((3, 64))
+    q = jqx.QTensor.quantize(x, spec)
+    packed = q.pack()
+    assert packed.values.dtype == jnp.uint8
+    assert (packed.shape, packed.ndim, packed.size) == (q.shape, q.ndim, q.size)
+    assert packed.values.size == 3 * PACKED_BYTES[name]
+    assert packed.nbytes == q.nbytes - 3 * (64 - PACKED_BYTES[name])
+    assert_equal(packed.unpack(), q)
+    assert packed.unpack().unpack() is not packed and q.unpack() is q
+    assert_floats(packed.dequantize(), np.asarray(q.dequantize()), np.float32)
+    for axis in (1, -1):
+        assert_equal(jqx.QTensor.quantize(x, spec, pack=axis), packed)
+    assert_equal(jax.jit(lambda x: jqx.QTensor.quantize(x, spec, pack=1))(x), packed)
+    along_rows = q.pack(0)
+    assert along_rows.layout == (-2, 3) and along_rows.shape == (3, 64)
+    assert_equal(along_rows.unpack(), q)
+    assert_floats(along_rows.dequantize(), np.asarray(q.dequantize()), np.float32)
+    assert "packed" in repr(packed) and f"{packed.nbytes:,} bytes" in repr(packed)
+
+
+@pytest.mark.parametrize("qtype", [jnp.int4, jnp.uint4, numerics.uint3, jnp.int2], ids=str)
+def test_packed_codes_with_zero_points_and_a_tail_dequantize_alike(qtype):
+    spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: 4}, tail=True), symmetric=False)
+    x = jnp.asarray(normal((3, 11)))
+    q, packed = jqx.QTensor.quantize(x, spec), jqx.QTensor.quantize(x, spec, pack=1)
+    assert_floats(packed.dequantize(), np.asarray(q.dequantize()), np.float32)
+    assert_equal(packed.unpack(), q)
+    mapped = jax.vmap(lambda q: q.dequantize())(packed)
+    assert_floats(mapped, np.asarray(q.dequantize()), np.float32)
+
+
+def packed_tensor():
+    return jqx.QTensor.quantize(jnp.ones((4, 6)), jqx.QSpec(jnp.int4), pack=1)
+
+
+@pytest.mark.parametrize(
+    "function, use",
+    [
+        ("QTensor.__getitem__", lambda q: q[0]),
+        ("QTensor.transpose", lambda q: q.T),
+        ("QTensor.reshape", lambda q: q.reshape(24)),
+        ("QTensor.broadcast_to", lambda q: q.broadcast_to((2, 4, 6))),
+        ("QTensor.__getitem__", lambda q: q.take(np.array([0]), 0)),
+        ("QTensor.__getitem__", lambda q: q.split(2)),
+        ("QTensor.concatenate", lambda q: jqx.QTensor.concatenate([q, q])),
+        ("QTensor.pack", lambda q: q.pack(0)),
+    ],
+)
+def test_packed_codes_refuse_views_and_name_the_way_out(function, use):
+    assert_refused(use, (packed_tensor(),), ValueError, function, "packed", "q.unpack()")
+
+
+@pytest.mark.parametrize("qtype", [jnp.int8, jnp.int16, jnp.float8_e4m3fn, numerics.int7.storage])
+def test_a_format_that_fills_its_bytes_is_not_packed(qtype):
+    q = jqx.QTensor.quantize(jnp.ones((4, 6)), jqx.QSpec(qtype))
+    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "fill their bytes", "bits")
+    f = functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(qtype), pack=0)
+    assert_refused(f, (jnp.ones((4, 6)),), ValueError, "QTensor.quantize", "fill their bytes")
+
+
+@pytest.mark.parametrize("shape, axis", [((4, 6), 2), ((4, 6), -3), ((), 0), ((), -1)])
+def test_there_must_be_an_axis_to_pack_along(shape, axis):
+    f = functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(jnp.int4), pack=axis)
+    facts = ("no such axis", f"axis {axis}", f"rank {len(shape)}")
+    assert_refused(f, (jnp.ones(shape),), ValueError, "QTensor.quantize", *facts)
+
+
+BLOCK = jqx.per_block({0: 1, 1: 32})
+
+
+@pytest.mark.parametrize(
+    "f, error, function, facts",
+    [
+        (
+            lambda: jqx.QTensor.quantize(
+                jnp.ones((2, 64)), jqx.QSpec(numerics.mxfp4, BLOCK), (jnp.ones((2, 2)), None)
+            ),
+            TypeError,
+            "QTensor.quantize",
+            ("mxfp4", "powers of two", "float32", "float8_e8m0fnu"),
+        ),
+        (
+            lambda: jqx.QTensor.quantize(
+                jnp.ones((2, 64)), jqx.QSpec(numerics.mxfp4, jqx.per_block({0: 1, 1: 16}))
+            ),
+            ValueError,
+            "QTensor.quantize",
+            ("mxfp4 has blocks of 32", "16 elements", "per_group(32)"),
+        ),
+        (
+            lambda: jqx.QSpec(numerics.mxfp4, jqx.per_group(16)),
+            ValueError,
+            "QSpec",
+            ("mxfp4 has blocks of 32", "per_group(16)", "per_group(32)"),
+        ),
+        (
+            lambda: jqx.QSpec(numerics.nvfp4, jqx.per_tensor()),
+            ValueError,
+            "QSpec",
+            ("nvfp4 has blocks of 16", "per_tensor"),
+        ),
+        (
+            lambda: jqx.QTensor.quantize(jnp.ones((2, 64)), jqx.QSpec(numerics.mxfp4)),
+            ValueError,
+            "per_group",
+            ("is relative to a contraction", "per_group(", "jqx.per_block"),
+        ),
+        (
+            lambda: jqx.QTensor.quantize(jnp.ones((2, 50)), jqx.QSpec(jnp.int8, BLOCK)),
+            ValueError,
+            "per_block",
+            ("blocks of 32 do not divide axis 1", "(2, 50)", "tail=True"),
+        ),
+        (
+            lambda: jqx.QSpec(jnp.float8_e4m3fn, symmetric=False),
+            ValueError,
+            "QSpec",
+            ("float8_e4m3fn has no zero point", "symmetric=True"),
+        ),
+        (
+            lambda: jqx.QTensor(
+                jnp.ones(4, jnp.float8_e4m3fn),
+                jnp.ones(1),
+                jnp.ones(1, jnp.float8_e4m3fn),
+                qtype=jnp.float8_e4m3fn,
+            ),
+            ValueError,
+            "QTensor",
+            ("float8_e4m3fn has no zero point",),
+        ),
+        (
+            lambda: jqx.QTensor(jnp.ones(4, jnp.int8), jnp.ones(1), qtype=numerics.nf4),
+            TypeError,
+            "QTensor",
+            ("values.dtype == int8", "uint8, the codes of nf4"),
+        ),
+        (
+            lambda: jqx.QTensor(jnp.ones(5, jnp.int8), jnp.ones(2), qtype=jnp.int8),
+            ValueError,
+            "QTensor",
+            ("`scale` does not fit `values`", "scale.shape == (2,)"),
+        ),
+        (
+            lambda: jqx.QTensor(
+                jnp.ones(5, jnp.int8), jnp.ones(2), qtype=jnp.int8, blocks=((5, 2, 2),)
+            ),
+            ValueError,
+            "QTensor",
+            ("`scale` does not fit `values`", "blocks == ((5, 2, 2),)"),
+        ),
+        (
+            lambda: jqx.QTensor(
+                jnp.ones(5, jnp.int8), jnp.ones(1), qtype=jnp.int8, blocks=((-1, 2),)
+            ),
+            ValueError,
+            "QTensor",
+            ("`blocks` does not tell block sizes", "((-1, 2),)", "((100, 4, 32),)"),
+        ),
+        (
+            lambda: jqx.QTensor(
+                jnp.ones(5, jnp.uint8), jnp.ones(1), qtype=jnp.int4, layout=Packing(-1, 12)
+            ),
+            ValueError,
+            "QTensor",
+            ("packed shape", "(5,)", "6 bytes", "QTensor.pack"),
+        ),
+        (
+            lambda: jqx.QTensor.concatenate([]),
+            ValueError,
+            "QTensor.concatenate",
+            ("nothing to join",),
+        ),
+        (
+            lambda: jqx.QTensor.stack([tensor([1], "int8"), tensor([1], "int4")]),
+            TypeError,
+            "QTensor.stack",
+            ("different formats", "int8", "int4"),
+        ),
+        (
+            lambda: jqx.QTensor.concatenate([tensor([1], "int8"), np.ones(1)]),
+            TypeError,
+            "QTensor.concatenate",
+            ("QTensor",),
+        ),
+        (
+            lambda: tensor([1, 2, 3], "int8").split(2),
+            ValueError,
+            "QTensor.split",
+            ("equal parts", "2 sections", "(3,)"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_facts(f, error, function, facts):
+    assert_refused(f, (), error, function, *facts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_shows_format_shape_granularity_and_bytes(name):
+    q, _ = made(name)
+    form = numerics.format_of(q.qtype).name
+    granularity, size = str(q.groups), sum(leaf.nbytes for leaf in jax.tree.leaves(q))
+    shown = repr(q)
+    for fact in (f"{form}{list(q.shape)}", granularity, f"{size:,} bytes", "dtype=float32"):
+        assert fact in shown
+    text = treescope.render_to_text(q)
+    for fact in (f"shape={q.shape}", repr(granularity), f"nbytes={size}", "scale", "values"):
+        assert fact in text
+
+
+def test_treescope_shows_it_whatever_its_leaves_are():
+    """Masks and partitions have `None` or labels in place of arrays."""
+    q, _ = made("nv with a tail")
+    for thing in (None, "label", True):
+        text = treescope.render_to_text(jax.tree.map(lambda leaf, thing=thing: thing, q))
+        assert "QTensor" in text and repr(thing) in text
+    assert "shape=(3, 4, 10)" in treescope.render_to_text(jax.eval_shape(lambda: q))
+
+
+@law
+@given(st.sampled_from(sorted(CASES)), st.integers(-8, 8), st.booleans())
+def test_scaling_by_a_power_of_two_commutes_with_dequantizing(name, exponent, negative):
+    """Other factors round the scale."""
+    q, real = made(name)
+    factor = np.float32(2.0**exponent) * (-1 if negative else 1)
+    scaled = q.scaled(factor)
+    assert_floats(scaled.dequantize(), real * factor, np.float32)
+    np.testing.assert_array_equal(as_float64(scaled.values), as_float64(q.values))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_format_is_narrowed_after_dequantizing(name, dtype):
+    q, real = made(name)
+    assert_floats(q.astype(dtype).dequantize(), jnp.asarray(real).astype(dtype), dtype)
+
+
+def test_structures_are_equal_exactly_where_all_but_shapes_is():
+    tensors = [made(name)[0] for name in CASES]
+    for a, b in itertools.combinations(tensors, 2):
+        alike = all(
+            getattr(a, field) == getattr(b, field) for field in ("qtype", "dtype", "blocks")
+        )
+        alike &= (a.zero_point is None) == (b.zero_point is None)
+        assert (jax.tree.structure(a) == jax.tree.structure(b)) == alike
+
+
+def test_jax_functions_refuse_it_and_name_the_way_out():
+    for name in ("int4 with a tail", "nv with a tail"):
+        for use in (jnp.asarray, np.asarray):
+            with pytest.raises(TypeError, match=r"QTensor(.|\n)*q\.dequantize\(\)(.|\n)*q\.values"):
+                use(made(name)[0])

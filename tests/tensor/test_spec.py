@@ -33,12 +33,12 @@ def test_every_integer_format_has_an_asymmetric_spec(qtype):
 @pytest.mark.parametrize("qtype", UNSIGNED)
 def test_an_unsigned_format_cannot_be_symmetric(qtype):
     signed = qtype.removeprefix("u")
-    facts = (qtype, "symmetric=False", f"jnp.{signed}")
+    facts = (qtype, "symmetric=False", f"such as {signed}")
     assert_refused(lambda: jqx.QSpec(qtype), (), ValueError, "QSpec", *facts)
     assert jqx.QSpec(signed).symmetric
 
 
-@pytest.mark.parametrize("qtype", ["float32", "float8_e4m3fn", "bool", "int64", "complex64"])
+@pytest.mark.parametrize("qtype", ["float32", "float16", "bool", "int64", "complex64"])
 def test_a_dtype_that_is_no_format_is_refused(qtype):
     assert_refused(lambda: jqx.QSpec(qtype), (), TypeError, "QSpec", "qtype", qtype, "int8")
 
@@ -51,11 +51,11 @@ def test_a_qtype_that_is_no_dtype_is_refused(qtype):
 @pytest.mark.parametrize(
     "field, values",
     [
-        ("granularity", [None, "per_tensor", 0, jqx.per_tensor, type(jqx.per_tensor())]),
+        ("granularity", ["per_tensor", 0, jqx.per_tensor, type(jqx.per_tensor())]),
         ("calibrator", [None, "absmax", type(calibrators.absmax), jqx.per_tensor()]),
         ("symmetric", [None, 1, "no", np.True_]),
         ("dynamic", [None, 0, "yes"]),
-        ("round_mode", [None, "UP", RoundMode]),
+        ("round_mode", ["UP", RoundMode]),
         ("gradient", [None, "ste"]),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_defaults_are_one_symmetric_absmax_scale():
         symmetric=True,
         calibrator=calibrators.absmax,
         dynamic=False,
-        round_mode=RoundMode.NEAREST_TOWARD_EVEN,
+        round_mode=None,
         gradient=gradients.ste,
     )
 

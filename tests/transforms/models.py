@@ -77,11 +77,13 @@ def relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def close(a, b):
+def close(a, b, terms=24):
     """Whether two float32 results differ by no more than their sums' order of evaluation explains.
 
-    Sums here have at most 24 terms and stand at most three deep; each term may round once more or
-    less, in the product, the sum and a scale: 3 * 3 * 24 roundings of 2**-24 of the largest value.
+    Sums here have at most `terms` terms and stand at most three deep; each term may round once more
+    or less, in the product, the sum and a scale: 3 * 3 * `terms` roundings of 2**-24 of the largest
+    value.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return a.shape == b.shape and np.max(np.abs(a - b)) <= 216 * 2.0**-24 * np.max(np.abs(b))
+    allowed = 9 * terms * 2.0**-24 * np.max(np.abs(b))
+    return a.shape == b.shape and np.max(np.abs(a - b)) <= allowed

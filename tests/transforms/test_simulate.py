@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx.gradients import additive_noise, lsq, ste, stochastic
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
 from .models import close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
@@ -133,3 +134,166 @@ def test_simulation_under_vmap_equals_a_loop():
     mapped = jax.vmap(lambda x: simulated(params, x))(X[:, None])
     looped = jnp.stack([simulated(params, x[None]) for x in X])
     assert close(mapped, looped)
+
+
+def twins(params, x):
+    """Two weights, and two activations, that may be equal."""
+    return x @ params["a"], (2 * x / 2) @ params["b"]
+
+
+drawing = pytest.mark.parametrize("gradient", [stochastic, additive_noise], ids=str)
+KEY = jax.random.key(7)
+
+
+def noisy(gradient, f=twins, role="weight"):
+    """Parameters of `twins`, equal to each other, and their simulation by a key."""
+    fields = {"qtype": jnp.int4, "gradient": gradient}
+    policy = w8a16(weight=fields) if role == "weight" else w8a8_dynamic(activation=fields)
+    params = {"a": normal(0, 16, 24), "b": normal(0, 16, 24)}
+    plan = plan_of(f, policy, params, X)
+
+    def simulated(params, x, key):
+        return jqx.simulate(f, plan, key=key)(params, x)
+
+    return params, plan, simulated
+
+
+@drawing
+@pytest.mark.parametrize("role", ["weight", "activation"])
+def test_an_estimator_that_draws_needs_a_key(gradient, role):
+    params, _, simulated = noisy(gradient, role=role)
+    with pytest.raises(ValueError, match="there is no key"):
+        simulated(params, X, None)
+    assert simulated(params, X, KEY)[0].shape == (7, 24)
+
+
+@pytest.mark.parametrize("gradient", [ste, lsq], ids=str)
+@pytest.mark.parametrize("role", ["weight", "activation"])
+def test_a_key_that_nothing_draws_from_is_refused(gradient, role):
+    params, _, simulated = noisy(gradient, role=role)
+    with pytest.raises(ValueError, match="`key` has no use"):
+        simulated(params, X, KEY)
+
+
+@drawing
+def test_a_key_serves_the_specs_that_draw_beside_those_that_do_not(gradient):
+    weight = jqx.QSpec(jnp.int4, gradient=gradient)
+    rules = [jqx.Rule("a", weight=weight), jqx.Rule("b", weight=jqx.QSpec(jnp.int4))]
+    params, *_ = noisy(gradient)
+    plan = plan_of(twins, jqx.Policy(rules), params, X)
+    a, b = jqx.simulate(twins, plan, key=KEY)(params, X)
+    assert not jnp.array_equal(a, b)
+    assert jnp.array_equal(b, X @ jqx.quantize_params(params, plan)["b"].dequantize())
+
+
+@drawing
+@pytest.mark.parametrize("role", ["weight", "activation"])
+def test_noise_is_that_of_the_key_and_of_the_place(gradient, role):
+    params, _, simulated = noisy(gradient, role=role)
+    first, again, other = (simulated(params, X, key) for key in (KEY, KEY, jax.random.key(8)))
+    for i in range(2):
+        assert jnp.array_equal(first[i], again[i])
+        assert not jnp.array_equal(first[i], other[i])
+    assert not jnp.array_equal(first[0], first[1])
+
+
+@drawing
+def test_noise_under_jit_and_scan_is_that_of_eager_calls(gradient):
+    params, _, simulated = noisy(gradient)
+    keys = jax.random.split(KEY, 3)
+    looped = [simulated(params, X, key) for key in keys]
+    jitted = jax.jit(simulated)
+    _, scanned = jax.lax.scan(lambda c, key: (c, simulated(params, X, key)), 0, keys)
+    for step, expected in enumerate(looped):
+        for i in range(2):
+            assert close(jitted(params, X, keys[step])[i], expected[i])
+            assert close(scanned[i][step], expected[i])
+
+
+def test_stochastic_weights_lie_beside_theirs_and_are_right_on_average():
+    """Each is one of the two numbers around it, up with the probability of its place between."""
+    params, plan, simulated = noisy(stochastic)
+    identity = jnp.eye(16)
+    keys = jax.random.split(KEY, 400)
+    drawn = jax.jit(jax.vmap(lambda key: simulated(params, identity, key)[0]))(keys)
+    scale = np.asarray(jqx.quantize_params(params, plan)["a"].scale)
+    off = (np.asarray(drawn) - np.asarray(params["a"])) / scale
+    assert np.max(np.abs(off)) < 1 + 2.0**-20
+    # The standard error of a mean of 400 draws is at most 0.5 / 20 steps; 384 weights.
+    assert np.max(np.abs(off.mean(0))) < 5 * 0.025
+
+
+def test_additive_noise_is_uniform_over_a_step():
+    params, plan, simulated = noisy(additive_noise)
+    scale = jqx.quantize_params(params, plan)["a"].scale
+    noise = (simulated(params, jnp.eye(16), KEY)[0] - params["a"]) / scale
+    inside = jnp.abs(params["a"] / scale) < 6.9  # the largest of a column may be clipped at 7
+    noise = np.asarray(noise)[np.asarray(inside)]
+    assert np.max(np.abs(noise)) <= 0.5 + 2.0**-20
+    assert abs(noise.mean()) < 5 * np.sqrt(1 / 12 / noise.size)
+    assert abs(noise.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / noise.size)
+
+
+def test_an_output_draws_too():
+    rule = jqx.Rule(output=jqx.QSpec(jnp.int8, dynamic=True, gradient=stochastic))
+    f = lambda w, x: x @ w  # noqa: E731
+    plan = plan_of(f, jqx.Policy([rule]), jnp.eye(16), X)
+    with pytest.raises(ValueError, match="there is no key"):
+        jqx.simulate(f, plan)(jnp.eye(16), X)
+    a, b = (jqx.simulate(f, plan, key=jax.random.key(i))(jnp.eye(16), X) for i in range(2))
+    assert not jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize("granularity", [jqx.per_tensor(), jqx.per_channel(), jqx.per_group(8)])
+@pytest.mark.parametrize("qtype", [jnp.int4, jqx.numerics.int3], ids=str)
+def test_a_learned_scale_gets_the_gradient_of_lsq(qtype, granularity):
+    """Esser et al. 2020, equations 3 and 5, with g = 1 / sqrt(N Q_P), in float64."""
+
+    def f(w, x):
+        return x @ w
+
+    w, cotangent = np.asarray(normal(0, 16, 6)), np.asarray(normal(1, 7, 6), np.float64)
+    policy = w8a16(weight={"qtype": qtype, "granularity": granularity, "gradient": lsq})
+    plan = plan_of(f, policy, w, X)
+    spec = plan.weights[0].spec
+    shape = spec.granularity.scale_shape(w.shape)
+    high = 2.0 ** (jqx.numerics.format_of(qtype).bits - 1) - 1
+    scale = np.linspace(0.15, 0.45, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+    def loss(affines):
+        return (jqx.simulate(f, plan, affines)(w, X) * jnp.asarray(cotangent, jnp.float32)).sum()
+
+    affines = {":weight": jqx.calibrators.Affine(jnp.asarray(scale))}
+    found = jax.jit(jax.grad(loss))(affines)[":weight"].scale
+
+    blocks = [n // m for n, m in zip(w.shape, shape, strict=True)]
+    s = np.kron(scale, np.ones(blocks)).astype(np.float64)
+    v = w.astype(np.float64) / s
+    inside = (v >= -high - 1) & (v <= high)
+    slope = np.where(inside, np.round(v) - v, np.where(v < 0, -high - 1, high))
+    assert not inside.all() and inside.any()
+    ds = slope * (np.asarray(X, np.float64).T @ cotangent)
+    for axis, size in enumerate(blocks):
+        ds = np.add.reduceat(ds, np.arange(0, w.shape[axis], size), axis)
+    assert close(found, ds / np.sqrt(np.prod(blocks) * high), terms=96)
+
+
+def test_a_learned_scale_of_an_activation_gets_its_gradient_beside_that_of_a_weight():
+    fields = {"qtype": jnp.int4, "gradient": lsq}
+    params = mlp_params()
+    plan = plan_of(mlp, w8a8(weight=fields, activation=fields), params, X)
+    affines = jqx.affines(plan, jqx.calibrate(mlp, plan)(params, X)[1])
+    q = jqx.quantize_params(params, plan)
+    affines |= {f"{n}:weight": jqx.calibrators.Affine(q[n].scale) for n in ("w", "v")}
+
+    @jax.jit
+    def loss(affines):
+        return jnp.square(jqx.simulate(mlp, plan, affines)(params, X) - mlp(params, X)).mean()
+
+    gradient = jax.grad(loss)(affines)
+    assert set(gradient) == set(affines)
+    for key in affines:
+        assert gradient[key].scale.shape == affines[key].scale.shape
+        assert jnp.all(jnp.isfinite(gradient[key].scale)) and jnp.any(gradient[key].scale != 0)
+    step = jax.tree.map(lambda a, g: a - 0.02 * g, affines, gradient)
+    assert loss(step) < loss(affines)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from ..._compat import Eqn
 from ...tensor import QTensor, axis_groups
@@ -75,16 +74,10 @@ def _track_broadcast(eqn: Eqn, position: int, origin: Origin) -> Origin:
 
 def _apply_broadcast(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     q, shape, axes = operands[0], eqn.params["shape"], eqn.params["broadcast_dimensions"]
-
-    def expand(parameter):
-        shared = [1] * len(shape)
-        for axis, target in enumerate(axes):
-            shared[target] = parameter.shape[axis]
-        return lax.broadcast_in_dim(parameter, shared, axes)
-
-    zero = None if q.zero_point is None else expand(q.zero_point)
-    values = lax.broadcast_in_dim(q.values, shape, axes)
-    return QTensor(values, expand(q.scale), zero, qtype=q.qtype, dtype=q.dtype)
+    lined_up = [1] * len(shape)
+    for axis, target in enumerate(axes):
+        lined_up[target] = q.shape[axis]
+    return q.reshape(lined_up).broadcast_to(shape)
 
 
 def _apply_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
@@ -107,7 +100,7 @@ def _track_mul(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
 
 def _apply_mul(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     q, factor = operands[position], operands[1 - position]
-    return dataclasses.replace(q, scale=q.scale * jnp.asarray(factor, q.scale.dtype))
+    return q.scaled(factor)
 
 
 def _track_div(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
@@ -116,7 +109,7 @@ def _track_div(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
 
 def _apply_div(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     q, divisor = operands
-    return dataclasses.replace(q, scale=q.scale / jnp.asarray(divisor, q.scale.dtype))
+    return q.map_scale(lambda scale: scale / jnp.asarray(divisor, scale.dtype))
 
 
 _UNCHANGED = View(_same, _identity)

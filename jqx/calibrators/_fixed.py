@@ -1,0 +1,96 @@
+"""A range that is given: nothing is needed of the data.
+
+Example: activations after a sigmoid are in `[0, 1]`, whatever the input.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ._arguments import check_number
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._cover import cover
+
+
+class FixedStats(NamedTuple):
+    """NaN values per scale and arrays observed (int32): nothing else is needed."""
+
+    nans: jax.Array
+    observed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Calibrator):
+    """Covers `[min(low, 0), max(high, 0)]`, or `[-m, m]` with the larger magnitude if symmetric.
+
+    What lies outside saturates, infinities too. `observed` says 1 where nothing was seen, so that a
+    scale can be decided without calibration.
+
+    Attributes:
+      low: the smallest value to be represented.
+      high: the largest.
+
+    Raises:
+      TypeError: a limit is not a number.
+      ValueError: a limit is not finite, or `low` is not below `high`.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        for field in ("low", "high"):
+            value = check_number(
+                "calibrators.fixed", field, getattr(self, field), lambda _: True, "of any size"
+            )
+            object.__setattr__(self, field, value)
+        require_that(
+            self.low < self.high,
+            error=ValueError,
+            function="calibrators.fixed",
+            problem="the range is empty.",
+            given=f"low == {self.low}, high == {self.high}",
+            expected="low < high",
+            mend="exchange them, or widen the range.",
+        )
+
+    def empty(self, shape: Sequence[int]) -> FixedStats:
+        """Returns counts of 0."""
+        return FixedStats(*nothing_seen(shape))
+
+    def observe(self, x: jax.Array, spec: Affinity) -> FixedStats:
+        """Returns how many NaN values there are."""
+        seen = look_at(x, spec)
+        return FixedStats(seen.nans, seen.observed)
+
+    def merge(self, a: FixedStats, b: FixedStats) -> FixedStats:
+        """Returns the sums of the counts."""
+        return FixedStats(a.nans + b.nans, a.observed + b.observed)
+
+    def observed(self, stats: FixedStats) -> jax.Array:
+        """Returns how many arrays were observed, and 1 for none: none is needed."""
+        return jnp.maximum(stats.observed, 1)
+
+    def affine(self, stats: FixedStats, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of the given range."""
+        low, high = (jnp.full(stats.nans.shape, v, jnp.float32) for v in (self.low, self.high))
+        return poisoned(cover(low, high, spec), stats.nans)
+
+    def __str__(self) -> str:
+        return f"fixed({self.low}, {self.high})"
+
+
+def fixed(low: float, high: float) -> Fixed:
+    """Returns the calibrator of a given range; see `Fixed`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> spec = jqx.QSpec(jnp.int8, calibrator=jqx.calibrators.fixed(0, 127))
+      >>> jqx.QTensor.quantize(jnp.array([0.3, 200.0]), spec).values
+      Array([  0, 127], dtype=int8)
+    """
+    return Fixed(low, high)

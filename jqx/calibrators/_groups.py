@@ -1,0 +1,163 @@
+"""Groups: which elements of an array share a scale, as shapes. Reshapes an array so that a scale
+broadcasts to it, and reduces it to one value per scale.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._checks import require_that
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """An array of `shape` in blocks of `sizes`, one scale a block.
+
+    Along each axis the size is that of the axis where it shares one scale (so 0 for an empty one),
+    1 where each index has its own, and anything between for blocks; the last block may be a smaller
+    one, the tail.
+
+    Attributes:
+      shape: shape of the array.
+      sizes: block size along each axis.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of_scale(
+        cls, shape: Sequence[int], scale: Sequence[int], blocks: Iterable[Sequence[int]] = ()
+    ) -> "Groups":
+        """Finds the block sizes from the shape of a scale, each dim of which divides that of the
+        array; `blocks` says (length, count, size) where there is a tail.
+        """
+        known = {(length, count): size for length, count, size in blocks}
+        sizes = tuple(
+            known.get((n, m), n if m == 1 else 1 if m == n else n // m)
+            for n, m in zip(shape, scale, strict=True)
+        )
+        return cls(tuple(shape), sizes)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scale: the number of blocks along each axis."""
+        return tuple(1 if b == n else -(-n // b) for n, b in self._axes)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """(length, count, size) of the axes where the shape of the scale does not tell the size.
+
+        They name no axis, so that they stay true under vmap over any other one.
+        """
+        known = {
+            (n, m, b)
+            for (n, b), m in zip(self._axes, self.scale_shape, strict=True)
+            if m > 1 and n != m * b
+        }
+        require_that(
+            len({(n, m) for n, m, _ in known}) == len(known),
+            error=ValueError,
+            function="QTensor",
+            problem="two axes of one length have as many blocks, of different sizes.",
+            given=f"shape {self.shape}, block sizes {self.sizes}",
+            expected="block sizes that length and number of blocks tell apart",
+            mend="use one block size for both axes.",
+        )
+        return tuple(sorted(known))
+
+    @property
+    def per_scale(self) -> int:
+        """How many elements share a scale; a tail has fewer."""
+        return math.prod(self.sizes)
+
+    @property
+    def _axes(self) -> list[tuple[int, int]]:
+        return list(zip(self.shape, self.sizes, strict=True))
+
+    def _is_blocked(self, n: int, b: int) -> bool:
+        return 1 < b < n
+
+    def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
+        """Splits each blocked axis in two, (blocks, size); a tail is filled up with `fill`."""
+        padding = [(0, (-n) % b if self._is_blocked(n, b) else 0, 0) for n, b in self._axes]
+        if any(high for _, high, _ in padding):
+            x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+        return x.reshape(
+            [
+                part
+                for n, b in self._axes
+                for part in ((-(-n // b), b) if self._is_blocked(n, b) else (n,))
+            ]
+        )
+
+    def split_scale(self, scale: jax.Array) -> jax.Array:
+        """Reshapes a scale so that it broadcasts, axis by axis, to what `split` returns."""
+        return scale.reshape(
+            [
+                part
+                for (n, b), m in zip(self._axes, scale.shape, strict=True)
+                for part in ((m, 1) if self._is_blocked(n, b) else (m,))
+            ]
+        )
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Inverts `split`; what filled a tail is dropped."""
+        x = x.reshape([-(-n // b) * b if self._is_blocked(n, b) else n for n, b in self._axes])
+        return x if x.shape == self.shape else x[tuple(slice(n) for n in self.shape)]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of what `split` returns along which a scale is shared."""
+        axes, i = [], 0
+        for n, b in self._axes:
+            i += self._is_blocked(n, b)
+            if b != 1:
+                axes.append(i)
+            i += 1
+        return tuple(axes)
+
+    def reduce(self, f: Callable[..., jax.Array], x: jax.Array, fill: float) -> jax.Array:
+        """Reduces to the shape of the scale by `f`, such as `jnp.max`, whose unit is `fill`."""
+        kept = f(self.split(x, fill), axis=self.axes, keepdims=True, initial=fill)
+        return kept.reshape(self.scale_shape)
+
+    def largest_magnitude(self, x: jax.Array) -> jax.Array:
+        """Returns the largest magnitude for each scale, in the dtype of `x`; a NaN makes it NaN.
+
+        As integers: magnitudes are ordered as their bits are, NaN above all. XLA on CPU loses NaN
+        in a maximum of floats along 32 contiguous elements or more (jaxlib 0.10.2).
+        """
+        x = self.split(x)
+        integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+        bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+        for axis in reversed(self.axes):
+            bits = _maximum(bits, axis)
+        return lax.bitcast_convert_type(bits, x.dtype).reshape(self.scale_shape)
+
+    def __str__(self) -> str:
+        own = tuple(i for i, (n, b) in enumerate(self._axes) if b == 1 and n != 1)
+        if any(self._is_blocked(n, b) for n, b in self._axes):
+            named = {i: b for i, (n, b) in enumerate(self._axes) if b < n}
+            return f"per_block({named})"
+        return f"per_axis{own}".replace(",)", ")") if own else "per_tensor"
+
+
+def _maximum(x: jax.Array, axis: int) -> jax.Array:
+    """The maximum of nonnegative integers along an axis, which is kept.
+
+    A long axis in two steps, of which XLA on CPU does the first in vectors and on all cores: it
+    leaves 64 (or 8) maxima, side by side where the axis is the last.
+    """
+    n, shape = x.shape[axis], x.shape
+    last = axis == x.ndim - 1
+    parts = 64 if n >= 512 and n % 64 == 0 else 8 if last and n > 8 and n % 8 == 0 else None
+    if parts is not None:
+        pair = (n // parts, parts) if last else (parts, n // parts)
+        x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
+        x = lax.optimization_barrier(jnp.max(x, axis=axis if last else axis + 1))
+    return jnp.max(x, axis=axis, initial=0, keepdims=True)

@@ -1,0 +1,115 @@
+"""The exponential moving average of statistics, for the caller's own fold over batches.
+
+    mixed = decay * old + (1 - decay) * new
+
+It is no monoid, for the order of the batches matters, so it is no `merge` of a calibrator.
+
+Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", arXiv:1712.05877, section 3.1.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ._arguments import check_number
+
+_COUNTS = ("nans", "observed")
+
+
+def moving_average(old: Any, new: Any, decay: float) -> Any:
+    """Returns `decay * old + (1 - decay) * new` for the floats of statistics; counts add up.
+
+    Args:
+      old: statistics of one calibrator, or a dict of such, as `jqx.calibrate` returns it.
+      new: statistics of the next batch, of the same structure.
+      decay: above 0 and below 1.
+
+    Returns:
+      Statistics of that structure; where either has observed nothing, the other.
+
+    Raises:
+      TypeError: the statistics differ in structure, are no NamedTuple with `nans` and `observed`,
+        or hold counts in bins, which have no average.
+      ValueError: `decay` is out of range, or the shapes differ.
+
+    NaN and infinities: NaN values are counted, as always; an infinity stays.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> spec = jqx.QSpec(jnp.int8)
+      >>> old, new = (spec.calibrator.observe(jnp.array([x]), spec) for x in (8.0, 4.0))
+      >>> float(jqx.calibrators.moving_average(old, new, 0.75).largest[0])
+      7.0
+    """
+    decay = check_number(
+        "calibrators.moving_average", "decay", decay, lambda v: 0 < v < 1, "above 0 and below 1"
+    )
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        require_that(
+            set(old) == set(new),
+            error=TypeError,
+            function="calibrators.moving_average",
+            problem="`old` and `new` have not the same entries.",
+            given=f"entries that differ: {', '.join(sorted(map(str, set(old) ^ set(new)))[:4])}",
+            expected="statistics of one plan",
+            mend="calibrate both with the same plan.",
+        )
+        return {key: _mixed(old[key], new[key], decay) for key in old}
+    return _mixed(old, new, decay)
+
+
+def _mixed(old: Any, new: Any, decay: float) -> Any:
+    _check_alike(old, new)
+    fields = {
+        name: getattr(old, name) + getattr(new, name)
+        if name in _COUNTS
+        else _mix(getattr(old, name), getattr(new, name), old.observed, new.observed, decay)
+        for name in old._fields
+    }
+    return type(old)(**fields)
+
+
+def _mix(
+    old: jax.Array, new: jax.Array, seen_before: jax.Array, seen_now: jax.Array, decay: float
+) -> jax.Array:
+    mixed = old * decay + new * (1 - decay)
+    # Stacked statistics, as scan makes them, have a count for each entry of their first axes.
+    before, now = (n.reshape(n.shape + (1,) * (old.ndim - n.ndim)) for n in (seen_before, seen_now))
+    return jnp.where(before == 0, new, jnp.where(now == 0, old, mixed))
+
+
+def _check_alike(old: Any, new: Any) -> None:
+    fields = getattr(old, "_fields", ())
+    require_that(
+        type(old) is type(new) and set(_COUNTS) <= set(fields),
+        error=TypeError,
+        function="calibrators.moving_average",
+        problem="`old` and `new` are not statistics of one calibrator.",
+        given=f"objects of type {type(old).__name__} and {type(new).__name__}",
+        expected="NamedTuples of one type with the fields nans and observed, or dicts of such",
+        mend="pass what `observe` or `jqx.calibrate` returns.",
+    )
+    for name in fields:
+        a, b = getattr(old, name), getattr(new, name)
+        require_that(
+            name in _COUNTS or jnp.issubdtype(a.dtype, jnp.floating),
+            error=TypeError,
+            function="calibrators.moving_average",
+            problem=f"{type(old).__name__}.{name} has no average.",
+            given=f"{name}.dtype == {a.dtype.name}",
+            expected="statistics of floats, such as those of minmax",
+            mend="merge them with the calibrator instead.",
+        )
+        require_that(
+            a.shape == b.shape,
+            error=ValueError,
+            function="calibrators.moving_average",
+            problem="`old` and `new` have not the same shapes.",
+            given=f"{name}.shape == {a.shape} and {b.shape}",
+            expected="statistics of one scale shape",
+            mend="observe both with the same granularity.",
+        )

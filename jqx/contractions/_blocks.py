@@ -1,0 +1,104 @@
+"""Scales in blocks along a contracted axis: the blocks become a batch axis, to be summed after.
+
+sum_k l[k] r[k]  =  sum_g scale[g] * sum_{k in block g} ...
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..calibrators import Groups
+from ..tensor import QTensor, refine
+from ._dimensions import Dimensions
+
+
+class Block(NamedTuple):
+    """A contracted pair of axes whose scales are in blocks.
+
+    Attributes:
+      lhs: the axis of the left operand.
+      rhs: the axis of the right operand.
+      size: elements of a block in which no scale changes.
+      dimensions: those of the whole contraction.
+    """
+
+    lhs: int
+    rhs: int
+    size: int
+    dimensions: Dimensions
+
+
+def find_block(lhs: Any, rhs: Any, dimensions: Dimensions) -> Block | None:
+    """Returns the first contracted pair of axes along which a scale changes."""
+    pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
+    for i, j in pairs:
+        n = lhs.shape[i]
+        if n != rhs.shape[j]:
+            continue  # the contraction itself refuses this
+        size = math.gcd(*(_size(x, axis) for x, axis in ((lhs, i), (rhs, j)) if _size(x, axis) < n))
+        if size:
+            return Block(i, j, size, dimensions)
+    return None
+
+
+def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
+    """Whether elements that are summed share scales: not each of them has its own."""
+    axes = tuple(contracted)
+    shared = math.prod(groups.sizes[axis] for axis in axes)
+    return shared > 1 or math.prod(groups.shape[axis] for axis in axes) <= 1
+
+
+def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
+    """Gives each index of the kept axes a scale of its own where they are in blocks."""
+    for axis in kept:
+        if isinstance(x, QTensor) and 1 < x.groups.sizes[axis] < x.shape[axis]:
+            x = refine(x, axis)
+    return x
+
+
+def split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimensions]]:
+    """Returns contractions whose results, summed over their first axis, sum to the whole: of the
+    full blocks, and of the tail if there is one.
+    """
+    n = lhs.shape[block.lhs]
+    lhs, rhs = _in_blocks(lhs, block.lhs, block.size), _in_blocks(rhs, block.rhs, block.size)
+    full = n // block.size * block.size
+    runs = [(0, full, block.size)] + ([(full, n, n - full)] if full < n else [])
+    return [
+        (
+            _split(lhs, block.lhs, *run),
+            _split(rhs, block.rhs, *run),
+            _batched(block),
+        )
+        for run in runs
+    ]
+
+
+def _size(x: Any, axis: int) -> int:
+    return x.groups.sizes[axis] if isinstance(x, QTensor) else x.shape[axis]
+
+
+def _in_blocks(x: Any, axis: int, size: int) -> Any:
+    return refine(x, axis, size) if size < _size(x, axis) < x.shape[axis] else x
+
+
+def _split(x: Any, axis: int, start: int, stop: int, size: int) -> Any:
+    part = x[(slice(None),) * axis + (slice(start, stop),)] if stop - start < x.shape[axis] else x
+    return part.reshape(*x.shape[:axis], (stop - start) // size, size, *x.shape[axis + 1 :])
+
+
+def _batched(block: Block) -> Dimensions:
+    """The dimensions after both axes were split in two: the first of each pair is a batch axis."""
+    old = block.dimensions
+
+    def moved(axes: tuple[int, ...], at: int) -> tuple[int, ...]:
+        return tuple(axis + (axis >= at) for axis in axes)
+
+    return Dimensions(
+        old.lhs_rank + 1,
+        old.rhs_rank + 1,
+        moved(old.lhs_contracting, block.lhs),
+        moved(old.rhs_contracting, block.rhs),
+        (block.lhs, *moved(old.lhs_batch, block.lhs)),
+        (block.rhs, *moved(old.rhs_batch, block.rhs)),
+    )

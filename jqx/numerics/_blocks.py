@@ -1,0 +1,155 @@
+"""Block formats: elements of a small format, and a scale format of their own for each block.
+
+MX: blocks of 32, the scale a power of two in E8M0. By the OCP rule it is the power of two of the
+largest magnitude, divided by that of the element's largest number:
+
+    scale = 2**(floor(log2(max |x|)) - floor(log2(high)))
+
+NVFP4: blocks of 16 of e2m1, the scale in e4m3 with one float32 scale for the tensor.
+
+Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6.3; NVIDIA, "Pretraining
+Large Language Models with NVFP4", arXiv:2509.25149, appendix B.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import check_instance, check_integer, require_that
+from ._e8m0 import E8M0
+from ._integers import Integer
+from ._lookup import as_qtype, format_of
+from ._minifloats import float6_e2m3fn, float6_e3m2fn
+from ._powers import exponent_of
+from ._qtype import QType
+from ._rounding import RoundMode
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(QType):
+    """Elements in blocks of `size`, each block with a scale that is kept in `scale_qtype`.
+
+    Attributes:
+      element: dtype or `QType` of the elements.
+      size: how many elements share a scale; in 2-D blocks the product of both sizes.
+      label: the name of the format.
+      scale_qtype: float8_e8m0fnu, for scales by the rule above, or another minifloat dtype, whose
+        scales are relative to one float32 scale of the tensor.
+      unit: a power of two that multiplies the elements; 2**-6 makes an int8 the fixed-point number
+        of MXINT8.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: `size` is below 1, or `unit` is no power of two.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> x = jnp.linspace(-1.0, 1.0, 64).reshape(1, 64)
+      >>> jqx.QTensor.quantize(x, jqx.QSpec(jqx.numerics.mxfp4, jqx.per_block({1: 32}))).scale
+      Array([[0.25, 0.25]], dtype=float8_e8m0fnu)
+    """
+
+    element: DTypeLike | QType
+    size: int
+    label: str = "block"
+    scale_qtype: DTypeLike = E8M0
+    unit: float = 1.0
+
+    def __post_init__(self) -> None:
+        function = "numerics.Block"
+        object.__setattr__(self, "element", as_qtype(function, "element", self.element, "Block"))
+        object.__setattr__(self, "size", check_integer(function, "size", self.size))
+        check_instance(function, "label", self.label, str, mend="pass a name, such as 'mine'.")
+        check_instance(
+            function, "unit", self.unit, (int, float), mend="pass a power of two, such as 1.0."
+        )
+        scale = as_qtype(function, "scale_qtype", self.scale_qtype, "Scale")
+        object.__setattr__(self, "scale_qtype", scale)
+        require_that(
+            not isinstance(scale, QType) and jnp.issubdtype(scale, jnp.floating),
+            error=TypeError,
+            function=function,
+            problem="`scale_qtype` is no float format that JAX has a dtype for.",
+            given=f"scale_qtype == {format_of(scale).name}",
+            expected="such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn",
+            mend="pass one of these.",
+        )
+        require_that(
+            self.size >= 1 and self.unit > 0 and math.frexp(self.unit)[0] == 0.5,
+            error=ValueError,
+            function=function,
+            problem="there is no such block format.",
+            given=f"size == {self.size}, unit == {self.unit}",
+            expected="a size of 1 or more, and a power of two as unit",
+            mend="pass for example size=32.",
+        )
+
+    @property
+    def elements(self) -> QType:
+        """The format of the elements."""
+        return format_of(self.element)
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def bits(self) -> int:
+        return self.elements.bits
+
+    @property
+    def storage(self) -> jnp.dtype:
+        return self.elements.storage
+
+    @property
+    def low(self) -> float:
+        return self.elements.low * self.unit
+
+    @property
+    def high(self) -> float:
+        return self.elements.high * self.unit
+
+    @property
+    def levels(self) -> int:
+        return self.elements.levels
+
+    def scale_of(self, largest: jax.Array) -> jax.Array:
+        """Returns the scale of a block: by the rule of MX in E8M0, else `largest / high`."""
+        if self.scale_qtype != E8M0:
+            return super().scale_of(largest)
+        exponent = exponent_of(largest) - (math.frexp(self.high)[1] - 1)
+        code = jnp.where(jnp.isnan(largest), 255, jnp.clip(exponent + 127, 0, 254))
+        return lax.bitcast_convert_type(code.astype(jnp.uint8), E8M0)
+
+    def round(self, y: jax.Array, mode: RoundMode) -> jax.Array:
+        unit = np.asarray(self.unit, y.dtype)
+        return self.elements.round(y / unit, mode) * unit
+
+    def encode(self, y: jax.Array, mode: RoundMode) -> jax.Array:
+        return self.elements.encode(y / np.asarray(self.unit, y.dtype), mode)
+
+    def encode_bits(self, y: jax.Array, mode: RoundMode) -> jax.Array:
+        return self.elements.encode_bits(y / np.asarray(self.unit, y.dtype), mode)
+
+    def to_bits(self, codes: jax.Array) -> jax.Array:
+        return self.elements.to_bits(codes)
+
+    def from_bits(self, bits: jax.Array) -> jax.Array:
+        return self.elements.from_bits(bits)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return self.elements.decode(codes) * np.float32(self.unit)
+
+
+mxfp8_e4m3 = Block(jnp.float8_e4m3fn, 32, "mxfp8_e4m3")
+mxfp8_e5m2 = Block(jnp.float8_e5m2, 32, "mxfp8_e5m2")
+mxfp6_e2m3 = Block(float6_e2m3fn, 32, "mxfp6_e2m3")
+mxfp6_e3m2 = Block(float6_e3m2fn, 32, "mxfp6_e3m2")
+mxfp4 = Block(jnp.float4_e2m1fn, 32, "mxfp4")
+mxint8 = Block(Integer(8, narrow=True), 32, "mxint8", unit=2.0**-6)
+nvfp4 = Block(jnp.float4_e2m1fn, 16, "nvfp4", scale_qtype=jnp.float8_e4m3fn)

@@ -1,0 +1,73 @@
+"""Packing: codes of 1 to 7 bits without gaps in bytes, along one axis.
+
+A code of b bits is split into planes of 4, 2 and 1 bits, the binary digits of b: 7 = 4 + 2 + 1, the
+lowest bits first. A plane of w bits packs 8 / w codes into a byte: it splits the axis into 8 / w
+equal runs and lays them over each other, the first run in the lowest bits. So 4-bit codes hold
+element i in the low half of byte i and element i + n / 2 in the high half. The planes follow each
+other along the axis. Where a plane's runs do not divide the length, zeros fill the last.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def planes_of(bits: int) -> tuple[tuple[int, int], ...]:
+    """Returns (width, lowest bit) of each plane."""
+    widths = [width for width in (4, 2, 1) if bits & width]
+    return tuple((width, sum(widths[:i])) for i, width in enumerate(widths))
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Returns how many bytes `length` codes take along the packed axis."""
+    return sum(-(-length * width // 8) for width, _ in planes_of(bits))
+
+
+@partial(jax.jit, static_argnames=("bits", "axis"))
+def pack_bits(codes: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Packs unsigned codes.
+
+    Args:
+      codes: uint8 below `2**bits`, any shape of one axis or more.
+      bits: 1 to 7.
+      axis: the axis that becomes shorter, not negative.
+
+    Returns:
+      uint8, of the shape of `codes` but for `packed_length` along `axis`.
+    """
+    planes = []
+    for width, lowest in planes_of(bits):
+        count = 8 // width
+        run = -(-codes.shape[axis] // count)
+        padding = [(0, 0, 0)] * codes.ndim
+        padding[axis] = (0, run * count - codes.shape[axis], 0)
+        parts = lax.pad(codes, jnp.uint8(0), padding).astype(jnp.int32)
+        parts = parts.reshape(*codes.shape[:axis], count, run, *codes.shape[axis + 1 :])
+        place = lax.broadcasted_iota(jnp.int32, parts.shape, axis) * width
+        parts = ((parts >> lowest) & (2**width - 1)) << place
+        # A reduction, not an or of slices: XLA on CPU keeps it in vectors whatever it is fused
+        # with.
+        planes.append(lax.reduce(parts, np.int32(0), lax.bitwise_or, (axis,)).astype(jnp.uint8))
+    return lax.concatenate(planes, axis) if len(planes) > 1 else planes[0]
+
+
+@partial(jax.jit, static_argnames=("bits", "axis", "length"))
+def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Array:
+    """Inverts `pack_bits`; `length` is that of the packed axis before."""
+    start = 0
+    codes = None
+    for width, lowest in planes_of(bits):
+        count = 8 // width
+        run = -(-length // count)
+        plane = lax.slice_in_dim(packed, start, start + run, axis=axis)
+        start += run
+        mask = jnp.uint8(2**width - 1)
+        parts = [(plane >> jnp.uint8(i * width)) & mask for i in range(count)]
+        whole = lax.slice_in_dim(lax.concatenate(parts, axis), 0, length, axis=axis)
+        whole = whole << jnp.uint8(lowest)
+        codes = whole if codes is None else codes | whole
+    # Bytes are joined before they are widened, else XLA on CPU widens each part by itself.
+    return lax.optimization_barrier(codes)

@@ -1,0 +1,145 @@
+"""`Numerics`: the integer arithmetic of another runtime, to the last bit.
+
+Runtimes agree on the formulas `round(x / scale) + zero_point` and `scale = range / steps`, and
+differ in the order of the roundings; each field is one such difference. Tested against the runtimes
+where they can be installed; infinite ranges, subnormals and NaN are left out, as the runtimes leave
+them undefined.
+"""
+
+import dataclasses
+import enum
+import math
+
+from .._checks import check_instance, require_that
+from ._rounding import RoundMode
+
+
+class SymmetricRange(enum.Enum):
+    """What the largest magnitude is divided by for a symmetric scale."""
+
+    LIMIT = "limit"
+    """The largest code: 127 of an int8."""
+    HALF = "half"
+    """Half of the range of codes: 127.5 of an int8."""
+    SIGNED = "signed"
+    """The size of the smallest code, 128 of an int8; the scale is negative where the largest
+    magnitude is that of a positive number."""
+    COVER = "cover"
+    """Each side by its own limit; the larger scale wins."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Where a runtime rounds.
+
+    Attributes:
+      round_mode: how quotients, and the zero point of a range, become integers.
+      zero_point_first: whether the zero point is added before the rounding, not after it.
+      reciprocal: whether `x / scale` is `x * (1 / scale)`, with two roundings.
+      narrow: whether symmetric codes leave out the smallest one.
+      symmetric_range: what the largest magnitude is divided by.
+      reciprocal_steps: whether a range is multiplied by the reciprocal of the number of steps.
+      rounded_offset: whether the zero point of a range is `qmin - round(low / scale)`, not
+        `round(qmin - low / scale)`.
+      min_scale: scales of smaller magnitude, and zero, are replaced by `small_scale`.
+      small_scale: see `min_scale`.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: `min_scale` is negative or `small_scale` not positive.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> spec = jqx.QSpec(jnp.int8, numerics=jqx.numerics.torchao)
+      >>> jqx.QTensor.quantize(jnp.array([0.5, -1.0, 1.0]), spec).values
+      Array([  64, -127,  127], dtype=int8)
+    """
+
+    round_mode: RoundMode = RoundMode.NEAREST_TOWARD_EVEN
+    zero_point_first: bool = False
+    reciprocal: bool = False
+    narrow: bool = False
+    symmetric_range: SymmetricRange = SymmetricRange.LIMIT
+    reciprocal_steps: bool = False
+    rounded_offset: bool = False
+    min_scale: float = 0.0
+    small_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            kind = type(field.default)
+            check_instance(
+                "numerics.Numerics",
+                field.name,
+                getattr(self, field.name),
+                kind,
+                mend=f"pass for example {field.name}={field.default}.",
+            )
+        require_that(
+            0 <= self.min_scale < math.inf and 0 < self.small_scale < math.inf,
+            error=ValueError,
+            function="numerics.Numerics",
+            problem="scales must be positive and finite.",
+            given=f"min_scale == {self.min_scale}, small_scale == {self.small_scale}",
+            expected="min_scale >= 0 and small_scale > 0",
+            mend="leave them at 0.0 and 1.0, or pass the smallest scale that the runtime allows.",
+        )
+
+    def __str__(self) -> str:
+        return next((name for name, known in _NAMES.items() if known == self), repr(self))
+
+
+ngraph = Numerics()
+"""nGraph v0 Quantize, whose round mode is an attribute; scales of ranges are jqx's own."""
+
+onnx = Numerics()
+"""ONNX QuantizeLinear and DynamicQuantizeLinear, as onnxruntime computes them."""
+
+openvino = Numerics(
+    zero_point_first=True,
+    symmetric_range=SymmetricRange.SIGNED,
+    rounded_offset=True,
+    min_scale=2.0**-23,
+    small_scale=2.0**-23,
+)
+"""Integer weights of OpenVINO models, as NNCF compresses them; take the range by
+`calibrators.minmax`, as the sign of a scale is that of the largest magnitude. (FakeQuantize is no
+affine quantization: see `jqx.fake_quantize`.)"""
+
+onednn = Numerics(zero_point_first=True)
+"""oneDNN Graph Quantize and DynamicQuantize as specified: a division."""
+
+onednn_runtime = Numerics(zero_point_first=True, reciprocal=True)
+"""oneDNN Graph Quantize and DynamicQuantize as its library computes them: a reciprocal."""
+
+tflite = Numerics(round_mode=RoundMode.NEAREST_TOWARD_INFINITY, narrow=True)
+"""TFLite's reference kernels and its specification of symmetric weights. Its other kernels
+(XNNPACK, optimized) round otherwise."""
+
+torchao = Numerics(
+    reciprocal=True,
+    symmetric_range=SymmetricRange.HALF,
+    rounded_offset=True,
+    min_scale=2.0**-23,
+    small_scale=2.0**-23,
+)
+"""torchao's affine quantization primitives with the eps that its int8 configurations pass."""
+
+qwix = Numerics(
+    zero_point_first=True,
+    reciprocal=True,
+    symmetric_range=SymmetricRange.HALF,
+    reciprocal_steps=True,
+    min_scale=2.0**-63,
+)
+"""qwix's arrays quantized per channel, as XLA on CPU computes its divisions by broadcast scales."""
+
+_NAMES = {
+    "ngraph": ngraph,
+    "openvino": openvino,
+    "onednn": onednn,
+    "onednn_runtime": onednn_runtime,
+    "tflite": tflite,
+    "torchao": torchao,
+    "qwix": qwix,
+}

@@ -1,0 +1,110 @@
+"""The grid that a spec puts an array on: scale, zero point, and who shares them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ..calibrators import Affine, Groups, per_tensor
+from ..gradients import check_key
+from ..numerics import E8M0, Block, RoundMode, format_of
+from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
+from ._fields import check_zero_point
+from ._fit import fit, groups_of
+from ._spec import QSpec
+
+
+class Grid(NamedTuple):
+    """Scale and zero point of an array.
+
+    Attributes:
+      scale: one entry for each group: a float, a power of two in float8_e8m0fnu, or, beside
+        `inner`, a code.
+      inner: where scales are quantized in turn, what their codes are multiplied by.
+      zero_point: or `None`.
+      groups: which elements share a scale.
+    """
+
+    scale: jax.Array
+    inner: jax.Array | None
+    zero_point: jax.Array | None
+    groups: Groups
+
+    def real_scale(self) -> jax.Array:
+        """Returns the scale as floats or powers of two."""
+        if self.inner is None:
+            return self.scale
+        return affine_dequantize(
+            self.scale, self.inner, None, qtype=self.scale.dtype, dtype=self.inner.dtype
+        )
+
+    def lined_up(self) -> tuple[jax.Array, jax.Array | None]:
+        """Returns scale and zero point so that they broadcast to the array in its groups."""
+        zero_point = self.zero_point
+        return (
+            self.groups.split_scale(self.real_scale()),
+            None if zero_point is None else self.groups.split_scale(zero_point),
+        )
+
+
+def grid_of(function: str, x: jax.Array, spec: QSpec, affine: Affine | None) -> Grid:
+    """Returns the grid of `x`, found by the calibrator of `spec`, or given."""
+    if affine is not None:
+        affine = Affine(*affine)
+    groups = groups_of(function, spec, x.shape, affine)
+    scale, zero_point = affine or fit(x, spec)
+    if zero_point is not None:
+        check_zero_point(function, zero_point, scale)
+    scale, inner = _kept_scale(function, scale, spec)
+    return Grid(scale, inner, zero_point, groups)
+
+
+def fake_quantize_as(
+    x: jax.Array, spec: QSpec, affine: Affine | None = None, key: jax.Array | None = None
+) -> jax.Array:
+    """Rounds `x` to the grid that `QTensor.quantize` puts it on, differentiably.
+
+    A scale that is not given is found from `x`, and counts as a constant.
+    """
+    check_key("simulate", spec.gradient, key)
+    grid = grid_of("simulate", x, spec, affine)
+    scale, zero_point = grid.lined_up()
+    if affine is None:
+        scale, zero_point = jax.lax.stop_gradient((scale, zero_point))
+    y = affine_fake_quantize(
+        grid.groups.split(x),
+        scale,
+        zero_point,
+        key,
+        qtype=spec.qtype,
+        round_mode=spec.rounding,
+        gradient=spec.gradient,
+        numerics=spec.numerics,
+    )
+    return grid.groups.join(y)
+
+
+def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a scale in the scale format of a block format; as it is for any other."""
+    form = format_of(spec.qtype)
+    if hasattr(scale, "qtype"):  # a QTensor
+        return scale.values, scale.scale
+    if not isinstance(form, Block):
+        return scale, None
+    if form.scale_qtype == E8M0:
+        require_that(
+            scale.dtype == E8M0,
+            error=TypeError,
+            function=function,
+            problem=f"the scales of {form.name} are powers of two.",
+            given=f"a scale of dtype {scale.dtype.name}",
+            expected=f"dtype {E8M0.name}",
+            mend="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
+        )
+        return scale, None
+    # A block without a scale, NaN, must not take the scale of all others with it.
+    known = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
+    inner = fit(known, QSpec(form.scale_qtype, per_tensor())).scale
+    mode = RoundMode.NEAREST_TOWARD_EVEN
+    return affine_quantize(scale, inner, None, qtype=form.scale_qtype, round_mode=mode), inner

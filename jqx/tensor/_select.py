@@ -1,0 +1,157 @@
+"""Selecting from QTensors, and joining them along an axis; the scale goes along."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import check_instance, normalize_axes, require_that
+from ..calibrators import Groups
+from ..numerics import format_of
+from ._views import blocks_after, cut_axes, index_for, normal_index, repeated
+
+T = TypeVar("T", bound=Any)
+"""A QTensor; its own file imports this one."""
+
+
+def index(q: T, key: Any) -> T:
+    """Indexes a QTensor; see `QTensor.__getitem__`."""
+    q.check_unpacked("QTensor.__getitem__")
+    parts = normal_index(key, q.shape)
+    for axis in cut_axes(parts, q.groups):
+        q = refine(q, axis)
+    groups = q.groups
+    values, scale = q.values[parts], q.scale[index_for(parts, q.scale, groups)]
+    zero_point = q.zero_point
+    if zero_point is not None:
+        zero_point = zero_point[index_for(parts, zero_point, groups)]
+    sizes = list(Groups.of_scale(values.shape, scale.shape).sizes)
+    for axis, size in blocks_after(parts, groups).items():
+        if 1 < scale.shape[axis] < values.shape[axis]:
+            sizes[axis] = size
+    return dataclasses.replace(
+        q,
+        values=values,
+        scale=scale,
+        zero_point=zero_point,
+        blocks=Groups(values.shape, tuple(sizes)).blocks,
+    )
+
+
+def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
+    """Splits a QTensor along an axis; see `QTensor.split`."""
+    (axis,) = normalize_axes("QTensor.split", axis, q.ndim, argument="axis")
+    n = q.shape[axis]
+    if isinstance(indices_or_sections, (int, np.integer)):
+        sections = int(indices_or_sections)
+        require_that(
+            sections > 0 and n % sections == 0,
+            error=ValueError,
+            function="QTensor.split",
+            problem="the axis cannot be split into equal parts.",
+            given=f"{sections} sections of axis {axis} of shape {q.shape}",
+            expected=f"a number that divides {n}",
+            mend="pass the places to split at, as a list.",
+        )
+        ends = [n // sections * i for i in range(1, sections)]
+    else:
+        ends = [int(i) for i in indices_or_sections]
+    places = zip([0, *ends], [*ends, n], strict=True)
+    return [q[(slice(None),) * axis + (slice(a, b),)] for a, b in places]
+
+
+def refine(q: T, axis: int, size: int = 1) -> T:
+    """Returns the same array in smaller blocks along an axis: `size` divides those it has."""
+    n, sizes = q.shape[axis], list(q.groups.sizes)
+    places = np.arange(0, n, size, dtype=np.int32) // max(sizes[axis], 1)
+    sizes[axis] = size
+    blocks = Groups(q.shape, tuple(sizes)).blocks
+    return q.map_leaves(lambda leaf: repeated(leaf, axis, places), blocks, q.values)
+
+
+def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
+    """Joins QTensors of one format along an axis; see `QTensor.concatenate`."""
+    require_that(
+        len(tensors) > 0,
+        error=ValueError,
+        function=function,
+        problem="there is nothing to join.",
+        given="no tensors",
+        expected="one QTensor or more",
+        mend="pass a list of QTensors.",
+    )
+    first = tensors[0]
+    for q in tensors:
+        check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
+        q.check_unpacked(function)
+        require_that(
+            (q.qtype, q.dtype) == (first.qtype, first.dtype),
+            error=TypeError,
+            function=function,
+            problem="the tensors are of different formats.",
+            given=f"{first!r} and {q!r}",
+            expected="one qtype and one dtype",
+            mend="dequantize them, or quantize them alike.",
+        )
+    (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
+    tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
+    if not tensors:
+        return first
+    tensors = _alike_elsewhere(_with_scales_alike(tensors), axis)
+    sizes = [q.groups.sizes[axis] for q in tensors]
+    b = sizes[0]
+    fits = all(
+        (size == b and (q.shape[axis] % b == 0 or last))
+        or (last and size < b and q.scale.shape[axis] == 1)
+        for size, q, last in zip(sizes, tensors, [False] * (len(tensors) - 1) + [True], strict=True)
+    )
+    if not fits:
+        tensors = [refine(q, axis) for q in tensors]
+        b = 1
+    values = jnp.concatenate([q.values for q in tensors], axis)
+    zero_point = None
+    if any(q.zero_point is not None for q in tensors):
+        zero_point = jnp.concatenate([_zero_point_of(q) for q in tensors], axis)
+    scales = [q.scale for q in tensors]
+    nested = hasattr(scales[0], "qtype")
+    scale = concatenate(function, scales, axis) if nested else jnp.concatenate(scales, axis)
+    sizes = list(tensors[0].groups.sizes)
+    sizes[axis] = b
+    return dataclasses.replace(
+        first,
+        values=values,
+        scale=scale,
+        zero_point=zero_point,
+        blocks=Groups(values.shape, tuple(sizes)).blocks,
+    )
+
+
+def _alike_elsewhere(tensors: Sequence[T], axis: int) -> list[T]:
+    """Gives tensors whose scales differ along any other axis a scale for each of its indices."""
+    found = list(tensors)
+    for other in range(tensors[0].ndim):
+        if other != axis and len({q.groups.sizes[other] for q in found}) > 1:
+            found = [refine(q, other) for q in found]
+    return found
+
+
+def _with_scales_alike(tensors: Sequence[T]) -> list[T]:
+    """Gives tensors whose scales are kept in different ways plain floats of one dtype."""
+    kinds = {(q.scale.dtype, getattr(q.scale, "qtype", None)) for q in tensors}
+    if len(kinds) == 1:
+        return list(tensors)
+    scales = [q.real_scale() for q in tensors]
+    dtype = jnp.result_type(*scales)
+    return [
+        dataclasses.replace(q, scale=scale.astype(dtype))
+        for q, scale in zip(tensors, scales, strict=True)
+    ]
+
+
+def _zero_point_of(q: Any) -> jax.Array:
+    if q.zero_point is None:
+        return jnp.zeros(q.scale.shape, format_of(q.qtype).storage)
+    return jnp.broadcast_to(q.zero_point, q.scale.shape)

@@ -1,0 +1,46 @@
+"""How a QTensor is shown: format, shape, granularity and bytes, never contents."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..numerics import name_of_qtype
+
+
+def text(q: Any) -> str:
+    """Returns the `repr` of a QTensor, whatever its leaves are."""
+    name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
+    if not _has_arrays(q):
+        return f"QTensor({name} of {_leaf(q.values)}, scale {_leaf(q.scale)}, dtype={dtype})"
+    zero = "" if q.zero_point is None else f", zero_point {_leaf(q.zero_point)}"
+    packed = "" if q.layout is None else f" packed along axis {q.layout.axis}"
+    return (
+        f"QTensor({name}{list(q.shape)} {q.groups}{packed}, scale {_leaf(q.scale)}{zero}, "
+        f"dtype={dtype}, {q.nbytes:,} bytes)"
+    )
+
+
+def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
+    """Returns what treescope shows of a QTensor; treescope calls it, and so is loaded."""
+    summary = {}
+    if _has_arrays(q):
+        summary = {"shape": q.shape, "granularity": str(q.groups), "nbytes": q.nbytes}
+    fields = {f.name: getattr(q, f.name) for f in dataclasses.fields(q) if f.init}
+    return sys.modules["treescope"].repr_lib.render_object_constructor(
+        object_type=type(q),
+        attributes=summary | fields,
+        path=path,
+        subtree_renderer=subtree_renderer,
+    )
+
+
+def _has_arrays(q: Any) -> bool:
+    return all(hasattr(leaf, "shape") for leaf in (q.values, q.scale))
+
+
+def _leaf(leaf: Any) -> str:
+    if hasattr(leaf, "qtype"):
+        return f"{name_of_qtype(leaf.qtype)}{list(leaf.shape)}"
+    return f"{leaf.dtype.name}{list(leaf.shape)}" if hasattr(leaf, "shape") else repr(leaf)

@@ -1,0 +1,157 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.calibrators import Mse, absmax, minmax, mse
+from jqx.numerics import mxfp4, nf4
+
+from ..ops.refusals import assert_refused
+from .oracles import BLOCKED, SHAPE, blocks, dequantized
+
+FORMATS = [
+    ("int4", True),
+    ("int8", True),
+    ("int4", False),
+    ("uint8", False),
+    (jnp.float8_e4m3fn, True),
+    (nf4, True),
+]
+of_formats = pytest.mark.parametrize("qtype, symmetric", FORMATS, ids=str)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def fit(x, spec):
+    return spec.calibrator.fit(x, spec)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def decide(x, spec):
+    return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
+
+
+def draw(shape, seed=0):
+    return np.random.default_rng(seed).standard_t(3, size=shape).astype(np.float32)
+
+
+def extremes(x, symmetric):
+    low, high = np.minimum(x.min(), np.float32(0)), np.maximum(x.max(), np.float32(0))
+    m = np.maximum(high, -low)
+    return (-m, m) if symmetric else (low, high)
+
+
+def error(x, low, high, qtype, symmetric):
+    return np.mean((np.float64(x) - dequantized(x, low, high, qtype, symmetric)) ** 2)
+
+
+def brute_force(x, qtype, symmetric, candidates, least):
+    """The error of every factor, in float64, for float32 ranges."""
+    low, high = extremes(x, symmetric)
+    factors = np.linspace(1, least, candidates).astype(np.float32)
+    return factors, np.array([error(x, low * f, high * f, qtype, symmetric) for f in factors])
+
+
+def error_of(x, affine, spec):
+    real = jqx.QTensor.quantize(jnp.asarray(x), spec, affine).dequantize()
+    return np.mean((np.float64(x) - np.float64(real)) ** 2)
+
+
+@of_formats
+def test_no_factor_of_a_brute_force_search_is_better(qtype, symmetric):
+    """To the rounding of a float32 sum; the candidates are those of the oracle."""
+    x = draw((200,))
+    spec = jqx.QSpec(qtype, symmetric=symmetric, calibrator=Mse(40, 0.2))
+    _, errors = brute_force(x, qtype, symmetric, 40, 0.2)
+    assert error_of(x, fit(x, spec), spec) <= errors.min() * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)
+@pytest.mark.parametrize("qtype, symmetric", [("int4", True), ("uint4", False), (nf4, True)])
+def test_each_scale_is_searched_by_itself(granularity, sizes, qtype, symmetric):
+    x = draw(SHAPE, seed=1)
+    spec = jqx.QSpec(qtype, granularity, symmetric, Mse(20, 0.3))
+    found = fit(x, spec)
+    plain = jqx.QSpec(qtype, symmetric=symmetric)
+    for place, block in blocks(x, sizes):
+        _, errors = brute_force(block, qtype, symmetric, 20, 0.3)
+        zero = None if found.zero_point is None else found.zero_point[place].reshape(1, 1)
+        alone = found._replace(scale=found.scale[place].reshape(1, 1), zero_point=zero)
+        assert error_of(block, alone, plain) <= errors.min() * (1 + 1e-4) + 1e-12
+
+
+@of_formats
+@pytest.mark.parametrize("c", [1.0, 1e-20, 1e25])
+def test_it_is_never_worse_than_covering_everything(qtype, symmetric, c):
+    """Also where squares of the values would be too small or too large for a float32."""
+    x = draw((4, 30), seed=2) * np.float32(c)
+    spec = jqx.QSpec(qtype, jqx.per_axis(0), symmetric, mse)
+    whole = (absmax if symmetric else minmax).fit(jnp.asarray(x), spec)
+    unit = np.float32(1 / c)
+    ours = jqx.QTensor.quantize(jnp.asarray(x), spec).dequantize() * unit
+    theirs = jqx.QTensor.quantize(jnp.asarray(x), spec, whole).dequantize() * unit
+    x = x * unit
+    for i in range(4):
+        a, b = (np.sum((np.float64(x[i]) - np.float64(real[i])) ** 2) for real in (ours, theirs))
+        assert a <= b * (1 + 1e-5)
+
+
+@of_formats
+def test_of_a_histogram_the_error_is_near_the_least(qtype, symmetric):
+    """The bins are as wide as steps of int8, and the error is within 3 % of the best one."""
+    x = draw((20_000,), seed=3)
+    spec = jqx.QSpec(qtype, symmetric=symmetric, calibrator=Mse(40, 0.025))
+    _, errors = brute_force(x, qtype, symmetric, 40, 0.025)
+    assert error_of(x, decide(x, spec), spec) <= errors.min() * 1.03
+    assert errors.min() < errors[0] * 0.97 or qtype in (jnp.float8_e4m3fn,)
+
+
+def test_a_range_that_is_exact_is_kept():
+    """Every value is a number of the grid, and a smaller range has an error."""
+    x = jnp.arange(-7.0, 8.0)
+    spec = jqx.QSpec(jnp.int4, calibrator=mse)
+    assert fit(x, spec).scale[0] == 1
+    assert decide(x, spec).scale[0] == 1
+
+
+def test_a_scale_that_is_a_power_of_two_may_be_rounded_up():
+    """The rule of MX covers 4.0 of 7.9 by 6 with scale 1, which clips; 2 is better here."""
+    spec = jqx.QSpec(mxfp4, jqx.per_block({0: 32}), calibrator=mse)
+    x = jnp.full((32,), 7.9)
+    assert float(absmax.fit(x, spec).scale[0]) == 1
+    assert float(fit(x, spec).scale[0]) == 2
+    assert float(decide(x, spec).scale[0]) == 2
+
+
+def test_an_outlier_is_clipped():
+    x = np.append(draw((1000,), seed=4).clip(-3, 3), np.float32(30))
+    spec = jqx.QSpec(jnp.int4, calibrator=mse)
+    for find in (fit, decide):
+        assert find(x, spec).scale[0] * 7 < 15
+
+
+@pytest.mark.parametrize(
+    "make, error, fact",
+    [
+        (lambda: Mse(0), ValueError, "candidates"),
+        (lambda: Mse(2.0), TypeError, "candidates"),
+        (lambda: Mse(True), TypeError, "candidates"),
+        (lambda: Mse(least=0.0), ValueError, "least"),
+        (lambda: Mse(least=1.5), ValueError, "least"),
+        (lambda: Mse(least="a"), TypeError, "least"),
+    ],
+)
+def test_what_is_no_grid_is_refused(make, error, fact):
+    assert_refused(make, (), error, "calibrators.Mse", fact)
+
+
+def test_one_candidate_is_the_whole_range():
+    x = draw((30,))
+    spec = jqx.QSpec(jnp.int4, calibrator=Mse(1))
+    assert fit(x, spec).scale == absmax.fit(x, spec).scale
+
+
+def test_it_prints_as_it_is_written():
+    assert (str(mse), str(Mse(20, 0.5))) == ("mse", "mse(20, 0.5)")

@@ -1,0 +1,130 @@
+"""Operands of every number format, with every way to share a scale, and what they stand for."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import jqx
+from jqx import numerics
+from jqx.numerics import Block, Integer, format_of
+
+from ..numerics.oracles import as_float64, as_int64
+
+FLOATS = ("float32", "bfloat16")
+ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": {"qtype": jnp.int8},
+    "int8 asymmetric": {"qtype": jnp.int8, **ASYMMETRIC},
+    "int4 packed": {"qtype": jnp.int4},
+    "int3": {"qtype": numerics.int3},
+    "e4m3": {"qtype": jnp.float8_e4m3fn},
+    "nf4": {"qtype": numerics.nf4},
+    "mxfp4": {"qtype": numerics.mxfp4},
+    "nvfp4": {"qtype": numerics.nvfp4},
+    "mxint8": {"qtype": numerics.mxint8},
+}
+BLOCK_FORMATS = [name for name in FORMATS if isinstance(FORMATS[name]["qtype"], Block)]
+
+
+class Sharing(NamedTuple):
+    """Which elements of a matrix share a scale.
+
+    Attributes:
+      contracted: elements along the contracted axis; `None` for all.
+      kept: elements along the axis that is kept; `None` for all.
+      tail: whether the last block may be smaller.
+    """
+
+    contracted: int | None = None
+    kept: int | None = 1
+    tail: bool = False
+
+    def of(self, form: Any) -> "Sharing":
+        """This, or for a block format what has as many elements, and as many along the kept axis,
+        where it has blocks of two axes.
+        """
+        if not isinstance(form, Block):
+            return self
+        kept = self.kept if self.contracted and self.kept else 1
+        return Sharing(form.size // kept, kept, self.tail)
+
+    def granularity(self, contracted_axis: int) -> Any:
+        """This as a granularity of jqx."""
+        axes = {contracted_axis: self.contracted, 1 - contracted_axis: self.kept}
+        sizes = {axis: size for axis, size in axes.items() if size is not None}
+        return jqx.per_block(sizes, self.tail) if sizes else jqx.per_tensor()
+
+
+PER_TENSOR, PER_CHANNEL, PER_32 = Sharing(kept=None), Sharing(), Sharing(32)
+SHARINGS: Mapping[str, tuple[int, Sharing, Sharing]] = {
+    "per tensor": (192, PER_TENSOR, PER_TENSOR),
+    "per channel": (192, PER_CHANNEL, PER_CHANNEL),
+    "32": (192, PER_32, PER_32),
+    "32 and per channel": (192, PER_32, PER_CHANNEL),
+    "32 and 48": (192, PER_32, Sharing(48)),
+    "64 and 32": (192, Sharing(64), PER_32),
+    "32 and a tail of 4": (100, Sharing(32, tail=True), Sharing(32, tail=True)),
+    "64 and 48 with tails": (112, Sharing(64, tail=True), Sharing(48, tail=True)),
+    "two axes": (192, Sharing(32, 2), Sharing(32, 2)),
+}
+"""By name: products in a sum, and who shares a scale on the left and on the right."""
+
+
+@functools.cache
+def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sharing) -> Any:
+    """A random matrix in a format, its magnitude different from place to place."""
+    rng = np.random.default_rng([len(name), *shape, contracted_axis])
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape) + rng.normal()
+    if name in FLOATS:
+        return jnp.asarray(x, name)
+    pack = contracted_axis if name.endswith("packed") else None
+    spec = jqx.QSpec(granularity=sharing.granularity(contracted_axis), **FORMATS[name])
+    return jqx.QTensor.quantize(jnp.asarray(x, jnp.float32), spec, pack=pack)
+
+
+def spread(parameter: Any, q: jqx.QTensor) -> np.ndarray:
+    """A scale or zero point with one entry for each element of its tensor, in NumPy."""
+    parameter = np.asarray(parameter)
+    for axis, size in enumerate(q.groups.sizes):
+        if parameter.shape[axis] > 1:
+            parameter = np.take(parameter, np.arange(q.shape[axis]) // size, axis)
+    return np.broadcast_to(parameter, q.shape)
+
+
+def scales(q: jqx.QTensor) -> np.ndarray:
+    """The scale of each element, in float64."""
+    return as_float64(spread(q.real_scale(), q))
+
+
+def code_numbers(q: jqx.QTensor) -> tuple[np.ndarray, np.ndarray]:
+    """What each code stands for without its scale, and the zero point to subtract, in float64."""
+    form = format_of(q.qtype)
+    numbers = as_int64(q.codes) if isinstance(form, Integer) else form.decode(q.codes)
+    zero = 0 if q.zero_point is None else as_int64(spread(q.zero_point, q))
+    return as_float64(numbers), as_float64(zero)
+
+
+def real_values(x: Any) -> np.ndarray:
+    """The real values of an array or of any QTensor, in float64."""
+    if not isinstance(x, jqx.QTensor):
+        return as_float64(x)
+    numbers, zero = code_numbers(x)
+    return (numbers - zero) * scales(x)
+
+
+def magnitudes(x: Any) -> np.ndarray:
+    """As `real_values`, of what is summed: a code and its zero point are so apart."""
+    if not isinstance(x, jqx.QTensor):
+        return np.abs(as_float64(x))
+    numbers, zero = code_numbers(x)
+    return (np.abs(numbers) + np.abs(zero)) * np.abs(scales(x))
+
+
+def block_sums(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Sums equal blocks of an array, so that one of `shape` is left."""
+    for axis, n in enumerate(shape):
+        x = np.add.reduceat(x, np.arange(0, x.shape[axis], x.shape[axis] // n), axis)
+    return x

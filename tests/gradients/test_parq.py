@@ -1,0 +1,119 @@
+"""PARQ against the proximal map as the paper draws it: midpoint, slope, clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.gradients import Parq, proximal_round
+
+from ..ops.refusals import assert_refused
+from .points import RANGES, SCALES, case
+
+SLOPES = [1e-3, 0.1, 0.5, 0.75, 1.0]
+
+
+def paper(v, r):
+    """The map with levels at the integers, m and d = 1 of the interval that holds `v`."""
+    m = np.floor(v) + 0.5
+    return m + np.clip((v - m) / r, -0.5, 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("r", SLOPES)
+def test_proximal_round_is_the_map_of_the_paper(r, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = np.linspace(-4, 4, 257).astype(jnp.dtype(dtype))  # 1/32, exact in every dtype
+        y = proximal_round(x, r)
+    assert y.dtype == jnp.dtype(dtype)
+    v = np.asarray(x).astype(np.float64)
+    atol = {"float32": 1e-6, "float64": 1e-12, "bfloat16": 2.0**-7}[dtype]
+    np.testing.assert_allclose(np.asarray(y).astype(np.float64), paper(v, r), rtol=0, atol=atol)
+
+
+def test_the_ends_are_rounding_and_the_identity():
+    x = np.float32([-2.5, -1.5, -0.3, 0, 1e-9, 0.5, 1.5, 2.7, 1e7, 3e38, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(proximal_round(x, 0.0), np.rint(x))
+    np.testing.assert_array_equal(proximal_round(x, 1.0), x)
+
+
+def test_a_traced_schedule_compiles_once():
+    traces = []
+
+    @jax.jit
+    def f(x, r):
+        traces.append(None)
+        return proximal_round(x, r)
+
+    x = np.float32(np.linspace(-2, 2, 33))
+    for r in (0.0, 0.3, 1.0):
+        expected = np.rint(x) if r == 0 else paper(np.float64(x), np.float32(r))
+        np.testing.assert_allclose(f(x, r), expected, atol=1e-6)
+    assert len(traces) == 1
+
+
+def test_the_gradient_is_straight_through_and_the_slope_has_none():
+    x = np.float32([-1.3, 0.1, 0.5, 2])
+    f = jax.grad(lambda x, r: (proximal_round(x, r) * jnp.arange(4.0)).sum(), (0, 1))
+    dx, dr = f(x, jnp.float32(0.4))
+    np.testing.assert_array_equal(dx, np.arange(4))
+    assert dr == 0
+
+
+@pytest.mark.parametrize("r", SLOPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("qmin, qmax", RANGES)
+def test_the_surrogate_is_the_map_on_the_levels(qmin, qmax, scale, r):
+    v, x, low, high, _ = case(qmin, qmax, scale)
+    if r < 0.1:  # so steep about the midpoints that float32 cannot follow
+        v, x = (a[np.abs(v % 1 - 0.5) > 0.02] for a in (v, x))
+    y = Parq(r).surrogate(x, low, high, qmax - qmin + 1, None)
+    expected = paper(np.clip(v, qmin, qmax), r) * scale
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-4 * scale / r**0.5)
+    assert np.all((y >= low) & (y <= high))
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.3, 0.0171])
+@pytest.mark.parametrize("qtype, z", [("int2", None), ("int4", None), ("int8", None), ("uint4", 3)])
+def test_inverse_slope_0_is_the_quantizer_and_1_the_clamp(qtype, z, scale):
+    v = np.arange(-20, 20, 0.125)
+    x = np.float32(v * scale)
+    if scale != 0.25:
+        x = x[v % 1 != 0.5]
+    z = None if z is None else jnp.asarray(z, qtype)
+
+    def y(**options):
+        return jqx.quantize_dequantize(x, np.float32(scale), z, qtype=qtype, **options)
+
+    hard, soft = y(gradient=Parq(0.0)), y(gradient=Parq(1.0))
+    np.testing.assert_allclose(hard, y(), rtol=2.0**-22)
+    np.testing.assert_array_equal(np.asarray(hard) == 0, np.asarray(y()) == 0)
+    np.testing.assert_allclose(soft, np.clip(x, y().min(), y().max()), rtol=2.0**-22)
+
+
+def test_the_gradient_of_the_surrogate_is_that_of_ste():
+    x = np.float32(np.linspace(-3, 3, 50))
+
+    def gradients(gradient):
+        return jax.grad(
+            lambda x, s: jqx.quantize_dequantize(x, s, qtype=jnp.int4, gradient=gradient).sum(),
+            (0, 1),
+        )(x, np.float32(0.25))
+
+    for a, b in zip(gradients(Parq(0.3)), gradients(jqx.gradients.ste), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("slope", [-0.1, 1.5, float("nan")])
+def test_a_slope_out_of_range_is_refused(slope):
+    assert_refused(lambda: Parq(slope), (), ValueError, "Parq", "inverse_slope")
+
+
+def test_a_traced_slope_is_refused_and_points_to_a_number():
+    with pytest.raises(TypeError, match="`inverse_slope` is not an int or a float"):
+        jax.jit(lambda r: Parq(r).inverse_slope)(0.5)
+
+
+def test_parq_is_a_value():
+    assert Parq(0.5) == Parq(0.5) != Parq(0.25) and not Parq(0.5).needs_key

@@ -1,0 +1,210 @@
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jqx import RoundMode, numerics
+from jqx.numerics import (
+    E8M0,
+    Block,
+    Integer,
+    float6_e2m3fn,
+    float6_e3m2fn,
+    mxfp4,
+    mxint8,
+    nf4,
+    nvfp4,
+)
+
+from .tables import assert_conforms, assert_same_numbers, every_way, grid, minifloat_table, table_of
+
+ELEMENTS = {  # exponent and mantissa bits, specials, largest number, dtype of the codes
+    "mxfp8_e4m3": ((4, 3, "fn"), 448.0, "float8_e4m3fn"),
+    "mxfp8_e5m2": ((5, 2, ""), 57344.0, "float8_e5m2"),
+    "mxfp6_e2m3": ((2, 3, "finite"), 7.5, "uint8"),
+    "mxfp6_e3m2": ((3, 2, "finite"), 28.0, "uint8"),
+    "mxfp4": ((2, 1, "finite"), 6.0, "float4_e2m1fn"),
+    "mxint8": (None, 127 / 64, "int8"),
+    "nvfp4": ((2, 1, "finite"), 6.0, "float4_e2m1fn"),
+}
+MX = [name for name in ELEMENTS if name.startswith("mx")]
+
+
+def table_named(name):
+    fields, _, _ = ELEMENTS[name]
+    if fields is not None:
+        return minifloat_table(*fields)
+    numbers = np.arange(-127, 128) / 64
+    return dataclasses.replace(table_of(numbers * 64, nan=0.0), numbers=numbers)
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_the_block_formats_are_those_of_their_specifications(name):
+    qtype, (_, largest, storage) = getattr(numerics, name), ELEMENTS[name]
+    assert qtype.name == str(qtype) == name
+    assert (qtype.size, qtype.low, qtype.high) == (16 if name == "nvfp4" else 32, -largest, largest)
+    assert qtype.storage == jnp.dtype(storage)
+    assert qtype.bits == int(re.search(r"\d", name)[0])
+    assert qtype.scale_qtype == (ml_dtypes.float8_e4m3fn if name == "nvfp4" else E8M0)
+    assert qtype.levels == len(table_named(name).numbers)
+    assert qtype.signed
+    assert qtype.elements.bits == qtype.bits
+
+
+def every_magnitude():
+    """The powers of two of every exponent of float32, floats around them, and what is no number."""
+    powers = np.ldexp(np.float32(1), np.arange(-126, 128))
+    near = [np.nextafter(powers, np.float32(to)) for to in (0, np.inf)]
+    subnormal = np.ldexp(np.float32(1), np.arange(-149, -126))
+    rest = np.array([0.0, np.finfo(np.float32).max, np.inf, np.nan], np.float32)
+    return np.concatenate([powers, *near, powers * np.float32(1.75), subnormal, rest])
+
+
+def scale_by_the_rule(largest, high):
+    """`2**(floor(log2(largest)) - floor(log2(high)))` in the range of E8M0, by frexp."""
+    exponent = np.frexp(np.where(np.isfinite(largest), largest, 0).astype(np.float64))[1] - 1
+    exponent = np.where(largest == 0, -(10**6), np.where(np.isinf(largest), 128, exponent))
+    exponent = exponent - (np.frexp(high)[1] - 1)
+    return np.where(np.isnan(largest), np.nan, np.ldexp(1.0, np.clip(exponent, -127, 127)))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", MX)
+def test_the_scale_is_the_power_of_two_of_the_ocp_rule(name, x64):
+    qtype, largest = getattr(numerics, name), every_magnitude()
+    expected = scale_by_the_rule(largest, ELEMENTS[name][1])
+    with jax.enable_x64(x64):
+        for f in (qtype.scale_of, jax.jit(jax.vmap(qtype.scale_of))):
+            scale = f(jnp.asarray(largest))
+            assert scale.dtype == E8M0
+            assert_same_numbers(scale, expected)
+
+
+@pytest.mark.parametrize("name", MX)
+def test_the_scale_of_float64_reaches_both_ends_of_e8m0(name):
+    qtype = getattr(numerics, name)
+    largest = np.array([1e-300, 2.0**-127, 2.0**-126, 3.0, 2.0**127, 1e300, 0.0, np.nan])
+    with jax.enable_x64(True):
+        scale = qtype.scale_of(jnp.asarray(largest))
+        assert_same_numbers(scale, scale_by_the_rule(largest, ELEMENTS[name][1]))
+    assert {2.0**-127, 2.0**127} <= set(np.asarray(scale).astype(np.float64).tolist())
+
+
+def test_the_scale_puts_the_largest_magnitude_into_the_top_binade_of_the_elements():
+    largest = every_magnitude()
+    largest = largest[(largest >= 2.0**-100) & np.isfinite(largest)]
+    scale = np.asarray(mxfp4.scale_of(jnp.asarray(largest))).astype(np.float64)
+    assert np.all((largest / scale >= 4) & (largest / scale < 8))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_scale_of_nvfp4_is_a_quotient(x64):
+    kind = np.float64 if x64 else np.float32
+    largest = every_magnitude().astype(kind)
+    largest = largest[~((largest / 6 < np.finfo(np.float32).tiny) & (largest > 0))]
+    with jax.enable_x64(x64):
+        for f in (nvfp4.scale_of, jax.jit(nvfp4.scale_of)):
+            scale = f(jnp.asarray(largest))
+            assert scale.dtype == kind
+            np.testing.assert_array_equal(scale, largest / kind(6))
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_number_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
+    qtype, table = getattr(numerics, name), table_named(name)
+    y = grid(table.numbers)
+    for mode in RoundMode:
+        found = every_way(qtype, jnp.asarray(y), mode)
+        assert_conforms(qtype, found, y, table.rounded(y, mode))
+
+
+@pytest.mark.parametrize("name", ["mxint8", "mxfp4"])
+def test_jit_and_float64_change_nothing(name):
+    qtype, table = getattr(numerics, name), table_named(name)
+    mode = RoundMode.NEAREST_TOWARD_EVEN
+    y = grid(table.numbers)
+    found = jax.jit(lambda y: every_way(qtype, y, mode))(y)
+    assert_conforms(qtype, found, y, table.rounded(y, mode))
+    y = grid(table.numbers, np.float64)
+    with jax.enable_x64(True):
+        found = every_way(qtype, jnp.asarray(y), mode)
+        assert_conforms(qtype, found, y, table.rounded(y, mode))
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_code_decodes_as_its_element_times_the_unit(name):
+    qtype = getattr(numerics, name)
+    bits = jnp.arange(2**qtype.bits, dtype=jnp.uint8)
+    elements = np.asarray(qtype.elements.decode(qtype.elements.from_bits(bits)))
+    unit = 2.0**-6 if name == "mxint8" else 1.0
+    decoded = qtype.decode(qtype.from_bits(bits))
+    assert decoded.dtype == np.float32
+    assert_same_numbers(decoded, elements.astype(np.float64) * unit)
+    np.testing.assert_array_equal(qtype.to_bits(qtype.from_bits(bits)), bits)
+
+
+def test_mxint8_is_the_fixed_point_number_of_the_specification():
+    assert mxint8.elements == Integer(8, narrow=True) and mxint8.unit == 2.0**-6
+    codes = jnp.asarray([-127, -64, 0, 1, 127], jnp.int8)
+    assert mxint8.decode(codes).tolist() == [-127 / 64, -1.0, 0.0, 1 / 64, 127 / 64]
+
+
+def test_a_block_format_of_ones_own_takes_any_element():
+    ours = Block(nf4, 8, "mine", scale_qtype=jnp.float8_e5m2, unit=0.5)
+    assert (ours.name, ours.high, ours.bits, ours.elements) == ("mine", 0.5, 4, nf4)
+    y = jnp.asarray([-0.5, 0.1, 3.0], jnp.float32)
+    for mode in RoundMode:
+        expected = nf4.round(y * 2, mode) / 2
+        np.testing.assert_array_equal(ours.round(y, mode), expected)
+        np.testing.assert_array_equal(ours.decode(ours.encode(y, mode)), expected)
+
+
+def test_equal_block_formats_are_one_value_however_they_are_written():
+    assert Block("int8", np.int64(32)) == Block(jnp.int8, 32) == Block(Integer(8), 32)
+    assert hash(Block("int8", np.int64(32))) == hash(Block(jnp.int8, 32))
+    assert Block(jnp.int8, 32) != Block(jnp.int8, 16)
+    assert Block(float6_e2m3fn, 32, "mxfp6_e2m3") == numerics.mxfp6_e2m3
+    assert Block(float6_e3m2fn, 32, "mxfp6_e3m2") == numerics.mxfp6_e3m2
+
+
+PARTS = r"jqx\.numerics\.Block: .*{}.*\n  given:    .*{}.*\n  expected: .+\n  to mend:  .+"
+
+
+@pytest.mark.parametrize(
+    "fields, fact",
+    [
+        ({"size": 0}, "size == 0, unit == 1.0"),
+        ({"size": -4}, "size == -4, unit == 1.0"),
+        ({"unit": 0.75}, "size == 32, unit == 0.75"),
+        ({"unit": 0.0}, "unit == 0.0"),
+        ({"unit": -0.5}, "unit == -0.5"),
+        ({"unit": float("inf")}, "unit == inf"),
+        ({"unit": float("nan")}, "unit == nan"),
+    ],
+)
+def test_sizes_and_units_that_make_no_format_are_refused(fields, fact):
+    with pytest.raises(ValueError, match=PARTS.format("no such block format", re.escape(fact))):
+        Block(**({"element": jnp.int8, "size": 32} | fields))
+
+
+@pytest.mark.parametrize(
+    "fields, problem, fact",
+    [
+        ({"element": jnp.float32}, r"element type \(float32\)", "element is float32"),
+        ({"element": "int7"}, "`element` is not a dtype", "int7"),
+        ({"size": 32.0}, "`size` must be an integer", "float"),
+        ({"size": True}, "`size` must be an integer", "bool"),
+        ({"label": 3}, "`label` is not a str", "label == 3"),
+        ({"scale_qtype": jnp.float32}, r"element type \(float32\)", "scale_qtype is float32"),
+        ({"scale_qtype": jnp.int8}, "no float format", "scale_qtype == int8"),
+        ({"scale_qtype": nf4}, "no float format", "scale_qtype == nf4"),
+        ({"unit": "1"}, "`unit`", "1"),
+    ],
+)
+def test_fields_of_the_wrong_kind_are_refused_by_name(fields, problem, fact):
+    with pytest.raises(TypeError, match=PARTS.format(problem, fact)):
+        Block(**({"element": jnp.int8, "size": 32} | fields))
