@@ -14,6 +14,7 @@ from ._codebooks import nf4 as nf4
 from ._e8m0 import E8M0 as E8M0
 from ._e8m0 import PowerOfTwo as PowerOfTwo
 from ._e8m0 import exponent_of_e8m0 as exponent_of_e8m0
+from ._e8m0 import times_e8m0 as times_e8m0
 from ._exact import bit_width as bit_width
 from ._exact import common_dtype as common_dtype
 from ._exact import compute_dtype as compute_dtype

@@ -90,3 +90,14 @@ e8m0 = PowerOfTwo()
 def exponent_of_e8m0(scale: jax.Array) -> jax.Array:
     """Returns the exponents, from -127 to 127, of powers of two; 128 for NaN."""
     return lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127
+
+
+def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `x * scale`, exact but for a subnormal result; `scale` broadcasts to `x`.
+
+    2**-127, which XLA would flush, is taken in two factors.
+    """
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code, 1) << 23)
+    y = x * lax.bitcast_convert_type(bits, jnp.float32).astype(x.dtype)
+    return jnp.where(code == 0, y * np.asarray(0.5, x.dtype), y)

@@ -36,6 +36,7 @@ from ..numerics import (
     round_to_integer,
     saturating_float_sum,
     saturating_sum,
+    times_e8m0,
     times_power_of_two,
     widen,
 )
@@ -165,8 +166,7 @@ def _safe_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _scaled(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Multiplies by the scale and rounds once to `dtype`."""
     if scale.dtype == E8M0:
-        y = times_power_of_two(values, exponent_of_e8m0(scale))
-        return narrow(jnp.where(jnp.isnan(scale), jnp.full_like(y, jnp.nan), y), dtype)
+        return narrow(times_e8m0(values, scale), dtype)
     wide = common_dtype(values.dtype, scale.dtype)
     return narrow(multiply(values.astype(wide), widen(scale).astype(wide)), dtype)
 

@@ -220,6 +220,7 @@ def test_statistics_say_how_many_arrays_they_saw(calibrator):
         assert observed == count
 
 
+@pytest.mark.slow
 @every_calibrator
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_statistics_and_scales_are_float32_whatever_is_observed(calibrator, dtype):
@@ -232,6 +233,7 @@ def test_statistics_and_scales_are_float32_whatever_is_observed(calibrator, dtyp
         assert found.scale.shape == found.zero_point.shape == (1, 4)
 
 
+@pytest.mark.slow
 @every_calibrator
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_statistics_keep_their_dtypes_where_64_bits_are_enabled(calibrator, dtype):
@@ -297,6 +299,7 @@ def _is_spoilt(calibrator, poison, scale):
     return np.isfinite(scale) if calibrator == FIXED else np.isposinf(scale)
 
 
+@pytest.mark.slow
 @every_calibrator
 def test_every_format_and_granularity_has_finite_scales_under_jit(calibrator):
     """Symmetric integers, floats, codebooks, and blocks whose scales are powers of two."""

@@ -24,6 +24,8 @@ from jqx.gradients import (
     stochastic,
 )
 
+pytestmark = pytest.mark.slow
+
 ESTIMATORS = [
     ste,
     ste_unclipped,
