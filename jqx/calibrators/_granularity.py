@@ -1,5 +1,6 @@
 """Granularity: which elements share a scale. It resolves to a scale shape, then is forgotten."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn, Protocol
@@ -33,11 +34,12 @@ class Granularity(Protocol):
         ...
 
 
-class _ByGroups:
+class _ByGroups(abc.ABC):
     """The shape of a scale is that of its groups."""
 
+    @abc.abstractmethod
     def groups(self, shape: Sequence[int]) -> Groups:
-        raise NotImplementedError
+        """Returns which elements of an array of `shape` share a scale."""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scale of an array of `shape`: of its rank."""

@@ -10,6 +10,7 @@ from ._estimator import GradientEstimator as GradientEstimator
 from ._estimator import Surrogate as Surrogate
 from ._estimator import check_estimator as check_estimator
 from ._estimator import check_key as check_key
+from ._estimator import draws as draws
 from ._ewgs import ElementwiseGradientScaling as ElementwiseGradientScaling
 from ._ewgs import ewgs as ewgs
 from ._lsq import LearnedStep as LearnedStep

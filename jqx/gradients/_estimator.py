@@ -89,9 +89,14 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     )
 
 
+def draws(gradient: Gradient) -> bool:
+    """Whether an estimator draws random numbers, and so needs a key."""
+    return isinstance(gradient, Surrogate) and gradient.needs_key
+
+
 def check_key(function: str, gradient: Gradient, key: Any) -> None:
     """Checks that a random key is given where, and only where, the estimator draws numbers."""
-    needed = isinstance(gradient, Surrogate) and gradient.needs_key
+    needed = draws(gradient)
     require_that(
         needed == (key is not None),
         error=ValueError,

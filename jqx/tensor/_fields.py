@@ -98,10 +98,15 @@ def check_shapes(q: Any) -> None:
         check_zero_point("QTensor", q.zero_point, q.scale)
 
 
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether `shape` has the rank of `full`, and each dim is 1 or that of `full`."""
+    return len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True))
+
+
 def check_zero_point(function: str, zero_point: jax.Array, scale: Any) -> None:
     shape, full = zero_point.shape, scale.shape
     require_that(
-        len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True)),
+        broadcasts(shape, full),
         error=ValueError,
         function=function,
         problem="`zero_point` does not fit `scale`.",

@@ -7,6 +7,7 @@ import jax
 from .._checks import require_that
 from ..calibrators import Affine, Groups
 from ..numerics import Block, format_of
+from ._fields import broadcasts
 from ._spec import QSpec
 
 
@@ -36,7 +37,7 @@ def groups_of(
     if affine is None or affine.scale.shape == groups.scale_shape:
         return groups
     require_that(
-        _fits(affine.scale.shape, shape),
+        broadcasts(affine.scale.shape, shape),
         error=ValueError,
         function=function,
         problem="`affine.scale` does not fit `x`.",
@@ -45,7 +46,3 @@ def groups_of(
         mend="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
     )
     return Groups.of_scale(shape, affine.scale.shape)
-
-
-def _fits(scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(scale) == len(shape) and all(m in (1, n) for m, n in zip(scale, shape, strict=True))

@@ -12,7 +12,7 @@ from .. import _compat
 from .._checks import require_that
 from .._compat import Eqn
 from ..calibrators import Affine
-from ..gradients import Surrogate
+from ..gradients import draws
 from ..policy import Policy
 from ..tensor import QSpec, fake_quantize_as
 from ._interpret import Records, interpret
@@ -30,11 +30,7 @@ class _FakeQuantize:
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with random numbers of its own for each name."""
         key = None
-        if (
-            isinstance(spec.gradient, Surrogate)
-            and spec.gradient.needs_key
-            and self.key is not None
-        ):
+        if draws(spec.gradient) and self.key is not None:
             key = jax.random.fold_in(self.key, zlib.crc32(name.encode()))
         return fake_quantize_as(jnp.asarray(x), spec, self.affines.get(name), key)
 
@@ -124,13 +120,8 @@ def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
     for site in plan.sites:
         specs += [operand.spec for operand in site.operands if operand.role == "activation"]
         specs.append(site.output)
-    drawing = [
-        spec
-        for spec in specs
-        if spec is not None and isinstance(spec.gradient, Surrogate) and spec.gradient.needs_key
-    ]
     require_that(
-        key is None or drawing,
+        key is None or any(spec is not None and draws(spec.gradient) for spec in specs),
         error=ValueError,
         function="simulate",
         problem="`key` has no use.",

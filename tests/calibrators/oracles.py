@@ -3,10 +3,12 @@
 XLA on CPU flushes subnormals, NumPy does not: values are drawn so that no scale is one.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -101,3 +103,20 @@ def _numbers(name: str, y: np.ndarray) -> np.ndarray:
 def range_of(affine: Any, qtype: Any) -> float:
     """The largest magnitude that a symmetric scale covers."""
     return float(jnp.squeeze(affine.scale)) * jqx.numerics.format_of(qtype).high
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def fit(x: jax.Array, spec: jqx.QSpec) -> jqx.calibrators.Affine:
+    """The scale that a calibrator finds for an array at hand."""
+    return spec.calibrator.fit(x, spec)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def decide(x: jax.Array, spec: jqx.QSpec) -> jqx.calibrators.Affine:
+    """The scale that a calibrator decides from what it observed."""
+    return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
+
+
+def draw(shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Values with heavy tails."""
+    return np.random.default_rng(seed).standard_t(3, size=shape).astype(np.float32)

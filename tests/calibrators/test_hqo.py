@@ -1,6 +1,3 @@
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,21 +7,7 @@ from jqx.calibrators import Hqo, absmax, hqo, minmax
 from jqx.numerics import mxfp4, nf4
 
 from ..ops.refusals import assert_refused
-from .oracles import dequantized
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def fit(x, spec):
-    return spec.calibrator.fit(x, spec)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def decide(x, spec):
-    return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
-
-
-def draw(shape, seed=0):
-    return np.random.default_rng(seed).standard_t(3, size=shape).astype(np.float32)
+from .oracles import decide, dequantized, draw, fit
 
 
 def lp(x, real, p=0.7):
