@@ -14,8 +14,19 @@ from .calibrators import per_channel as per_channel
 from .calibrators import per_group as per_group
 from .calibrators import per_tensor as per_tensor
 from .calibrators import per_token as per_token
+from .contractions import FixedPointRounding as FixedPointRounding
+from .contractions import Requantization as Requantization
+from .contractions import conv_general_dilated as conv_general_dilated
 from .contractions import dot_general as dot_general
+from .contractions import dynamic_slice as dynamic_slice
+from .contractions import dynamic_update_slice as dynamic_update_slice
+from .contractions import einsum as einsum
+from .contractions import formulations as formulations
 from .contractions import matmul as matmul
+from .contractions import ragged_dot as ragged_dot
+from .contractions import requantize as requantize
+from .contractions import take as take
+from .contractions import zeros as zeros
 from .numerics import RoundMode as RoundMode
 from .ops import affine_from_range as affine_from_range
 from .ops import dequantize as dequantize
@@ -31,6 +42,7 @@ from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor
+from .tensor import pack_for as pack_for
 from .transforms import Plan as Plan
 from .transforms import affines as affines
 from .transforms import calibrate as calibrate

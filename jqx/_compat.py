@@ -77,3 +77,8 @@ def has_shardings(eqn: Eqn) -> bool:
 def scope_of(eqn: Eqn) -> str:
     """Returns the name scopes of an equation, joined by `/`; relative to its own jaxpr."""
     return str(eqn.source_info.name_stack)
+
+
+def name_of_jit(eqn: Eqn) -> str:
+    """Returns the name of the jitted function that an equation calls; else an empty string."""
+    return eqn.params["name"] if is_jit(eqn) else ""

@@ -2,9 +2,20 @@
 
 from ..tensor import QTensor
 from ._blocks import can_leave_sum as can_leave_sum
+from ._cache import dynamic_slice as dynamic_slice
+from ._cache import dynamic_update_slice as dynamic_update_slice
+from ._cache import zeros as zeros
+from ._conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._dimensions import Dimensions as Dimensions
 from ._dot_general import dot_general as dot_general
+from ._einsum import einsum as einsum
+from ._fixed_point import FixedPointRounding as FixedPointRounding
+from ._formulation import formulations as formulations
 from ._matmul import matmul as matmul
+from ._ragged_dot import ragged_dot as ragged_dot
+from ._requantize import Requantization as Requantization
+from ._requantize import requantize as requantize
+from ._take import take as take
 
 QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[attr-defined]
 QTensor.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[attr-defined]

@@ -3,13 +3,22 @@
 sum_k l[k] r[k]  =  sum_g scale[g] * sum_{k in block g} ...
 """
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ..calibrators import Groups
 from ..tensor import QTensor, refine
 from ._dimensions import Dimensions
+from ._slices import slice_along
+
+AT_ONCE = 2**22
+"""Elements of the results of blocks that are held before they are summed."""
 
 
 class Block(NamedTuple):
@@ -56,7 +65,57 @@ def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
     return x
 
 
-def split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimensions]]:
+def sum_of_blocks(
+    lhs: Any,
+    rhs: Any,
+    dimensions: Dimensions,
+    compute: Callable[[Any, Any, Dimensions], jax.Array],
+) -> jax.Array:
+    """Returns the contraction by `compute`, which is called on operands without blocks.
+
+    Many or large blocks are computed in turn, so that not all of their results are held at once.
+    """
+    block = find_block(lhs, rhs, dimensions)
+    if block is None:
+        lhs = with_own_scales(lhs, dimensions.lhs_kept)
+        rhs = with_own_scales(rhs, dimensions.rhs_kept)
+        return compute(lhs, rhs, dimensions)
+    parts = [_sum_of_part(*part, block, compute) for part in _split_block(lhs, rhs, block)]
+    return functools.reduce(jnp.add, parts)
+
+
+def _sum_of_part(
+    lhs: Any,
+    rhs: Any,
+    dimensions: Dimensions,
+    block: Block,
+    compute: Callable[[Any, Any, Dimensions], jax.Array],
+) -> jax.Array:
+    """Contracts operands whose first batch axis counts blocks, and sums over it."""
+
+    def summed(lhs: Any, rhs: Any) -> jax.Array:
+        return jnp.sum(sum_of_blocks(lhs, rhs, dimensions, compute), axis=0)
+
+    count = lhs.shape[block.lhs]
+    batch = math.prod(lhs.shape[axis] for axis in dimensions.lhs_batch[1:])
+    each = batch * dimensions.rows(lhs) * dimensions.columns(rhs)
+    if count * each <= AT_ONCE:
+        return summed(lhs, rhs)
+    run = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * each <= AT_ONCE))
+
+    def run_at(i: Any) -> jax.Array:
+        return summed(
+            slice_along(lhs, block.lhs, i * run, run), slice_along(rhs, block.rhs, i * run, run)
+        )
+
+    def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        return total + run_at(i), None
+
+    total, _ = lax.scan(add, run_at(0), jnp.arange(1, count // run))
+    return total
+
+
+def _split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimensions]]:
     """Returns contractions whose results, summed over their first axis, sum to the whole: of the
     full blocks, and of the tail if there is one.
     """

@@ -81,6 +81,60 @@ class Dimensions:
         """Axes of the right operand alone."""
         return tuple(i for i in self.rhs_kept if i not in self.rhs_batch)
 
+    @property
+    def swapped(self) -> "Dimensions":
+        """The dimensions of the operands in the other order."""
+        return Dimensions(
+            self.rhs_rank,
+            self.lhs_rank,
+            self.rhs_contracting,
+            self.lhs_contracting,
+            self.rhs_batch,
+            self.lhs_batch,
+        )
+
+    def renamed(self, lhs: Sequence[int], rhs: Sequence[int]) -> "Dimensions":
+        """The dimensions of operands whose axis `i` now stands at `lhs[i]`, `rhs[i]`."""
+
+        def moved(axes: tuple[int, ...], to: Sequence[int]) -> tuple[int, ...]:
+            return tuple(to[axis] for axis in axes)
+
+        return dataclasses.replace(
+            self,
+            lhs_contracting=moved(self.lhs_contracting, lhs),
+            rhs_contracting=moved(self.rhs_contracting, rhs),
+            lhs_batch=moved(self.lhs_batch, lhs),
+            rhs_batch=moved(self.rhs_batch, rhs),
+        )
+
+    def swap_output(self, y: jax.Array) -> jax.Array:
+        """Reorders the result of the `swapped` contraction: left axes before right ones."""
+        batch, left, right = len(self.lhs_batch), len(self.lhs_free), len(self.rhs_free)
+        if not (left and right):
+            return y
+        rights, lefts = range(batch, batch + right), range(batch + right, batch + right + left)
+        return jnp.transpose(y, (*range(batch), *lefts, *rights))
+
+    def output_axis(self, rhs_axis: int) -> int:
+        """Returns where an axis that the right operand keeps stands in the result."""
+        if rhs_axis in self.rhs_batch:
+            return self.rhs_batch.index(rhs_axis)
+        return len(self.lhs_batch) + len(self.lhs_free) + self.rhs_free.index(rhs_axis)
+
+    def partner(self, rhs_axis: int) -> int | None:
+        """Returns the axis of the left operand that a contracted or batch axis is paired with."""
+        lefts = (*self.lhs_contracting, *self.lhs_batch)
+        rights = (*self.rhs_contracting, *self.rhs_batch)
+        return dict(zip(rights, lefts, strict=True)).get(rhs_axis)
+
+    def rows(self, lhs: Any) -> int:
+        """Returns how many elements the free axes of the left operand have."""
+        return math.prod(lhs.shape[axis] for axis in self.lhs_free)
+
+    def columns(self, rhs: Any) -> int:
+        """Returns how many elements the free axes of the right operand have."""
+        return math.prod(rhs.shape[axis] for axis in self.rhs_free)
+
     def contracted_size(self, lhs: Any) -> int:
         """Returns how many products each element of the result sums."""
         return math.prod(lhs.shape[axis] for axis in self.lhs_contracting)

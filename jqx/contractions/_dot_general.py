@@ -8,11 +8,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_dtype, as_real, check_real, require_that
-from ..numerics import Integer, common_dtype, format_of
+from ..numerics import common_dtype
 from ..tensor import QTensor
-from ._blocks import can_leave_sum, find_block, split_block, with_own_scales
+from ._blocks import can_leave_sum
 from ._dimensions import Dimensions
-from ._integer import integer_dot
+from ._output import Output, as_asked, check_requantized
+from ._planner import plan, plan_accumulator
+from ._requantize import Requantization, requantize
+from ._scales import HowTo
 
 Operand = ArrayLike | QTensor
 
@@ -24,16 +27,21 @@ def dot_general(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-) -> jax.Array:
+    output: Output = None,
+) -> Any:
     """Contracts two operands, either of them quantized; as `jax.lax.dot_general` otherwise.
 
-    Two QTensors are multiplied as integers: the int32 accumulator is exact, zero points are
-    corrected with sums over the contracted axes, and the scales are multiplied in after, in
-    float32. With one QTensor, its codes are converted to the other operand's dtype and contracted
-    in floating point, zero point and scale after (weight-only quantization); so are float formats
-    and codebooks, in float32. Where scales are given in blocks along a contracted axis, each block
-    is contracted by itself, and the products are summed in float32. Two arrays go to
-    `lax.dot_general`.
+    Two QTensors of integer formats are multiplied as integers: the int32 accumulator is exact, zero
+    points are corrected with sums over the contracted axes, and the scales are multiplied in after,
+    in float32. A sum that int32 may not hold is split (8 bits: beyond 131,071 products of int8 by
+    int8, 33,025 of uint8 by uint8 with zero points; codes of 16 bits are multiplied as digits of 8)
+    and the exact parts are added in float32. With one QTensor (weight-only quantization) the result
+    is that of its real values, as near as a float32 sum; codes are never converted to floats all at
+    once on CPU, nor in a kernel of their own elsewhere but for scales in blocks and many rows. So
+    are float formats and codebooks, on either side. Where scales are given in blocks along a
+    contracted axis, each block is contracted by itself, and the products are summed in float32.
+    Two arrays go to `lax.dot_general`. How a contraction is computed depends on shapes, formats and
+    platform; `jqx.formulations` tells.
 
     Args:
       lhs: array or QTensor. A scale must not vary along a contracted axis but in blocks.
@@ -43,17 +51,25 @@ def dot_general(
         arithmetic is exact.
       preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
         the operands.
+      output: how to quantize the result: a `QSpec`, whose calibrator finds the scale; a pair of it
+        and an `Affine`; or a `Requantization`, which multiplies the int32 sums of two integer
+        operands by fixed-point factors, as TFLite does (their scales are in the factors, and are
+        not read). `None` returns floats.
 
     Returns:
-      Array of `preferred_element_type`: batch axes, then those kept of `lhs`, then of `rhs`.
+      Array of `preferred_element_type`, or a `QTensor` where `output` is given: batch axes, then
+      those kept of `lhs`, then of `rhs`.
 
     Raises:
-      ValueError: a scale varies along a contracted axis, or the int32 accumulator could overflow.
+      ValueError: a scale varies along a contracted axis, or both operands are integers and one has
+        codes of 32 bits.
       TypeError: one operand is a QTensor and the other an integer array, or the result is asked for
-        as integers; and from `lax.dot_general`, where shapes or dimension numbers do not fit.
+        as integers, or `output` needs int32 sums that the operands do not have; and from
+        `lax.dot_general`, where shapes or dimension numbers do not fit.
 
     Gradient: by JAX, of float operands and of scales; none of codes.
-    NaN and infinities: IEEE arithmetic on scales and float operands.
+    NaN and infinities: IEEE arithmetic on scales and float operands; but on CPU, a row of a float
+    operand (of all its contracted elements) that holds an infinity gives NaN beside integer codes.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -62,14 +78,19 @@ def dot_general(
       Array([[3., 3.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    if not isinstance(left, QTensor) and not isinstance(right, QTensor):
-        return lax.dot_general(
+    if (
+        not isinstance(left, QTensor)
+        and not isinstance(right, QTensor)
+        and (not isinstance(output, Requantization))
+    ):
+        y = lax.dot_general(
             left,
             right,
             dimension_numbers,
             precision=precision,
             preferred_element_type=preferred_element_type,
         )
+        return as_asked("dot_general", y, output)
     dimensions = Dimensions.of(dimension_numbers, left.ndim, right.ndim)
     _check_operand("lhs", left, dimensions.lhs_contracting)
     _check_operand("rhs", right, dimensions.rhs_contracting)
@@ -78,39 +99,66 @@ def dot_general(
     else:
         dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
         check_real("dot_general", "`preferred_element_type`", dtype)
-    return _contract(left, right, dimensions, precision).astype(dtype)
+    check_sizes(left, right, dimensions)
+    how = HowTo(dimensions, precision)
+    if isinstance(output, Requantization):
+        summed = dimensions.lhs_contracting, dimensions.rhs_contracting
+        products = dimensions.contracted_size(left)
+        check_requantized("dot_general", left, right, summed, products, preferred_element_type)
+        return requantize(_accumulate(left, right, how), output)
+    return as_asked("dot_general", contract(left, right, how).astype(dtype), output)
 
 
-def _contract(
-    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
-) -> jax.Array:
+def _accumulate(left: QTensor, right: QTensor, how: HowTo) -> jax.Array:
+    """Returns the int32 sums of products of codes, each less its zero point."""
+    left, left_axes = _stored(left)
+    right, right_axes = _stored(right)
+    how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
+    return plan_accumulator(left, right, how.dimensions).compute(left, right, how)
+
+
+def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
-    block = find_block(left, right, dimensions)
-    if block is not None:
-        parts = [_contract(*part, precision) for part in split_block(left, right, block)]
-        summed = [jnp.sum(part, axis=0) for part in parts]
-        return summed[0] if len(summed) == 1 else summed[0] + summed[1]
-    left = with_own_scales(left, dimensions.lhs_kept)
-    right = with_own_scales(right, dimensions.rhs_kept)
-    if _is_integer(left) and _is_integer(right):
-        total = integer_dot(left, right, dimensions)
-        y = total.astype(common_dtype(left.real_scale().dtype, right.real_scale().dtype))
-    else:
-        y = _float_dot(left, right, dimensions, precision)
-    if isinstance(left, QTensor):
-        y = y * dimensions.lhs_to_output(left.real_scale()).astype(y.dtype)
+    left, left_axes = _stored(left)
+    right, right_axes = _stored(right)
+    how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        choice = plan(left, right, how.dimensions)
+        if choice is not None:
+            return choice.compute(left, right, how)
+        # Of two operands that are not both integers, the smaller one is the activation.
+        wide = common_dtype(left.dtype, right.dtype)
+        if left.size <= right.size:
+            left = left.astype(wide).dequantize()
+        else:
+            right = right.astype(wide).dequantize()
     if isinstance(right, QTensor):
-        y = y * dimensions.rhs_to_output(right.real_scale()).astype(y.dtype)
-    return y
+        choice = plan(left, right, how.dimensions)
+        assert choice is not None
+        return choice.compute(left, right, how)
+    swapped = how._replace(dimensions=how.dimensions.swapped)
+    choice = plan(right, left, swapped.dimensions)
+    assert choice is not None
+    return how.dimensions.swap_output(choice.compute(right, left, swapped))
 
 
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, QTensor) and isinstance(format_of(x.qtype), Integer)
+def _stored(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns an operand as it lies in memory, and where each of its axes stands there."""
+    order = tuple(range(x.ndim))
+    if isinstance(x, QTensor) and x.layout is not None and x.layout.swapped:
+        return x.stored, (*order[:-2], order[-1], order[-2])
+    return x, order
 
 
 def as_operand(x: Operand) -> Any:
-    """Returns an array, or the QTensor that was given, unpacked."""
-    return x.unpack() if isinstance(x, QTensor) else jnp.asarray(x)
+    """Returns an array, or the QTensor that was given."""
+    return x if isinstance(x, QTensor) else jnp.asarray(x)
+
+
+def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> None:
+    """Lets `lax.dot_general` refuse shapes that do not fit."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
+    jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes)
 
 
 def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> None:
@@ -129,42 +177,3 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
         mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
         "contraction keeps.",
     )
-
-
-def _float_dot(
-    lhs: Any, rhs: Any, dimensions: Dimensions, precision: lax.PrecisionLike
-) -> jax.Array:
-    """Contracts numbers of formats, and floats, without the scales.
-
-    A zero point beside floats is corrected after, as a multiple of their sums.
-    """
-    wide = common_dtype(lhs.dtype, rhs.dtype)
-    left, right = _numbers(lhs, rhs, wide), _numbers(rhs, lhs, wide)
-    if left.dtype != right.dtype:
-        left, right = left.astype(wide), right.astype(wide)
-    y = lax.dot_general(
-        left, right, dimensions.numbers, precision=precision, preferred_element_type=wide
-    )
-    if isinstance(lhs, QTensor) and lhs.zero_point is not None:
-        sums = jnp.sum(right, axis=dimensions.rhs_contracting, keepdims=True, dtype=wide)
-        zero = dimensions.lhs_to_output(lhs.zero_point).astype(wide)
-        y = y - zero * dimensions.rhs_to_output(sums)
-    if isinstance(rhs, QTensor) and rhs.zero_point is not None:
-        sums = jnp.sum(left, axis=dimensions.lhs_contracting, keepdims=True, dtype=wide)
-        zero = dimensions.rhs_to_output(rhs.zero_point).astype(wide)
-        y = y - zero * dimensions.lhs_to_output(sums)
-    return y
-
-
-def _numbers(x: Any, other: Any, wide: jnp.dtype) -> jax.Array:
-    """Returns a float operand, or the numbers of a QTensor: in the dtype of a float operand beside
-    it, where that holds them.
-    """
-    if not isinstance(x, QTensor):
-        return x
-    form = format_of(x.qtype)
-    if not isinstance(form, Integer):
-        return form.decode(x.codes).astype(wide)
-    # Codes of 8 bits are exact in every float dtype; longer ones need at least float32.
-    exact = form.bits <= 8 and wide == jnp.float32 and not isinstance(other, QTensor)
-    return x.codes.astype(other.dtype if exact else wide)

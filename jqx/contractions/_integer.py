@@ -1,81 +1,160 @@
-"""Exact integer contraction: codes in, `sum (lhs - lhs_zero) * (rhs - rhs_zero)` out, in int32."""
+"""Two operands of integer formats: `sum (lhs - lhs_zero) * (rhs - rhs_zero)`, exact in int32."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from .._checks import require_that
-from ..numerics import bit_width, format_of, is_signed, name_of_qtype
+from ..numerics import common_dtype, format_of, name_of_qtype
 from ..tensor import QTensor
+from ._blocks import sum_of_blocks
+from ._bytes import as_int8, longest, planes
 from ._dimensions import Dimensions
+from ._formulation import formulation
+from ._products import Products, plain, shaped
+from ._scales import HowTo, with_scales
+
+Multiply = Callable[..., Products]
 
 
-def to_signed(codes: jax.Array) -> tuple[jax.Array, int]:
-    """Returns codes as int8 (int32 where they need more bits), and what was subtracted from them.
-
-    One common signed type is what every backend multiplies fast; unsigned bytes are shifted by 128,
-    which flips their top bit.
-    """
-    if bit_width(codes.dtype) > 8:
-        return codes.astype(jnp.int32), 0
-    if is_signed(codes.dtype) or bit_width(codes.dtype) < 8:
-        return codes.astype(jnp.int8), 0
-    return lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8), 128
+@formulation("integers: multiplied as int8 into int32, exactly; zero points and scales come after")
+def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how.dimensions, plain)
 
 
-def integer_dot(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
-    """Returns the int32 contraction of the codes, each less its zero point, exactly.
+@formulation(
+    "integers with one row or column, zero points, or a contracted axis that is not last: on CPU "
+    "(elsewhere where codes of 4 bits meet one row) a row is added, which keeps the product on the "
+    "int8 library and sums columns for zero points"
+)
+def integer_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how.dimensions, shaped)
+
+
+@formulation(
+    "integers whose sums are requantized by integers: int8 into int32, zero points corrected"
+)
+def accumulator(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, plain)
+
+
+@formulation("sums to be requantized, where `integer_shaped` is the form of the product")
+def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, shaped)
+
+
+@formulation("integers of more than 8 bits: split into int8 digits, whose products are exact")
+def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    limit = longest(lhs, rhs)
+
+    def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
+        exact = dimensions.contracted_size(lhs) <= limit
+        dtype = jnp.int32 if exact else _float_of(lhs, rhs)
+        total = jnp.zeros((), dtype)
+        for i, left in enumerate(_digits(lhs)):
+            for j, right in enumerate(_digits(rhs)):
+                for part in _runs(left, right, dimensions, longest(left, right)):
+                    product = accumulate(*part, dimensions, plain).astype(dtype)
+                    total = total + (
+                        product << 8 * (i + j) if exact else product * dtype.type(256.0 ** (i + j))
+                    )
+        return with_scales(total.astype(_float_of(lhs, rhs)), lhs, rhs, dimensions)
+
+    return sum_of_blocks(lhs, rhs, how.dimensions, compute)
+
+
+def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
+    """Returns the int32 contraction of int8 codes, each less its zero point.
 
     The zero points leave the inner loop: with the sums over the contracted axes,
 
         sum (l - a)(r - b) = sum l r  -  b sum l  -  a sum r  +  K a b
 
-    Intermediate terms may wrap around in int32; the total does not (checked), so it is exact.
+    Intermediate terms may wrap around in int32; a total that fits does not.
     """
-    check_accumulator(lhs, rhs, dimensions.contracted_size(lhs))
-    left, left_shift = to_signed(lhs.codes)
-    right, right_shift = to_signed(rhs.codes)
-    if left.dtype != right.dtype:
-        left, right = left.astype(jnp.int32), right.astype(jnp.int32)
-    total = lax.dot_general(left, right, dimensions.numbers, preferred_element_type=jnp.int32)
-    a = _offset(lhs.zero_point, left_shift, dimensions.lhs_to_output)
-    b = _offset(rhs.zero_point, right_shift, dimensions.rhs_to_output)
+    a, b = _zero(lhs, dimensions.lhs_to_output), _zero(rhs, dimensions.rhs_to_output)
+    total, left, right = multiply(
+        lhs.values, rhs.values, dimensions, left=b is not None, right=a is not None
+    )
     if b is not None:
-        total = total - b * dimensions.lhs_to_output(_sum(left, dimensions.lhs_contracting))
+        total = total - b * left
     if a is not None:
-        total = total - a * dimensions.rhs_to_output(_sum(right, dimensions.rhs_contracting))
+        total = total - a * right
     if a is not None and b is not None:
         total = total + jnp.int32(dimensions.contracted_size(lhs)) * a * b
     return total
 
 
-def check_accumulator(lhs: QTensor, rhs: QTensor, contracted: int) -> None:
-    """Raises where `contracted` products of extreme codes do not fit an int32 accumulator."""
-    limit = (2**31 - 1) // (_largest(lhs) * _largest(rhs))
-    require_that(
-        contracted <= limit,
-        error=ValueError,
-        function="dot_general",
-        problem="the int32 accumulator can overflow.",
-        given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)} over {contracted} products",
-        expected=f"at most {limit} products of these formats",
-        mend="split the contracted axis, use narrower formats, or dequantize an operand.",
-    )
+def check_splittable(lhs: QTensor, rhs: QTensor) -> None:
+    """Raises where not even a digit of a code less its zero point is safe."""
+    for q in (lhs, rhs):
+        require_that(
+            format_of(q.qtype).bits <= 16,
+            error=ValueError,
+            function="dot_general",
+            problem="codes of 32 bits overflow the int32 accumulator.",
+            given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
+            expected="integer formats of 16 bits or fewer",
+            mend="quantize to int16 or int8, or dequantize an operand.",
+        )
 
 
-def _largest(q: QTensor) -> int:
+def _integer(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
+    limit = longest(lhs, rhs)
+
+    def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
+        parts = [
+            accumulate(*part, dimensions, multiply).astype(_float_of(lhs, rhs))
+            for part in _runs(lhs, rhs, dimensions, limit)
+        ]
+        return with_scales(functools.reduce(jnp.add, parts), lhs, rhs, dimensions)
+
+    return sum_of_blocks(as_int8(lhs), as_int8(rhs), dimensions, compute)
+
+
+def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:
+    return common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
+
+
+def _runs(
+    lhs: QTensor, rhs: QTensor, dimensions: Dimensions, limit: int
+) -> Iterator[tuple[QTensor, QTensor]]:
+    """Yields operands of at most `limit` products in a sum, cut along contracted axes."""
+    products = dimensions.contracted_size(lhs)
+    if products <= limit:
+        yield lhs, rhs
+        return
+    pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
+    i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
+    n = lhs.shape[i]
+    size = max(1, n * limit // products)
+    for start in range(0, n, size):
+        yield from _runs(_cut(lhs, i, start, size), _cut(rhs, j, start, size), dimensions, limit)
+
+
+def _cut(q: QTensor, axis: int, start: int, size: int) -> QTensor:
+    return q[(slice(None),) * axis + (slice(start, start + size),)]
+
+
+def _digits(q: QTensor) -> list[QTensor]:
+    """Returns codes less their zero points as int8 tensors, to be multiplied by powers of 256."""
     form = format_of(q.qtype)
     low, high = int(form.low), int(form.high)
-    return max(-low, high) if q.zero_point is None else high - low
+    differences = q.codes.astype(jnp.int32)
+    if q.zero_point is not None:
+        differences = differences - q.zero_point.astype(jnp.int32)
+        low, high = low - high, high - low
+    count = 1
+    while not -128 * (256**count - 1) <= 255 * low <= 255 * high <= 127 * (256**count - 1):
+        count += 1
+    return [
+        dataclasses.replace(q, values=digit, zero_point=None, qtype=jnp.int8, layout=None)
+        for digit in planes(differences)[:count]
+    ]
 
 
-def _sum(codes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.sum(codes, axis=axes, keepdims=True, dtype=jnp.int32)
-
-
-def _offset(zero: jax.Array | None, shift: int, to_output) -> jax.Array | None:
-    """The zero point of shifted codes, at its place in the output; `None` where it is zero."""
-    if zero is None:
-        return None if shift == 0 else jnp.int32(-shift)
-    return to_output(zero.astype(jnp.int32) - np.int32(shift))
+def _zero(q: QTensor, to_output: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+    return None if q.zero_point is None else to_output(q.zero_point.astype(jnp.int32))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,6 +11,7 @@ from .._checks import require_that
 from .._errors import message
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, dot_general
+from ._output import Output
 
 
 def matmul(
@@ -20,7 +20,8 @@ def matmul(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-) -> jax.Array:
+    output: Output = None,
+) -> Any:
     """Multiplies matrices, either of them quantized; as `jax.numpy.matmul` otherwise.
 
     Args:
@@ -28,9 +29,10 @@ def matmul(
       rhs: array or QTensor of one axis or more; contracted along the last but one, or its only one.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the result; `None` takes the promoted dtype of the operands.
+      output: how to quantize the result, as in `jqx.dot_general`.
 
     Returns:
-      Array; leading axes broadcast as in `jax.numpy.matmul`.
+      Array, or a QTensor where `output` is given; leading axes broadcast as in `jax.numpy.matmul`.
 
     Raises:
       ValueError: as `dot_general`; an operand has no axes; leading axes do not broadcast.
@@ -52,8 +54,9 @@ def matmul(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    if not isinstance(left, QTensor) and not isinstance(right, QTensor):
+    if not isinstance(left, QTensor) and not isinstance(right, QTensor) and output is None:
         return jnp.matmul(left, right, **options)
+    options["output"] = output
     require_that(
         left.ndim >= 1 and right.ndim >= 1,
         error=ValueError,

@@ -64,9 +64,13 @@ def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Arr
         run = -(-length // count)
         plane = lax.slice_in_dim(packed, start, start + run, axis=axis)
         start += run
-        mask = jnp.uint8(2**width - 1)
-        parts = [(plane >> jnp.uint8(i * width)) & mask for i in range(count)]
-        whole = lax.slice_in_dim(lax.concatenate(parts, axis), 0, length, axis=axis)
+        # Shifts by an iota, not a concatenation of parts: XLA on CPU keeps them in vectors whatever
+        # they are fused with, in loops too.
+        shape = (*plane.shape[:axis], count, *plane.shape[axis:])
+        place = lax.broadcasted_iota(jnp.uint8, shape, axis) * jnp.uint8(width)
+        parts = (lax.expand_dims(plane, (axis,)) >> place) & jnp.uint8(2**width - 1)
+        parts = parts.reshape(*plane.shape[:axis], count * run, *plane.shape[axis + 1 :])
+        whole = lax.slice_in_dim(parts, 0, length, axis=axis)
         whole = whole << jnp.uint8(lowest)
         codes = whole if codes is None else codes | whole
     # Bytes are joined before they are widened, else XLA on CPU widens each part by itself.

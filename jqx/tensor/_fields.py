@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._checks import check_real, require_that
 from ..numerics import E8M0, Integer, format_of, packed_length
+from ._layout import Layout, Packing, can_widen, values_dtype
 
 
 def check_leaves(q: Any) -> None:
@@ -25,7 +25,7 @@ def check_leaves(q: Any) -> None:
     if q.scale.dtype != E8M0:
         check_real("QTensor", "`scale` element type", q.scale.dtype)
     storage = form.storage
-    codes = {"values": (q.values, storage if q.layout is None else jnp.dtype(jnp.uint8))}
+    codes = {"values": (q.values, values_dtype(q.layout, form))}
     if q.zero_point is not None:
         codes["zero_point"] = (q.zero_point, storage)
         require_that(
@@ -64,19 +64,44 @@ def check_blocks(blocks: Any) -> None:
     )
 
 
+def check_layout(q: Any) -> None:
+    """Checks that `layout` is one, and one that the format has."""
+    layout, form = q.layout, format_of(q.qtype)
+    if layout is None:
+        return
+    require_that(
+        isinstance(layout, Layout)
+        and isinstance(layout.packing, Packing | None)
+        and all(isinstance(number, int) for number in layout.packing or ())
+        and isinstance(layout.swapped, bool)
+        and isinstance(layout.widened, bool),
+        error=TypeError,
+        function="QTensor",
+        problem="`layout` is not a layout.",
+        given=f"layout == {layout!r}"
+        if isinstance(q.layout, tuple)
+        else f"an object of type {type(layout).__name__}",
+        expected="None, or a jqx.tensor.Layout",
+        mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
+    )
+    packed = layout.packing is not None
+    require_that(
+        not (packed and layout.widened)
+        and (form.bits < 8 or not packed)
+        and (can_widen(form) or not layout.widened),
+        error=ValueError,
+        function="QTensor",
+        problem=f"codes of {form.name} do not lie so.",
+        given=f"layout == {layout!r}",
+        expected="codes of less than 8 bits packed, or integers of a dtype below a byte widened",
+        mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
+    )
+
+
 def check_shapes(q: Any) -> None:
     form = format_of(q.qtype)
     if q.layout is not None:
-        axis, length = q.layout
-        require_that(
-            -q.values.ndim <= axis < 0 and q.values.shape[axis] == packed_length(length, form.bits),
-            error=ValueError,
-            function="QTensor",
-            problem="`values` do not have the packed shape.",
-            given=f"values.shape == {q.values.shape}, layout == {q.layout}",
-            expected=f"{packed_length(length, form.bits)} bytes along axis {axis}",
-            mend="make packed tensors with QTensor.pack.",
-        )
+        _check_layout_shape(q, q.layout, form.bits)
     shape, scale = q.shape, q.scale.shape
     known = {(n, m) for n, m, size in q.blocks if size > 0 and m == -(-n // size)}
     fits = len(scale) == len(shape) and all(
@@ -96,6 +121,33 @@ def check_shapes(q: Any) -> None:
     )
     if q.zero_point is not None:
         check_zero_point("QTensor", q.zero_point, q.scale)
+
+
+def _check_layout_shape(q: Any, layout: Layout, bits: int) -> None:
+    shape = q.values.shape
+    parts = {"given": f"values.shape == {shape}, layout == {layout!r}"}
+    require_that(
+        len(shape) >= 2 or not layout.swapped,
+        error=ValueError,
+        function="QTensor",
+        problem="`values` do not have two axes to be swapped.",
+        expected="two axes or more",
+        mend="map laid out tensors over leading axes alone, or call q.unpack() before.",
+        **parts,
+    )
+    if layout.packing is None:
+        return
+    axis, stored = layout.packing.axis, layout.stored_axis
+    count = packed_length(layout.packing.length, bits)
+    require_that(
+        -len(shape) <= axis < 0 and shape[stored] == count,
+        error=ValueError,
+        function="QTensor",
+        problem="`values` do not have the packed shape.",
+        expected=f"{count} bytes along axis {stored}",
+        mend="make packed tensors with QTensor.pack.",
+        **parts,
+    )
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -1,18 +1,35 @@
-"""How codes of less than 8 bits lie in bytes."""
+"""How the codes of a QTensor lie in memory: packed, swapped, or widened to a byte each."""
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
-from ..numerics import QType
+from ..numerics import (
+    Block,
+    Integer,
+    QType,
+    bit_width,
+    format_of,
+    is_signed,
+    pack_bits,
+    unpack_bits,
+)
+
+T = TypeVar("T", bound=Any)
+"""A QTensor; its own file imports this one."""
 
 
 class Packing(NamedTuple):
     """Packed along one axis; see `jqx.numerics` for the order of the bits.
 
     Attributes:
-      axis: the packed axis, counted from the last (-1).
+      axis: the packed axis of the real array, counted from the last (-1).
       length: its length in codes.
     """
 
@@ -20,7 +37,85 @@ class Packing(NamedTuple):
     length: int
 
 
+class Layout(NamedTuple):
+    """How codes lie where each is not an element of `storage`, in the order of the shape.
+
+    Axes count from the last, so that mapping over a leading axis, or indexing one, leaves it true.
+
+    Attributes:
+      packing: codes of less than 8 bits without gaps in bytes; `None` where they are not packed.
+      swapped: the last two axes of `values` are swapped; those of shape, scale and zero point are
+        not.
+      widened: codes for which JAX has an integer dtype below a byte take a byte each.
+    """
+
+    packing: Packing | None = None
+    swapped: bool = False
+    widened: bool = False
+
+    @property
+    def depth(self) -> int:
+        """How many of the last axes it concerns: none where it only widens."""
+        packed = 0 if self.packing is None else -self.packing.axis
+        return max(packed, 2 if self.swapped else 0)
+
+    @property
+    def stored_axis(self) -> int | None:
+        """The packed axis of `values`, counted from the last."""
+        if self.packing is None:
+            return None
+        return _other(self.packing.axis) if self.swapped else self.packing.axis
+
+    def turned(self) -> "Layout":
+        """Returns the layout of the same values under a shape whose last two axes are swapped."""
+        packing = self.packing
+        if packing is not None:
+            packing = Packing(_other(packing.axis), packing.length)
+        return Layout(packing, not self.swapped, self.widened)
+
+    def __str__(self) -> str:
+        packed = [] if self.packing is None else [f"packed along axis {self.packing.axis}"]
+        words = [name for name in ("swapped", "widened") if getattr(self, name)]
+        return " and ".join(packed + words)
+
+
+def _other(axis: int) -> int:
+    """Where an axis, counted from the last, is once the last two are swapped."""
+    return {-1: -2, -2: -1}.get(axis, axis)
+
+
+def real_shape(shape: Sequence[int], layout: Layout | None) -> tuple[int, ...]:
+    """Returns the shape of the real array whose `values` have this shape."""
+    if layout is None:
+        return tuple(shape)
+    real = [*shape[:-2], *reversed(shape[-2:])] if layout.swapped else list(shape)
+    if layout.packing is not None:
+        real[layout.packing.axis] = layout.packing.length
+    return tuple(real)
+
+
+def values_dtype(layout: Layout | None, form: QType) -> jnp.dtype:
+    """Returns the dtype of `values`."""
+    if layout is not None and layout.packing is not None:
+        return jnp.dtype(jnp.uint8)
+    if layout is not None and layout.widened:
+        return byte_of(form.storage)
+    return form.storage
+
+
+def byte_of(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the integer dtype of 8 bits with the sign of another."""
+    return jnp.dtype(jnp.int8 if is_signed(dtype) else jnp.uint8)
+
+
+def can_widen(form: QType) -> bool:
+    """Whether codes are integers that JAX keeps in a dtype below a byte."""
+    element = form.elements if isinstance(form, Block) else form
+    return isinstance(element, Integer) and bit_width(form.storage) < 8
+
+
 def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
+    """Returns the axis to pack along, from the first, after checking that there is one."""
     require_that(
         form.bits < 8,
         error=ValueError,
@@ -40,3 +135,116 @@ def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
         mend="name an axis of the array.",
     )
     return int(axis) % rank
+
+
+def depth_of(q: Any) -> int:
+    """Returns how many of the last axes the layout of a QTensor concerns."""
+    return 0 if q.layout is None else q.layout.depth
+
+
+def check_view(function: str, q: Any, whole: bool) -> None:
+    """Checks that a view leaves alone the axes that the layout of a QTensor concerns."""
+    depth = depth_of(q)
+    require_that(
+        whole or not depth,
+        error=ValueError,
+        function=function,
+        problem=f"the codes are {q.layout}.",
+        given=repr(q),
+        expected=f"a plain layout, or a view that leaves axes {list(range(-depth, 0))} whole",
+        mend="call q.unpack() first.",
+    )
+
+
+def pack(q: T, axis: int) -> T:
+    """Packs a plain QTensor; see `QTensor.pack`."""
+    form = format_of(q.qtype)
+    require_that(
+        q.layout is None,
+        error=ValueError,
+        function="QTensor.pack",
+        problem=f"the codes are {q.layout}.",
+        given=repr(q),
+        expected="codes laid out plainly",
+        mend="call q.unpack() first.",
+    )
+    axis = packed_axis("QTensor.pack", form, axis, q.ndim)
+    values = pack_bits(form.to_bits(q.values), form.bits, axis)
+    packing = Packing(axis - q.ndim, q.shape[axis])
+    return dataclasses.replace(q, values=values, layout=Layout(packing))
+
+
+def codes_of(q: Any) -> jax.Array:
+    """Returns the codes in the order of the shape; see `QTensor.codes`."""
+    layout = q.layout
+    if layout is None:
+        return q.values
+    codes = q.values
+    if layout.packing is not None:
+        codes = format_of(q.qtype).widen_bits(_bits(q))
+    return _swap_last(codes) if layout.swapped else codes
+
+
+def unpack(q: T) -> T:
+    """Returns a QTensor laid out plainly; see `QTensor.unpack`."""
+    layout, form = q.layout, format_of(q.qtype)
+    if layout is None:
+        return q
+    values = q.values
+    if layout.packing is not None:
+        values = form.from_bits(_bits(q))
+    elif layout.widened:
+        values = values.astype(form.storage)
+    if layout.swapped:
+        values = _swap_last(values)
+    return dataclasses.replace(q, values=values, layout=None)
+
+
+def lay_out(q: T, layout: Layout) -> T:
+    """Returns the same array with another layout, swapped or widened; itself where it has it."""
+    if (q.layout or Layout()) == layout:
+        return q
+    if isinstance(q.values, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(lay_out, layout=layout), q)
+    form = format_of(q.qtype)
+    codes = q.codes.astype(values_dtype(layout, form)) if layout.widened else q.unpack().values
+    values = _swap_last(codes) if layout.swapped else codes
+    return dataclasses.replace(q, values=values, layout=layout)
+
+
+def transpose(q: T, order: tuple[int, ...]) -> T:
+    """Permutes the axes; see `QTensor.transpose`."""
+    n, depth = q.ndim, depth_of(q)
+    if q.layout is not None and order == (*range(n - 2), n - 1, n - 2):
+        return turn(q)
+    check_view("QTensor.transpose", q, order[n - depth :] == tuple(range(n - depth, n)))
+    return q.map_leaves(lambda leaf: leaf.transpose(order), q.blocks)
+
+
+def turn(q: T) -> T:
+    """Swaps the last two axes of the shape, and leaves the values where they are."""
+    order = (*range(q.ndim - 2), q.ndim - 1, q.ndim - 2)
+    return dataclasses.replace(
+        q,
+        scale=q.scale.transpose(order),
+        zero_point=None if q.zero_point is None else q.zero_point.transpose(order),
+        layout=q.layout.turned(),
+    )
+
+
+def shape_of_values(function: str, q: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of `values` in a view of `shape` that leaves alone what is laid out."""
+    depth = depth_of(q)
+    lead = len(shape) - depth
+    check_view(function, q, tuple(shape[max(lead, 0) :]) == q.shape[q.ndim - depth :])
+    return (*shape[:lead], *q.values.shape[q.ndim - depth :])
+
+
+def _bits(q: Any) -> jax.Array:
+    """Returns packed codes as bits in a byte each, in the order of the values."""
+    axis = q.layout.stored_axis + q.values.ndim
+    return unpack_bits(q.values, format_of(q.qtype).bits, axis, q.layout.packing.length)
+
+
+def _swap_last(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_instance, check_real, normalize_axes, require_that
+from .._checks import as_dtype, as_real, check_instance, check_real, normalize_axes
 from .._errors import message
 from ..calibrators import Affine, Groups
-from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits, unpack_bits
+from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits
 from ..ops import affine_dequantize, affine_quantize
-from . import _views
-from ._fields import check_blocks, check_leaves, check_shapes
+from . import _layout, _views
+from ._fields import check_blocks, check_layout, check_leaves, check_shapes
 from ._grid import grid_of
-from ._layout import Packing, packed_axis
+from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
 from ._select import concatenate, index, split
 from ._show import text, treescope_tree
 from ._spec import QSpec
+from ._targets import check_target, lay_out_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +36,7 @@ class QTensor:
     For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
 
     Attributes:
-      values: the codes, an array of the `storage` dtype of `qtype`; packed bytes where `layout`
-        says so.
+      values: the codes, an array of the `storage` dtype of `qtype`, unless `layout` says otherwise.
       scale: array of the rank of `values`; each dim is 1, that of `values`, or the number of blocks
         that divide it. Float; in MX formats float8_e8m0fnu; where the scales of a block format are
         quantized in turn (nvfp4), a QTensor.
@@ -46,8 +46,9 @@ class QTensor:
       dtype: dtype of the real array, what `dequantize` returns.
       blocks: (length of an axis, number of blocks, block size) where the last block is a smaller
         one, so that the shape of the scale does not tell the size.
-      layout: how the codes are packed; `None` where each has an element of its own. The packed axis
-        counts from the last: map packed tensors over leading axes.
+      layout: how `values` lie where they do not lie plainly, as `pack` and `pack_for` leave them:
+        packed, with the last two axes swapped, or a byte each; shape, scale and zero point are as
+        ever. Its axes count from the last: map such tensors over leading axes.
 
     Raises:
       TypeError: an operand has not the dtype stated above.
@@ -73,7 +74,7 @@ class QTensor:
     qtype: DTypeLike | QType
     dtype: DTypeLike = jnp.float32
     blocks: tuple[tuple[int, int, int], ...] = ()
-    layout: Packing | None = None
+    layout: Layout | None = None
 
     __array_ufunc__: ClassVar[None] = None  # so that `numpy_array @ q` reaches `__rmatmul__`
 
@@ -83,6 +84,9 @@ class QTensor:
         object.__setattr__(self, "dtype", as_dtype("QTensor", "dtype", self.dtype))
         check_blocks(self.blocks)
         check_real("QTensor", "Real element type", self.dtype)
+        check_layout(self)
+        if self.layout == Layout():
+            object.__setattr__(self, "layout", None)
         check_leaves(self)
         check_shapes(self)
 
@@ -141,7 +145,7 @@ class QTensor:
             qtype=spec.qtype,
             dtype=x.dtype,
             blocks=grid.groups.blocks,
-            layout=None if axis is None else Packing(axis - x.ndim, x.shape[axis]),
+            layout=None if axis is None else Layout(Packing(axis - x.ndim, x.shape[axis])),
         )
 
     def dequantize(self) -> jax.Array:
@@ -162,35 +166,37 @@ class QTensor:
 
     @property
     def codes(self) -> jax.Array:
-        """The codes, one an element: `values`, or a byte each of packed ones."""
-        if self.layout is None:
-            return self.values
-        return format_of(self.qtype).widen_bits(self._unpacked_bits(self.layout))
-
-    def _unpacked_bits(self, layout: Packing) -> jax.Array:
-        axis = layout.axis + self.values.ndim
-        return unpack_bits(self.values, format_of(self.qtype).bits, axis, layout.length)
+        """The codes, one an element, in the order of the shape: of dtype `storage`, or a byte each
+        where they are packed or widened.
+        """
+        return _layout.codes_of(self)
 
     def pack(self, axis: int = -1) -> "QTensor":
         """Packs codes of less than 8 bits into bytes, along an axis. `unpack` is the inverse.
 
         Raises:
-          ValueError: the format has 8 bits or more, the codes are packed already, or there is no
-            such axis.
+          ValueError: the format has 8 bits or more, the codes are laid out otherwise than plainly
+            already, or there is no such axis.
         """
-        self.check_unpacked("QTensor.pack")
-        form = format_of(self.qtype)
-        axis = packed_axis("QTensor.pack", form, axis, self.ndim)
-        values = pack_bits(form.to_bits(self.values), form.bits, axis)
-        layout = Packing(axis - self.ndim, self.shape[axis])
-        return dataclasses.replace(self, values=values, layout=layout)
+        return _layout.pack(self, axis)
+
+    def pack_for(self, target: str, *, contracted: int | None = None) -> "QTensor":
+        """Lays the codes out as `target` contracts them fastest; see `jqx.pack_for`."""
+        check_target("QTensor.pack_for", target, contracted)
+        return lay_out_for("QTensor.pack_for", self, target, contracted)
 
     def unpack(self) -> "QTensor":
-        """Returns the same array with one code an element; itself where it is so already."""
-        if self.layout is None:
-            return self
-        values = format_of(self.qtype).from_bits(self._unpacked_bits(self.layout))
-        return dataclasses.replace(self, values=values, layout=None)
+        """Returns the same array laid out plainly: each code an element of dtype `storage`, in the
+        order of the shape; itself where it is so already.
+        """
+        return _layout.unpack(self)
+
+    @property
+    def stored(self) -> "QTensor":
+        """The array with its axes in the order of `values`: where the layout has the last two
+        swapped, they are swapped in shape, scale and zero point instead. No code is moved.
+        """
+        return _layout.turn(self) if self.layout is not None and self.layout.swapped else self
 
     @property
     def groups(self) -> Groups:
@@ -200,11 +206,7 @@ class QTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the real array."""
-        shape = self.values.shape
-        if self.layout is None:
-            return shape
-        axis = self.layout.axis + len(shape)
-        return (*shape[:axis], self.layout.length, *shape[axis + 1 :])
+        return real_shape(self.values.shape, self.layout)
 
     @property
     def ndim(self) -> int:
@@ -227,13 +229,19 @@ class QTensor:
         return self.transpose()
 
     def transpose(self, *axes: Any) -> "QTensor":
-        """Permutes the axes, as `jax.Array.transpose` does; the scale turns with the values."""
-        self.check_unpacked("QTensor.transpose")
+        """Permutes the axes, as `jax.Array.transpose` does; the scale turns with the values.
+
+        Where the codes are laid out otherwise than plainly, a swap of the last two axes leaves them
+        where they are: the layout takes note of it.
+
+        Raises:
+          ValueError: another order moves an axis along which codes are packed or swapped.
+        """
         if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)):
             axes = tuple(axes[0]) if axes[0] is not None else ()
         given = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
         order = tuple(given) or tuple(reversed(range(self.ndim)))
-        return self.map_leaves(lambda leaf: leaf.transpose(order), self.blocks)
+        return _layout.transpose(self, order)
 
     def reshape(self, *shape: Any) -> "QTensor":
         """Reshapes, as `jax.Array.reshape` does, where the scale can follow.
@@ -243,13 +251,13 @@ class QTensor:
 
         Raises:
           ValueError: some of the axes that merge or split have their own scale and some do not, or
-            a block would be torn.
+            a block would be torn; or axes change along which codes are packed or swapped.
         """
-        self.check_unpacked("QTensor.reshape")
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])
-        values, zero_point = jnp.reshape(self.values, shape), self.zero_point
-        after = _views.reshaped(self.groups, values.shape)
+        values = jnp.reshape(self.values, shape_of_values("QTensor.reshape", self, shape))
+        zero_point = self.zero_point
+        after = _views.reshaped(self.groups, real_shape(values.shape, self.layout))
         if zero_point is not None:
             zero_point = jnp.broadcast_to(zero_point, self.scale.shape).reshape(after.scale_shape)
         return dataclasses.replace(
@@ -262,10 +270,10 @@ class QTensor:
 
     def broadcast_to(self, shape: Sequence[int]) -> "QTensor":
         """Broadcasts, as `jnp.broadcast_to` does; the scale stays shared along what is new."""
-        self.check_unpacked("QTensor.broadcast_to")
+        full = shape_of_values("QTensor.broadcast_to", self, shape)
         new = len(shape) - self.ndim
         wide = self.map_leaves(lambda leaf: leaf.reshape((1,) * new + leaf.shape), self.blocks)
-        return dataclasses.replace(wide, values=jnp.broadcast_to(self.values, tuple(shape)))
+        return dataclasses.replace(wide, values=jnp.broadcast_to(self.values, full))
 
     def take(self, indices: ArrayLike, axis: int) -> "QTensor":
         """Takes indices along an axis, as `jnp.take` does; what lies outside is clamped."""
@@ -281,7 +289,7 @@ class QTensor:
         """Joins QTensors of one format along an axis, as `jnp.concatenate` does.
 
         Where blocks do not fit end to end, each index along the axis gets a scale of its own.
-        Formats or dtypes that differ are a TypeError.
+        Formats, dtypes or layouts that differ are a TypeError.
         """
         return concatenate("QTensor.concatenate", tensors, axis)
 
@@ -323,6 +331,7 @@ class QTensor:
 
         Raises:
           TypeError: the index holds anything else.
+          ValueError: it is of an axis along which codes are packed or swapped.
           IndexError: there are more indices than axes, or an integer is out of range.
         """
         return index(self, key)
@@ -347,17 +356,6 @@ class QTensor:
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """Shows in treescope what `repr` shows, and the fields to unfold."""
         return treescope_tree(self, path, subtree_renderer)
-
-    def check_unpacked(self, function: str) -> None:
-        require_that(
-            self.layout is None,
-            error=ValueError,
-            function=function,
-            problem="the codes are packed.",
-            given=repr(self),
-            expected="one code an element",
-            mend="call q.unpack() first.",
-        )
 
     def map_leaves(
         self, f: Any, blocks: tuple[tuple[int, int, int], ...], values: jax.Array | None = None

@@ -10,7 +10,8 @@ import numpy as np
 
 from .._checks import check_instance, normalize_axes, require_that
 from ..calibrators import Groups
-from ..numerics import format_of
+from ..numerics import bit_width, format_of
+from ._layout import byte_of, check_view, depth_of, real_shape
 from ._views import blocks_after, cut_axes, index_for, normal_index, repeated
 
 T = TypeVar("T", bound=Any)
@@ -19,8 +20,8 @@ T = TypeVar("T", bound=Any)
 
 def index(q: T, key: Any) -> T:
     """Indexes a QTensor; see `QTensor.__getitem__`."""
-    q.check_unpacked("QTensor.__getitem__")
-    parts = normal_index(key, q.shape)
+    parts = _with_whole_axes(normal_index(key, q.shape), q.shape)
+    check_view("QTensor.__getitem__", q, _keeps_last(parts, depth_of(q)))
     for axis in cut_axes(parts, q.groups):
         q = refine(q, axis)
     groups = q.groups
@@ -28,17 +29,38 @@ def index(q: T, key: Any) -> T:
     zero_point = q.zero_point
     if zero_point is not None:
         zero_point = zero_point[index_for(parts, zero_point, groups)]
-    sizes = list(Groups.of_scale(values.shape, scale.shape).sizes)
+    shape = real_shape(values.shape, q.layout)
+    sizes = list(Groups.of_scale(shape, scale.shape).sizes)
     for axis, size in blocks_after(parts, groups).items():
-        if 1 < scale.shape[axis] < values.shape[axis]:
+        if 1 < scale.shape[axis] < shape[axis]:
             sizes[axis] = size
     return dataclasses.replace(
         q,
         values=values,
         scale=scale,
         zero_point=zero_point,
-        blocks=Groups(values.shape, tuple(sizes)).blocks,
+        blocks=Groups(shape, tuple(sizes)).blocks,
     )
+
+
+def _with_whole_axes(parts: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+    """Returns an index with `:` for every slice that takes an axis as it is."""
+    lengths = iter(shape)
+    spelt = []
+    for part in parts:
+        if part is not None and part is not Ellipsis:
+            n = next(lengths)
+            if isinstance(part, slice) and part.indices(n) == (0, n, 1):
+                part = slice(None)
+        spelt.append(part)
+    return tuple(spelt)
+
+
+def _keeps_last(parts: Sequence[Any], depth: int) -> bool:
+    """Whether an index takes the last axes whole, and leaves them the last."""
+    axes = [part for part in parts if part is not Ellipsis]
+    last = axes[len(axes) - depth :]
+    return all(isinstance(part, slice) and part == slice(None) for part in last)
 
 
 def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
@@ -86,7 +108,6 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     first = tensors[0]
     for q in tensors:
         check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
-        q.check_unpacked(function)
         require_that(
             (q.qtype, q.dtype) == (first.qtype, first.dtype),
             error=TypeError,
@@ -96,7 +117,17 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
             expected="one qtype and one dtype",
             mend="dequantize them, or quantize them alike.",
         )
+        require_that(
+            q.layout == first.layout,
+            error=TypeError,
+            function=function,
+            problem="the tensors are laid out in different ways.",
+            given=f"{first!r} and {q!r}",
+            expected="one layout",
+            mend="call q.unpack() of each first.",
+        )
     (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
+    check_view(function, first, axis < first.ndim - depth_of(first))
     tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
     if not tensors:
         return first
@@ -111,10 +142,10 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     if not fits:
         tensors = [refine(q, axis) for q in tensors]
         b = 1
-    values = jnp.concatenate([q.values for q in tensors], axis)
+    values = _joined([q.values for q in tensors], axis)
     zero_point = None
     if any(q.zero_point is not None for q in tensors):
-        zero_point = jnp.concatenate([_zero_point_of(q) for q in tensors], axis)
+        zero_point = _joined([_zero_point_of(q) for q in tensors], axis)
     scales = [q.scale for q in tensors]
     nested = hasattr(scales[0], "qtype")
     scale = concatenate(function, scales, axis) if nested else jnp.concatenate(scales, axis)
@@ -125,8 +156,18 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
         values=values,
         scale=scale,
         zero_point=zero_point,
-        blocks=Groups(values.shape, tuple(sizes)).blocks,
+        blocks=Groups(real_shape(values.shape, first.layout), tuple(sizes)).blocks,
     )
+
+
+def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Joins codes, integers below a byte as bytes: XLA on CPU (jaxlib 0.10.2) aborts the process
+    where it joins those of 2 bits.
+    """
+    dtype = codes[0].dtype
+    if not jnp.issubdtype(dtype, jnp.integer) or bit_width(dtype) >= 8:
+        return jnp.concatenate(codes, axis)
+    return jnp.concatenate([array.astype(byte_of(dtype)) for array in codes], axis).astype(dtype)
 
 
 def _alike_elsewhere(tensors: Sequence[T], axis: int) -> list[T]:

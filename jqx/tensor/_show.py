@@ -15,9 +15,9 @@ def text(q: Any) -> str:
     if not _has_arrays(q):
         return f"QTensor({name} of {_leaf(q.values)}, scale {_leaf(q.scale)}, dtype={dtype})"
     zero = "" if q.zero_point is None else f", zero_point {_leaf(q.zero_point)}"
-    packed = "" if q.layout is None else f" packed along axis {q.layout.axis}"
+    layout = "" if q.layout is None else f" {q.layout}"
     return (
-        f"QTensor({name}{list(q.shape)} {q.groups}{packed}, scale {_leaf(q.scale)}{zero}, "
+        f"QTensor({name}{list(q.shape)} {q.groups}{layout}, scale {_leaf(q.scale)}{zero}, "
         f"dtype={dtype}, {q.nbytes:,} bytes)"
     )
 

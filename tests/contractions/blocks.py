@@ -4,14 +4,16 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jqx
 from jqx import numerics
-from jqx.numerics import Block, Integer, format_of
+from jqx.numerics import E8M0, Block, Codebook, Integer, format_of
 
 from ..numerics.oracles import as_float64, as_int64
+from .oracles import Layout
 
 FLOATS = ("float32", "bfloat16")
 ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
@@ -85,6 +87,72 @@ def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sh
     return jqx.QTensor.quantize(jnp.asarray(x, jnp.float32), spec, pack=pack)
 
 
+def weight(
+    qtype: Any,
+    layout: Layout,
+    size: int | None = None,
+    zero_point: bool = False,
+    small: bool = False,
+    pack: int | None = None,
+    **fields: Any,
+) -> jqx.QTensor:
+    """The right operand of a layout: any codes, and a scale for each index of an axis that is kept,
+    or for groups of `size` beside it.
+
+    A small one has integers from -4 to 4 (in a codebook, its numbers) and powers of two as scales:
+    beside small integers, float32 holds its sums exactly in any order.
+    """
+    rng = np.random.default_rng([*layout.rhs, size or 0])
+    form, shape = format_of(qtype), layout.rhs
+    size = form.size if isinstance(form, Block) else size
+    sharing = jqx.per_channel() if size is None else jqx.per_group(size, tail=True)
+    groups = sharing.resolve(len(shape), layout.rhs_kept).groups(shape)
+    entries = groups.scale_shape
+    q = jqx.QTensor(
+        _random_codes(rng, form, shape, small),
+        _random_scale(rng, form, entries, powers=small),
+        _random_codes(rng, form, entries, small) if zero_point else None,
+        qtype=qtype,
+        blocks=groups.blocks,
+        **fields,
+    )
+    return q if pack is None else q.pack(pack)
+
+
+def in_pairs(q: jqx.QTensor, axis: int) -> jqx.QTensor:
+    """With every second scale and zero point of an axis, which two indices then share."""
+    key = (slice(None),) * axis + (slice(None, None, 2),)
+    zero = None if q.zero_point is None else q.zero_point[key]
+    return jqx.QTensor(q.values, q.scale[key], zero, qtype=q.qtype, blocks=q.blocks)
+
+
+def _random_codes(
+    rng: np.random.Generator, form: Any, shape: Sequence[int], small: bool
+) -> jax.Array:
+    element = form.elements if isinstance(form, Block) else form
+    if isinstance(element, Codebook):
+        numbers = rng.integers(0, len(element.entries), shape)
+    elif small or isinstance(element, Integer):
+        low, high = int(element.low), int(element.high)
+        low, high = (max(low, -4), min(high, 4)) if small else (low, high)
+        numbers = rng.integers(low, high + 1, shape)
+    else:
+        numbers = rng.normal(size=shape)
+    return jnp.asarray(numbers.astype(form.storage))
+
+
+def _random_scale(rng: np.random.Generator, form: Any, entries: Sequence[int], powers: bool) -> Any:
+    scale = np.ldexp(1.0, rng.integers(-2, 3, entries))
+    if not isinstance(form, Block):
+        scale = scale if powers else scale * rng.uniform(1, 2, entries)
+        return jnp.asarray(scale, jnp.float32)
+    codes = jnp.asarray(scale.astype(form.scale_qtype))
+    if form.scale_qtype == E8M0:
+        return codes
+    inner = jnp.full((1,) * codes.ndim, 0.5 if powers else 0.7, jnp.float32)
+    return jqx.QTensor(codes, inner, qtype=form.scale_qtype)
+
+
 def spread(parameter: Any, q: jqx.QTensor) -> np.ndarray:
     """A scale or zero point with one entry for each element of its tensor, in NumPy."""
     parameter = np.asarray(parameter)
@@ -102,9 +170,16 @@ def scales(q: jqx.QTensor) -> np.ndarray:
 def code_numbers(q: jqx.QTensor) -> tuple[np.ndarray, np.ndarray]:
     """What each code stands for without its scale, and the zero point to subtract, in float64."""
     form = format_of(q.qtype)
-    numbers = as_int64(q.codes) if isinstance(form, Integer) else form.decode(q.codes)
+    element = form.elements if isinstance(form, Block) else form
+    codes = np.asarray(q.codes)
+    if isinstance(element, Codebook):
+        numbers = np.float32(element.entries)[codes]
+    elif isinstance(element, Integer) or jnp.issubdtype(codes.dtype, jnp.floating):
+        numbers = codes.astype(np.float64)
+    else:
+        numbers = element.decode(q.codes)
     zero = 0 if q.zero_point is None else as_int64(spread(q.zero_point, q))
-    return as_float64(numbers), as_float64(zero)
+    return as_float64(numbers) * getattr(form, "unit", 1.0), as_float64(zero)
 
 
 def real_values(x: Any) -> np.ndarray:

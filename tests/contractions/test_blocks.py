@@ -15,6 +15,9 @@ import pytest
 
 import jqx
 from jqx import numerics
+from jqx.contractions import Dimensions
+from jqx.contractions._integer import integer
+from jqx.contractions._scales import HowTo
 
 from ..numerics.oracles import as_float64, as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor
@@ -32,9 +35,8 @@ from .blocks import (
     scales,
     spread,
 )
-from .oracles import contraction, dots, dtypes, gamma
+from .oracles import MATRICES, contraction, dots, dtypes, gamma
 
-MATRICES = (((1,), (0,)), ((), ()))
 PAIRS = [
     pair for pair in itertools.product([*FLOATS, *FORMATS], repeat=2) if not set(pair) <= {*FLOATS}
 ]
@@ -337,16 +339,17 @@ def test_a_block_format_without_a_contracted_block_is_one_block():
         assert np.all(error <= allowed(x, w, MATRICES, form.size))
 
 
-def test_the_overflow_check_counts_the_products_of_a_block():
-    """65536 products of int16 and int8 overflow int32; those of a block do not."""
-    k = 2**17
-    lhs = tensor(np.full((1, k), 2**15 - 1), "int16")
-    plain = tensor(np.full((k, 1), 127), "int8")
-    blocks = tensor(np.full((k, 1), 127), "int8", np.full((k // 64, 1), 2.0**-10))
-    with pytest.raises(ValueError, match="overflow"):
-        multiply(lhs, plain)
-    expected = k * (2**15 - 1) * 127 / 2**10
-    np.testing.assert_allclose(multiply(lhs, blocks), expected, rtol=gamma(k // 64))
+def test_the_bound_of_an_int32_counts_the_products_of_a_block():
+    """More products than one accumulator holds: each block has its own, and is not split."""
+    k = 2**18
+    lhs = tensor(np.full((1, k), -128), "int8")
+    blocks = tensor(np.full((k, 1), -128), "int8", np.full((4, 1), 2.0**-10))
+    whole = tensor(np.full((k, 1), -128), "int8", np.full((1, 1), 2.0**-10))
+    how = HowTo(Dimensions.of(MATRICES, 2, 2))
+    for rhs, lengths in [(blocks, [k // 4]), (whole, [131071, 131071, 2])]:
+        found = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
+        assert [dot.invars[1].aval.shape[-2] for dot in found] == lengths
+        assert_floats(multiply(lhs, rhs), np.full((1, 1), k * 2.0**4), np.float32)
 
 
 def test_scales_differ_from_block_to_block_in_these_tests():

@@ -1,5 +1,7 @@
 """Any dimension numbers: each scale and zero point meets its own axis of the result."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jqx
+from jqx.contractions import Dimensions
 
 from ..numerics.oracles import assert_floats
+from ..strategies import law
 from ..tensor.tensors import reals
 from .oracles import contraction, exact_tensor, small_integers
 
@@ -52,6 +56,47 @@ def test_every_axis_that_is_kept_may_have_its_own_scale_and_zero_point(case, for
         )
     expected = contraction(reals(pair[0]), reals(pair[1]), numbers)
     assert_floats(contract(*pair, numbers), expected, np.float32)
+
+
+@law
+@given(numbered(), st.randoms(use_true_random=False))
+def test_every_axis_is_told_apart(case, random):
+    """By its size, which no other axis has."""
+    left, right, numbers = case
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, np.float32) for shape in (left, right))
+    dimensions = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    (lc, rc), (lb, _) = numbers
+    assert dimensions.numbers == numbers
+    result = contraction(np.ones(left), np.ones(right), numbers).shape
+    rest = [left[i] for i in dimensions.lhs_free], [right[j] for j in dimensions.rhs_free]
+    assert result == (*(left[i] for i in lb), *rest[0], *rest[1])
+    assert dimensions.rows(lhs) == math.prod(rest[0])
+    assert dimensions.columns(rhs) == math.prod(rest[1])
+    assert dimensions.contracted_size(lhs) == math.prod(left[i] for i in lc)
+    for axis in range(rhs.ndim):
+        partner = dimensions.partner(axis)
+        assert (partner is None) == (axis in dimensions.rhs_free)
+        assert partner is None or left[partner] == right[axis]
+        if axis in dimensions.rhs_kept:
+            assert result[dimensions.output_axis(axis)] == right[axis]
+    swapped = dimensions.swapped
+    other = np.ones(contraction(np.ones(right), np.ones(left), swapped.numbers).shape)
+    assert jax.eval_shape(dimensions.swap_output, other).shape == result
+    orders = [random.sample(range(x.ndim), x.ndim) for x in (lhs, rhs)]
+    turned = [
+        np.ones([shape[i] for i in o]) for shape, o in zip((left, right), orders, strict=True)
+    ]
+    places = [np.argsort(order).tolist() for order in orders]
+    renamed = contraction(*turned, dimensions.renamed(*places).numbers).shape
+    assert renamed[: len(lb)] == result[: len(lb)] and sorted(renamed) == sorted(result)
+    for x, contracted, to_output in [
+        (lhs, lc, dimensions.lhs_to_output),
+        (rhs, rc, dimensions.rhs_to_output),
+    ]:
+        parameter = np.ones([1 if i in contracted else n for i, n in enumerate(x.shape)])
+        own = {n for i, n in enumerate(x.shape) if i not in contracted}
+        lined_up = jax.eval_shape(to_output, parameter).shape
+        assert lined_up == tuple(n if n in own else 1 for n in result)
 
 
 def test_negative_axes_count_from_the_end_of_their_own_operand():

@@ -1,4 +1,4 @@
-"""Both operands quantized: the int32 accumulator is exact, and whatever could break it is refused.
+"""Both operands quantized: the int32 accumulator is exact, and a sum that it may not hold is split.
 
 The accumulator is seen through the result: with scale 1 it is what float32 holds, exactly where it
 is below 2**24 and rounded once above.
@@ -6,23 +6,30 @@ is below 2**24 and rounded once above.
 
 import functools
 import itertools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.extra import numpy as hnp
 
 import jqx
+from jqx.contractions import Dimensions
+from jqx.contractions._bytes import planes
+from jqx.contractions._integer import integer
+from jqx.contractions._scales import HowTo
 
 from ..numerics.oracles import as_float64, as_int64, assert_floats, code_range
 from ..ops.refusals import assert_refused
+from ..strategies import law
 from ..tensor.tensors import differences, random_codes, reals, tensor
-from .oracles import UNIT, contraction, dots, dtypes, gamma
+from .oracles import MATRICES, UNIT, contraction, dots, dtypes, gamma
 
 BYTES = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
 PAIRS = list(itertools.product(BYTES, BYTES))
-MATRICES = (((1,), (0,)), ((), ()))
 product = jax.jit(jqx.matmul)
 
 
@@ -113,64 +120,115 @@ def bound(left, left_zero, right, right_zero):
     return (2**31 - 1) // (largest(left, left_zero) * largest(right, right_zero))
 
 
-@pytest.mark.parametrize("left, left_zero, right, right_zero", WIDEST)
-def test_the_longest_contraction_allowed_is_exact(left, left_zero, right, right_zero):
+widest = pytest.mark.parametrize("left, left_zero, right, right_zero", WIDEST)
+
+
+def rows(qtype, has_zero_point, terms):
+    """Rows of the lowest codes, of the highest, and of any: with zero points at the other end."""
+    low, high = code_range(qtype)
+    codes = np.stack([np.full(terms, low), np.full(terms, high), np.full(terms, high)])
+    codes[2] = random_codes(np.random.default_rng(0), qtype, terms)
+    zero = np.array([[high], [low], [low]]) if has_zero_point else None
+    return tensor(codes, qtype, np.ones((3, 1)), zero)
+
+
+@widest
+def test_the_longest_sum_that_an_int32_holds_is_exact(left, left_zero, right, right_zero):
     """Intermediate sums wrap around in int32 here; the total, near 2**31, must not show it."""
     terms = bound(left, left_zero, right, right_zero)
-    rng = np.random.default_rng(0)
-
-    def rows(qtype, has_zero_point):
-        low, high = code_range(qtype)
-        codes = np.stack([np.full(terms, low), np.full(terms, high), np.full(terms, high)])
-        codes[2] = random_codes(rng, qtype, terms)
-        zero = np.array([[high], [low], [low]]) if has_zero_point else None
-        return tensor(codes, qtype, np.ones((3, 1)), zero)
-
-    lhs, rhs = rows(left, left_zero), rows(right, right_zero).T
+    lhs, rhs = rows(left, left_zero, terms), rows(right, right_zero, terms).T
     expected = contraction(differences(lhs), differences(rhs), MATRICES)
     one_more = largest(left, left_zero) * largest(right, right_zero)
     assert np.abs(expected).max() < 2**31 <= np.abs(expected).max() + one_more
     assert_floats(product(lhs, rhs), expected.astype(np.float32), np.float32)
 
 
+@widest
+def test_a_longer_sum_is_split_into_exact_parts(left, left_zero, right, right_zero):
+    """Of bytes, each part is rounded to float32 and added: two roundings for two parts. Digits of
+    16-bit codes are summed apart: each of up to 9 products of them is rounded and added. Their
+    magnitudes sum to that of the code and twice those of the lower digits, which are up to 128.
+    """
+    terms = bound(left, left_zero, right, right_zero) + 1
+    lhs, rhs = rows(left, left_zero, terms), rows(right, right_zero, terms).T
+    pair = [differences(q) for q in (lhs, rhs)]
+    expected = contraction(*pair, MATRICES)
+    assert np.abs(expected).max() >= 2**31, "an int32 would do"
+    bits = [int(qtype.strip("uint")) for qtype in (left, right)]
+    sizes, roundings = [np.abs(d) for d in pair], 2
+    if max(bits) > 8:
+        lower = [2 * 128 * (257 if n > 8 else 1) for n in bits]
+        sizes, roundings = [size + n for size, n in zip(sizes, lower, strict=True)], 10
+    allowed = gamma(roundings) * contraction(*sizes, MATRICES)
+    assert np.all(np.abs(as_float64(product(lhs, rhs)) - expected) <= allowed)
+
+
+@pytest.mark.parametrize("left, right", [("int8", "int8"), ("int16", "int8"), ("int16", "int16")])
+def test_parts_of_powers_of_two_are_summed_without_any_rounding(left, right):
+    """The lowest codes: float32 holds each sum of their products, so that the total is exact."""
+    terms = 2**18
+    lhs, rhs = (
+        np.full(shape, code_range(q)[0]) for q, shape in ((left, (1, terms)), (right, (terms, 1)))
+    )
+    expected = terms * np.array([[float(lhs[0, 0] * rhs[0, 0])]])
+    assert expected[0, 0] >= 2**32
+    assert_floats(product(tensor(lhs, left), tensor(rhs, right)), expected, np.float32)
+
+
 def shapes_only(qtype, zero_point, shape):
     """The shapes and dtypes of a QTensor that is never made."""
-    codes, scale = (jax.ShapeDtypeStruct(s, d) for s, d in [(shape, qtype), ((1, 1), "float32")])
-    zero = jax.ShapeDtypeStruct((1, 1), qtype) if zero_point else None
+    one = (1,) * len(shape)
+    codes, scale = (jax.ShapeDtypeStruct(s, d) for s, d in [(shape, qtype), (one, "float32")])
+    zero = jax.ShapeDtypeStruct(one, qtype) if zero_point else None
     return jax.eval_shape(lambda *leaves: jqx.QTensor(*leaves, qtype=qtype), codes, scale, zero)
+
+
+LONGEST = [case for case in WIDEST if "16" not in case[0]]
+
+
+def lengths_of(lhs, rhs, numbers=MATRICES):
+    """How many products each dot sums, in the form for other platforms than CPU."""
+    how = HowTo(Dimensions.of(numbers, lhs.ndim, rhs.ndim))
+    found = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
+    axes = numbers[0][0]
+    return [math.prod(dot.invars[0].aval.shape[axis] for axis in axes) for dot in found]
 
 
 @pytest.mark.parametrize(
     "left, left_zero, right, right_zero",
-    [*WIDEST, ("int2", False, "int2", False), ("uint2", True, "uint4", True)],
+    [*LONGEST, ("int2", False, "int2", False), ("uint2", True, "uint4", True)],
 )
-def test_a_contraction_that_could_overflow_int32_is_refused(left, left_zero, right, right_zero):
-    """The bound is the one of the formats: for shapes alone, whatever the codes."""
+def test_a_sum_is_split_where_an_int32_might_not_hold_it(left, left_zero, right, right_zero):
+    """The bound is the one of the formats: for shapes alone, whatever the codes. No part is longer
+    than it, and together they are the whole.
+    """
     terms = bound(left, left_zero, right, right_zero)
-
-    def shapes(terms):
-        return shapes_only(left, left_zero, (1, terms)), shapes_only(right, right_zero, (terms, 1))
-
-    assert jax.eval_shape(jqx.matmul, *shapes(terms)).shape == (1, 1)
-    with pytest.raises(ValueError, match=r"^jqx\.dot_general: the int32 accumulator") as refusal:
-        jax.eval_shape(jqx.matmul, *shapes(terms + 1))
-    text = str(refusal.value)
-    assert f"{left} x {right} over {terms + 1} products" in text
-    assert f"at most {terms} products" in text
+    for n, parts in [(terms, 1), (terms + 1, 2), (2 * terms + 1, 3)]:
+        operands = shapes_only(left, left_zero, (1, n)), shapes_only(right, right_zero, (n, 1))
+        lengths = lengths_of(*operands)
+        assert len(lengths) == parts and sum(lengths) == n and max(lengths) <= terms
 
 
-def test_the_overflow_guard_counts_all_contracted_axes_and_no_other():
-    def shapes(*shape):
-        codes = jax.ShapeDtypeStruct(shape, jnp.int8)
-        return codes, jax.ShapeDtypeStruct((1,) * len(shape), jnp.float32)
+def test_the_bound_counts_all_contracted_axes_and_no_other():
+    numbers = (((1, 2), (1, 2)), ((0,), (0,)))
 
-    def f(*leaves):
-        q = jqx.QTensor(*leaves, qtype=jnp.int8)
-        return jqx.dot_general(q, q, (((1, 2), (1, 2)), ((0,), (0,))))
+    many, few = (
+        shapes_only("int8", False, shape) for shape in ((10**6, 362, 362, 10), (1, 363, 363, 1))
+    )
+    assert lengths_of(many, many, numbers) == [362**2]
+    lengths = lengths_of(few, few, numbers)
+    assert len(lengths) == 2 and sum(lengths) == 363**2
+    assert max(lengths) <= (2**31 - 1) // 128**2
 
-    assert jax.eval_shape(f, *shapes(10**6, 362, 362, 10)).shape == (10**6, 10, 10)
-    with pytest.raises(ValueError, match="over 131769 products"):
-        jax.eval_shape(f, *shapes(1, 363, 363, 1))
+
+def test_a_sum_longer_in_every_axis_than_an_int32_holds_is_split_along_several():
+    """2**20 products, of which the longest axis has 2**7."""
+    shape = (2, 2**7, 2**6, 2**7)
+    codes = np.full(shape, -128)
+    lhs, rhs = tensor(codes, "int8"), tensor(codes, "int8")
+    numbers = (((1, 2, 3), (1, 2, 3)), ((0,), (0,)))
+    y = jax.jit(functools.partial(jqx.dot_general, dimension_numbers=numbers))(lhs, rhs)
+    assert_floats(y, np.full(2, 2.0**34), np.float32)
 
 
 @pytest.mark.parametrize("qtype", ["int32", "uint32"])
@@ -192,13 +250,51 @@ def test_byte_formats_are_multiplied_as_int8_into_int32(left, right, zero_points
     assert dot.params["preferred_element_type"] == jnp.int32
 
 
-@pytest.mark.parametrize("right", ["int4", "int8", "uint8", "int16"])
-def test_codes_of_16_bits_are_multiplied_as_int32(right):
-    terms = 1 if right == "int16" else 5
-    lhs, rhs = tensor(np.zeros((3, terms)), "int16"), tensor(np.zeros((terms, 2)), right)
+DIGITS = {"int4": 1, "int8": 1, "uint8": 2, "int16": 3}
+"""int8 digits that hold every code: -128..127 with one, -32896..32639 with two."""
+
+
+@pytest.mark.parametrize("right", DIGITS)
+def test_codes_of_16_bits_are_multiplied_as_int8_digits(right):
+    lhs, rhs = tensor(np.zeros((3, 5)), "int16"), tensor(np.zeros((5, 2)), right)
     for operands in [(lhs, rhs), (rhs.T, lhs.T)]:
-        (dot,) = dots(jqx.matmul, *operands)
-        assert dtypes((*dot.invars, *dot.outvars)) == ["int32"] * 3
+        found = dots(jqx.matmul, *operands)
+        kinds = {tuple(dtypes((*dot.invars, *dot.outvars))) for dot in found}
+        assert kinds == {("int8", "int8", "int32")} and len(found) == 3 * DIGITS[right]
+
+
+@pytest.mark.parametrize("qtype", ["int16", "uint16"])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_every_code_of_16_bits_is_multiplied_exactly(qtype, zero_point):
+    """By 1 and by the extremes of a byte."""
+    codes = every_code(qtype)
+    zero = np.full((1, 1), codes[-1]) if zero_point else None
+    lhs, rhs = tensor(codes[:, None], qtype, None, zero), tensor([[1, -128, 127]], "int8")
+    expected = contraction(differences(lhs), differences(rhs), MATRICES)
+    assert np.abs(expected).max() <= 2**24
+    assert_floats(product(lhs, rhs), expected.astype(np.float64), np.float32)
+
+
+def digits_of(numbers):
+    """The digits of int32 numbers, as int64, and the numbers that they stand for."""
+    digits = [as_int64(digit) for digit in jax.jit(planes)(jnp.asarray(numbers, jnp.int32))]
+    return digits, sum(digit << 8 * i for i, digit in enumerate(digits))
+
+
+def test_two_planes_hold_what_two_digits_can_and_three_every_16_bits():
+    numbers = np.arange(-(2**16), 2**16)
+    digits, total = digits_of(numbers)
+    np.testing.assert_array_equal(total, numbers)
+    assert all(np.abs(digit + 0.5).max() <= 127.5 for digit in digits)
+    np.testing.assert_array_equal(digits[2] == 0, (numbers >= -32896) & (numbers <= 32639))
+    assert not np.any(digits[3])
+
+
+@law
+@given(hnp.arrays(np.int32, 16))
+def test_planes_hold_every_int32_modulo_2_to_the_32(numbers):
+    _, total = digits_of(numbers)
+    np.testing.assert_array_equal((total - as_int64(numbers)) % 2**32, 0)
 
 
 @pytest.mark.parametrize("left, right", [("int8", "int8"), ("uint8", "int4")])

@@ -13,7 +13,8 @@ import jqx
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import reals, tensor
-from .oracles import dots, exact_tensor, small_integers
+from .blocks import weight
+from .oracles import MATRICES, Layout, chosen, dots, exact_tensor, small_integers
 
 LEFT = [(4,), (3, 4), (1, 4), (2, 3, 4), (1, 3, 4), (5, 1, 3, 4), (5, 2, 1, 4)]
 RIGHT = [(4,), (4, 6), (4, 1), (2, 4, 6), (1, 4, 6), (5, 2, 4, 6), (1, 1, 4, 6), (2, 4, 1)]
@@ -88,6 +89,14 @@ def test_a_matrix_on_the_right_of_a_batch_is_not_repeated():
     x, w = jnp.zeros((8, 3, 4)), tensor(np.zeros((4, 6)), "int8")
     (dot,) = dots(jqx.matmul, x, w)
     assert [v.aval.shape for v in dot.invars] == [(8, 3, 4), (4, 6)]
+
+
+def test_leading_axes_beside_a_large_matrix_are_rows():
+    """Blocks of 64 take up to 8 rows as digits."""
+    w = jax.eval_shape(lambda: weight("int8", Layout((), (128, 160), MATRICES), 64))
+    for shape, name in [((2, 4, 128), "block_digits"), ((3, 3, 128), "tiles")]:
+        ((cpu, _),) = chosen(jqx.matmul, jax.ShapeDtypeStruct(shape, jnp.float32), w)
+        assert cpu == name
 
 
 def test_a_shared_scale_is_not_repeated_for_a_batch():

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
@@ -66,6 +67,14 @@ def differences(q: jqx.QTensor) -> np.ndarray:
 def reals(q: Any) -> np.ndarray:
     """The real values of an array or QTensor, in float64."""
     return differences(q) * as_float64(q.scale) if isinstance(q, jqx.QTensor) else as_float64(q)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Asserts that QTensors, or trees of them, have one structure and equal leaves."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
 
 
 @st.composite

@@ -633,6 +633,17 @@ def test_blocks_that_fit_end_to_end_stay_blocks():
         assert whole.scale.shape == (scales,)
 
 
+@pytest.mark.parametrize("qtype", ["int2", "uint2", "int4", "uint4"])
+def test_codes_below_a_byte_are_joined(qtype):
+    """XLA on CPU aborts the process where it joins integers of 2 bits."""
+    tensors = [random_tensor(np.random.default_rng(s), qtype, (2, 3), (0,), (0,)) for s in (0, 1)]
+    for join in (jqx.QTensor.concatenate, jax.jit(jqx.QTensor.concatenate)):
+        found = join(tensors)
+        assert found.values.dtype == found.zero_point.dtype == qtype
+        expected = np.concatenate([np.asarray(q.dequantize()) for q in tensors])
+        assert_floats(found.dequantize(), expected, np.float32)
+
+
 def test_an_empty_tensor_is_joined_with_any():
     for granularity in (jqx.per_tensor(), jqx.per_axis(0), jqx.per_axis(1)):
         q = jqx.QTensor.quantize(spread_out((4, 3)), spec(jnp.int8, granularity))

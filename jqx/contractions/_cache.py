@@ -1,0 +1,346 @@
+"""Slices at places known only at run time, as caches of keys and values take and write them.
+
+A scale is written where all elements that share it are; where other elements share it too, it
+stays, and what is written is quantized with it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import as_dtype, as_real, check_instance, check_real, require_that
+from ..calibrators import Affine, absmax, minmax, per_block, per_tensor
+from ..numerics import E8M0, Block, Integer, format_of
+from ..tensor import QSpec, QTensor, groups_of, refine
+from ._dot_general import Operand
+from ._window import (
+    Window,
+    affine_in,
+    groups_in,
+    is_on_blocks,
+    place_of_entries,
+    place_of_values,
+    sliced,
+    window_of,
+)
+
+
+def zeros(
+    shape: Sequence[int],
+    spec: QSpec,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    affine: Affine | None = None,
+) -> QTensor:
+    """Returns a QTensor of zeros, such as an empty cache to be written by `dynamic_update_slice`.
+
+    Args:
+      shape: its shape.
+      spec: a `QSpec` with an absolute granularity.
+      dtype: dtype of the real array.
+      affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1 and
+        the zero point 0. A scale that many writes share is never found anew: give the calibrated
+        one.
+
+    Returns:
+      QTensor of the codes of 0 (in a format without, of the number nearest to it).
+
+    Raises:
+      TypeError: `shape` is not a tuple, `spec` not a `QSpec`, or `dtype` no float.
+      ValueError: the granularity is relative, or does not fit the shape; nor does `affine`.
+
+    Gradient: none.
+    NaN and infinities: as `affine` has them.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.zeros((2, 128, 4, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
+      QTensor(int8[2, 128, 4, 64] per_axis(0, 1, 2), scale float32[2, 128, 4, 1], dtype=float32, \
+69,632 bytes)
+    """
+    check_instance("zeros", "shape", shape, (tuple, list), mend="pass for example (2, 128, 64).")
+    check_instance("zeros", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8).")
+    dtype = as_dtype("zeros", "dtype", dtype)
+    check_real("zeros", "`dtype`", dtype)
+    return _zeros(affine, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "spec", "dtype"))  # no array of floats is made
+def _zeros(
+    affine: Affine | None, *, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
+) -> QTensor:
+    form, entries = format_of(spec.qtype), groups_of("zeros", spec, shape).scale_shape
+    if affine is None and isinstance(form, Block) and form.scale_qtype != E8M0:
+        codes = jnp.ones(entries, form.scale_qtype)
+        scale = QTensor(codes, jnp.ones((1,) * len(shape), jnp.float32), qtype=form.scale_qtype)
+        affine = Affine(scale)  # type: ignore[arg-type]
+    elif affine is None:
+        scale = jnp.ones(entries, E8M0 if isinstance(form, Block) else jnp.float32)
+        affine = Affine(scale, None if spec.symmetric else jnp.zeros(entries, form.storage))
+    return QTensor.quantize(jnp.zeros(shape, dtype), spec, affine)
+
+
+def dynamic_slice(
+    operand: Operand, start_indices: Any, slice_sizes: Sequence[int]
+) -> jax.Array | QTensor:
+    """Returns a slice that starts where a run-time value says; as `jax.lax.dynamic_slice`.
+
+    `dynamic_slice(q, ...).dequantize()` equals `dynamic_slice(q.dequantize(), ...)`. Along blocks,
+    a slice stays in blocks where its start is a Python integer at the border of one and its end is
+    at a border too; else each of its elements gets a scale of its own.
+
+    Args:
+      operand: array or QTensor, any shape.
+      start_indices: an integer for each axis, or a vector of them; negative ones count from the
+        end. They are clamped, so that the slice fits.
+      slice_sizes: the shape of the slice.
+
+    Returns:
+      What `operand` is, of shape `slice_sizes`.
+
+    Raises:
+      ValueError: starts or sizes do not fit the shape, or the slice cuts an axis along which codes
+        are packed or swapped.
+      TypeError: a start is not an integer.
+
+    Gradient: by JAX, of the scale; none of codes.
+    NaN and infinities: kept; nothing is computed.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 127.0], [5.0, 6.0]])
+      >>> q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8))
+      >>> jqx.dynamic_slice(q, (jnp.int32(7), 0), (1, 2)).dequantize()
+      Array([[5., 6.]], dtype=float32)
+    """
+    if not isinstance(operand, QTensor):
+        return lax.dynamic_slice(jnp.asarray(operand), start_indices, slice_sizes)
+    return sliced(operand, window_of("dynamic_slice", operand, start_indices, slice_sizes))
+
+
+def dynamic_update_slice(
+    operand: Operand, update: Operand, start_indices: Any
+) -> jax.Array | QTensor:
+    """Returns `operand` with a slice overwritten, where a run-time value says; as
+    `jax.lax.dynamic_update_slice`.
+
+    An array is quantized to the format of the QTensor it is written to. Where the slice holds all
+    elements that share a scale (a token, of a cache with a scale for each; whole blocks), scales
+    are found anew from it: from the largest magnitude, or with zero points from the range. Where it
+    shares scales with what lies outside (one scale for the whole cache), scales and zero points
+    stay, and the array is quantized with them; they are to be calibrated before. A QTensor is
+    written with its own scales, which only the former case has a place for; quantize first to find
+    scales in another way.
+
+    Args:
+      operand: array or QTensor, any shape. Donated to a jit, it is updated in place.
+      update: array of floats, or QTensor of the format, dtype and granularity of `operand` (or a
+        coarser one); its shape is that of the slice.
+      start_indices: as in `jqx.dynamic_slice`. Along blocks, unless they are overwritten from end
+        to end, a Python integer at the border of one, and the slice ends at a border too; for
+        starts known at run time alone, give the blocks an axis: `q.reshape(..., n // b, b, ...)`.
+
+    Returns:
+      What `operand` is, of its shape, dtypes and layout.
+
+    Raises:
+      ValueError: starts or shapes do not fit; the slice cuts a block, or an axis along which codes
+        are packed or swapped; `update` is a QTensor with scales that `operand` cannot hold.
+      TypeError: a start is not an integer; `update` is a QTensor of another format or dtype, or
+        `operand` is not a QTensor.
+
+    Gradient: by JAX, of scales; none of codes.
+    NaN and infinities: a NaN makes a scale found from it NaN; else as in `jqx.quantize`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> cache = jqx.zeros((4, 2), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+      >>> cache = jqx.dynamic_update_slice(cache, jnp.array([[1.0, 254.0]]), (jnp.int32(1), 0))
+      >>> cache.dequantize()
+      Array([[  0.,   0.],
+             [  0., 254.],
+             [  0.,   0.],
+             [  0.,   0.]], dtype=float32)
+    """
+    function = "dynamic_update_slice"
+    if not isinstance(operand, QTensor):
+        require_that(
+            not isinstance(update, QTensor),
+            error=TypeError,
+            function=function,
+            problem="a QTensor cannot be written to an array.",
+            given=f"update {update!r}",
+            expected="an array, or a QTensor as operand",
+            mend="pass update.dequantize(), or start from jqx.zeros(shape, spec).",
+        )
+        return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
+    update = update if isinstance(update, QTensor) else as_real(function, "update", update)
+    window = window_of(function, operand, start_indices, update.shape)
+    _check_blocks(operand, window)
+    if 0 in window.sizes:
+        return operand
+    if isinstance(update, QTensor):
+        return _written(operand, _matched(operand, update, window), window)
+    return _written(operand, _quantized(operand, update, window), window)
+
+
+def _check_blocks(q: QTensor, window: Window) -> None:
+    groups = q.groups
+    for axis, (n, b) in enumerate(zip(groups.shape, groups.sizes, strict=True)):
+        blocked = 1 < b < n and window.sizes[axis] != n
+        start = window.starts[axis]
+        known = f"{start}" if isinstance(start, int) else "known at run time alone"
+        require_that(
+            not blocked or is_on_blocks(window, axis, n, b),
+            error=ValueError,
+            function="dynamic_update_slice",
+            problem=f"the slice may cut a block along axis {axis}.",
+            given=f"size {window.sizes[axis]}, start {known}, blocks of {b}",
+            expected="a Python integer as start, and whole blocks",
+            mend=f"give the blocks an axis of their own: q.reshape(..., {n // b}, {b}, ...).",
+        )
+
+
+def _shared_axes(q: QTensor, window: Window) -> list[int]:
+    """The axes along which a scale is shared by the window and what lies outside of it."""
+    return [
+        axis
+        for axis, (size, n) in enumerate(zip(window.sizes, q.shape, strict=True))
+        if size < n and q.scale.shape[axis] == 1
+    ]
+
+
+def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
+    """Quantizes what is written, with scales found anew or with those that it shares."""
+    old, form = affine_in(q, window), format_of(q.qtype)
+    unsigned = isinstance(form, Integer) and not form.signed
+    symmetric = q.zero_point is None and not unsigned
+    sizes = {axis: max(b, 1) for axis, b in enumerate(groups_in(q.groups, window).sizes)}
+    granularity = per_block(sizes, tail=True) if sizes else per_tensor()
+    spec = QSpec(q.qtype, granularity, symmetric, absmax if symmetric else minmax)
+    affine = old
+    if not _shared_axes(q, window):
+        found = spec.calibrator.fit(x, spec)
+        _check_zero_points(q, found.zero_point, old.zero_point)
+        affine = Affine(_kept_as(found.scale, old.scale), found.zero_point)
+    packing = None if q.layout is None else q.layout.packing
+    pack = None if packing is None else packing.axis + q.ndim
+    return QTensor.quantize(x, spec, affine, pack=pack)
+
+
+def _kept_as(scale: Any, old: Any) -> Any:
+    """Returns a scale as the one in its place is kept: in a float dtype, or as codes in turn."""
+    if isinstance(old, QTensor):
+        scale = scale.astype(old.dtype)
+        inner: Any = old.scale
+        return QTensor.quantize(scale, QSpec(old.qtype), Affine(inner))
+    return scale.astype(old.dtype)
+
+
+def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
+    """Returns a QTensor with a scale and zero point wherever the one that it is written to has."""
+    _check_format(q, update)
+    shared = _shared_axes(q, window)
+    nested = isinstance(q.scale, QTensor)
+    require_that(
+        not shared and not nested,
+        error=ValueError,
+        function="dynamic_update_slice",
+        problem="scales of `operand` are shared with elements that are not overwritten"
+        + (
+            f", along axes {shared}." if shared else ": they are quantized in turn, with one scale."
+        ),
+        given=f"update {update!r} for operand {q!r}",
+        expected="an array, to be quantized with the scale of operand",
+        mend="pass the array itself, or update.dequantize().",
+    )
+    target = groups_in(q.groups, window)
+    for axis, (n, b) in enumerate(zip(target.shape, target.sizes, strict=True)):
+        own = update.groups.sizes[axis]
+        require_that(
+            own == b or (b > 0 and own > b and (own % b == 0 or own == n)),
+            error=ValueError,
+            function="dynamic_update_slice",
+            problem=f"`operand` has fewer scales than `update` along axis {axis}.",
+            given=f"update {update!r} for operand {q!r}",
+            expected=f"scales shared by {b} elements along axis {axis}, or by a multiple",
+            mend="quantize update with the granularity of operand, or pass the array itself.",
+        )
+        update = update if own == b else refine(update, axis, b)
+    zero_point: Any = update.zero_point
+    if q.zero_point is not None and zero_point is None:
+        zero_point = jnp.zeros(update.scale.shape, q.zero_point.dtype)
+    old = affine_in(q, window).zero_point
+    _check_zero_points(q, zero_point, old)
+    if old is not None:
+        zero_point = jnp.broadcast_to(zero_point, old.shape)
+    return dataclasses.replace(update, zero_point=zero_point)
+
+
+def _check_format(q: QTensor, update: QTensor) -> None:
+    def kinds(x: QTensor) -> tuple[Any, ...]:
+        return x.qtype, x.dtype, x.scale.dtype, getattr(x.scale, "qtype", None)
+
+    require_that(
+        kinds(q) == kinds(update),
+        error=TypeError,
+        function="dynamic_update_slice",
+        problem="`operand` and `update` are of different formats.",
+        given=f"update {update!r} for operand {q!r}",
+        expected="one qtype, one dtype and one dtype of scales",
+        mend="quantize update as operand, or pass update.dequantize().",
+    )
+
+
+def _check_zero_points(q: QTensor, new: Any, old: Any) -> None:
+    """Checks that there is a place for each zero point that is to be written."""
+    fits = new is None or (
+        old is not None and all(m in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
+    )
+    require_that(
+        fits,
+        error=ValueError,
+        function="dynamic_update_slice",
+        problem="`operand` has no place for the zero points.",
+        given=f"zero points of shape {() if new is None else new.shape} for operand {q!r}",
+        expected="a symmetric update" if old is None else "a zero point for each scale",
+        mend="start from jqx.zeros(shape, spec) with the spec of update.",
+    )
+
+
+def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:
+    """Writes codes, scales and zero points of the same granularity and format."""
+
+    def write(parameter: Any, new: Any) -> Any:
+        if isinstance(parameter, QTensor):  # what its own scale is, is shared, and stays
+            values = write(parameter.values, new.values)
+            return dataclasses.replace(parameter, values=values)
+        starts, _ = place_of_entries(parameter.shape, q.groups, window)
+        return lax.dynamic_update_slice(parameter, new, starts)
+
+    starts, _ = place_of_values(q, window)
+    return dataclasses.replace(
+        q,
+        values=lax.dynamic_update_slice(q.values, _values_as(update, q), starts),
+        scale=write(q.scale, update.scale),
+        zero_point=None if q.zero_point is None else write(q.zero_point, update.zero_point),
+    )
+
+
+def _values_as(update: QTensor, q: QTensor) -> jax.Array:
+    """Returns codes as those of another QTensor are laid out."""
+    if update.layout == q.layout:
+        return update.values
+    plain = update.unpack()
+    if q.layout is None:
+        return plain.values
+    packing = q.layout.packing
+    values = plain.values if packing is None else plain.pack(packing.axis).values
+    values = values.astype(q.values.dtype)
+    return jnp.swapaxes(values, -1, -2) if q.layout.swapped else values

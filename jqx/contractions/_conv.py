@@ -1,0 +1,256 @@
+"""Convolutions of arrays and QTensors, as they are computed."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._checks import require_that
+from ..numerics import common_dtype
+from ..tensor import QTensor
+from ._blocks import with_own_scales
+from ._bytes import as_int8, longest
+from ._conv_dimensions import Window, padded
+from ._convert import is_exact_in, numbers_of
+from ._formulation import formulation
+from ._slices import slice_along
+
+TILES = 8
+"""Slices of the output features, converted one after another."""
+
+
+@formulation("integers: convolved as int8 into int32, exactly; padded with the zero point")
+def conv_integer(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return _conv_integer(lhs, rhs, window, _native)
+
+
+@formulation(
+    "integers, each output of one input feature, on CPU: shifted products are summed in int32, "
+    "some forty times as fast as XLA's convolution"
+)
+def conv_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return _conv_integer(lhs, rhs, window, _shifted)
+
+
+@formulation(
+    "integers whose sums are requantized by integers: int8 into int32, zero points corrected"
+)
+def conv_accumulator(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return _native(as_int8(lhs), as_int8(rhs), window)
+
+
+@formulation("sums to be requantized, on CPU where `conv_depthwise` is the form of the convolution")
+def conv_accumulator_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return _shifted(as_int8(lhs), as_int8(rhs), window)
+
+
+@formulation("a float operand: the codes of the kernel are converted inside; scales come after")
+def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
+    wide = common_dtype(x.dtype, q.dtype)
+    q = with_own_scales(q.unpack(), (window.outputs,))
+    dtype = x.dtype if is_exact_in(q, x.dtype) else wide
+    y = _float_conv(x.astype(dtype), numbers_of(q, dtype), window, wide)
+    return y * window.rhs_to_output(q.real_scale()).astype(wide)
+
+
+@formulation(
+    "a float operand beside a kernel with zero points or blocks: the kernel is dequantized"
+)
+def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
+    wide = common_dtype(x.dtype, q.dtype)
+    return _float_conv(x, q.astype(wide).dequantize().astype(x.dtype), window, wide)
+
+
+@formulation("a float operand on CPU: the kernel is dequantized, some output features at a time")
+def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
+    wide = common_dtype(x.dtype, q.dtype)
+    x, axis = x.astype(wide), window.outputs
+    q = with_own_scales(q.unpack(), (axis,))
+    n, at = q.shape[axis], window.axes.out_spec[1]
+    size = math.ceil(n / TILES)
+
+    @jax.checkpoint
+    def compute(x: jax.Array, tile: QTensor) -> jax.Array:
+        return _float_conv(x, tile.astype(wide).dequantize(), window, wide)
+
+    if window.groups > 1 or window.batch_groups > 1 or n < 2 * TILES:
+        return compute(x, q)
+    full = n // size
+    steps = jnp.arange(full) * size
+    body = lambda carry, start: (carry, compute(x, slice_along(q, axis, start, size)))  # noqa: E731
+    y = jnp.moveaxis(lax.scan(body, None, steps)[1], 0, at)
+    y = y.reshape(*y.shape[:at], full * size, *y.shape[at + 2 :])
+    if full * size == n:
+        return y
+    rest = compute(x, slice_along(q, axis, full * size, n - full * size))
+    return jnp.concatenate([y, rest], axis=at)
+
+
+def _float_conv(x: jax.Array, kernel: jax.Array, window: Window, dtype: Any) -> jax.Array:
+    """The convolution of two arrays, with sums and result of a dtype."""
+    if x.dtype != dtype and kernel.dtype == x.dtype:
+        return lax_conv(x, kernel, window, None).astype(dtype)
+    return lax_conv(x, kernel, window, dtype)
+
+
+def lax_conv(x: Any, kernel: Any, window: Window, dtype: Any) -> jax.Array:
+    """The convolution of two arrays by lax."""
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        window.strides,
+        window.padding,
+        lhs_dilation=window.lhs_dilation,
+        rhs_dilation=window.rhs_dilation,
+        dimension_numbers=window.axes,
+        feature_group_count=window.groups,
+        batch_group_count=window.batch_groups,
+        precision=window.precision,
+        preferred_element_type=dtype,
+    )
+
+
+def _conv_integer(lhs: QTensor, rhs: QTensor, window: Window, accumulate: Any) -> jax.Array:
+    limit = longest(lhs, rhs)
+    own = (window.batch, window.features) if window.is_depthwise(lhs) else (window.batch,)
+    lhs = with_own_scales(as_int8(lhs), own)
+    rhs = with_own_scales(as_int8(rhs), (window.outputs,))
+    wide = common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
+    parts = []
+    for left, right in channel_blocks(lhs, rhs, window, limit):
+        y = accumulate(left, right, window).astype(wide)
+        scale = window.lhs_to_output(left.real_scale(), right.shape[window.outputs])
+        y = y * scale.astype(wide) * window.rhs_to_output(right.real_scale()).astype(wide)
+        parts.append(y)
+    return functools.reduce(jnp.add, parts)
+
+
+def channel_blocks(
+    lhs: QTensor, rhs: QTensor, window: Window, limit: int
+) -> list[tuple[QTensor, QTensor]]:
+    """Returns operands cut along the input features where a scale changes, and into parts whose
+    sums int32 holds.
+    """
+    n = rhs.shape[window.inputs]
+    sizes = [n, max(1, n * limit // max(window.products(rhs), 1))]
+    for q, axis in ((lhs, window.features), (rhs, window.inputs)):
+        own = q.groups.sizes[axis]
+        sizes += [own] if own < q.shape[axis] and not window.is_depthwise(lhs) else []
+    size = min(sizes)
+    if any(other % size for other in sizes[2:]):
+        size = math.gcd(*sizes[2:])
+    _check_limit(window, window.products(rhs) // max(n, 1) * min(size, n), size < n, limit)
+    if size >= n:
+        return [(lhs, rhs)]
+    parts = []
+    for start in range(0, n, size):
+        cut = slice(start, start + size)
+        left = lhs[(slice(None),) * window.features + (cut,)]
+        parts.append((left, rhs[(slice(None),) * window.inputs + (cut,)]))
+    return parts
+
+
+def _check_limit(window: Window, products: int, is_cut: bool, limit: int) -> None:
+    require_that(
+        products <= limit and not (is_cut and window.groups > 1),
+        error=ValueError,
+        function="conv_general_dilated",
+        problem="a sum does not fit int32, and is not split.",
+        given=f"{products} products of one input feature or group, in {window.groups} groups",
+        expected=f"at most {limit} products in a group, or of one input feature where there is one",
+        mend="use narrower formats, or dequantize the image.",
+    )
+
+
+def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    """Returns the int32 convolution of int8 codes, each less its zero point."""
+    a, b = lhs.zero_point, rhs.zero_point
+    codes, inner = padded(lhs.values, a, window), window.without_padding()
+    total = _int8_conv(codes, rhs.values, inner)
+    outputs = rhs.shape[window.outputs]
+    if a is not None:
+        a = window.lhs_to_output(a.astype(jnp.int32), outputs)
+        axes = (window.inputs, *window.taps)
+        sums = jnp.sum(rhs.values, axis=axes, keepdims=True, dtype=jnp.int32)
+        total = total - a * window.rhs_to_output(sums)
+    if b is not None:
+        b = window.rhs_to_output(jnp.broadcast_to(b.astype(jnp.int32), _per_output(rhs, window)))
+        total = total - b * _window_sums(codes, rhs, inner)
+    if a is not None and b is not None:
+        total = total + jnp.int32(window.products(rhs)) * a * b
+    return total
+
+
+def _per_output(rhs: QTensor, window: Window) -> tuple[int, ...]:
+    return tuple(n if i == window.outputs else 1 for i, n in enumerate(rhs.shape))
+
+
+def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
+    def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
+        # GPU libraries convolve int8 into int32 inside and return it as float32.
+        return lax_conv(codes, kernel, window, jnp.float32).astype(jnp.int32)
+
+    return lax.platform_dependent(
+        codes,
+        kernel,
+        cuda=as_floats,
+        rocm=as_floats,
+        default=lambda codes, kernel: lax_conv(codes, kernel, window, jnp.int32),
+    )
+
+
+def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
+    """Returns the sums of the codes under the kernel, for each output feature."""
+    groups = max(window.groups, 1)
+    shape = list(rhs.shape)
+    shape[window.outputs] = groups * window.batch_groups
+    sums = _int8_conv(codes, jnp.ones(shape, jnp.int8), window)
+    times = rhs.shape[window.outputs] // shape[window.outputs]
+    return jnp.repeat(sums, times, axis=window.axes.out_spec[1])
+
+
+def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    """Returns the same, of a kernel with one input feature, as a sum of shifted products."""
+    axes, spatial = window.axes, window.spatial
+    codes = padded(lhs.values, lhs.zero_point, window)
+    outputs = rhs.shape[window.outputs]
+    zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
+    times = outputs // codes.shape[window.features]
+    reach = [
+        (rhs.shape[t] - 1) * d + 1 for t, d in zip(window.taps, window.rhs_dilation, strict=True)
+    ]
+    total = None
+    for place in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps)):
+        start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
+        for i, axis in enumerate(spatial):
+            start[axis] = place[i] * window.rhs_dilation[i]
+            strides[axis] = window.strides[i]
+            count = (codes.shape[axis] - reach[i]) // strides[axis] + 1
+            limit[axis] = start[axis] + (count - 1) * strides[axis] + 1
+        part = lax.slice(codes, start, limit, strides).astype(jnp.int32)
+        part = part if zero is None else part - zero
+        part = jnp.repeat(part, times, axis=window.features) if times > 1 else part
+        tap = rhs.values[tuple(_tap_index(rhs.ndim, window, place))].astype(jnp.int32)
+        if rhs.zero_point is not None:
+            tap = tap - rhs.zero_point.astype(jnp.int32).reshape(-1)
+        shape = [1] * codes.ndim
+        shape[window.features] = outputs
+        product = part * tap.reshape(shape)
+        total = product if total is None else total + product
+    assert total is not None
+    order = [0] * codes.ndim
+    for to, source in zip(axes.out_spec, axes.lhs_spec, strict=True):
+        order[to] = source
+    return total.transpose(order)
+
+
+def _tap_index(rank: int, window: Window, place: tuple[int, ...]) -> list[Any]:
+    index: list[Any] = [slice(None)] * rank
+    index[window.inputs] = 0
+    for axis, i in zip(window.taps, place, strict=True):
+        index[axis] = i
+    return index

@@ -1,0 +1,186 @@
+"""The axes and the window of a `lax.conv_general_dilated`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import require_that
+
+
+class Window(NamedTuple):
+    """All that a convolution is told, normalised and static.
+
+    Attributes:
+      strides: one for each spatial axis.
+      padding: (low, high) for each spatial axis.
+      lhs_dilation: one for each spatial axis.
+      rhs_dilation: likewise.
+      axes: which axes of the operands and the result are which.
+      groups: feature groups.
+      batch_groups: batch groups.
+      precision: of float products.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    axes: lax.ConvDimensionNumbers
+    groups: int = 1
+    batch_groups: int = 1
+    precision: lax.PrecisionLike = None
+
+    @property
+    def batch(self) -> int:
+        """The batch axis of the left operand."""
+        return self.axes.lhs_spec[0]
+
+    @property
+    def features(self) -> int:
+        """The feature axis of the left operand."""
+        return self.axes.lhs_spec[1]
+
+    @property
+    def outputs(self) -> int:
+        """The axis of output features of the kernel."""
+        return self.axes.rhs_spec[0]
+
+    @property
+    def inputs(self) -> int:
+        """The axis of input features of the kernel, those of one group."""
+        return self.axes.rhs_spec[1]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The spatial axes of the kernel."""
+        return tuple(self.axes.rhs_spec[2:])
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """The spatial axes of the left operand."""
+        return tuple(self.axes.lhs_spec[2:])
+
+    def products(self, kernel: Any) -> int:
+        """Returns how many products each element of the result sums."""
+        return math.prod(kernel.shape[axis] for axis in (self.inputs, *self.taps))
+
+    def is_depthwise(self, lhs: Any) -> bool:
+        """Whether each output feature reads one input feature."""
+        return self.groups == lhs.shape[self.features] and self.batch_groups == 1
+
+    def is_dot(self, kernel: Any) -> bool:
+        """Whether it is a matrix product of features."""
+        plain = all(pair == (0, 0) for pair in self.padding)
+        dilated = any(n != 1 for n in self.lhs_dilation)
+        one = all(kernel.shape[axis] == 1 for axis in self.taps)
+        return one and plain and not dilated and self.groups == self.batch_groups == 1
+
+    def pads(self) -> bool:
+        """Whether zeros are put around or between the elements of the left operand."""
+        return any(pair != (0, 0) for pair in self.padding) or any(
+            n != 1 for n in self.lhs_dilation
+        )
+
+    def without_padding(self) -> "Window":
+        """The window over a left operand that was padded and dilated before."""
+        rank = len(self.strides)
+        return self._replace(padding=((0, 0),) * rank, lhs_dilation=(1,) * rank)
+
+    def pad_config(self, rank: int) -> list[tuple[int, int, int]]:
+        """The padding of the left operand as `lax.pad` takes it."""
+        config = [(0, 0, 0)] * rank
+        for axis, (low, high), step in zip(
+            self.spatial, self.padding, self.lhs_dilation, strict=True
+        ):
+            config[axis] = (low, high, step - 1)
+        return config
+
+    def lhs_to_output(self, x: jax.Array, outputs: int) -> jax.Array:
+        """Lines a parameter of the left operand up with the result; one entry for each feature
+        serves the outputs of that feature.
+        """
+        batch, features = x.shape[self.batch], x.shape[self.features]
+        x = (
+            x.reshape(batch, features)
+            if self.batch < self.features
+            else x.reshape(features, batch).T
+        )
+        if features > 1:
+            x = jnp.repeat(x, outputs // features, axis=1)
+        return self._place(x)
+
+    def rhs_to_output(self, x: jax.Array) -> jax.Array:
+        """Lines a parameter of the kernel with one entry for each output up with the result."""
+        return self._place(x.reshape(1, -1))
+
+    def _place(self, x: jax.Array) -> jax.Array:
+        batch, features, *_ = self.axes.out_spec
+        shape = [1] * len(self.axes.out_spec)
+        shape[batch], shape[features] = x.shape
+        return (x if batch < features else x.T).reshape(shape)
+
+
+def check_ranks(lhs: Any, rhs: Any) -> None:
+    require_that(
+        lhs.ndim == rhs.ndim >= 2,
+        error=ValueError,
+        function="conv_general_dilated",
+        problem="the operands do not have one rank.",
+        given=f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}",
+        expected="operands of rank 2 + the number of spatial axes",
+        mend="reshape an operand.",
+    )
+
+
+def window_of(
+    lhs: Any,
+    rhs: Any,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    groups: int,
+    batch_groups: int,
+    precision: lax.PrecisionLike,
+) -> Window:
+    """Reads the arguments of `lax.conv_general_dilated`."""
+    axes = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    rank = lhs.ndim - 2
+    holes, apart = (
+        (1,) * rank if dilation is None else tuple(int(n) for n in dilation)
+        for dilation in (lhs_dilation, rhs_dilation)
+    )
+    if isinstance(padding, str):
+        kernel = [rhs.shape[axis] for axis in axes.rhs_spec[2:]]
+        reach = [(k - 1) * d + 1 if k else 0 for k, d in zip(kernel, apart, strict=True)]
+        image = [lhs.shape[axis] for axis in axes.lhs_spec[2:]]
+        padding = lax.padtype_to_pads(image, reach, strides, padding)
+    pairs = tuple((int(low), int(high)) for low, high in padding)
+    return Window(
+        tuple(map(int, strides)),
+        pairs,
+        holes,
+        apart,
+        axes,
+        int(groups),
+        int(batch_groups),
+        precision,
+    )
+
+
+def padded(codes: jax.Array, zero: jax.Array | None, window: Window) -> jax.Array:
+    """Pads and dilates codes with what stands for zero."""
+    if not window.pads():
+        return codes
+    config = window.pad_config(codes.ndim)
+    if zero is None or zero.size == 1:
+        fill = jnp.zeros((), codes.dtype) if zero is None else zero.reshape(()).astype(codes.dtype)
+        return lax.pad(codes, fill, config)
+    inside = lax.pad(np.ones(codes.shape, bool), np.zeros((), bool), config)
+    return jnp.where(inside, lax.pad(codes, jnp.zeros((), codes.dtype), config), zero)

@@ -1,0 +1,260 @@
+"""`conv_general_dilated` on arrays and QTensors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import as_dtype, as_real, check_real, require_that
+from ..numerics import common_dtype
+from ..tensor import QTensor
+from ._blocks import can_leave_sum
+from ._bytes import is_byte, is_integer
+from ._conv import (
+    conv_accumulator,
+    conv_accumulator_depthwise,
+    conv_convert,
+    conv_depthwise,
+    conv_dequantize,
+    conv_integer,
+    conv_tiles,
+    lax_conv,
+)
+from ._conv_dimensions import Window, check_ranks, window_of
+from ._dot_general import Operand, as_operand, dot_general
+from ._formulation import Choice
+from ._output import Output, as_asked, check_requantized
+from ._planner import SMALL
+from ._requantize import Requantization, requantize
+
+NAME = "conv_general_dilated"
+
+
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    output: Output = None,
+) -> Any:
+    """Convolves an image with a kernel, either of them quantized; as `jax.lax.conv_general_dilated`
+    otherwise.
+
+    Two QTensors of integers of 8 bits or fewer are convolved as integers: exact in int32 (on GPUs,
+    whose libraries return that sum as float32, where it is below 2**24), zero points corrected, the
+    scales multiplied in after. Padding, and the holes of `lhs_dilation`, stand for real zeros: they
+    are filled with the zero point. A quantized kernel beside floats is converted some output
+    features at a time on CPU. Of two formats that are not both integers, and beside a float kernel,
+    the image is dequantized. Two arrays go to lax.
+
+    Args:
+      lhs: image, array or QTensor of rank `2 + spatial axes`. Beside a kernel of integers too, the
+        scale of one of integers may vary along the batch axis, along the features in blocks, and
+        with one entry for each feature where each output reads one feature (depthwise).
+      rhs: kernel, likewise: its scale may vary along the output features, and along the input
+        features in blocks.
+      window_strides: one for each spatial axis.
+      padding: "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial axis; may be negative.
+      lhs_dilation: one for each spatial axis; a transposed convolution has its strides here.
+      rhs_dilation: one for each spatial axis (atrous convolution).
+      dimension_numbers: as in lax, such as `("NHWC", "HWIO", "NHWC")`.
+      feature_group_count: how many groups the features are in.
+      batch_group_count: how many groups the batch is in.
+      precision: of float products.
+      preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
+        the operands.
+      output: how to quantize the result, as in `jqx.dot_general`.
+
+    Returns:
+      Array of `preferred_element_type`, or a QTensor where `output` is given.
+
+    Raises:
+      ValueError: a scale varies along an axis that is summed, but in blocks; blocks along features
+        in groups; integers of more than 8 bits on both sides; shapes do not fit.
+      TypeError: one operand is a QTensor and the other an integer array; and from lax.
+
+    Gradient: by JAX, of float operands and of scales; none of codes.
+    NaN and infinities: IEEE arithmetic on scales and float operands.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> kernel = jqx.QTensor.quantize(jnp.ones((3, 3, 1, 2)), jqx.QSpec(jnp.int8))
+      >>> axes = ("NHWC", "HWIO", "NHWC")
+      >>> y = jqx.conv_general_dilated(
+      ...     jnp.ones((1, 4, 4, 1)), kernel, (1, 1), "SAME", dimension_numbers=axes
+      ... )
+      >>> y[0, :, :, 0]
+      Array([[4., 6., 6., 4.],
+             [6., 9., 9., 6.],
+             [6., 9., 9., 6.],
+             [4., 6., 6., 4.]], dtype=float32)
+    """
+    left, right = as_operand(lhs), as_operand(rhs)
+    check_ranks(left, right)
+    _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
+    # lax checks shapes and arguments as they were given, before anything is made of them.
+    result = jax.eval_shape(
+        lambda a, b: lax.conv_general_dilated(
+            a,
+            b,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+        ),
+        _real_shape(left),
+        _real_shape(right),
+    )
+    window = window_of(
+        left,
+        right,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+    )
+    floats = not isinstance(left, QTensor) and not isinstance(right, QTensor)
+    if floats and not isinstance(output, Requantization):
+        return as_asked(NAME, lax_conv(left, right, window, preferred_element_type), output)
+    for name, x in (("lhs", left), ("rhs", right)):
+        if not isinstance(x, QTensor):
+            as_real(NAME, name, x)
+    if preferred_element_type is None:
+        dtype = jnp.promote_types(left.dtype, right.dtype)
+    else:
+        dtype = as_dtype(NAME, "preferred_element_type", preferred_element_type)
+        check_real(NAME, "`preferred_element_type`", dtype)
+    if is_integer(left) and is_integer(right):
+        _check_bytes(left, right)
+        _check_scale("lhs", left, (window.features, *window.spatial), window.is_depthwise(left))
+        _check_scale("rhs", right, (window.inputs, *window.taps), False)
+        _check_blocks(left, right, window)
+    left, right = (x.unpack() if isinstance(x, QTensor) else x for x in (left, right))
+    if isinstance(output, Requantization):
+        summed = (window.features, *window.spatial), (window.inputs, *window.taps)
+        products = window.products(right)
+        check_requantized(NAME, left, right, summed, products, preferred_element_type)
+        cpu = conv_accumulator_depthwise if window.is_depthwise(left) else conv_accumulator
+        return requantize(Choice(cpu, conv_accumulator).compute(left, right, window), output)
+    empty = math.prod(result.shape) == 0
+    y = jnp.zeros(result.shape, dtype) if empty else _convolve(left, right, window).astype(dtype)
+    assert y.shape == result.shape
+    return as_asked(NAME, y, output)
+
+
+def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
+    wide = common_dtype(left.dtype, right.dtype)
+    if isinstance(left, QTensor) and not (is_integer(left) and is_integer(right)):
+        left = left.astype(wide).dequantize()
+    if not isinstance(right, QTensor):
+        return lax_conv(left.astype(wide), right.astype(wide), window, wide)
+    if window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,)):
+        return _as_dot(left, right, window, wide)
+    if isinstance(left, QTensor):
+        cpu = conv_depthwise if window.is_depthwise(left) else conv_integer
+        return Choice(cpu, conv_integer).compute(left, right, window)
+    plain = right.zero_point is None and all(
+        right.scale.shape[axis] == 1 for axis in (window.inputs, *window.taps)
+    )
+    elsewhere = conv_convert if plain else conv_dequantize
+    cpu = conv_tiles if right.size >= SMALL else elsewhere
+    return Choice(cpu, elsewhere).compute(left, right, window)
+
+
+def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
+    """A kernel of one tap: the features are contracted as a matrix product."""
+    steps = [slice(None)] * left.ndim
+    for axis, stride in zip(window.spatial, window.strides, strict=True):
+        steps[axis] = slice(None, None, stride)
+    left = left[tuple(steps)] if any(s != 1 for s in window.strides) else left
+    matrix = right.transpose((window.inputs, window.outputs, *window.taps))
+    matrix = matrix.reshape(matrix.shape[:2])
+    numbers = (((window.features,), (0,)), ((), ()))
+    y = dot_general(left, matrix, numbers, precision=window.precision, preferred_element_type=dtype)
+    # The result has the axes of the image but its features, then the outputs.
+    image = [axis for axis in range(left.ndim) if axis != window.features]
+    order = [0] * y.ndim
+    for to, source in zip(window.axes.out_spec, window.axes.lhs_spec, strict=True):
+        order[to] = y.ndim - 1 if source == window.features else image.index(source)
+    return y.transpose(order)
+
+
+def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
+    for argument, entries in arguments.items():
+        require_that(
+            entries is None or len(entries) == axes,
+            error=ValueError,
+            function=NAME,
+            problem=f"`{argument}` has not one entry for each spatial axis.",
+            given=f"{argument} of length {len(entries or ())}, {axes} spatial axes",
+            expected=f"{axes} entries",
+            mend="pass one for each.",
+        )
+
+
+def _real_shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+
+def _check_scale(name: str, x: QTensor, summed: tuple[int, ...], each_feature: bool) -> None:
+    """Checks that the scale of an integer operand can leave the sum."""
+    features, *taps = summed
+    fits = can_leave_sum(x.groups, (features,)) or each_feature
+    require_that(
+        fits and all(x.scale.shape[axis] == 1 for axis in taps),
+        error=ValueError,
+        function=NAME,
+        problem=f"the scale of `{name}` varies along an axis that is summed.",
+        given=f"{name}.shape == {x.shape}, scale {x.scale.shape}, summed axes {summed}",
+        expected=f"a scale of size 1 along axes {tuple(taps)}, of size 1 or of blocks along axis "
+        f"{features}",
+        mend="quantize a kernel with per_axis of its output features, an image with per_tensor() "
+        "or per_axis of its batch.",
+    )
+
+
+def _check_blocks(left: QTensor, right: QTensor, window: Window) -> None:
+    grouped = window.groups > 1 or window.batch_groups > 1
+    shared = left.scale.shape[window.features] == right.scale.shape[window.inputs] == 1
+    batch = left.scale.shape[window.batch] == 1
+    require_that(
+        not grouped
+        or ((shared or window.is_depthwise(left)) and (window.batch_groups == 1 or batch)),
+        error=ValueError,
+        function=NAME,
+        problem="a scale varies along features or a batch that are in groups.",
+        given=f"feature_group_count={window.groups}, batch_group_count={window.batch_groups}",
+        expected="scales shared along the input features, and along a batch in groups",
+        mend="quantize the kernel with per_axis of its output features and the image per_tensor().",
+    )
+
+
+def _check_bytes(left: QTensor, right: QTensor) -> None:
+    require_that(
+        is_byte(left) and is_byte(right),
+        error=ValueError,
+        function=NAME,
+        problem="integers of more than 8 bits are not convolved.",
+        given=f"{left!r} and {right!r}",
+        expected="integer formats of 8 bits or fewer on both sides",
+        mend="quantize to int8, or dequantize the image.",
+    )

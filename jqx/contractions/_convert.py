@@ -1,0 +1,108 @@
+"""A float operand beside codes, contracted in floating point, as GPU and TPU compilers fuse it.
+
+The codes are converted inside the product and the scales come after it (one fused kernel); a
+product of a bfloat16 with an int8 operand, as written, would be one of float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics import Block, Integer, Minifloat, common_dtype, format_of
+from ..tensor import QTensor
+from ._blocks import sum_of_blocks
+from ._dimensions import Dimensions
+from ._formulation import formulation
+from ._scales import HowTo, with_scales
+
+FEW_ROWS = 8
+"""Up to here the results of single blocks weigh less than the converted operand would."""
+
+
+@formulation("a float operand: the codes are converted inside the product; scales come after")
+def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    def compute(x: jax.Array, q: QTensor, dimensions: Dimensions) -> jax.Array:
+        return with_scales(float_product(x, q, dimensions, how.precision), x, q, dimensions)
+
+    return sum_of_blocks(x, q.unpack(), how.dimensions, compute)
+
+
+@formulation(
+    "a small operand beside 16-bit floats on CPU, which does not multiply those in every layout: "
+    "both are converted to float32"
+)
+def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    return convert.compute(x.astype(common_dtype(x.dtype, q.dtype)), q, how)
+
+
+@formulation(
+    "a float operand of many rows beside scales in blocks: the codes are scaled in float32 and "
+    "rounded to the dtype of the operand, once for all rows"
+)
+def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    wide = common_dtype(x.dtype, q.dtype)
+    real = q.astype(wide).dequantize().astype(x.dtype)
+    return _dot(x, real, how.dimensions, how.precision, wide)
+
+
+@formulation("two operands of 8-bit floats: multiplied as they are; scales come after")
+def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    wide = common_dtype(lhs.dtype, rhs.dtype)
+    y = _dot(lhs.values, rhs.values, how.dimensions, how.precision, wide)
+    return with_scales(y, lhs, rhs, how.dimensions)
+
+
+def float_product(
+    x: jax.Array, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array:
+    """Contracts a float array with the numbers of codes, less zero points, without the scale.
+
+    A zero point is corrected after, as a multiple of the sums of the array.
+    """
+    wide = common_dtype(x.dtype, q.dtype)
+    numbers = numbers_of(q, x.dtype if is_exact_in(q, x.dtype) else wide)
+    x = x.astype(numbers.dtype)
+    y = _dot(x, numbers, dimensions, precision, wide)
+    if q.zero_point is not None:
+        sums = jnp.sum(x, axis=dimensions.lhs_contracting, keepdims=True, dtype=wide)
+        zero = dimensions.rhs_to_output(q.zero_point).astype(wide)
+        y = y - zero * dimensions.lhs_to_output(sums)
+    return y
+
+
+def _dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimensions: Dimensions,
+    precision: lax.PrecisionLike,
+    dtype: Any,
+) -> jax.Array:
+    return lax.dot_general(
+        lhs, rhs, dimensions.numbers, precision=precision, preferred_element_type=dtype
+    )
+
+
+def numbers_of(q: QTensor, dtype: Any) -> jax.Array:
+    """Returns what plain codes stand for without scale and zero point, in a float dtype."""
+    form = format_of(q.qtype)
+    direct = isinstance(form, Integer) or jnp.issubdtype(q.values.dtype, jnp.floating)
+    if direct and getattr(form, "unit", 1.0) == 1.0:
+        return q.codes.astype(dtype)
+    return form.decode(q.codes).astype(dtype)
+
+
+def is_exact_in(q: QTensor, dtype: Any) -> bool:
+    """Whether a float dtype holds every number of the format, scales apart."""
+    form = format_of(q.qtype)
+    if isinstance(form, Block):
+        form = form.elements if form.unit == 1.0 else form
+    if isinstance(form, Integer):
+        return form.bits <= 8 or (form.bits <= 16 and jnp.finfo(dtype).nmant >= 23)
+    if not isinstance(form, Minifloat):
+        return False
+    info = jnp.finfo(dtype)
+    smallest = 2.0 ** (1 - form.bias - form.mantissa_bits)
+    in_range = form.high <= float(info.max) and smallest >= float(info.smallest_normal)
+    return form.mantissa_bits <= info.nmant and in_range

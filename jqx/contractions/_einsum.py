@@ -1,0 +1,314 @@
+"""`einsum` on arrays and QTensors: pairwise contractions, each by `dot_general`."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import as_dtype, as_real, check_real, require_that
+from .._errors import message
+from ..numerics import common_dtype
+from ..tensor import QTensor
+from ._blocks import can_leave_sum
+from ._dot_general import dot_general
+from ._subscripts import Labels, labels_of, read, sizes_of
+
+
+def einsum(
+    subscripts: Any,
+    *operands: Any,
+    optimize: Any = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Sums products of operands by Einstein's convention, any of them quantized; as
+    `jax.numpy.einsum` otherwise.
+
+    Operands are contracted two by two, each time by `jqx.dot_general`; a QTensor stays quantized
+    until its turn. A diagonal is taken of codes and scales, and a label that one QTensor alone has
+    is summed by a contraction with ones. Where a QTensor has a scale for each index of a summed
+    label (in attention, values cached per token have), an array beside it that has all labels along
+    which the scale varies is multiplied by the scale first:
+    `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. Arrays alone go to `jax.numpy.einsum`.
+
+    Args:
+      subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name, or the first operand:
+        then each operand is followed by its list of labels, and the last by that of the result.
+      *operands: arrays of floats and QTensors, any shapes that fit the subscripts; axes of size 1
+        stretch.
+      optimize: in which order more than two operands are contracted: a name that
+        `jax.numpy.einsum_path` knows, a bool, or a list of pairs of positions, such as it returns.
+      precision: as in `jqx.dot_general`.
+      preferred_element_type: floating point dtype of the result, and of what is between two
+        contractions; `None` takes the promoted dtype of the operands.
+
+    Returns:
+      Array of `preferred_element_type`.
+
+    Raises:
+      ValueError: the subscripts are malformed, or do not fit ranks or sizes; there is no such
+        order; a scale varies along a summed label, and no array beside it can take the scale; and
+        as `jqx.dot_general`.
+      TypeError: an array beside a QTensor is not of floats, or the result is asked for as integers.
+
+    Gradient: by JAX, of arrays and of scales; none of codes.
+    NaN and infinities: as in `jqx.dot_general`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.eye(2) * 3.0, jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> jqx.einsum("bk,kn->nb", jnp.ones((1, 2)), w)
+      Array([[3.],
+             [3.]], dtype=float32)
+      >>> jqx.einsum("ii", w)
+      Array(6., dtype=float32)
+    """
+    if not any(isinstance(x, QTensor) for x in (subscripts, *operands)):
+        return jnp.einsum(
+            subscripts,
+            *operands,
+            optimize=optimize,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+    subscripts, operands = read(subscripts, operands)
+    arrays = [_as_operand(i, x) for i, x in enumerate(operands)]
+    dtype = _result_dtype(arrays, preferred_element_type)
+    shapes = [x.shape for x in arrays]
+    inputs, output = labels_of(subscripts, shapes)
+    sizes = sizes_of(inputs, shapes)
+    terms = [_Term(x, labels) for x, labels in zip(arrays, inputs, strict=True)]
+    terms = [_without_ones(_diagonal(term), sizes, output) for term in terms]
+    how = _How(dtype, precision)
+    terms = [
+        _sum_of_own(term, _labels([*terms[:i], *terms[i + 1 :]], output), how)
+        for i, term in enumerate(terms)
+    ]
+    for pair in _order_of(terms, output, optimize):
+        lhs, rhs = (terms[i] for i in sorted(pair))
+        terms = [term for i, term in enumerate(terms) if i not in pair]
+        terms.append(_contract(lhs, rhs, _labels(terms, output), how))
+    (term,) = terms
+    x = term.x.astype(dtype).dequantize() if isinstance(term.x, QTensor) else term.x.astype(dtype)
+    return jnp.transpose(x, [term.labels.index(label) for label in output])
+
+
+class _Term(NamedTuple):
+    """An array or QTensor, and the label of each of its axes."""
+
+    x: Any
+    labels: Labels
+
+    def size(self, label: Any) -> int:
+        return self.x.shape[self.labels.index(label)]
+
+    def axes(self, labels: Iterable[Any]) -> tuple[int, ...]:
+        return tuple(self.labels.index(label) for label in labels)
+
+
+class _How(NamedTuple):
+    """How terms are contracted: the dtype of the result, and the precision."""
+
+    dtype: jnp.dtype
+    precision: lax.PrecisionLike
+
+
+def _as_operand(i: int, x: Any) -> Any:
+    return x if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
+
+
+def _result_dtype(arrays: Sequence[Any], preferred: DTypeLike | None) -> jnp.dtype:
+    if preferred is None:
+        return jnp.result_type(*(x.dtype if isinstance(x, QTensor) else x for x in arrays))
+    dtype = as_dtype("einsum", "preferred_element_type", preferred)
+    check_real("einsum", "`preferred_element_type`", dtype)
+    return dtype
+
+
+def _labels(terms: Sequence[_Term], output: Labels) -> Labels:
+    """The labels of a result and of terms that it is yet to be contracted with."""
+    return tuple(dict.fromkeys([*output, *(label for term in terms for label in term.labels)]))
+
+
+def _plain(x: Any) -> Any:
+    return x.unpack() if isinstance(x, QTensor) else x
+
+
+def _diagonal(term: _Term) -> _Term:
+    """Takes the diagonal of axes with one label."""
+    x, labels = term
+    for label in [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
+        axes = [axis for axis, other in enumerate(labels) if other == label]
+        places = np.arange(x.shape[axes[0]], dtype=np.int32)
+        parts = [places if other == label else slice(None) for other in labels]
+        x = _plain(x)[tuple(parts)]
+        # Indexed as in NumPy: the new axis stands at the first of adjacent ones, else in front.
+        at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
+        rest = [other for other in labels if other != label]
+        labels = (*rest[:at], label, *rest[at:])
+    return _Term(x, labels)
+
+
+def _without_ones(term: _Term, sizes: dict[Any, int], output: Labels) -> _Term:
+    """Drops axes of size 1 that stretch, or that the result has not."""
+    x, labels = term
+    drop = [
+        n == 1 and (sizes[label] != 1 or label not in output)
+        for n, label in zip(x.shape, labels, strict=True)
+    ]
+    if not any(drop):
+        return term
+    index = tuple(0 if dropped else slice(None) for dropped in drop)
+    kept = tuple(label for label, dropped in zip(labels, drop, strict=True) if not dropped)
+    return _Term(_plain(x)[index], kept)
+
+
+def _sum_of_own(term: _Term, kept: Labels, how: _How) -> _Term:
+    """Sums over the labels that no other term has, nor the result."""
+    x, labels = term
+    own = tuple(label for label in labels if label not in kept)
+    if not own:
+        return term
+    axes = term.axes(own)
+    rest = tuple(label for label in labels if label not in own)
+    if not isinstance(x, QTensor):
+        wide = common_dtype(x.dtype, how.dtype)
+        return _Term(jnp.sum(x, axis=axes, dtype=wide).astype(how.dtype), rest)
+    if can_leave_sum(x.groups, axes):
+        codes = jnp.ones([x.shape[axis] for axis in axes], jnp.int8)
+        one = jnp.ones((1,) * len(own), jnp.float32)
+        ones = QTensor(codes, one, qtype=jnp.int8, dtype=x.dtype)
+        return _contract(_Term(ones, own), term, rest, how)
+    # Floats take the scale: ones for every label along which it varies.
+    over = [label for label, m in zip(labels, x.scale.shape, strict=True) if m > 1 or label in own]
+    ones = jnp.ones([term.size(label) for label in over], x.dtype)
+    return _contract(_Term(ones, tuple(over)), term, rest, how)
+
+
+def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence[tuple[int, ...]]:
+    """Returns pairs of positions: terms leave the list to be contracted, the result goes last."""
+    if isinstance(optimize, (list, tuple)):
+        pairs = [tuple(pair) for pair in optimize]
+        if len(terms) == 1 and pairs == [(0,)]:  # what jax.numpy.einsum_path makes of one operand
+            return []
+        left = range(len(terms), 1, -1)
+        require_that(
+            len(pairs) == len(left)
+            and all(
+                len(pair) == 2 and pair[0] != pair[1] and all(i in range(n) for i in pair)
+                for pair, n in zip(pairs, left, strict=True)
+            ),
+            error=ValueError,
+            function="einsum",
+            problem="`optimize` is no order of contraction.",
+            given=f"optimize == {optimize!r} for {len(terms)} operands",
+            expected=f"{len(left)} pairs of positions in a list that gets shorter by one each time",
+            mend="pass what jax.numpy.einsum_path returns first, or leave optimize out.",
+        )
+        return pairs
+    if len(terms) <= 2:
+        return [(0, 1)] * (len(terms) - 1)
+    number = {label: i for i, label in enumerate(_labels(terms, ()))}
+    labels = tuple(tuple(number[label] for label in term.labels) for term in terms)
+    # A size that is known only later, in an exported program, counts as some number.
+    shapes = tuple(tuple(n if isinstance(n, int) else 8 for n in term.x.shape) for term in terms)
+    try:
+        return _path(labels, shapes, tuple(number[label] for label in output), optimize)
+    except (KeyError, TypeError):
+        text = message(
+            "einsum",
+            "`optimize` is no order of contraction.",
+            given=f"optimize == {optimize!r}",
+            expected="a name that jax.numpy.einsum_path knows, a bool, or a list of pairs",
+            mend="pass for example optimize='greedy', or leave it out.",
+        )
+        raise ValueError(text) from None
+
+
+@functools.cache
+def _path(labels: Any, shapes: Any, output: Any, optimize: Any) -> Sequence[tuple[int, ...]]:
+    """Finds an order from shapes alone."""
+    interleaved = []
+    for shape, term in zip(shapes, labels, strict=True):
+        interleaved += [jax.ShapeDtypeStruct(shape, jnp.float32), term]
+    return jnp.einsum_path(*interleaved, output, optimize=optimize)[0]
+
+
+def _contract(lhs: _Term, rhs: _Term, kept: Labels, how: _How) -> _Term:
+    """Contracts two terms over the labels that both have and nothing else needs."""
+    both = [label for label in lhs.labels if label in rhs.labels]
+    batch = [label for label in kept if label in both]
+    summed = [label for label in both if label not in kept]
+    left = [label for label in lhs.labels if label not in both]
+    right = [label for label in rhs.labels if label not in both]
+    if (*batch, *right, *left) == kept:  # as the result has it
+        lhs, rhs, left, right = rhs, lhs, right, left
+    labels = (*batch, *left, *right)
+    for x, q in ((lhs, rhs), (rhs, lhs)):
+        if _takes_scale_of(x, q, summed):
+            return _Term(_contract_folded(x, q, labels, how), labels)
+    numbers = ((lhs.axes(summed), rhs.axes(summed)), (lhs.axes(batch), rhs.axes(batch)))
+    return _Term(_dot(lhs.x, rhs.x, numbers, how), labels)
+
+
+def _dot(lhs: Any, rhs: Any, numbers: lax.DotDimensionNumbers, how: _How) -> jax.Array:
+    """Contracts two operands, and rounds once to the dtype of the result."""
+    dtype = how.dtype
+    if not isinstance(lhs, QTensor) and not isinstance(rhs, QTensor):
+        if lhs.dtype != rhs.dtype:
+            wide = common_dtype(lhs.dtype, rhs.dtype)
+            lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+        dtype = common_dtype(lhs.dtype, how.dtype)
+    y = dot_general(lhs, rhs, numbers, precision=how.precision, preferred_element_type=dtype)
+    return y.astype(how.dtype)
+
+
+def _takes_scale_of(x: _Term, q: _Term, summed: Sequence[Any]) -> bool:
+    """Whether a QTensor has scales that cannot leave the sum, but can be multiplied into an array
+    beside it.
+    """
+    if isinstance(x.x, QTensor) or not isinstance(q.x, QTensor):
+        return False
+    own = [label for label, m in zip(q.labels, q.x.scale.shape, strict=True) if m > 1]
+    each = all(b in (1, n) for n, b in zip(q.x.groups.shape, q.x.groups.sizes, strict=True))
+    inside = each and all(label in x.labels for label in own)
+    return inside and not can_leave_sum(q.x.groups, q.axes(summed))
+
+
+def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array:
+    """Contracts an array, times the scale of a QTensor, with its codes.
+
+    sum_t x[t] s[t] (q[t] - z[t])  =  sum_t (x[t] s[t]) q[t]  -  sum_t (x[t] s[t]) z[t]
+    """
+    scale, zero_point = q.x.real_scale(), q.x.zero_point
+    wide = common_dtype(x.x.dtype, scale.dtype)
+    exact = how._replace(dtype=common_dtype(wide, how.dtype))
+    factor = _align(_without_shared(scale, q.labels), x.labels)
+    x = _Term(x.x.astype(wide) * factor.astype(wide), x.labels)
+    one = jnp.ones((1,) * q.x.ndim, scale.dtype)
+    q = _Term(dataclasses.replace(q.x, scale=one, zero_point=None, blocks=()), q.labels)
+    y = _contract(x, q, labels, exact).x
+    if zero_point is not None:
+        zero = _without_shared(zero_point.astype(wide), q.labels)
+        x = _sum_of_own(x, (*labels, *zero.labels), exact)
+        y = y - _align(_contract(x, zero, labels, exact), labels)
+    return y.astype(how.dtype)
+
+
+def _without_shared(parameter: jax.Array, labels: Labels) -> _Term:
+    """Returns a scale or zero point as a term, without the axes along which it is shared."""
+    own = tuple(label for label, m in zip(labels, parameter.shape, strict=True) if m > 1)
+    return _Term(parameter.reshape([m for m in parameter.shape if m > 1]), own)
+
+
+def _align(term: _Term, labels: Labels) -> jax.Array:
+    """Orders the axes of an array as `labels`, with size 1 for each that it has not."""
+    order = [label for label in labels if label in term.labels]
+    shape = [term.size(label) if label in order else 1 for label in labels]
+    return jnp.transpose(term.x, term.axes(order)).reshape(shape)

@@ -1,0 +1,64 @@
+"""Results that are asked for quantized."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._checks import require_that
+from ..calibrators import Affine
+from ..tensor import QSpec, QTensor
+from ._bytes import is_byte, longest
+from ._requantize import Requantization, requantize_float
+
+Output = QSpec | tuple[QSpec, Affine] | Requantization | None
+"""A spec that finds its scale, one with a scale and zero point, or integer factors."""
+
+
+def as_asked(function: str, y: jax.Array, output: Any) -> Any:
+    """Returns a real result as it is, or quantized as `output` says."""
+    return y if output is None else requantize_float(y, output, function)
+
+
+def check_requantized(
+    function: str,
+    lhs: Any,
+    rhs: Any,
+    summed: tuple[Sequence[int], Sequence[int]],
+    products: int,
+    dtype: Any,
+) -> None:
+    """Checks that a contraction has one int32 sum for each result, to be requantized."""
+    bytes_ = is_byte(lhs) and is_byte(rhs)
+    require_that(
+        bytes_,
+        error=TypeError,
+        function=function,
+        problem="`output` multiplies int32 sums, and these operands have none.",
+        given=" and ".join(repr(x) if isinstance(x, QTensor) else "an array" for x in (lhs, rhs)),
+        expected="two QTensors of integer formats of 8 bits or fewer",
+        mend="quantize both, or pass a QSpec as output.",
+    )
+    shared = all(
+        q.scale.shape[axis] == 1
+        for q, axes in zip((lhs, rhs), summed, strict=True)
+        for axis in axes
+    )
+    require_that(
+        shared and products <= longest(lhs, rhs),
+        error=ValueError,
+        function=function,
+        problem="one int32 sum does not hold the result.",
+        given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products",
+        expected=f"no blocks along summed axes, and at most {longest(lhs, rhs)} products",
+        mend="quantize without blocks along them, or pass a QSpec as output.",
+    )
+    require_that(
+        dtype is None,
+        error=ValueError,
+        function=function,
+        problem="`preferred_element_type` has no effect on a requantized result.",
+        given=f"preferred_element_type == {dtype}",
+        expected="None beside output=Requantization",
+        mend="leave it out; Requantization has the dtype of the real result.",
+    )

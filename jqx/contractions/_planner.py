@@ -1,0 +1,103 @@
+"""The planner: from operands and dimensions to the formulation, for CPU and for other platforms.
+
+Decided by shapes and formats alone, so that a traced function is the same on every platform; where
+CPU and the others differ, the choice between the two is made when the function is lowered.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..numerics import Minifloat, bit_width, common_dtype, format_of
+from ..tensor import QTensor
+from ._blocks import find_block
+from ._bytes import ACCUMULATOR, is_byte, is_integer, largest
+from ._convert import FEW_ROWS, convert, convert_wide, dequantize, float8
+from ._digits import block_digits, digits
+from ._dimensions import Dimensions
+from ._formulation import Choice, Formulation
+from ._integer import (
+    accumulator,
+    accumulator_shaped,
+    check_splittable,
+    integer,
+    integer_digits,
+    integer_shaped,
+)
+from ._products import needs_shape
+from ._tiles import float8_tiles, tiles
+
+SMALL = 2**14
+"""Elements of an operand below which its conversion costs less than avoiding it."""
+
+SHARE = 8
+"""Elements of a block for each row, from which the results of single blocks are small beside it."""
+
+
+def plan(lhs: Any, rhs: QTensor, dimensions: Dimensions) -> Choice | None:
+    """Returns how to contract a right QTensor with an array or another QTensor; `None` for two
+    QTensors of which one must become an array first.
+    """
+    if not isinstance(lhs, QTensor):
+        return _beside_floats(lhs, rhs, dimensions)
+    if is_integer(lhs) and is_integer(rhs):
+        return _integers(lhs, rhs, dimensions)
+    if _is_float8(lhs) and _is_float8(rhs) and find_block(lhs, rhs, dimensions) is None:
+        if max(lhs.size, rhs.size) >= SMALL:
+            return Choice(float8_tiles, float8)
+    return None
+
+
+def _integers(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
+    if not (is_byte(lhs) and is_byte(rhs)):
+        check_splittable(lhs, rhs)
+        return Choice(integer_digits, integer_digits)
+    corrected = any(q.zero_point is not None or q.values.dtype == jnp.uint8 for q in (lhs, rhs))
+    narrow = needs_shape(lhs, rhs, dimensions)
+    large = max(lhs.size, rhs.size) >= SMALL
+    # Of one row, XLA on GPUs does not compile a product of 4-bit codes that are widened in it.
+    widened = any(bit_width(q.values.dtype) < 8 for q in (lhs, rhs))
+    return Choice(
+        integer_shaped if (corrected or narrow) and large else integer,
+        integer_shaped if widened and narrow else integer,
+    )
+
+
+def plan_accumulator(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
+    """Returns how to sum the products of two QTensors of bytes without their scales."""
+    choice = _integers(lhs, rhs, dimensions)
+    return Choice(
+        *(accumulator_shaped if form == integer_shaped else accumulator for form in choice)
+    )
+
+
+def _beside_floats(x: Any, q: QTensor, dimensions: Dimensions) -> Choice:
+    block = find_block(x, q, dimensions)
+    rows = dimensions.rows(x)
+    elsewhere = convert if block is None or rows <= FEW_ROWS else dequantize
+    if q.size < SMALL or x.size == 0:
+        return Choice(convert if x.dtype.itemsize > 2 else convert_wide, convert)
+    return Choice(_on_cpu(x, q, dimensions, block, rows), elsewhere)
+
+
+def _on_cpu(x: Any, q: QTensor, dimensions: Dimensions, block: Any, rows: int) -> Formulation:
+    if not is_byte(q) or common_dtype(x.dtype, q.dtype) == jnp.float64:
+        return tiles
+    summed = dimensions.contracted_size(x) if block is None else block.size
+    if summed > ACCUMULATOR // (128 * largest(q)):
+        return tiles
+    if block is None:
+        return digits
+    first = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
+    whole = q.shape[0] % block.size == 0
+    few = rows * SHARE <= block.size
+    return block_digits if first and whole and few else tiles
+
+
+def _is_float8(q: QTensor) -> bool:
+    form = format_of(q.qtype)
+    return (
+        isinstance(form, Minifloat)
+        and form.bits == 8
+        and jnp.issubdtype(q.values.dtype, jnp.floating)
+    )

@@ -1,0 +1,179 @@
+"""Sums of products of int8 arrays in int32, with the sums of either operand that zero points need.
+
+Two forms of one function. `plain` says what it means, and is what compilers for GPUs and TPUs make
+the most of. `shaped` brings operands into the shapes that XLA on CPU hands to its int8 library
+(measured on jaxlib 0.10.2): a left operand contracted along its last axes, two or more rows and
+columns, and no reduction of int8 outside of a product, which is 20 times slower than one.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._dimensions import Dimensions
+
+TALL = 512
+"""Rows from which a row more costs less in a product of its own: the others need no copy then."""
+
+PARTS = 4
+"""Parts of a contracted axis that stands first, where there are few rows."""
+
+
+class Products(NamedTuple):
+    """Sums over the contracted axes, in int32, lined up with the result.
+
+    Attributes:
+      total: of the products.
+      left: of the left operand; `None` where not asked for.
+      right: of the right operand, likewise.
+    """
+
+    total: Any
+    left: Any
+    right: Any
+
+
+def plain(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies as written."""
+    total = lax.dot_general(lhs, rhs, dimensions.numbers, preferred_element_type=jnp.int32)
+    of_left = dimensions.lhs_to_output(_sum(lhs, dimensions.lhs_contracting)) if left else None
+    of_right = dimensions.rhs_to_output(_sum(rhs, dimensions.rhs_contracting)) if right else None
+    return Products(total, of_left, of_right)
+
+
+def _sum(codes: jax.Array, axes: Sequence[int]) -> jax.Array:
+    return jnp.sum(codes, axis=axes, keepdims=True, dtype=jnp.int32)
+
+
+def shaped(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies in the shapes that are fast on CPU; the result is that of `plain`."""
+    if must_turn(dimensions) and rhs.size < lhs.size:
+        swapped = shaped(rhs, lhs, dimensions.swapped, left=right, right=left)
+        total, of_right, of_left = (
+            None if part is None else dimensions.swap_output(part) for part in swapped
+        )
+        return Products(total, of_left, of_right)
+    rows = to_rows(lhs, dimensions)
+    total, of_left, of_right = rows_product(
+        rows, rhs, dimensions, left=left, right=right, turned=must_turn(dimensions)
+    )
+    batch = rows.shape[: len(dimensions.lhs_batch)]
+    free = tuple(lhs.shape[axis] for axis in dimensions.lhs_free)
+    columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
+    return Products(
+        total.reshape(batch + free + columns),
+        None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
+        None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
+    )
+
+
+def must_turn(dimensions: Dimensions) -> bool:
+    """Whether the left operand is not in the order: batch axes, free axes, contracted axes."""
+    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
+    return order != tuple(range(dimensions.lhs_rank))
+
+
+def needs_shape(lhs: Any, rhs: Any, dimensions: Dimensions) -> bool:
+    """Whether a product leaves the fast path of XLA on CPU as written."""
+    narrow = dimensions.rows(lhs) == 1 or dimensions.columns(rhs) == 1
+    return narrow or must_turn(dimensions)
+
+
+def to_rows(x: jax.Array, dimensions: Dimensions) -> jax.Array:
+    """Brings a left operand into the order (*batch, rows, *contracted), free axes merged."""
+    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
+    batch = tuple(x.shape[axis] for axis in dimensions.lhs_batch)
+    contracted = tuple(x.shape[axis] for axis in dimensions.lhs_contracting)
+    return x.transpose(order).reshape(*batch, dimensions.rows(x), *contracted)
+
+
+def rows_product(
+    rows: jax.Array,
+    rhs: jax.Array,
+    dimensions: Dimensions,
+    *,
+    left: bool = False,
+    right: bool = False,
+    turned: bool = False,
+) -> Products:
+    """Multiplies `(*batch, rows, *contracted)` by a right operand as it stands.
+
+    Args:
+      rows: int8, from `to_rows`.
+      rhs: int8, with the axes that `dimensions` say.
+      dimensions: of the whole contraction; of the left operand only the numbers of axes count.
+      left: whether to sum the rows.
+      right: whether to sum the right operand.
+      turned: whether the rows come from a transpose. XLA would undo it and fall off the fast path;
+        a row of zeros below makes it a copy.
+
+    Returns:
+      Products of shapes (*batch, rows, *columns), with 1 for each of the columns in the sums of the
+      left operand and for the rows in those of the right one.
+    """
+    at = len(dimensions.lhs_batch)
+    batch, m = rows.shape[:at], rows.shape[at]
+    contracted = rows.shape[at + 1 :]
+    sums_below = right and m < TALL
+    below = 1 if sums_below or m == 1 or turned else 0
+    tall = rows
+    if below:
+        fill = jnp.ones if sums_below else jnp.zeros
+        tall = jnp.concatenate([rows, fill((*batch, 1, *contracted), jnp.int8)], axis=at)
+    y = _multiply(tall, rhs, dimensions)
+    of_left = of_right = None
+    if right and sums_below:
+        of_right = y[(slice(None),) * at + (slice(m, m + 1),)]
+    elif right:
+        ones = jnp.ones((*batch, 2, *contracted), jnp.int8)
+        of_right = _multiply(ones, rhs, dimensions)[(slice(None),) * at + (slice(0, 1),)]
+    if left:
+        axes = tuple(range(at + 1, rows.ndim))
+        ones = jnp.ones((*contracted, 2), jnp.int8)
+        numbers = ((axes, tuple(range(len(axes)))), ((), ()))
+        of_left = lax.dot_general(rows, ones, numbers, preferred_element_type=jnp.int32)[..., 0]
+        of_left = of_left.reshape(*batch, m, *(1,) * len(dimensions.rhs_free))
+    return Products(y[(slice(None),) * at + (slice(0, m),)], of_left, of_right)
+
+
+def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:
+    """Returns int32 of shape (*batch, rows, *columns); a single column gets one of zeros beside."""
+    at = len(dimensions.rhs_batch)
+    contracting = tuple(range(at + 1, rows.ndim))
+    columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
+    batch_axes, contracted_axes = dimensions.rhs_batch, dimensions.rhs_contracting
+    padded = math.prod(columns) == 1
+    if padded:
+        rhs = to_rows(rhs, dimensions.swapped)
+        beside = jnp.zeros((*rhs.shape[:at], 1, *rhs.shape[at + 1 :]), jnp.int8)
+        rhs = jnp.concatenate([rhs, beside], axis=at)
+        batch_axes, contracted_axes = tuple(range(at)), contracting
+    if _is_few_and_turned(rows, rhs, contracted_axes, batch_axes):
+        return _in_parts(rows, rhs)
+    numbers = ((contracting, contracted_axes), (tuple(range(at)), batch_axes))
+    y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
+    return y[..., :1].reshape(*y.shape[:-1], *columns) if padded else y
+
+
+def _is_few_and_turned(
+    rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
+) -> bool:
+    """Whether a few rows meet a matrix contracted along its first axis, of a length to split."""
+    return contracted == (0,) and not batch and len(rows) <= 16 and len(rhs) % PARTS == 0
+
+
+def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Multiplies parts of the contracted axis as a batch, in half the time of the whole."""
+    size = len(rhs) // PARTS
+    rows, rhs = rows.reshape(len(rows), PARTS, size), rhs.reshape(PARTS, size, *rhs.shape[1:])
+    numbers = (((2,), (1,)), ((1,), (0,)))
+    y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
+    return jnp.sum(y, axis=0)

@@ -1,0 +1,350 @@
+"""Quantized results of contractions: from floats by a spec, from int32 sums by integers alone.
+
+Source: TensorFlow Lite, tflite/kernels/internal/reference/requantize.h and
+reference/integer_ops/conv.h; kernels/kernel_util.cc (PopulateConvolutionQuantizationParams).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from .._checks import (
+    as_array,
+    as_dtype,
+    as_like,
+    as_real,
+    check_dtype,
+    check_instance,
+    check_integer,
+    check_real,
+    require_that,
+)
+from .._compat import is_concrete
+from ..calibrators import Affine
+from ..numerics import Integer, QType, as_qtype, format_of
+from ..tensor import QSpec, QTensor
+from ._fixed_point import (
+    LARGEST_SHIFT,
+    LEAST_SHIFT,
+    FixedPointRounding,
+    factor_of,
+    known_scale,
+    multiply_fixed_point,
+    quantize_multiplier,
+)
+
+_INT32 = Integer(32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Requantization:
+    """How int32 accumulators become codes of a quantized result, without a float.
+
+        code = clamp(round((accumulator + bias) * multiplier * 2**(shift - 31)) + zero_point)
+
+    A pytree with the arrays as leaves; `Requantization.of` computes multiplier and shift from
+    scales. Each array broadcasts to the accumulators by NumPy's rules: its axes, if it has any, are
+    the last ones of theirs, each of size 1 or theirs.
+
+    Attributes:
+      multiplier: int32; from `of`, 0 or of magnitude 2**30 to 2**31.
+      shift: int32, -31 to 30; negative for a factor below a half.
+      scale: that of the result, float.
+      zero_point: that of the result, of the dtype of the codes, broadcasting to `scale`; `None`
+        means zero everywhere.
+      bias: int32, in units of the accumulators; `None` means none.
+      qtype: format of the codes, integers of 16 bits or less.
+      dtype: dtype of the real result.
+      rounding: how often to round, a `jqx.FixedPointRounding`.
+      low: the smallest code to return; `None` takes that of `qtype`. For a ReLU, the zero point.
+      high: the largest code to return, likewise.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: `shift` is out of range (where it has values), a Python number exceeds its dtype,
+        or `low` and `high` are no range of codes.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> r = jqx.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
+      >>> int(r.multiplier) == 2**30, int(r.shift)
+      (True, -3)
+    """
+
+    multiplier: jax.Array
+    shift: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+    bias: jax.Array | None = None
+    _: dataclasses.KW_ONLY
+    qtype: DTypeLike | QType
+    dtype: DTypeLike = jnp.float32
+    rounding: FixedPointRounding = FixedPointRounding.DOUBLE
+    low: int | None = None
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        name = "Requantization"
+        qtype = as_qtype(name, "qtype", self.qtype, "Output")
+        form = _integers_of(name, qtype)
+        dtype = as_dtype(name, "dtype", self.dtype)
+        check_real(name, "Real element type", dtype)
+        check_instance(
+            name,
+            "rounding",
+            self.rounding,
+            FixedPointRounding,
+            mend="pass for example jqx.FixedPointRounding.SINGLE.",
+        )
+        zero, bias = self.zero_point, self.bias
+        fields = {
+            "multiplier": _integers("multiplier", self.multiplier, _INT32),
+            "shift": _integers("shift", self.shift, _INT32),
+            "scale": as_real(name, "scale", as_like(name, "scale", self.scale, jnp.float32)),
+            "zero_point": None if zero is None else _integers("zero_point", zero, form),
+            "bias": None if bias is None else _integers("bias", bias, _INT32),
+            "qtype": qtype,
+            "dtype": dtype,
+            "low": int(form.low) if self.low is None else check_integer(name, "low", self.low),
+            "high": int(form.high) if self.high is None else check_integer(name, "high", self.high),
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+        _check_shift(fields["shift"])
+        require_that(
+            form.low <= fields["low"] <= fields["high"] <= form.high,
+            error=ValueError,
+            function=name,
+            problem=f"`low` and `high` are no range of codes of {form.name}.",
+            given=f"low == {fields['low']}, high == {fields['high']}",
+            expected=f"{form.low} <= low <= high <= {form.high}",
+            mend="pass codes of qtype, or leave them out.",
+        )
+
+    @classmethod
+    def of(
+        cls,
+        lhs_scale: ArrayLike,
+        rhs_scale: ArrayLike,
+        output_scale: ArrayLike,
+        *,
+        qtype: DTypeLike | QType,
+        zero_point: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        dtype: DTypeLike = jnp.float32,
+        rounding: FixedPointRounding = FixedPointRounding.DOUBLE,
+        low: int | None = None,
+        high: int | None = None,
+    ) -> "Requantization":
+        """Returns the multiplier and shift nearest to `lhs_scale * rhs_scale / output_scale`.
+
+        Computed on the host, in float64, as TFLite does it per channel: the scales must have
+        values, so call it outside of jit. (Per tensor, TFLite multiplies the scales in float32
+        first; for that last bit, pass their product, and 1 for the other.) A factor below 2**-32
+        becomes 0, as in TFLite: no accumulator times it would round to anything else.
+
+        Args:
+          lhs_scale: real, of the left operand, lined up with the last axes of the result.
+          rhs_scale: real, of the right operand, likewise: `(n,)` or `(1, n)` where each column of
+            a matrix has its own.
+          output_scale: real, of the result, likewise. A Python number is taken as float32.
+          qtype: as the attribute; so are the rest.
+          zero_point: an integer, or an array of the dtype of the codes.
+          bias: in units of `lhs_scale * rhs_scale`.
+          dtype: dtype of the real result.
+          rounding: how often to round.
+          low: the smallest code to return.
+          high: the largest code to return.
+
+        Raises:
+          TypeError: a scale is not real, or has no value because it is traced.
+          ValueError: a scale is not finite, `output_scale` is zero, the scales do not broadcast, or
+            the factor is 2**30 or more; and as the class.
+
+        Gradient: none.
+        NaN and infinities: refused.
+
+        Example:
+          >>> import jqx, jax.numpy as jnp
+          >>> spec = jqx.QSpec(jnp.int8, jqx.per_axis(1))
+          >>> w = jqx.QTensor.quantize(jnp.array([[1.0, 8.0], [-2.0, 3.0]]), spec)
+          >>> jqx.Requantization.of(0.1, w.scale, 0.05, qtype=jnp.int8).shift
+          Array([[-4, -2]], dtype=int32)
+        """
+        name = "Requantization.of"
+        given = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "output_scale": output_scale}
+        with jax.ensure_compile_time_eval():
+            scales = {field: known_scale(name, field, scale) for field, scale in given.items()}
+            multiplier, shift = quantize_multiplier(factor_of(name, scales))
+            return cls(
+                jnp.asarray(multiplier),
+                jnp.asarray(shift),
+                scales["output_scale"],
+                zero_point,  # type: ignore[arg-type]  # a number becomes an array
+                bias,  # type: ignore[arg-type]
+                qtype=qtype,
+                dtype=dtype,
+                rounding=rounding,
+                low=low,
+                high=high,
+            )
+
+
+def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTensor:
+    """Returns int32 accumulators as a quantized tensor, by integer arithmetic alone.
+
+    The codes are those of TFLite's reference kernels, bit for bit. As there, sums wrap around in
+    int32: with the bias, with the zero point, and, in double rounding, where a positive shift moves
+    the accumulator to the left; in single rounding, a result beyond int32.
+
+    Args:
+      accumulator: int32, any shape.
+      requantization: what to multiply by; its arrays broadcast to `accumulator`.
+
+    Returns:
+      A `QTensor` of the shape of `accumulator`, with the scale and zero point of `requantization`.
+
+    Raises:
+      TypeError: `accumulator` is not int32, or `requantization` is no `Requantization`.
+      ValueError: an array does not broadcast to `accumulator`, or the zero point to the scale.
+
+    Gradient: of the scale, through what reads it; none of integers.
+    NaN and infinities: there are none.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> r = jqx.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
+      >>> jqx.requantize(jnp.array([-8, 0, 24, 100_000]), r).values
+      Array([  2,   3,   5, 127], dtype=int8)
+    """
+    x = as_array("requantize", "accumulator", accumulator)
+    check_dtype("requantize", "accumulator", x, jnp.int32, of="the multiplier's")
+    check_instance(
+        "requantize",
+        "requantization",
+        requantization,
+        Requantization,
+        mend="make one with jqx.Requantization.of(...).",
+    )
+    r = requantization
+    multiplier, shift, scale, zero_point, bias = (
+        _lined_up(name, getattr(r, name), x.shape) for name in _LEAVES
+    )
+    y = x if bias is None else x + bias
+    y = multiply_fixed_point(y, multiplier, shift, r.rounding)
+    y = y if zero_point is None else y + zero_point.astype(jnp.int32)
+    codes = jnp.clip(y, jnp.int32(r.low), jnp.int32(r.high)).astype(format_of(r.qtype).storage)
+    return QTensor(codes, scale, zero_point, qtype=r.qtype, dtype=r.dtype)
+
+
+def requantize_float(
+    y: jax.Array, output: QSpec | tuple[QSpec, Affine], function: str = "dot_general"
+) -> QTensor:
+    """Returns a real result quantized as `output` says: by a spec that finds its scale, or by a
+    spec with a scale and zero point. `function` is what errors name.
+    """
+    spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    check_instance(
+        function,
+        "output",
+        spec,
+        QSpec,
+        mend="pass a QSpec, (QSpec, Affine), or jqx.Requantization.of(...).",
+    )
+    return QTensor.quantize(y, spec, affine)
+
+
+def _integers_of(function: str, qtype: Any) -> Integer:
+    form = format_of(qtype)
+    require_that(
+        isinstance(form, Integer) and form.bits <= 16,
+        error=TypeError,
+        function=function,
+        problem=f"accumulators cannot be requantized to {form.name}.",
+        given=f"qtype {form.name}",
+        expected="an integer format of 16 bits or less, such as jnp.int8",
+        mend="pass such a format, or a QSpec, which quantizes the real result.",
+    )
+    assert isinstance(form, Integer)
+    return form
+
+
+def _integers(field: str, x: Any, form: Integer) -> jax.Array:
+    """Returns an array of codes of `form`; a Python number must be one, so that none wraps."""
+    if isinstance(x, (bool, int, float)):
+        value = check_integer("Requantization", field, x)
+        require_that(
+            form.low <= value <= form.high,
+            error=ValueError,
+            function="Requantization",
+            problem=f"`{field}` is out of the range of {form.name}.",
+            given=f"{field} == {value}",
+            expected=f"an integer in [{form.low}, {form.high}]",
+            mend="pass an integer in this range.",
+        )
+    array = as_like("Requantization", field, x, form.storage)
+    of = "output" if field == "zero_point" else "accumulator"
+    check_dtype("Requantization", field, array, form.storage, of=of)
+    return array
+
+
+def _check_shift(shift: jax.Array) -> None:
+    """Checks values that are known; a traced shift is taken at its word."""
+    if not is_concrete(shift):
+        return
+    least, largest = (int(f(np.asarray(shift), initial=0)) for f in (np.min, np.max))
+    require_that(
+        least >= LEAST_SHIFT and largest <= LARGEST_SHIFT,
+        error=ValueError,
+        function="Requantization",
+        problem="`shift` is out of range.",
+        given=f"shifts from {least} to {largest}",
+        expected=f"{LEAST_SHIFT} to {LARGEST_SHIFT}, negative for a factor below a half",
+        mend="compute it with jqx.Requantization.of(...).",
+    )
+
+
+def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
+    """Returns `x` with the rank of the accumulators, axes of size 1 in front."""
+    if x is None:
+        return None
+    missing = len(shape) - x.ndim
+    require_that(
+        missing >= 0 and all(m in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True)),
+        error=ValueError,
+        function="requantize",
+        problem=f"`{field}` does not fit the accumulators.",
+        given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
+        expected="the last axes of the accumulators, each of size 1 or theirs",
+        mend="reshape the scales: the size of the result along the axes they have, 1 elsewhere.",
+    )
+    return jnp.reshape(x, (1,) * missing + x.shape)
+
+
+_LEAVES = ("multiplier", "shift", "scale", "zero_point", "bias")
+_STATIC = ("qtype", "dtype", "rounding", "low", "high")
+
+
+def _flatten(r: Requantization) -> tuple[tuple, tuple]:
+    return tuple(getattr(r, name) for name in _LEAVES), tuple(getattr(r, n) for n in _STATIC)
+
+
+def _flatten_with_keys(r: Requantization) -> tuple[tuple, tuple]:
+    leaves, static = _flatten(r)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _LEAVES)
+    return tuple(zip(keys, leaves, strict=True)), static
+
+
+def _unflatten(static: Any, leaves: Any) -> Requantization:
+    """Rebuilds without checks: a tree may hold anything in place of its arrays."""
+    r = object.__new__(Requantization)
+    for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
+        object.__setattr__(r, name, value)
+    return r
+
+
+jax.tree_util.register_pytree_with_keys(Requantization, _flatten_with_keys, _unflatten, _flatten)

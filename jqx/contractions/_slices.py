@@ -1,0 +1,159 @@
+"""A large operand in slices, one after another, so that no temporary is as large as it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics import format_of
+from ..tensor import Layout, Packing, QTensor
+from ._dimensions import Dimensions
+
+
+class Cut(NamedTuple):
+    """How an axis of a QTensor is cut into slices.
+
+    A packed axis holds runs of codes over each other, `runs` of them in each byte: a slice of its
+    bytes holds the slices of every run, one after another.
+
+    Attributes:
+      axis: of the QTensor.
+      runs: how many, 1 where it is not packed.
+      size: elements of a run in a slice.
+      number: how many full slices.
+    """
+
+    axis: int
+    runs: int
+    size: int
+    number: int
+
+
+def in_slices(
+    lhs: jax.Array,
+    rhs: QTensor,
+    dimensions: Dimensions,
+    count: int,
+    compute: Callable[[jax.Array, QTensor], jax.Array],
+) -> jax.Array:
+    """Returns `compute(lhs, rhs)`, for about `count` slices of the right operand in turn.
+
+    Slices run along the first axis that can be cut, so that they are contiguous in memory: on CPU
+    others take many times longer to read in a loop. Along a contracted axis the results are summed.
+
+    Args:
+      lhs: array.
+      rhs: QTensor; packed or not.
+      dimensions: of the contraction that `compute` does; its result has their axes.
+      count: how many slices; 1 for the whole.
+      compute: contracts a slice of both; linear in either.
+    """
+    cuts = (_cut(rhs, axis, count) for axis in range(rhs.ndim))
+    cut = next((cut for cut in cuts if cut is not None), None)
+    if count <= 1 or cut is None:
+        return compute(lhs, rhs)
+    lhs_axis = dimensions.partner(cut.axis)
+    n = rhs.shape[cut.axis]
+    left = lhs if lhs_axis is None else _in_parts(lhs, lhs_axis, cut, n)
+    right = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, rhs), rhs)
+
+    def slice_at(i: Any) -> jax.Array:
+        part = left if lhs_axis is None else _at(left, i)
+        return compute(part, _laid_out(jax.tree.map(lambda leaf: _at(leaf, i), right), cut, rhs))
+
+    full = cut.runs * cut.size * cut.number
+    rest = None
+    if full < n:
+        key = (slice(None),) * cut.axis + (slice(full, n),)
+        tail = lhs if lhs_axis is None else lax.slice_in_dim(lhs, full, n, axis=lhs_axis)
+        rest = compute(tail, rhs[key])
+    if cut.axis in dimensions.rhs_contracting:
+        start = slice_at(0) if rest is None else rest + slice_at(0)
+        steps = jnp.arange(1, cut.number)
+        return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
+    _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
+    at = dimensions.output_axis(cut.axis)
+    shape = parts.shape[1:]
+    parts = parts.reshape(cut.number, *shape[:at], cut.runs, cut.size, *shape[at + 1 :])
+    y = jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], full, *shape[at + 1 :])
+    return y if rest is None else jnp.concatenate([y, rest], axis=at)
+
+
+def slice_along(x: Any, axis: int, start: Any, size: int) -> Any:
+    """Slices an array, or a QTensor without blocks along the axis; `start` may be traced."""
+    n = x.shape[axis]
+
+    def sliced(leaf: jax.Array) -> jax.Array:
+        own = leaf.shape[axis] == n and n > 1
+        return lax.dynamic_slice_in_dim(leaf, start, size, axis) if own else leaf
+
+    return jax.tree.map(sliced, x)
+
+
+def _cut(q: QTensor, axis: int, count: int) -> Cut | None:
+    """Returns how to cut an axis in about `count` slices, not through blocks; `None` if it is too
+    short, or packed so that it cannot be cut.
+    """
+    n, block = q.shape[axis], q.groups.sizes[axis]
+    block = 1 if block == n else block
+    runs = 1
+    packing = None if q.layout is None else q.layout.packing
+    if packing is not None and packing.axis + q.ndim == axis:
+        bits = format_of(q.qtype).bits
+        if bits not in (1, 2, 4) or n * bits % 8:
+            return None
+        runs = 8 // bits
+    length = n // runs
+    if count < 2 or length < 2 * block or (runs > 1 and length % block):
+        return None
+    blocks = -(-length // block)
+    counts = [c for c in range(count, 4 * count) if blocks % c == 0]
+    if counts and length % block == 0:
+        return Cut(axis, runs, length // counts[0], counts[0])
+    if runs > 1:
+        counts = [c for c in range(count, 1, -1) if blocks % c == 0]
+        return Cut(axis, runs, length // counts[0], counts[0]) if counts else None
+    size = max(1, blocks // count) * block
+    return Cut(axis, 1, size, length // size)
+
+
+def _in_parts(x: jax.Array, axis: int, cut: Cut, n: int) -> jax.Array:
+    """Brings the slices of an axis to the front; what is left after the full ones stays out."""
+    size = cut.size * x.shape[axis] // n  # as many elements as blocks, where x has one for each
+    full = size * cut.number * cut.runs
+    x = lax.slice_in_dim(x, 0, full, axis=axis)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    parts = x.reshape(*before, cut.runs, cut.number, size, *after)
+    parts = jnp.moveaxis(parts, axis + 1, 0)
+    return parts.reshape(cut.number, *before, cut.runs * size, *after)
+
+
+def _in_parts_of(leaf: jax.Array, cut: Cut, q: QTensor) -> jax.Array:
+    """Brings the slices of a leaf of a QTensor to the front: of codes, bytes or parameters."""
+    n, m = q.shape[cut.axis], leaf.shape[cut.axis]
+    if m == 1:
+        return jnp.broadcast_to(leaf, (cut.number, *leaf.shape))
+    if leaf is q.values and cut.runs > 1:
+        return _in_parts(leaf, cut.axis, cut._replace(runs=1), m)
+    if m < n and n % m:  # blocks with a tail: one entry for each block
+        block = q.groups.sizes[cut.axis]
+        return _in_parts(leaf, cut.axis, cut._replace(size=cut.size // block), m)
+    return _in_parts(leaf, cut.axis, cut, n)
+
+
+def _laid_out(part: QTensor, cut: Cut, q: QTensor) -> QTensor:
+    """Gives a slice of a packed axis the layout of its length."""
+    if cut.runs == 1:
+        return part
+    packing = Packing(cut.axis - q.ndim, cut.runs * cut.size)
+    return dataclasses.replace(part, layout=Layout(packing))
+
+
+def _at(x: jax.Array, i: Any) -> jax.Array:
+    if x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8):
+        # XLA on CPU would convert all such codes before the loop; tied to its step, it does not.
+        x, i = lax.optimization_barrier((x, i))
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)

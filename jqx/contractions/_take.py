@@ -1,0 +1,190 @@
+"""`take` on arrays and QTensors: an embedding lookup that dequantizes the rows taken, no others."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from .._checks import as_array, name_of, normalize_axes, require_that
+from ..calibrators import Groups
+from ..tensor import QTensor
+from ._dot_general import Operand
+
+MODES = (None, "fill", "clip", "wrap")
+
+
+def take(
+    operand: Operand,
+    indices: ArrayLike,
+    axis: int | None = None,
+    *,
+    mode: str | None = None,
+    fill_value: float | None = None,
+) -> jax.Array:
+    """Takes indices along an axis of an array or QTensor; as `jax.numpy.take`.
+
+    Codes, scales and zero points are gathered, and what was taken is dequantized. Packed codes are
+    unpacked after, too, unless it is the packed axis (or all of them) that is taken from. The
+    result is that of `jax.numpy.take(operand.dequantize(), ...)`, bit for bit.
+
+    Args:
+      operand: array or QTensor, any shape.
+      indices: integers, any shape; negative ones count from the end, but are out of bounds for
+        `mode="clip"`.
+      axis: the axis to take from; `None` takes from the flattened array.
+      mode: what an index out of bounds gives: `"fill"` (or `None`) `fill_value`, `"clip"` the
+        nearest element, `"wrap"` the one at the index modulo the length.
+      fill_value: a number, for `mode="fill"`; `None` means NaN.
+
+    Returns:
+      Array of the dtype of `operand`, its shape with `axis` replaced by the shape of `indices`.
+
+    Raises:
+      ValueError: there is no such axis or mode, or `fill_value` is given for a mode that fills
+        nothing.
+      TypeError: `indices` are not integers.
+      IndexError: indices are taken from an axis of length 0.
+
+    Gradient: by JAX, of the scale; none of codes.
+    NaN and infinities: NaN out of bounds, unless `fill_value` says otherwise; scales as in
+      `QTensor.dequantize`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> table = jnp.array([[1.0, 127.0], [-254.0, 2.0], [3.0, -381.0]])
+      >>> q = jqx.QTensor.quantize(table, jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+      >>> jqx.take(q, jnp.array([2, 0]), axis=0)
+      Array([[   3., -381.],
+             [   1.,  127.]], dtype=float32)
+    """
+    _check_mode(mode, fill_value)
+    if not isinstance(operand, QTensor):
+        return jnp.take(operand, indices, axis=axis, mode=mode, fill_value=fill_value)
+    q, indices = operand, as_array("take", "indices", indices)
+    if axis is not None:
+        (axis,) = normalize_axes("take", axis, q.ndim, argument="axis")
+    n = q.size if axis is None else q.shape[axis]
+    _check_indices(indices, n, q)
+    places, inside = _places(indices, n, mode)
+    rows = _elements(q, places) if axis is None else _rows(q, places, axis)
+    if inside is None:
+        return rows
+    fill = jnp.asarray(math.nan if fill_value is None else fill_value, q.dtype)
+    before = axis or 0
+    after = rows.ndim - before - indices.ndim
+    return jnp.where(inside.reshape((1,) * before + indices.shape + (1,) * after), rows, fill)
+
+
+def take_along(q: Any, places: jax.Array, axis: int) -> Any:
+    """Takes places, a vector of indices in range, along an axis of an array or QTensor whose codes
+    are not packed along it.
+    """
+    if not isinstance(q, QTensor):
+        return jnp.take(q, places, axis=axis, mode="clip")
+    swapped = q.layout is not None and q.layout.swapped and axis >= q.ndim - 2
+    stored_axis = 2 * q.ndim - 3 - axis if swapped else axis
+    groups, zero_point = q.groups, q.zero_point
+    if zero_point is not None:
+        zero_point = take_entries(zero_point, places, axis, groups)
+    # What `blocks` says of other axes stays true; along this one, entries are shared or own.
+    return dataclasses.replace(
+        q,
+        values=take_along(q.values, places, stored_axis),
+        scale=take_entries(q.scale, places, axis, groups),
+        zero_point=zero_point,
+    )
+
+
+def take_entries(parameter: Any, places: jax.Array, axis: int, groups: Groups) -> Any:
+    """Takes the entries of a scale or zero point that elements at `places` have; a shared one
+    stays.
+    """
+    if parameter.shape[axis] == 1:
+        return parameter
+    return take_along(parameter, places // groups.sizes[axis], axis)
+
+
+def _rows(q: QTensor, places: jax.Array, axis: int) -> jax.Array:
+    """Returns what stands at places along an axis, dequantized."""
+    packing = None if q.layout is None else q.layout.packing
+    if packing is not None and packing.axis + q.ndim == axis:
+        q = q.unpack()
+    # One axis of places, so that no axis that the layout counts from the last moves.
+    rows = take_along(q, places.reshape(-1), axis).dequantize()
+    return rows.reshape(*q.shape[:axis], *places.shape, *q.shape[axis + 1 :])
+
+
+def _elements(q: QTensor, places: jax.Array) -> jax.Array:
+    """Returns what stands at places of the flattened array, dequantized.
+
+    By coordinates: flattened, few scales could follow.
+    """
+    q = q.unpack() if q.ndim else q[None]
+    return q[jnp.unravel_index(places, q.shape)].dequantize()
+
+
+def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns indices in `[0, n)`, and, where a mode fills, which of them were in bounds."""
+    if mode == "wrap":
+        wide = indices if indices.dtype.itemsize >= 4 else as_signed(indices, n)
+        return as_signed(wide % n, n), None
+    indices = as_signed(indices, n)
+    if mode == "clip":
+        return jnp.clip(indices, 0, n - 1), None
+    indices = jnp.where(indices < 0, indices + n, indices)
+    return jnp.clip(indices, 0, n - 1), (indices >= 0) & (indices < n)
+
+
+def as_signed(indices: jax.Array, n: int) -> jax.Array:
+    """Returns indices as int32 (int64 if they are as wide); those beyond `n` as `n`, where a signed
+    integer might not hold them.
+    """
+    signed = jnp.dtype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
+    if jnp.iinfo(indices.dtype).max > jnp.iinfo(signed).max:
+        indices = jnp.minimum(indices, n)
+    return indices.astype(signed)
+
+
+def _check_mode(mode: str | None, fill_value: float | None) -> None:
+    require_that(
+        mode in MODES,
+        error=ValueError,
+        function="take",
+        problem="there is no such mode.",
+        given=f"mode == {mode!r}",
+        expected=f"one of {', '.join(map(repr, MODES))}",
+        mend="pass one of these.",
+    )
+    require_that(
+        fill_value is None or mode in (None, "fill"),
+        error=ValueError,
+        function="take",
+        problem="`fill_value` fills nothing.",
+        given=f"fill_value with mode == {mode!r}",
+        expected="a fill_value for mode='fill' alone",
+        mend="drop one of the two.",
+    )
+
+
+def _check_indices(indices: jax.Array, n: int, q: QTensor) -> None:
+    require_that(
+        jnp.issubdtype(indices.dtype, jnp.integer),
+        error=TypeError,
+        function="take",
+        problem="`indices` are not integers.",
+        given=f"indices.dtype == {name_of(indices.dtype)}",
+        expected="an integer dtype",
+        mend="convert them: indices.astype(jnp.int32).",
+    )
+    require_that(
+        n > 0 or indices.size == 0,
+        error=IndexError,
+        function="take",
+        problem="there is nothing to take from.",
+        given=f"shape {q.shape}, and indices of shape {indices.shape}",
+        expected="an axis of length 1 or more",
+        mend="take from another axis, or no indices.",
+    )

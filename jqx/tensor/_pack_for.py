@@ -1,0 +1,78 @@
+"""`pack_for`: the weights of a tree, laid out once for the target that contracts them."""
+
+from typing import Any
+
+import jax
+from jax.tree_util import keystr
+
+from .._checks import require_that
+from ._qtensor import QTensor
+from ._targets import check_target, lay_out_for
+
+
+def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
+    """Lays out every QTensor of a tree as a target contracts it fastest.
+
+    Once, at load: files keep the plain layout. The real arrays stay what they are, and so do shape,
+    scale and zero point; `unpack` takes the layout back, bit for bit.
+
+    | target | scales per channel, or one | scales in blocks along the contracted axis |
+    |---|---|---|
+    | `"cpu"` | [N, K], contracted axis last | [K, N], contracted axis before the other |
+    | `"gpu"` | [N, K] | [K, N] |
+    | `"tpu"` | [K, N] | [K, N] |
+
+    On CPU, codes of `jnp.int2`, `jnp.int4` and their unsigned twins take a byte each; elsewhere
+    they stay what they are. Packed codes are unpacked.
+
+    Args:
+      tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.
+        The arrays may be `jax.ShapeDtypeStruct`. The last two axes of a QTensor are its matrix: one
+        of fewer axes is returned as it is, and so is one that lies as the target wants it. Where
+        each index of both has its own scale, neither can be contracted: their order stays.
+      target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it.
+      contracted: the axis to be contracted, -2 or -1, for QTensors whose scales do not tell; `None`
+        takes -2, as in `x @ w`. Scales tell where one of the two axes has a scale for each index
+        (the other is contracted), or else where one alone has blocks (it is).
+
+    Returns:
+      The same tree, with QTensors of the same shapes, dtypes and formats.
+
+    Raises:
+      ValueError: the tree holds no QTensor; the target is unknown; `contracted` is neither of the
+        last two axes, or contradicts a scale.
+
+    Gradient: by JAX, of scales; none of codes.
+    NaN and infinities: kept; nothing is computed.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.ones((4, 3)), jqx.QSpec(jnp.int4, jqx.per_axis(1)))
+      >>> packed = jqx.pack_for({"w": w, "b": jnp.zeros(3)}, "cpu")["w"]
+      >>> packed.shape, packed.values.shape, packed.values.dtype
+      ((4, 3), (3, 4), dtype('int8'))
+      >>> packed.layout
+      Layout(packing=None, swapped=True, widened=True)
+    """
+    check_target("pack_for", target, contracted)
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
+    require_that(
+        any(_is_quantized(leaf) for _, leaf in flat),
+        error=ValueError,
+        function="pack_for",
+        problem="there is no QTensor to lay out.",
+        given=f"a tree of {len(flat)} leaves" if flat else "a tree without leaves",
+        expected="one QTensor or more among them",
+        mend="pass what jqx.quantize_params returns.",
+    )
+    leaves = []
+    for path, leaf in flat:
+        if _is_quantized(leaf):
+            place = f" at {keystr(path, simple=True, separator='/')!r}" if path else ""
+            leaf = lay_out_for("pack_for", leaf, target, contracted, place)
+        leaves.append(leaf)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QTensor)

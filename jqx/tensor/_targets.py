@@ -1,0 +1,89 @@
+"""Which layout of a weight each target contracts fastest.
+
+A scale per channel leaves the product of whole rows: [N, K], the contracted axis last, reads both
+operands along their rows. Blocks along the contracted axis become a batch axis: [K, N] keeps each
+block in one piece. TPUs turn their operands as they load them, and take [K, N] for both. XLA on CPU
+keeps jnp.int4 a byte each, and takes 5 times as long to convert it as int8.
+"""
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._checks import require_that
+from ..numerics import format_of
+from ._layout import Layout, can_widen, lay_out
+
+T = TypeVar("T", bound=Any)
+"""A QTensor; its own file imports this one."""
+
+TARGETS = ("cpu", "gpu", "tpu")
+
+
+def check_target(function: str, target: Any, contracted: Any) -> None:
+    """Checks the arguments of `pack_for` that are no tensors."""
+    require_that(
+        isinstance(target, str) and target in TARGETS,
+        error=ValueError,
+        function=function,
+        problem="`target` is unknown.",
+        given=f"target == {target!r}"
+        if isinstance(target, str)
+        else f"an object of type {type(target).__name__}",
+        expected=f"one of {', '.join(map(repr, TARGETS))}",
+        mend="pass one of these, such as jax.default_backend().",
+    )
+    require_that(
+        contracted is None
+        or (isinstance(contracted, (int, np.integer)) and contracted in (-2, -1)),
+        error=ValueError,
+        function=function,
+        problem="`contracted` is neither of the last two axes.",
+        given=f"contracted == {contracted!r}"
+        if isinstance(contracted, (int, float))
+        else f"an object of type {type(contracted).__name__}",
+        expected="-2 or -1, counted from the last axis, or None",
+        mend="leave it out where the scale tells, or pass -2 for x @ w.",
+    )
+
+
+def lay_out_for(function: str, q: T, target: str, contracted: int | None, place: str = "") -> T:
+    """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors."""
+    if q.ndim < 2:
+        return q
+    axis = _contracted_axis(function, q, contracted, place)
+    widened = target == "cpu" and can_widen(format_of(q.qtype))
+    if axis is None:
+        return lay_out(q, Layout(widened=widened))
+    comes_last = target != "tpu" and not _is_blocked(q, axis)
+    return lay_out(q, Layout(swapped=comes_last == (axis == -2), widened=widened))
+
+
+def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) -> int | None:
+    """Returns which of the last two axes is contracted, as the scale says or else as asked for;
+    `None` where each index of both has its own scale, so that neither can be.
+    """
+    own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
+    blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
+    if len(own) == 1:
+        found, why = -3 - own[0], f"axis {own[0]} has a scale for each index"
+    elif len(blocked) == 1:
+        found, why = blocked[0], f"axis {blocked[0]} has its scales in blocks"
+    elif own:
+        found, why = None, "each index of both axes has its own scale"
+    else:
+        return -2 if contracted is None else int(contracted)
+    require_that(
+        contracted is None or contracted == found,
+        error=ValueError,
+        function=function,
+        problem="`contracted` contradicts the scale.",
+        given=f"contracted == {contracted} for {q!r}{place}",
+        expected=f"contracted == {found}: {why}",
+        mend="leave `contracted` out.",
+    )
+    return found
+
+
+def _is_blocked(q: Any, axis: int) -> bool:
+    return 1 < q.groups.sizes[axis] < q.shape[axis]

@@ -1,0 +1,301 @@
+"""What the contractions accept, as a table of cells; the README's support matrix is made from it.
+
+A cell is an operation, the kinds of its operands, who shares their scales, and how their codes lie.
+`is_claimed` says which cells work; `test_support.py` computes those and sees that all others raise.
+
+    python -m tests.contractions.support     prints the matrix
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jqx
+from jqx import numerics
+
+from .blocks import magnitudes, real_values
+from .oracles import contraction
+
+K = 64
+"""Elements of the contracted axis in the small cells; a block has 32, a tail 8 of them fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of operand.
+
+    Attributes:
+      family: floats, integers, wide integers, decoded formats, block formats.
+      qtype: `None` for an array.
+      dtype: of the real array.
+      zero_point: whether it has one.
+    """
+
+    family: str
+    qtype: Any = None
+    dtype: str = "float32"
+    zero_point: bool = False
+
+
+FLOAT, INTEGER, WIDE, DECODED, BLOCK = "float", "integer", "int16", "float8, nf4", "MX, NVFP4"
+
+KINDS = {
+    "float32": Kind(FLOAT),
+    "bfloat16": Kind(FLOAT, dtype="bfloat16"),
+    "int8": Kind(INTEGER, jnp.int8),
+    "int8 with zero point": Kind(INTEGER, jnp.int8, zero_point=True),
+    "uint8 with zero point": Kind(INTEGER, jnp.uint8, zero_point=True),
+    "int4": Kind(INTEGER, jnp.int4),
+    "uint4 with zero point": Kind(INTEGER, jnp.uint4, zero_point=True),
+    "int3": Kind(INTEGER, numerics.int3),
+    "int16": Kind(WIDE, jnp.int16),
+    "float8_e4m3fn": Kind(DECODED, jnp.float8_e4m3fn),
+    "float8_e5m2": Kind(DECODED, jnp.float8_e5m2),
+    "nf4": Kind(DECODED, numerics.nf4),
+    "mxfp8": Kind(BLOCK, numerics.mxfp8_e4m3),
+    "mxfp4": Kind(BLOCK, numerics.mxfp4),
+    "nvfp4": Kind(BLOCK, numerics.nvfp4),
+}
+SHARINGS = ("tensor", "axis", "block", "tail")
+LAYOUTS = ("plain", "packed", "pack_for")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of a cell."""
+
+    kind: str
+    sharing: str = "axis"
+    layout: str = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """An operation on two operands."""
+
+    op: str
+    lhs: Operand
+    rhs: Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An operation: shapes, and which axis of each operand is contracted, given how many products.
+
+    Attributes:
+      shapes: of both operands, for `k` elements of the contracted axis and `n` columns.
+      contracted: the axis of each.
+      kept: the axes of each that may have their own scales.
+      apply: the operation of jqx.
+      reference: the same in NumPy.
+    """
+
+    shapes: Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...]]]
+    contracted: tuple[int, int]
+    kept: tuple[tuple[int, ...], tuple[int, ...]]
+    apply: Callable[[Any, Any], jax.Array]
+    reference: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+WINDOW: dict[str, Any] = {
+    "window_strides": (1, 1),
+    "padding": ((1, 0), (0, 1)),
+    "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+}
+GROUP_SIZES = (2, 0, 3)
+BATCHED = (((2,), (1,)), ((0,), (0,)))
+
+
+def _ragged(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    groups = np.repeat(np.arange(len(GROUP_SIZES)), GROUP_SIZES)
+    return np.einsum("mk,mkn->mn", lhs, rhs[groups])
+
+
+def _conv(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    with jax.enable_x64(True):
+        return np.asarray(lax.conv_general_dilated(jnp.asarray(lhs), jnp.asarray(rhs), **WINDOW))
+
+
+OPS = {
+    "dot_general": Op(
+        lambda k, n: ((2, 3, k), (2, k, n)),
+        (2, 1),
+        ((0, 1), (0, 2)),
+        lambda a, b: jqx.dot_general(a, b, BATCHED),
+        lambda a, b: contraction(a, b, BATCHED),
+    ),
+    "matmul": Op(lambda k, n: ((3, k), (k, n)), (1, 0), ((0,), (1,)), jqx.matmul, np.matmul),
+    "einsum": Op(
+        lambda k, n: ((k, 3), (n, k)),
+        (0, 1),
+        ((1,), (0,)),
+        lambda a, b: jqx.einsum("kb,nk->nb", a, b),
+        lambda a, b: np.einsum("kb,nk->nb", a, b),
+    ),
+    "conv_general_dilated": Op(
+        lambda k, n: ((2, 3, 4, k), (2, 2, k, n)),
+        (3, 2),
+        ((0,), (3,)),
+        lambda a, b: jqx.conv_general_dilated(a, b, **WINDOW),
+        _conv,
+    ),
+    "ragged_dot": Op(
+        lambda k, n: ((5, k), (3, k, n)),
+        (1, 1),
+        ((0,), (0, 2)),
+        lambda a, b: jqx.ragged_dot(a, b, jnp.array(GROUP_SIZES)),
+        _ragged,
+    ),
+}
+
+
+def is_possible(operand: Operand) -> bool:
+    """Whether there is such an operand at all."""
+    kind = KINDS[operand.kind]
+    if kind.qtype is None:
+        return operand == Operand(operand.kind)
+    bits = numerics.format_of(kind.qtype).bits
+    if operand.layout == "packed" and bits >= 8:
+        return False
+    return kind.family != BLOCK or operand.sharing in ("block", "tail")
+
+
+def is_claimed(cell: Cell) -> bool:
+    """Whether the documentation says that a cell works."""
+    families = {KINDS[cell.lhs.kind].family, KINDS[cell.rhs.kind].family}
+    # Integers of more than 8 bits are not convolved with integers.
+    return not (
+        cell.op == "conv_general_dilated" and WIDE in families and families <= {INTEGER, WIDE}
+    )
+
+
+def cells(op: str, *, everything: bool) -> Iterator[Cell]:
+    """Yields the cells of an operation: every pair of kinds, and every pair of ways to share scales
+    and to lay out codes for kinds beside float32 and int8; or the product of all.
+    """
+    plain = [usual(kind) for kind in KINDS]
+    every = [
+        Operand(*fields)
+        for fields in itertools.product(KINDS, SHARINGS, LAYOUTS)
+        if is_possible(Operand(*fields))
+    ]
+    if everything:
+        pairs = itertools.product(every, every)
+    else:
+        beside = [Operand("float32"), Operand("int8"), Operand("uint8 with zero point", "block")]
+        pairs = itertools.chain(
+            itertools.product(plain, plain),
+            itertools.product(beside, every),
+            itertools.product(every, beside),
+        )
+    seen = set()
+    for lhs, rhs in pairs:
+        quantized = [KINDS[operand.kind].qtype is not None for operand in (lhs, rhs)]
+        if any(quantized) and (lhs, rhs) not in seen:
+            seen.add((lhs, rhs))
+            yield Cell(op, lhs, rhs)
+
+
+def usual(kind: str) -> Operand:
+    """One of a kind: a scale for each index of a kept axis, or blocks where they must be."""
+    if KINDS[kind].qtype is None:
+        return Operand(kind)
+    return Operand(kind, "block" if KINDS[kind].family == BLOCK else "axis")
+
+
+@functools.cache
+def operand(op: str, side: int, described: Operand, k: int, n: int) -> Any:
+    """Makes an operand of a cell, random, of different magnitudes from place to place."""
+    shape = OPS[op].shapes(k, n)[side]
+    kind = KINDS[described.kind]
+    rng = np.random.default_rng([side, len(shape), len(described.kind)])
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 3, shape) + 0.25
+    x = jnp.asarray(x, kind.dtype)
+    if kind.qtype is None:
+        return x
+    contracted, kept = OPS[op].contracted[side], OPS[op].kept[side]
+    spec = jqx.QSpec(
+        kind.qtype,
+        _granularity(described.sharing, kind, contracted, kept, len(shape)),
+        symmetric=not kind.zero_point,
+        calibrator=jqx.calibrators.minmax if kind.zero_point else jqx.calibrators.absmax,
+    )
+    pack = contracted if described.layout == "packed" else None
+    q = jqx.QTensor.quantize(x, spec, pack=pack)
+    return jqx.pack_for(q, "cpu") if described.layout == "pack_for" else q
+
+
+def _granularity(
+    sharing: str, kind: Kind, contracted: int, kept: tuple[int, ...], rank: int
+) -> Any:
+    if sharing == "tensor":
+        return jqx.per_tensor()
+    if sharing == "axis":
+        return jqx.per_axis(*kept)
+    form = numerics.format_of(kind.qtype)
+    size = form.size if isinstance(form, numerics.Block) else 32
+    own = range(rank) if kind.family == BLOCK else kept
+    sizes = {axis: 1 for axis in own} | {contracted: size}
+    return jqx.per_block(sizes, tail=sharing == "tail")
+
+
+def products(op: str, k: int) -> int:
+    """How many products each element of the result sums."""
+    return 4 * k if op == "conv_general_dilated" else k
+
+
+def error(cell: Cell, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the difference of the result from float64, and the sum of magnitudes behind it."""
+    op = OPS[cell.op]
+    lhs = operand(cell.op, 0, cell.lhs, k, n)
+    rhs = operand(cell.op, 1, cell.rhs, k, n)
+    with jax.numpy_dtype_promotion("standard"):
+        result = jax.jit(op.apply)(lhs, rhs)
+        assert result.dtype == jnp.promote_types(lhs.dtype, rhs.dtype)
+    expected = op.reference(real_values(lhs), real_values(rhs))
+    assert result.shape == expected.shape
+    return np.abs(np.asarray(result, np.float64) - expected), op.reference(
+        magnitudes(lhs), magnitudes(rhs)
+    )
+
+
+def matrix() -> str:
+    """Returns the support matrix in Markdown."""
+    families = (FLOAT, INTEGER, WIDE, DECODED, BLOCK)
+    by_family = {f: [name for name, kind in KINDS.items() if kind.family == f] for f in families}
+    lines = [
+        "| left \\ right | " + " | ".join(families) + " |",
+        "|---" * (1 + len(families)) + "|",
+    ]
+    for left in families:
+        row = [left]
+        for right in families:
+            if left == right == FLOAT:
+                row.append("(lax)")
+                continue
+            works = [
+                op
+                for op in OPS
+                if all(
+                    is_claimed(Cell(op, Operand(a), Operand(b)))
+                    for a in by_family[left]
+                    for b in by_family[right]
+                )
+            ]
+            missing = [op for op in OPS if op not in works]
+            row.append(
+                "all" if not missing else "all but " + ", ".join(f"`{op}`" for op in missing)
+            )
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(matrix())

@@ -1,0 +1,365 @@
+"""How convolutions are computed: what is chosen, what it holds in memory, what it is lowered to."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import numerics
+
+from ..numerics.oracles import as_float64, assert_floats
+from ..tensor.tensors import tensor
+from .conv_cases import case, powers, spread, uniform
+from .convolutions import NHWC, convolution
+from .oracles import gamma
+
+plain = functools.partial(
+    jqx.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
+)
+CHOSEN = {
+    "integers": (case("int8", "uint8"), ["conv_integer", "conv_integer"]),
+    "depthwise": (
+        case("int8", "uint8", groups="depthwise, two outputs"),
+        ["conv_depthwise", "conv_integer"],
+    ),
+    "kernel": (case("float32", "int8", of_kernel="outputs"), ["conv_convert"] * 2),
+    "depthwise kernel": (case("float32", "int8", groups="depthwise"), ["conv_convert"] * 2),
+    "large kernel": (case("float32", "int8", size="large"), ["conv_tiles", "conv_convert"]),
+    "zero points": (case("float32", "uint4 with zero points"), ["conv_dequantize"] * 2),
+    "blocks": (case("bfloat16", "nf4", of_kernel="taps"), ["conv_dequantize"] * 2),
+    "large blocks": (
+        case("float32", "nf4", size="large", of_kernel="outputs and input blocks"),
+        ["conv_tiles", "conv_dequantize"],
+    ),
+    "two formats": (case("e4m3", "int8"), ["conv_convert"] * 2),
+    "one tap, integers": (case("int8", "uint8", taps="one"), ["integer"] * 2),
+    "one tap, large": (case("float32", "int8", taps="one", size="large"), ["digits", "convert"]),
+    "one tap, padded": (
+        case("int8", "int8", taps="one", padding="pairs"),
+        ["conv_integer", "conv_integer"],
+    ),
+    "one tap, in groups": (
+        case("int8", "int8", taps="one", groups="two"),
+        ["conv_integer", "conv_integer"],
+    ),
+    "one tap, holes": (
+        case("float32", "int8", taps="one", padding="pairs", steps="holes"),
+        ["conv_convert"] * 2,
+    ),
+    "two arrays": (case("float32", "float32"), []),
+}
+
+
+@pytest.mark.parametrize("some, names", CHOSEN.values(), ids=CHOSEN)
+def test_formulations_tell_what_is_chosen(some, names):
+    lhs, rhs = some.operands(uniform)
+    chosen = jqx.formulations(some.convolve)(lhs.value, rhs.value)
+    assert [name for one in chosen for name in (one.cpu.name, one.elsewhere.name)] == names
+
+
+@pytest.mark.parametrize("left", ["int8", "float32"])
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
+def test_a_kernel_of_one_tap_is_a_matrix(left, strides):
+    """Bit by bit the product of the pixels that the strides reach."""
+    some = case(left, "uint8 with zero points", taps="one", of_kernel="outputs and input blocks")
+    x, w = (operand.value for operand in some.operands(uniform))
+    pixels = x[:, :: strides[0], :: strides[1]]
+    expected = jqx.dot_general(pixels, w[0, 0], (((3,), (0,)), ((), ())))
+    y = plain(x, w, window_strides=strides)
+    np.testing.assert_array_equal(y, expected, strict=True)
+
+
+def test_a_kernel_of_one_tap_over_an_image_with_holes_is_none():
+    x, w = (operand for operand in case("int8", "int8", taps="one").operands(powers))
+    options = {"padding": ((0, 0), (0, 0)), "lhs_dilation": (2, 1)}
+    expected = convolution(x.real, w.real, (1, 1), **options)
+    assert_floats(plain(x.value, w.value, **options), expected, np.float32)
+
+
+def highest(shape, scale=None):
+    """Codes of 255 with a zero point of 0: each product is as large as any."""
+    return tensor(np.full(shape, 255), "uint8", scale, np.zeros((1,) * len(shape)))
+
+
+LONG = {
+    "features": ((1, 9, 8000), (9, 8000, 2), {}, [1]),
+    "features of a group": ((1, 9, 8000), (9, 4000, 4), {"feature_group_count": 2}, [1]),
+    "features, batch in groups": ((2, 9, 8000), (9, 8000, 2), {"batch_group_count": 2}, [1]),
+    "taps": ((1, 40000, 2), (40000, 2, 2), {}, [1]),
+    "a block": ((1, 11000, 8), (11000, 8, 2), {}, [1, 0.5]),
+}
+LIMIT = (2**31 - 1) // 255**2
+
+
+NOT_SPLIT = ("features of a group", "taps", "a block")
+"""Long sums that are refused: there is no input feature to split them at."""
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_a_sum_beyond_int32_that_is_not_split_is_refused(name):
+    image, kernel, options, blocks = LONG[name]
+    scale = jnp.repeat(jnp.array(blocks, jnp.float32), 1).reshape(1, -1, 1)
+    w = highest(kernel, scale)
+    with pytest.raises(ValueError, match="does not fit int32"):
+        jqx.conv_general_dilated(
+            highest(image), w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), **options
+        )
+
+
+@pytest.mark.parametrize(
+    "image, kernel, options, blocks",
+    [LONG[name] for name in LONG if name not in NOT_SPLIT],
+    ids=[name for name in LONG if name not in NOT_SPLIT],
+)
+def test_a_sum_beyond_int32_is_split(image, kernel, options, blocks):
+    """Parts below 2**31, each rounded once to float32 and scaled twice, and summed."""
+    scale = np.reshape(blocks, (1, 1, -1))
+    assert kernel[0] * kernel[1] > LIMIT
+    options = {"dimension_numbers": ("NHC", "HIO", "NHC"), **options}
+    y = jqx.conv_general_dilated(highest(image, scale), highest(kernel), (1,), "VALID", **options)
+    expected = 255**2 * kernel[0] * kernel[1] * np.mean(blocks)
+    parts = kernel[1] * math.ceil(kernel[0] / LIMIT)  # as many as that at most
+    assert y.shape == (1, 1, kernel[2])
+    assert np.all(np.abs(as_float64(y) - expected) <= gamma(parts + 3) * expected)
+
+
+def test_the_longest_sum_allowed_is_one_convolution():
+    def convolutions(features):
+        x = tensor(np.zeros((1, 3, 3, 1)), "int8")
+        shapes = [(1, 3, 3, features), (3, 3, features, 2)]
+        pair = [
+            dataclasses.replace(x, values=jax.ShapeDtypeStruct(shape, jnp.int8)) for shape in shapes
+        ]
+        lowered = jax.jit(plain).trace(*pair).lower(lowering_platforms=("cpu",))
+        return lowered.as_text().count("stablehlo.convolution")
+
+    longest = (2**31 - 1) // 128**2 // 9
+    assert [convolutions(longest), convolutions(longest + 1)] == [1, 2]
+
+
+SPECS = {
+    "int8": {"qtype": jnp.int8},
+    "uint8 with zero points": {
+        "qtype": jnp.uint8,
+        "symmetric": False,
+        "calibrator": jqx.calibrators.minmax,
+    },
+    "int4": {"qtype": jnp.int4},
+    "int4 packed": {"qtype": jnp.int4},
+    "nf4": {"qtype": numerics.nf4},
+    "e4m3": {"qtype": jnp.float8_e4m3fn},
+    "blocks of int8": {"qtype": jnp.int8, "granularity": jqx.per_block({2: 32, 3: 1})},
+}
+IMAGE, KERNEL = (1, 8, 8, 256), (3, 3, 256, 256)
+
+
+def shapes_of(name, shape=KERNEL):
+    """The shapes and dtypes of a kernel."""
+    spec = jqx.QSpec(**{"granularity": jqx.per_axis(3), **SPECS[name]})
+    pack = 3 if name.endswith("packed") else None
+    quantize = functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack)
+    return jax.eval_shape(quantize, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile()
+
+
+UNPACKED = ("int4", "int4 packed", "e4m3")
+"""Kernels of which a copy of the codes is held as well, in bytes, 1/4, or as float16, 1/2."""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_large_kernel_is_never_held_in_floats(name):
+    """An eighth of it at a time, and the results of those. Another eighth is for codes of 4 bits,
+    which may be unpacked before, and 1 KiB for what counts the steps.
+    """
+    x = jax.ShapeDtypeStruct(IMAGE, jnp.float32)
+    memory = compiled(plain, x, shapes_of(name)).memory_analysis()
+    share = 3 / 4 if name in UNPACKED else 1 / 4
+    assert memory.temp_size_in_bytes <= 4 * (share * math.prod(KERNEL) + math.prod(IMAGE)) + 1024
+
+
+def test_nor_is_it_for_the_gradient_of_the_image():
+    """A slice, another in the layout of the transposed convolution, and their sums."""
+    x = jax.ShapeDtypeStruct(IMAGE, jnp.float32)
+    gradient = jax.grad(lambda x, q: plain(x, q).sum())
+    memory = compiled(gradient, x, shapes_of("int8")).memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * (math.prod(KERNEL) / 2 + 4 * math.prod(IMAGE))
+
+
+def test_integers_are_convolved_as_bytes_into_int32_on_cpu():
+    program = compiled(plain, bytes_of(IMAGE), shapes_of("int8"))
+    text = program.as_text()
+    found = re.findall(r"= (\w+)(\S*) convolution\((%[\w.]+), (%[\w.]+)\)", text)
+    assert any("[1,8,8,256]" in shape for _, shape, *_ in found)
+    for result, _, *operands in found:
+        types = [re.search(rf"{re.escape(name)} = (\w+)\[", text).group(1) for name in operands]
+        assert [*types, result] == ["s8", "s8", "s32"]
+    assert not re.search(r"(f32|bf16)\[3,3,256,256\]", text)
+
+
+def bytes_of(shape):
+    """The shapes and dtypes of unsigned bytes with one zero point."""
+    codes, zero = (jax.ShapeDtypeStruct(s, jnp.uint8) for s in (shape, (1, 1, 1, 1)))
+    scale = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    return jqx.QTensor(codes, scale, zero, qtype=jnp.uint8)
+
+
+@pytest.mark.xfail(strict=True, reason="XLA on CPU widens small int8 convolutions to int32")
+@pytest.mark.parametrize("name", ["int8", "uint8 with zero points"])
+def test_no_kernel_of_integers_is_held_in_wider_ones(name):
+    """Not for the sums that zero points are multiplied with either, but unsigned codes are flipped
+    to signed ones.
+    """
+    program = compiled(plain, bytes_of(IMAGE), shapes_of(name))
+    flipped = math.prod(KERNEL) if name.startswith("uint8") else 0
+    assert program.memory_analysis().temp_size_in_bytes < flipped + math.prod(KERNEL)
+
+
+def test_a_depthwise_convolution_of_integers_has_no_convolution_on_cpu():
+    lhs, rhs = CHOSEN["depthwise"][0].operands(uniform)
+    text = compiled(CHOSEN["depthwise"][0].convolve, lhs.value, rhs.value).as_text()
+    assert "convolution(" not in text and "s32[" in text
+
+
+@pytest.mark.parametrize("platform, result", [("cuda", "f32"), ("tpu", "i32"), ("cpu", "i32")])
+@pytest.mark.parametrize("name", ["int8", "uint8 with zero points"])
+def test_what_integers_are_lowered_to(platform, result, name):
+    """GPU libraries return the sum of bytes as float32; the sums that zero points need likewise."""
+    some = case(name, name)
+    lhs, rhs = (operand.value for operand in some.operands(uniform))
+    lowered = jax.jit(some.convolve).trace(lhs, rhs).lower(lowering_platforms=(platform,))
+    types = re.findall(
+        r"stablehlo\.convolution.*: \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\) -> tensor<\S*x(\w+)>",
+        lowered.as_text(),
+    )
+    assert set(types) == {("i8", "i8", result)}
+
+
+@pytest.mark.parametrize("some", [CHOSEN["depthwise"][0], CHOSEN["large kernel"][0]])
+def test_convolutions_can_be_exported(some):
+    lhs, rhs = (operand.value for operand in some.operands(uniform))
+    convolve = jax.jit(some.convolve)
+    exported = jax.export.export(convolve, platforms=("cpu", "cuda", "tpu"))(lhs, rhs)
+    np.testing.assert_array_equal(exported.call(lhs, rhs), convolve(lhs, rhs), strict=True)
+
+
+def leaf_of(operand):
+    """What is differentiated: an array, or the scale of a QTensor."""
+    value = operand.value
+    return value.scale if isinstance(value, jqx.QTensor) else value
+
+
+def loss(some, operands, cotangent, leaves):
+    """A function of the convolution of operands with other leaves, linear in each."""
+    pair = [
+        dataclasses.replace(x.value, scale=leaf) if isinstance(x.value, jqx.QTensor) else leaf
+        for x, leaf in zip(operands, leaves, strict=True)
+    ]
+    return (some.convolve(*pair).astype(jnp.float32) * cotangent.astype(np.float32)).sum()
+
+
+def exact_loss(some, operands, cotangent, leaves):
+    """The same in NumPy."""
+    pair = []
+    for x, leaf in zip(operands, leaves, strict=True):
+        if isinstance(x.value, jqx.QTensor):
+            leaf = spread(leaf, x.real.shape) * x.real / spread(x.value.scale, x.real.shape)
+        pair.append(leaf)
+    return (convolution(*pair, **some.options) * cotangent).sum()
+
+
+DIFFERENTIATED = {
+    "integers": case(
+        "uint8 with zero points", "int8", of_image="batch", of_kernel="outputs", steps="strides"
+    ),
+    "depthwise": case(
+        "int8", "int8", groups="depthwise, two outputs", of_image="batch and features"
+    ),
+    "input blocks": case("int8", "int8", of_image="batch and input blocks"),
+    "converted": case("float32", "int8", of_kernel="outputs", steps="apart"),
+    "dequantized": case("float32", "uint4 with zero points", of_kernel="outputs and input blocks"),
+    "in tiles": case("float32", "nf4", of_kernel="output blocks", size="large"),
+    "bfloat16": case("bfloat16", "int8", of_kernel="outputs"),
+    "image": case("uint8 with zero points", "float32", of_image="batch", groups="two"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_as_near_the_float64_ones_as_float32_allows(name):
+    """Of arrays and scales: along any direction, that of a linear function is the function itself.
+
+    They are sums over results and kernel at most, with 12 roundings around them; beside bfloat16,
+    five of those.
+    """
+    some = DIFFERENTIATED[name]
+    rng, operands = np.random.default_rng(1), list(some.operands(uniform))
+    shape = jax.eval_shape(some.convolve, *(x.value for x in operands)).shape
+    cotangent, leaves = rng.normal(size=shape), [leaf_of(x) for x in operands]
+    relative = gamma(math.prod(shape) + math.prod(some.shapes[1]) + 12)
+    if "bfloat16" in some:
+        relative += (1 + 2.0**-8) ** 5 - 1
+    gradient = jax.grad(functools.partial(loss, some, operands, cotangent))
+    if name in ("integers", "in tiles", "dequantized"):
+        twice = [jnp.stack([leaf, leaf / 2]) for leaf in leaves]
+        mapped = jax.jit(jax.vmap(gradient))(twice)
+        results = [(factor, [g[i] for g in mapped]) for i, factor in enumerate((1, 0.5))]
+    else:
+        results = [(1, jax.jit(gradient)(leaves))]
+    magnitudes = [x._replace(real=np.abs(x.real)) for x in operands]
+    for (factor, gradients), i in itertools.product(results, range(2)):
+        assert gradients[i].dtype == leaves[i].dtype
+        for _ in range(3):
+            place = [as_float64(leaf) * factor for leaf in leaves]
+            place[i] = rng.normal(size=place[i].shape)
+            exact = exact_loss(some, operands, cotangent, place)
+            size = exact_loss(some, magnitudes, np.abs(cotangent), [np.abs(p) for p in place])
+            assert abs((as_float64(gradients[i]) * place[i]).sum() - exact) <= relative * size
+
+
+SPOILED = {
+    "converted": case("float32", "int8", padding="pairs"),
+    "with holes": case("float32", "int8", padding="pairs", steps="all three"),
+    "dequantized": case("float32", "uint4 with zero points", padding="negative pairs"),
+    "in tiles": case("float32", "nf4", size="large", steps="strides"),
+    "depthwise": case("float32", "int8", groups="depthwise, two outputs"),
+    "matrix": case("float32", "int8", taps="one"),
+}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("some", SPOILED.values(), ids=SPOILED)
+def test_nan_and_infinities_spoil_the_windows_that_hold_them_alone(some, bad):
+    x, w = some.operands(powers)
+    places = np.zeros(x.real.shape)
+    places[1, 3, 2, 0] = 1
+    spoiled = convolution(places, np.ones(w.real.shape), **some.options) > 0
+    image = jnp.asarray(np.where(places, bad, x.real), jnp.float32)
+    y = np.asarray(jax.jit(some.convolve)(image, w.value))
+    finite = np.asarray(jax.jit(some.convolve)(x.value, w.value))
+    assert spoiled.any() and not spoiled.all()
+    assert not np.isfinite(y[spoiled]).any()
+    assert np.isnan(y[spoiled]).all() or np.isinf(bad)
+    np.testing.assert_array_equal(y[~spoiled], finite[~spoiled])
+
+
+@pytest.mark.parametrize("groups", ["one", "depthwise"])
+def test_a_nan_scale_spoils_its_own_image_or_feature_alone(groups):
+    some = case("int8", "uint8 with zero points", groups=groups, of_image="batch")
+    some = some._replace(of_kernel="outputs")
+    x, w = some.operands(powers)
+    y = convolution(x.real, w.real, **some.options)
+    y[1], y[..., 2] = np.nan, np.nan
+    pair = [
+        dataclasses.replace(q.value, scale=q.value.scale.at[place].set(jnp.nan))
+        for q, place in ((x, 1), (w, (..., 2)))
+    ]
+    assert_floats(jax.jit(some.convolve)(*pair), y, np.float32)

@@ -1,0 +1,320 @@
+"""`conv_general_dilated`: scales, dtypes, transformations, and what it refuses."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.contractions._requantize import Requantization
+
+from ..numerics.oracles import as_float64, assert_codes, assert_floats, nearest
+from ..ops.refusals import assert_refused
+from ..tensor.tensors import assert_equal, random_codes, reals, tensor
+from .conv_cases import GROUPS, LAYOUTS, case, powers, uniform
+from .convolutions import NHWC, convolution
+from .oracles import gamma
+
+
+def test_two_arrays_are_convolved_by_lax():
+    """And the oracle is right: it is compared with lax where nothing is quantized."""
+    names = list(GROUPS)
+    for i, layout in enumerate(LAYOUTS):
+        some = case("float32", "float32", layout=layout, groups=names[i], padding="negative pairs")
+        some = some._replace(steps="all three")
+        lhs, rhs = some.operands(uniform)
+        y = some.convolve(lhs.value, rhs.value)
+        theirs = lax.conv_general_dilated(lhs.value, rhs.value, **some.options)
+        assert_floats(y, theirs, np.float32)
+        expected = convolution(lhs.real, rhs.real, **some.options)
+        sizes = convolution(lhs.apart, rhs.apart, **some.options)
+        assert np.all(np.abs(as_float64(y) - expected) <= gamma(some.products) * sizes)
+
+
+plain = functools.partial(
+    jqx.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
+)
+
+
+def any_tensor(seed, qtype, shape, scale=None, zero_point=None):
+    codes = random_codes(np.random.default_rng(seed), qtype, shape)
+    return tensor(codes, qtype, scale, zero_point)
+
+
+def along(axis, values):
+    """An array of rank 4 whose entries lie along one axis."""
+    return np.reshape(values, [len(values) if i == axis else 1 for i in range(4)])
+
+
+@pytest.mark.parametrize("kernel, groups", [((3, 3, 4, 6), 1), ((3, 3, 1, 8), 4)])
+def test_one_zero_point_may_serve_many_scales(kernel, groups):
+    zero = np.full((1, 1, 1, 1), 7)
+    x = any_tensor(0, "uint8", (2, 5, 4, 4), along(0, [1, 2]), zero)
+    w = any_tensor(1, "int4", kernel, along(3, np.arange(kernel[3]) % 2 + 1), zero)
+    expected = convolution(reals(x), reals(w), (1, 1), "SAME", feature_group_count=groups)
+    assert_floats(plain(x, w, feature_group_count=groups), expected, np.float32)
+
+
+def in_blocks(axis, n, **fields):
+    """An image whose axis of `n` has two blocks, with scales and zero points that differ."""
+    shape = [2, 5, 4, 4]
+    shape[axis] = n
+    codes = random_codes(np.random.default_rng(2), "uint8", shape)
+    x = tensor(codes, "uint8", along(axis, [1, 2]), along(axis, [9, 200]), **fields)
+    size = fields["blocks"][0][2] if fields else n // 2
+    place = along(axis, np.minimum(np.arange(n) // size, 1))
+    real = (codes - np.take([9, 200], place)) * np.take([1, 2], place)
+    return x, real.astype(np.float64)
+
+
+def test_blocks_of_the_batch_share_a_scale():
+    x, real = in_blocks(0, 4)
+    w = any_tensor(3, "int8", (3, 3, 4, 2))
+    assert_floats(plain(x, w), convolution(real, reals(w), (1, 1), "SAME"), np.float32)
+
+
+@pytest.mark.parametrize("n, fields", [(4, {}), (5, {"blocks": ((5, 2, 3),)})])
+def test_blocks_of_features_share_a_scale_where_each_output_reads_one(n, fields):
+    x, real = in_blocks(3, n, **fields)
+    w = any_tensor(4, "int8", (3, 3, 1, 2 * n))
+    expected = convolution(real, reals(w), (1, 1), "SAME", feature_group_count=n)
+    assert_floats(plain(x, w, feature_group_count=n), expected, np.float32)
+
+
+@pytest.mark.parametrize("taps", [(3, 3), (1, 1)])
+def test_each_input_feature_of_a_kernel_may_have_a_scale_beside_floats(taps):
+    """Small integers: every sum is exact."""
+    image = np.random.default_rng(5).integers(-8, 9, (2, 5, 4, 4)).astype(np.float32)
+    w = any_tensor(6, "int8", (*taps, 4, 3), along(2, [1, 2, 2, 1]))
+    for x in (jnp.asarray(image), tensor(image, "float8_e4m3fn", along(3, [1, 2, 1, 2]))):
+        real = as_float64(image) * as_float64(getattr(x, "scale", 1))
+        expected = convolution(real, reals(w), (1, 1), "SAME")
+        assert_floats(plain(x, w), expected, np.float32)
+
+
+def test_blocks_of_32_features_are_convolved_as_their_formats_have_them():
+    """MX on both sides: each pixel and each tap has its own scales."""
+    rng = np.random.default_rng(7)
+    mx = jqx.numerics.mxfp8_e4m3
+    image, kernel = (rng.normal(size=shape) for shape in ((1, 4, 4, 64), (3, 3, 64, 2)))
+    ones = {0: 1, 1: 1}
+    x, w = (
+        jqx.QTensor.quantize(jnp.asarray(v, jnp.float32), jqx.QSpec(mx, jqx.per_block(sizes)))
+        for v, sizes in ((image, {**ones, 2: 1, 3: 32}), (kernel, {**ones, 2: 32, 3: 1}))
+    )
+    real = as_float64(x.dequantize()), as_float64(w.dequantize())
+    allowed = gamma(9 * 64 + 6) * convolution(*map(np.abs, real), (1, 1), "SAME")
+    error = as_float64(plain(x, w)) - convolution(*real, (1, 1), "SAME")
+    assert np.all(np.abs(error) <= allowed)
+
+
+@pytest.mark.parametrize(
+    "kernel, groups", [((3, 3, 4, 6), 1), ((3, 3, 1, 4), 4), ((1, 1, 4, 2), 1)]
+)
+@pytest.mark.parametrize("image", [(2, 1, 5, 4), (2, 2, 5, 4), (0, 5, 5, 4)])
+def test_a_result_may_be_empty(image, kernel, groups):
+    """A window larger than the image, or no image."""
+    w = any_tensor(5, "int8", kernel)
+    for x in (any_tensor(6, "uint8", image), jnp.ones(image)):
+        options = {"padding": "VALID", "feature_group_count": groups}
+        expected = convolution(reals(x), reals(w), (1, 1), **options)
+        assert_floats(plain(x, w, **options), expected, np.float32)
+
+
+ROUNDED = {
+    "converted inside": case("bfloat16", "int8"),
+    "dequantized": case("bfloat16", "uint4 with zero points"),
+    "dequantized in tiles": case("bfloat16", "int8", size="large"),
+}
+
+
+@pytest.mark.parametrize("some", ROUNDED.values(), ids=ROUNDED)
+def test_sums_of_sixteen_bit_floats_are_rounded_once(some):
+    """Small integers and scales of 1 or 2: float32 holds the sum, bfloat16 does not."""
+    rng = np.random.default_rng(7)
+    _, w = some.operands(powers)
+    x = rng.integers(-8, 9, some.shapes[0]).astype(np.float64)
+    expected = convolution(x, w.real, **some.options)
+    image = jnp.asarray(x, jnp.bfloat16)
+    y = jax.jit(some.convolve)(image, w.value)
+    assert np.any(nearest(expected, "bfloat16") != expected), "no rounding to be seen"
+    assert_floats(y, nearest(expected, "bfloat16"), "bfloat16")
+    wide = functools.partial(some.convolve, preferred_element_type=jnp.float32)
+    assert_floats(jax.jit(wide)(image, w.value), expected, np.float32)
+
+
+def test_a_codebook_is_not_rounded_to_the_dtype_of_the_image():
+    """Its numbers are float32: so are products, sum and, where asked for, the result."""
+    some = case("bfloat16", "nf4", of_kernel="outputs")
+    x, w = some.operands(uniform)
+    y = some.convolve(x.value, w.value, preferred_element_type=jnp.float32)
+    expected, sizes = (
+        convolution(*pair, **some.options) for pair in ((x.real, w.real), (x.apart, w.apart))
+    )
+    assert np.all(np.abs(as_float64(y) - expected) <= gamma(some.products + 6) * sizes)
+
+
+def test_the_result_has_the_promoted_dtype_or_the_one_asked_for():
+    shapes = (1, 4, 4, 2), (3, 3, 2, 3)
+    for dtypes in itertools.product(("float32", "bfloat16", "float16"), repeat=2):
+        arrays = [jnp.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        quantized = [
+            tensor(np.zeros(s), "int8", dtype=jnp.dtype(d))
+            for s, d in zip(shapes, dtypes, strict=True)
+        ]
+        pairs = [quantized, (arrays[0], quantized[1]), (quantized[0], arrays[1])]
+        for pair, asked in itertools.product(pairs, (None, "float16", "bfloat16", "float32")):
+            with jax.numpy_dtype_promotion("standard"):
+                expected = asked or jnp.promote_types(*dtypes)
+                y = jax.eval_shape(functools.partial(plain, preferred_element_type=asked), *pair)
+            assert (y.dtype, y.shape) == (expected, (1, 4, 4, 3))
+
+
+MAPPED = {
+    "integers": case("uint8 with zero points", "int8", of_kernel="outputs"),
+    "depthwise": case("uint8 with zero points", "int8", groups="depthwise"),
+    "weight only": case("float32", "uint4 with zero points", of_kernel="outputs"),
+}
+
+
+@pytest.mark.parametrize("some", MAPPED.values(), ids=MAPPED)
+def test_eager_and_vmapped_convolutions_are_those_of_a_loop(some):
+    """Small integers as floats: all sums are exact."""
+    (lhs, rhs), (_, other) = some.operands(powers), some.operands(powers, ("any", "highest"))
+    x, real = lhs.value, lhs.real
+    if some.left == "float32":
+        real = np.random.default_rng(8).integers(-8, 9, real.shape).astype(np.float64)
+        x = jnp.asarray(real, jnp.float32)
+    expected = [convolution(real, w.real, **some.options) for w in (rhs, other)]
+    assert_floats(some.convolve(x, rhs.value), expected[0], np.float32)
+    kernels = jax.tree.map(lambda *leaves: jnp.stack(leaves), rhs.value, other.value)
+    mapped = jax.jit(jax.vmap(some.convolve, (None, 0)))(x, kernels)
+    assert_floats(mapped, np.stack(expected), np.float32)
+    images = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
+    mapped = jax.jit(jax.vmap(some.convolve))(images, kernels)
+    assert_floats(mapped, np.stack(expected), np.float32)
+
+
+ACCUMULATED = {
+    "integers": case("uint8 with zero points", "int8", layout="crossed", steps="strides"),
+    "depthwise": case("uint8 with zero points", "int8", groups="depthwise, two outputs"),
+}
+
+
+@pytest.mark.parametrize("some", ACCUMULATED.values(), ids=ACCUMULATED)
+def test_the_result_may_be_quantized(some):
+    """From the int32 sums by a factor of 1, which int16 clips, or from floats by a spec."""
+    x, w = some.operands(lambda _, shape: np.ones(shape, np.float32))
+    sums = convolution(x.real, w.real, **some.options)
+    one = Requantization.of(1.0, 1.0, 1.0, qtype=jnp.int16)
+    y = jax.jit(functools.partial(some.convolve, output=one))(x.value, w.value)
+    assert np.abs(sums).max() > 2**15
+    assert_codes(y.values, np.clip(sums, -(2**15), 2**15 - 1).astype(np.int64), jnp.int16)
+    spec = jqx.QSpec(jnp.int8)
+    expected = jqx.QTensor.quantize(jnp.asarray(sums, jnp.float32), spec)
+    assert_equal(some.convolve(x.value, w.value, output=spec), expected)
+
+
+def zeros(shape, scale=(1, 1, 1, 1), qtype="int8", **fields):
+    return tensor(np.zeros(shape), qtype, np.ones(scale), **fields)
+
+
+IMAGE, KERNEL = (4, 5, 5, 4), (3, 3, 4, 6)
+VARYING = {
+    "taps of the kernel": ("rhs", zeros(IMAGE), zeros(KERNEL, (3, 1, 1, 1)), {}),
+    "blocks of taps": ("rhs", zeros(IMAGE), zeros((4, 3, 4, 6), (2, 1, 1, 1)), {}),
+    "each input feature": ("rhs", zeros(IMAGE), zeros(KERNEL, (1, 1, 4, 1)), {}),
+    "each feature": ("lhs", zeros(IMAGE, (1, 1, 1, 4)), zeros(KERNEL), {}),
+    "pixels": ("lhs", zeros(IMAGE, (1, 1, 5, 1)), zeros(KERNEL), {}),
+    "pixels, depthwise": (
+        "lhs",
+        zeros(IMAGE, (1, 5, 1, 4)),
+        zeros((3, 3, 1, 4)),
+        {"feature_group_count": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name, lhs, rhs, options", VARYING.values(), ids=VARYING)
+def test_a_scale_that_varies_along_a_summed_axis_is_refused(name, lhs, rhs, options):
+    q = lhs if name == "lhs" else rhs
+    facts = f"the scale of `{name}` varies", str(q.shape), str(q.scale.shape)
+    f = functools.partial(plain, **options)
+    assert_refused(f, (lhs, rhs), ValueError, "conv_general_dilated", *facts)
+
+
+IN_GROUPS = {
+    "features of the image": (
+        zeros(IMAGE, (1, 1, 1, 2)),
+        zeros((3, 3, 2, 6)),
+        {"feature_group_count": 2},
+    ),
+    "inputs of the kernel": (
+        zeros((4, 5, 5, 8)),
+        zeros(KERNEL, (1, 1, 2, 1)),
+        {"feature_group_count": 2},
+    ),
+    "the batch": (zeros(IMAGE, (4, 1, 1, 1)), zeros(KERNEL), {"batch_group_count": 2}),
+}
+
+
+@pytest.mark.parametrize("lhs, rhs, options", IN_GROUPS.values(), ids=IN_GROUPS)
+def test_a_scale_that_varies_along_an_axis_in_groups_is_refused(lhs, rhs, options):
+    ((name, count),) = options.items()
+    f = functools.partial(plain, **options)
+    facts = "are in groups", f"{name}={count}"
+    assert_refused(f, (lhs, rhs), ValueError, "conv_general_dilated", *facts)
+
+
+@pytest.mark.parametrize("left, right", [("int16", "int8"), ("int8", "uint16"), ("int16", "int16")])
+def test_integers_of_more_than_a_byte_are_refused(left, right):
+    pair = zeros(IMAGE, qtype=left), zeros(KERNEL, qtype=right)
+    facts = "more than 8 bits", left, right
+    assert_refused(plain, pair, ValueError, "conv_general_dilated", *facts)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
+def test_an_integer_array_beside_a_qtensor_is_refused(dtype):
+    """It is not known what its integers stand for."""
+    name = "conv_general_dilated"
+    facts = dtype, "floating point"
+    for x in (jnp.zeros(IMAGE, dtype),):
+        assert_refused(plain, (x, zeros(KERNEL)), TypeError, name, "`lhs`", *facts)
+    w = jnp.zeros(KERNEL, dtype)
+    assert_refused(plain, (zeros(IMAGE), w), TypeError, name, "`rhs`", *facts)
+
+
+def test_a_preferred_element_type_that_is_no_float_is_refused():
+    f = functools.partial(plain, preferred_element_type=jnp.int32)
+    for x in (jnp.zeros(IMAGE), zeros(IMAGE)):
+        facts = "preferred_element_type", "int32"
+        assert_refused(f, (x, zeros(KERNEL)), TypeError, "conv_general_dilated", *facts)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 5, 4), (1, 4, 5, 5, 4)])
+def test_operands_of_different_rank_are_refused(shape):
+    for x in (jnp.zeros(shape), zeros(shape, (1,) * len(shape))):
+        facts = str(shape), str(KERNEL)
+        assert_refused(plain, (x, zeros(KERNEL)), ValueError, "conv_general_dilated", *facts)
+
+
+@pytest.mark.parametrize(
+    "kernel, options, match",
+    [
+        ((3, 3, 3, 6), {}, "feature dimension size"),
+        ((3, 3, 2, 5), {"feature_group_count": 2}, "multiple of feature_group_count"),
+        (KERNEL, {"feature_group_count": 3}, "must divide lhs feature"),
+        (KERNEL, {"batch_group_count": 3}, "must divide lhs batch"),
+        (KERNEL, {"dimension_numbers": ("NHWC", "HWIO", "NHWX")}, "dimension_numbers"),
+        (KERNEL, {"window_strides": (1,)}, "same number of dimensions"),
+        (KERNEL, {"padding": "FULL"}, "FULL"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_lax(kernel, options, match):
+    for x in (jnp.zeros(IMAGE), zeros(IMAGE)):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+            plain(x, zeros(kernel), **options)

@@ -1,0 +1,270 @@
+"""Which formulation is chosen, by shapes and formats alone; and that each computes the contraction,
+those for other platforms too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import numerics
+from jqx.contractions import Dimensions, _planner
+from jqx.contractions._convert import FEW_ROWS
+from jqx.contractions._formulation import Formulation
+from jqx.contractions._planner import SHARE, SMALL, plan, plan_accumulator
+from jqx.contractions._scales import HowTo
+
+from ..numerics.oracles import as_float64
+from .blocks import magnitudes, real_values, weight
+from .oracles import LARGE, MATRICES, Layout, chosen, contraction, gamma, small_integers
+
+TURNED = (((1,), (1,)), ((), ()))
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+K, N = 128, 160
+
+
+def like(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def quantized(qtype, shape, numbers=MATRICES, **options):
+    """A QTensor on the right, of shapes and dtypes alone."""
+    return jax.eval_shape(lambda: weight(qtype, Layout((), shape, numbers), **options))
+
+
+def names(lhs, rhs, numbers=MATRICES):
+    choice = plan(lhs, rhs, Dimensions.of(numbers, len(lhs.shape), len(rhs.shape)))
+    return None if choice is None else (choice.cpu.name, choice.elsewhere.name)
+
+
+WEIGHTS = {
+    "int8": (16, "int8", {}, ("digits", "convert")),
+    "uint8 with a zero point": (16, "uint8", {"zero_point": True}, ("digits", "convert")),
+    "int4 packed": (16, "int4", {"pack": 0}, ("digits", "convert")),
+    "int3": (1, numerics.int3, {}, ("digits", "convert")),
+    "int16": (1, "int16", {}, ("tiles", "convert")),
+    "nf4": (1, numerics.nf4, {}, ("tiles", "convert")),
+    "e4m3": (16, E4M3, {}, ("tiles", "convert")),
+    "int8 in blocks": (4, "int8", {"size": 32}, ("block_digits", "convert")),
+    "int8 in blocks, rows too many for digits": (5, "int8", {"size": 32}, ("tiles", "convert")),
+    "int8 in large blocks": (8, "int8", {"size": 64}, ("block_digits", "convert")),
+    "int8 in blocks, many rows": (9, "int8", {"size": 64}, ("tiles", "dequantize")),
+    "int8 in blocks and a tail": (1, "int8", {"size": 48}, ("tiles", "convert")),
+    "mxint8": (1, numerics.mxint8, {}, ("tiles", "convert")),
+    "mxfp4, many rows": (16, numerics.mxfp4, {}, ("tiles", "dequantize")),
+}
+
+
+@pytest.mark.parametrize("rows, qtype, options, expected", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_weight_beside_floats(rows, qtype, options, expected, dtype):
+    assert names(like((rows, K), dtype), quantized(qtype, (K, N), **options)) == expected
+
+
+def test_blocks_along_another_axis_than_the_first_are_tiles():
+    w = quantized("int8", (N, K), TURNED, size=32)
+    assert names(like((1, K)), w, TURNED) == ("tiles", "convert")
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    w = quantized("int8", (4, K, N), numbers, size=32)
+    assert names(like((4, 1, K)), w, numbers) == ("tiles", "convert")
+
+
+def test_the_borders_of_what_the_planner_weighs():
+    """The sizes at which the choice changes, and one below or above."""
+    for n, expected in [(SMALL // K - 1, "convert"), (SMALL // K, "digits")]:
+        assert names(like((999, K)), quantized("int8", (K, n))) == (expected, "convert")
+        assert names(like((999, K)), quantized("int8", (n, K), TURNED), TURNED)[0] == expected
+    size = SHARE * FEW_ROWS
+    for rows, expected in [
+        (FEW_ROWS, ("block_digits", "convert")),
+        (FEW_ROWS + 1, ("tiles", "dequantize")),
+    ]:
+        assert names(like((rows, K)), quantized("int8", (K, N), size=size)) == expected
+
+
+def test_a_sum_of_digits_that_an_int32_might_not_hold_is_one_of_tiles():
+    """A digit is up to 128, a code less its zero point up to 128, 255 or, in 4 bits, 15."""
+    for qtype, options, extreme in [
+        ("int8", {}, 128),
+        ("uint8", {"zero_point": True}, 255),
+        ("int4", {"zero_point": True}, 15),
+    ]:
+        longest = (2**31 - 1) // (128 * extreme)
+        for k, expected in [(longest, "digits"), (longest + 1, "tiles")]:
+            assert names(like((1, k)), shapes_only(qtype, k, **options))[0] == expected
+        for size, expected in [(longest, "block_digits"), (longest + 1, "tiles")]:
+            w = shapes_only(qtype, 2 * size, blocks=2, **options)
+            assert names(like((1, 2 * size)), w)[0] == expected
+
+
+def shapes_only(qtype, k, zero_point=False, blocks=1):
+    """A QTensor of one column that is never made."""
+    codes, scale = jax.ShapeDtypeStruct((k, 1), qtype), like((blocks, 1))
+    zero = jax.ShapeDtypeStruct((blocks, 1), qtype) if zero_point else None
+    return jax.eval_shape(lambda *leaves: jqx.QTensor(*leaves, qtype=qtype), codes, scale, zero)
+
+
+def test_a_small_weight_is_converted_and_sixteen_bit_floats_widened_on_cpu():
+    w = quantized("int8", (4, 5))
+    assert names(like((3, 4)), w) == ("convert", "convert")
+    for dtype in ("bfloat16", "float16"):
+        assert names(like((3, 4), dtype), w) == ("convert_wide", "convert")
+
+
+def test_float64_is_never_split_into_digits():
+    with jax.enable_x64(True):
+        for x, dtype in [("float64", jnp.float32), ("float32", jnp.float64)]:
+            w = quantized("int8", (K, N), dtype=dtype)
+            assert names(like((1, K), x), w) == ("tiles", "convert")
+
+
+def byte(qtype, shape, numbers=MATRICES, **options):
+    """A QTensor on the left."""
+    (contracting, _), _ = numbers
+    return quantized(qtype, shape, ((contracting, contracting), ((), ())), **options)
+
+
+INTEGERS = {
+    "plain": ((16, K), "int8", (K, N), "int8", {}, "integer"),
+    "int4": ((16, K), "int4", (K, N), "int8", {}, "integer"),
+    "a zero point": ((16, K), "int8", (K, N), "int8", {"zero_point": True}, "integer_shaped"),
+    "unsigned": ((16, K), "uint8", (K, N), "int8", {}, "integer_shaped"),
+    "one row": ((1, K), "int8", (K, N), "int8", {}, "integer_shaped"),
+    "one column": ((3, SMALL), "int8", (SMALL, 1), "int8", {}, "integer_shaped"),
+    "a large left operand": ((N, K), "int8", (K, 1), "int8", {}, "integer_shaped"),
+    "small": ((1, K), "int8", (K, 5), "int8", {"zero_point": True}, "integer"),
+    "16 bits": ((16, K), "int16", (K, N), "int8", {}, "integer_digits"),
+    "16 bits on the right": ((16, K), "int4", (K, N), "uint16", {}, "integer_digits"),
+    "in blocks": ((16, K), "int8", (K, N), "int8", {"size": 32}, "integer"),
+}
+
+
+@pytest.mark.parametrize("left, lq, right, rq, options, cpu", INTEGERS.values(), ids=INTEGERS)
+def test_two_integer_operands(left, lq, right, rq, options, cpu):
+    elsewhere = "integer_digits" if cpu == "integer_digits" else "integer"
+    lhs, rhs = byte(lq, left), quantized(rq, right, **options)
+    assert names(lhs, rhs) == (cpu, elsewhere)
+    turned = quantized(rq, right[::-1], TURNED, **options)
+    assert names(lhs, turned, TURNED) == (cpu, elsewhere)
+    if cpu != "integer_digits":
+        sums = plan_accumulator(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
+        assert sums.elsewhere.name == "accumulator"
+        assert sums.cpu.name == cpu.replace("integer", "accumulator")
+
+
+def test_one_row_beside_codes_of_4_bits_gets_another_on_every_platform():
+    """XLA on GPUs does not compile a product of one row with codes that are widened in it."""
+    for m, expected in [(1, ("integer_shaped",) * 2), (2, ("integer",) * 2)]:
+        lhs, rhs = byte("int8", (m, K)), quantized("int4", (K, N))
+        assert names(lhs, rhs) == expected
+        sums = plan_accumulator(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
+        assert [f.name for f in sums] == [n.replace("integer", "accumulator") for n in expected]
+    assert names(byte("int8", (1, K)), quantized("int4", (K, N), pack=0))[1] == "integer"
+
+
+def test_a_left_operand_contracted_along_its_first_axis_is_turned():
+    numbers = (((0,), (0,)), ((), ()))
+    lhs, rhs = byte("int8", (K, 16), numbers), quantized("int8", (K, N))
+    assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
+
+
+def test_two_operands_that_are_not_both_integers():
+    small, large = quantized(E4M3, (16, 4)), quantized(E5M2, (K, N))
+    assert names(byte(E4M3, (16, K)), large) == ("float8_tiles", "float8")
+    assert names(byte(E4M3, (3, 16)), small) is None
+    assert names(byte("int8", (16, K)), large) is None
+    assert names(byte(E4M3, (16, K)), quantized(E4M3, (K, N), size=32)) is None
+
+
+def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
+    known = {f.name for f in vars(_planner).values() if isinstance(f, Formulation)}
+    tables = {name for *_, pair in WEIGHTS.values() for name in pair}
+    tables |= {cpu for *_, cpu in INTEGERS.values()}
+    tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
+    assert known == tables
+
+
+def test_a_weight_on_the_left_is_planned_as_one_on_the_right():
+    def left(w, x):
+        return jqx.dot_general(w, x, (((0,), (1,)), ((), ())))
+
+    for options, cpu in [({}, "digits"), ({"size": 32}, "block_digits")]:
+        w = quantized("int8", (K, N), **options)
+        for f in (left, jax.jit(left)):
+            assert chosen(f, w, like((1, K))) == [(cpu, "convert")]
+
+
+def test_the_larger_of_two_operands_keeps_its_codes():
+    numbers = (((0,), (1,)), ((), ()))
+    swapped = functools.partial(jqx.dot_general, dimension_numbers=numbers)
+    for qtype, other, cpu in [(E4M3, "int8", "tiles"), ("int8", E4M3, "digits")]:
+        x, w = byte(other, (2, K)), quantized(qtype, (K, N))
+        assert chosen(jqx.matmul, x, w) == chosen(swapped, w, x) == [(cpu, "convert")]
+
+
+def test_a_weight_is_planned_as_it_lies_in_memory():
+    """`pack_for` brings blocks along the last axis to the first, where digits take them."""
+    w = quantized("int8", (N, K), TURNED, size=32)
+    contract = functools.partial(jqx.dot_general, dimension_numbers=TURNED)
+    assert chosen(contract, like((1, K)), w) == [("tiles", "convert")]
+    packed = jqx.pack_for(w, "cpu")
+    assert packed.shape == w.shape and packed.values.shape == (K, N)
+    assert chosen(contract, like((1, K)), packed) == [("block_digits", "convert")]
+
+
+ELSEWHERE = {
+    "convert, uint8": ("convert", "uint8", {"zero_point": True}, "float32"),
+    "convert, int4 packed": ("convert", "int4", {"pack": 0}, "float32"),
+    "convert, blocks": ("convert", "int8", {"size": 32, "zero_point": True}, "float32"),
+    "convert, nf4": ("convert", numerics.nf4, {}, "float32"),
+    "convert, e4m3 beside bfloat16": ("convert", E4M3, {}, "bfloat16"),
+    "dequantize": ("dequantize", "int8", {"size": 48, "zero_point": True}, "float32"),
+    "dequantize, mxfp4 packed": ("dequantize", numerics.mxfp4, {"pack": 1}, "float32"),
+}
+
+
+@pytest.mark.parametrize("name, qtype, options, dtype", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype):
+    """Higham's bound on a float32 sum, of zero points apart, and on 12 roundings around it."""
+    layout = Layout((16, K), (K, N), MATRICES)
+    w = weight(qtype, layout, **options)
+    x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), dtype)
+    how = HowTo(Dimensions.of(MATRICES, 2, 2))
+    y = jax.jit(getattr(_planner, name).compute, static_argnums=2)(x, w, how)
+    expected = real_values(x) @ real_values(w)
+    bound = gamma(K + 12) * contraction(magnitudes(x), magnitudes(w), MATRICES)
+    assert y.dtype == jnp.float32 and np.all(np.abs(as_float64(y) - expected) <= bound)
+
+
+EMPTY = {
+    "digits": ("int8", {}),
+    "block_digits": ("int8", {"size": 32}),
+    "tiles": (numerics.nf4, {"pack": 0}),
+    "blocks": (numerics.mxfp4, {}),
+}
+
+
+@pytest.mark.parametrize("qtype, options", EMPTY.values(), ids=EMPTY)
+def test_a_product_without_rows_is_empty(qtype, options):
+    w = weight(qtype, LARGE["one row"], **options)
+    assert jax.jit(jqx.matmul)(jnp.zeros((0, K)), w).shape == (0, N)
+    x = jqx.QTensor(jnp.zeros((0, K), jnp.int8), jnp.ones((1, 1)), qtype=jnp.int8)
+    assert jax.jit(jqx.matmul)(x, w).shape == (0, N)
+
+
+def test_a_plan_does_not_depend_on_values():
+    """So that one compiled function serves all."""
+    traced = []
+
+    @jax.jit
+    def f(x, w):
+        traced.append(chosen(functools.partial(jqx.matmul), x, w))
+        return jqx.matmul(x, w)
+
+    for seed in range(2):
+        x = np.random.default_rng(seed).normal(size=(1, K)).astype(np.float32)
+        f(x, weight("int8", LARGE["one row"]))
+    assert traced == [[("digits", "convert")]]

@@ -1,0 +1,392 @@
+"""Quantized results: of accumulators by integers alone, as TFLite's; of floats by a spec."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.calibrators import Affine
+from jqx.contractions._fixed_point import FixedPointRounding
+from jqx.contractions._requantize import Requantization, requantize, requantize_float
+from jqx.numerics import Integer, format_of
+
+from ..numerics.oracles import as_int64, codes_of
+from ..ops.refusals import assert_refused
+from . import tflite
+
+FORMATS = [jnp.int8, jnp.uint8, jnp.int16, jnp.int4, Integer(8, narrow=True), Integer(5)]
+LOWEST, LARGEST = -(2**31), 2**31 - 1
+both_roundings = pytest.mark.parametrize("rounding", FixedPointRounding, ids=lambda r: r.value)
+requantized = jax.jit(requantize)
+
+
+def limits(qtype):
+    form = format_of(qtype)
+    return int(form.low), int(form.high)
+
+
+def scales(rng, *shape):
+    return np.exp(rng.uniform(-2, 0, shape)).astype(np.float32)
+
+
+def factor_of(*scales):
+    """In float64, in the order of PopulateConvolutionQuantizationParams."""
+    lhs, rhs, output = (np.asarray(scale, np.float32).astype(np.float64) for scale in scales)
+    return lhs * rhs / output
+
+
+def accumulators(rng, shape, width):
+    """Of all magnitudes up to 2**width."""
+    largest = 2.0 ** rng.uniform(0, width, shape)
+    return rng.uniform(-largest, largest).astype(np.int32)
+
+
+def assert_requantized(q, codes, scale, zero_point, qtype):
+    """Asserts codes, scale, zero point, and that they fit the array that they are for."""
+    assert q.qtype == qtype and q.values.dtype == format_of(qtype).storage
+    np.testing.assert_array_equal(as_int64(q.values), codes, strict=True)
+    assert q.scale.ndim == codes.ndim
+    np.testing.assert_array_equal(np.ravel(q.scale), np.ravel(scale))
+    if zero_point is None:
+        assert q.zero_point is None
+    else:
+        assert q.zero_point.dtype == q.values.dtype
+        np.testing.assert_array_equal(as_int64(q.zero_point).ravel(), np.ravel(zero_point))
+
+
+SHAPES = [
+    ((), (), ()),
+    ((), (5,), ()),
+    ((8, 1), (1, 5), (1, 1)),
+    ((8, 1), (5,), (1, 5)),
+]
+"""Of the scales: numbers; of each column; of each row and column; of each column of the result."""
+
+CASES = [(jnp.int8, shapes, extras) for shapes in SHAPES for extras in (False, True)]
+CASES += [(qtype, SHAPES[3], True) for qtype in FORMATS[1:]]
+
+
+@both_roundings
+@pytest.mark.parametrize("qtype, shapes, extras", CASES)
+def test_codes_are_those_of_tflite(qtype, shapes, extras, rounding):
+    """Wherever scales, zero points and biases vary, with the latter two and without."""
+    rng = np.random.default_rng(0)
+    low, high = limits(qtype)
+    accumulator = accumulators(rng, (8, 5), format_of(qtype).bits + 6)
+    lhs, rhs, output = (scales(rng, *shape) for shape in shapes)
+    zero = rng.integers(low, high + 1, output.shape) if extras else 0
+    bias = rng.integers(-100, 100, (5,)) if extras else 0
+    r = Requantization.of(
+        lhs,
+        rhs,
+        output,
+        qtype=qtype,
+        zero_point=codes_of(zero, format_of(qtype).storage) if extras else None,
+        bias=bias.astype(np.int32) if extras else None,
+        rounding=rounding,
+    )
+    factor = factor_of(lhs, rhs, output)
+    expected = tflite.requantize(accumulator, factor, zero, low, high, bias, rounding.value)
+    assert_requantized(
+        requantized(accumulator, r), expected, output, zero if extras else None, r.qtype
+    )
+    assert np.mean((expected > low) & (expected < high)) > 0.2
+    assert {low, high} <= set(expected.ravel())
+
+
+@both_roundings
+@pytest.mark.parametrize("qtype", [jnp.int8, jnp.uint8, jnp.int16])
+def test_every_code_and_both_ends_are_reached(qtype, rounding):
+    low, high = limits(qtype)
+    span = np.arange(low - 300, high + 301)
+    zero = (low + high) // 2
+    for factor in (1 / 8, 1 / 3, 1.0, 1.5):
+        r = Requantization.of(factor, 1.0, 1.0, qtype=qtype, zero_point=zero, rounding=rounding)
+        x = np.rint((span - zero) / factor).astype(np.int32)
+        parts = (x, factor_of(factor, 1, 1), zero, low, high, 0, rounding.value)
+        expected = tflite.requantize(*parts)
+        assert_requantized(requantized(x, r), expected, 1.0, zero, r.qtype)
+        if factor < 1:
+            np.testing.assert_array_equal(np.unique(expected), np.arange(low, high + 1))
+
+
+@both_roundings
+def test_sums_wrap_around_where_those_of_tflite_do(rounding):
+    """With the bias, with the zero point, and under a left shift (or past the right one)."""
+    ends = np.array([LOWEST, LOWEST + 1, LARGEST - 1, LARGEST, 2**30, -(2**30), 2**29], np.int32)
+    seen = 0
+    for bias, zero, factor in itertools.product((-2, 0, 1), (-3, 0, 5), (0.25, 0.9999, 1.0, 6.0)):
+        r = Requantization.of(
+            factor, 1.0, 1.0, qtype=jnp.int8, zero_point=zero, bias=bias, rounding=rounding
+        )
+        parts = (ends, factor_of(factor, 1, 1), zero, -128, 127, bias, rounding.value)
+        expected = tflite.requantize(*parts)
+        np.testing.assert_array_equal(as_int64(requantized(ends, r).values), expected)
+        unwrapped = np.clip((ends.astype(np.float64) + bias) * factor + zero, -128, 127)
+        seen += int(np.sum(np.abs(unwrapped - expected) > 1))
+    assert seen > 50
+
+
+def test_the_result_stands_for_the_sum_of_real_products():
+    """Of quantized matrices with zero points and a bias, to within the roundings that are made:
+    half a code, half a unit of what the shift leaves, and half a unit of the multiplier.
+    """
+    rng = np.random.default_rng(1)
+    x, w = rng.integers(-128, 128, (16, 24)), rng.integers(-127, 128, (24, 8))
+    x_scale, w_scale, zero = scales(rng, 1, 1), scales(rng, 1, 8), 17
+    bias = rng.integers(-5000, 5000, 8)
+    accumulator = (x - zero) @ w
+    real = (accumulator + bias) * (x_scale.astype(np.float64) * w_scale.astype(np.float64))
+    output_scale = np.float32(np.abs(real).max() / 100)
+    r = Requantization.of(
+        x_scale, w_scale, output_scale, qtype=jnp.int8, zero_point=-9, bias=bias.astype(np.int32)
+    )
+    q = requantized(accumulator.astype(np.int32), r)
+    assert q.dtype == jnp.float32 and q.shape == (16, 8)
+    codes = as_int64(q.values)
+    assert codes.min() > -128 and codes.max() < 127
+    exact = real / output_scale.astype(np.float64)
+    unit = 2.0 ** as_int64(r.shift)
+    most = 0.5 + unit / 2 + np.abs(accumulator + bias) * unit / 2**32
+    most += 4 * 2.0**-53 * np.abs(exact)  # of this test's own arithmetic
+    error = np.abs(codes + 9 - exact)
+    assert (error <= most).all() and error.max() > 0.4
+    np.testing.assert_allclose(q.dequantize(), (codes + 9) * output_scale, rtol=2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_real_result_has_the_dtype_asked_for(dtype):
+    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, dtype=dtype)
+    assert requantized(jnp.arange(3, dtype=jnp.int32), r).dequantize().dtype == dtype
+
+
+def test_low_and_high_clamp_as_an_activation():
+    rng = np.random.default_rng(2)
+    x = accumulators(rng, (200,), 20)
+    for low, high in ((-5, None), (None, 40), (-5, 40), (7, 7)):
+        r = Requantization.of(0.1, 0.1, 0.5, qtype=jnp.int8, zero_point=-5, low=low, high=high)
+        bounds = (-128 if low is None else low, 127 if high is None else high)
+        expected = tflite.requantize(x, factor_of(0.1, 0.1, 0.5), -5, *bounds)
+        np.testing.assert_array_equal(as_int64(requantized(x, r).values), expected)
+        assert (r.low, r.high) == bounds
+        assert {bounds[0], bounds[1]} <= set(expected)
+
+
+def test_a_scale_of_zero_and_a_negative_one():
+    x = np.array([-1000, -7, 0, 7, 1000], np.int32)
+    r = Requantization.of(np.array([0.0, -0.05], np.float32)[:, None], 1.0, 1.0, qtype=jnp.int8)
+    grid = np.broadcast_to(x, (2, 5))
+    expected = tflite.requantize(grid, factor_of([[0.0], [-0.05]], 1, 1), 0, -128, 127)
+    np.testing.assert_array_equal(as_int64(requantized(grid, r).values), expected)
+    np.testing.assert_array_equal(expected, [[0] * 5, [50, 0, 0, 0, -50]])
+
+
+def test_no_float_and_no_int64_touches_the_codes():
+    r = Requantization.of(0.5, np.ones(3, np.float32), 2.0, qtype=jnp.int8, zero_point=1, bias=4)
+    jaxpr = jax.make_jaxpr(lambda x: requantize(x, r).values)(jnp.ones((2, 3), jnp.int32))
+    dtypes = {v.aval.dtype.name for e in jaxpr.jaxpr.eqns for v in (*e.invars, *e.outvars)}
+    feeds = {e.primitive.name for e in jaxpr.jaxpr.eqns if e.outvars[0].aval.dtype.kind == "f"}
+    assert dtypes - {"float32"} <= {"int32", "uint32", "int8", "bool"}
+    assert feeds <= {"reshape", "broadcast_in_dim"}  # of the scale, which the codes do not read
+
+
+def stack_of(count):
+    rng = np.random.default_rng(3)
+    one = [
+        Requantization.of(
+            scales(rng, 1), scales(rng, 4), 0.5, qtype=jnp.int8, zero_point=i, bias=10 * i
+        )
+        for i in range(count)
+    ]
+    return one, jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
+
+
+def test_vmap_and_scan_give_what_each_gives_alone():
+    """Over accumulators, over requantizations, and over both in step."""
+    one, stacked = stack_of(3)
+    x = accumulators(np.random.default_rng(4), (3, 2, 4), 12)
+    alone = np.array([[requantized(x[i], r).values for i in range(3)] for r in one])
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(requantize, in_axes=(0, None)))(x, one[1]).values, alone[1]
+    )
+    over = jax.jit(jax.vmap(requantize, in_axes=(None, 0)))(x[1], stacked)
+    np.testing.assert_array_equal(over.values, alone[:, 1])
+    both = jax.jit(jax.vmap(requantize))(x, stacked)
+    _, scanned = jax.lax.scan(
+        lambda _, xs: (None, requantize(*xs)), None, (jnp.asarray(x), stacked)
+    )
+    for result in (both, scanned):
+        np.testing.assert_array_equal(result.values, alone[np.arange(3), np.arange(3)])
+        assert isinstance(result, jqx.QTensor) and result.shape == (3, 2, 4)
+        assert result.scale.shape == result.zero_point.shape == (3, 1, 1)
+        np.testing.assert_array_equal(
+            result[2].dequantize(), requantized(x[2], one[2]).dequantize()
+        )
+
+
+def test_jit_and_eager_give_the_same_and_trees_keep_every_field():
+    one, _ = stack_of(1)
+    r = dataclasses.replace(one[0], low=-7, high=9, rounding=FixedPointRounding.SINGLE)
+    x = accumulators(np.random.default_rng(5), (6, 4), 12)
+    eager = requantize(x, r)
+    closed = jax.jit(lambda x: requantize(x, r))(x)
+    for result in (requantized(x, r), closed):
+        assert jax.tree.structure(result) == jax.tree.structure(eager)
+        jax.tree.map(np.testing.assert_array_equal, result, eager)
+    leaves, tree = jax.tree.flatten(r)
+    again = jax.tree.unflatten(tree, leaves)
+    for field in dataclasses.fields(r):
+        assert getattr(again, field.name) is getattr(r, field.name)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(r)]
+    assert paths == [".multiplier", ".shift", ".scale", ".zero_point", ".bias"]
+
+
+def test_of_works_inside_jit_where_its_scales_have_values():
+    """Zero point and bias may be traced: they enter no multiplier."""
+    scale = jnp.float32(0.3)
+
+    @jax.jit
+    def f(x, zero, bias):
+        r = Requantization.of(scale, 0.5, 2.0, qtype=jnp.int8, zero_point=zero, bias=bias)
+        return requantize(x, r)
+
+    x = accumulators(np.random.default_rng(6), (50,), 12)
+    expected = tflite.requantize(x, factor_of(0.3, 0.5, 2.0), 3, -128, 127, 8)
+    result = f(x, jnp.int8(3), jnp.int32(8))
+    assert_requantized(result, expected, 2.0, 3, jnp.dtype("int8"))
+
+
+def test_gradients_flow_through_the_scale_alone():
+    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, zero_point=1)
+    x = jnp.array([16, -8, 100], jnp.int32)
+
+    def total(scale):
+        return jnp.sum(requantize(x, dataclasses.replace(r, scale=scale)).dequantize())
+
+    codes = as_int64(requantized(x, r).values)
+    assert float(jax.jit(jax.grad(total))(jnp.float32(2.0))) == np.sum(codes - 1)
+
+
+def test_accumulators_of_no_axes_and_of_no_elements():
+    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, zero_point=1)
+    assert int(requantized(jnp.int32(16), r).values) == 3
+    assert requantized(jnp.zeros((0, 3), jnp.int32), r).shape == (0, 3)
+
+
+def test_requantize_float_is_quantize():
+    y = np.random.default_rng(7).normal(size=(4, 6)).astype(np.float32)
+    spec = jqx.QSpec(jnp.uint8, jqx.per_axis(1), symmetric=False)
+    affine = Affine(jnp.full((1, 6), 0.03, jnp.float32), jnp.full((1, 6), 90, jnp.uint8))
+    for output, expected in (
+        (spec, jqx.QTensor.quantize(y, spec)),
+        ((spec, affine), jqx.QTensor.quantize(y, spec, affine)),
+    ):
+        result = requantize_float(y, output)
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+    for wrong in (affine, (spec, affine, spec), jnp.int8, None):
+        with pytest.raises(TypeError, match=r"jqx.dot_general: `output` is not a QSpec"):
+            requantize_float(y, wrong)
+
+
+def fields(**changes):
+    """Fields of a Requantization, all in order but those given."""
+    multiplier, shift = jnp.full((3,), 2**30, jnp.int32), jnp.zeros((3,), jnp.int32)
+    valid = {"multiplier": multiplier, "shift": shift, "scale": jnp.float32(1), "qtype": jnp.int8}
+    return {**valid, **changes}
+
+
+TYPES = {
+    "multiplier": jnp.ones((3,), jnp.float32),
+    "shift": jnp.ones((3,), jnp.int8),
+    "scale": jnp.ones((3,), jnp.int32),
+    "zero_point": jnp.ones((3,), jnp.int32),
+    "bias": jnp.ones((3,), jnp.float32),
+    "qtype": jnp.float8_e4m3fn,
+    "dtype": jnp.int32,
+    "rounding": "single",
+    "low": 1.5,
+    "high": jnp.zeros(()),
+}
+
+
+@pytest.mark.parametrize("field", TYPES)
+def test_a_field_of_another_kind_is_a_type_error(field):
+    Requantization(**fields())
+    wrong = {"qtype": "float8_e4m3fn", "dtype": "Real element type"}.get(field, field)
+    build = functools.partial(Requantization, **fields(**{field: TYPES[field]}))
+    assert_refused(build, (), TypeError, "Requantization", wrong)
+
+
+@pytest.mark.parametrize(
+    "change, facts",
+    [
+        ({"qtype": jnp.int32}, ("int32", "16 bits or less")),
+        ({"multiplier": None}, ("`multiplier` is not an array",)),
+        ({"bias": 1.5}, ("`bias` must be an integer",)),
+        ({"zero_point": True}, ("`zero_point` must be an integer",)),
+    ],
+)
+def test_other_fields_that_are_no_such_thing(change, facts):
+    build = functools.partial(Requantization, **fields(**change))
+    assert_refused(build, (), TypeError, "Requantization", *facts)
+
+
+@pytest.mark.parametrize(
+    "change, facts",
+    [
+        ({"zero_point": 128}, ("zero_point == 128", "[-128, 127]")),
+        ({"qtype": jnp.uint8, "zero_point": -1}, ("zero_point == -1", "[0, 255]")),
+        ({"bias": 2**31}, (f"bias == {2**31}", f"[{LOWEST}, {LARGEST}]")),
+        ({"low": -129}, ("low == -129, high == 127", "-128 <= low <= high <= 127")),
+        ({"high": 128}, ("low == -128, high == 128",)),
+        ({"low": 5, "high": 4}, ("low == 5, high == 4",)),
+    ],
+)
+def test_a_number_out_of_range_is_a_value_error(change, facts):
+    build = functools.partial(Requantization, **fields(**change))
+    assert_refused(build, (), ValueError, "Requantization", *facts)
+
+
+def test_a_shift_out_of_range_is_refused_where_it_has_values():
+    for shift in (-32, 31):
+        values = jnp.asarray(np.array([0, 3, shift], np.int32))
+        build = functools.partial(Requantization, **fields(shift=values))
+        assert_refused(build, (), ValueError, "Requantization", str(shift), "-31 to 30")
+    for shift in (-31, 30):
+        Requantization(**fields(shift=jnp.full((3,), shift, jnp.int32)))
+    jax.jit(lambda s: Requantization(**fields(shift=s)).shift)(jnp.full((3,), 40, jnp.int32))
+
+
+@pytest.mark.parametrize("field", ["multiplier", "shift", "scale", "zero_point", "bias"])
+def test_an_array_that_does_not_fit_the_accumulators_is_named(field):
+    arrays = {
+        "multiplier": jnp.int32(2**30),
+        "shift": jnp.int32(0),
+        "scale": jnp.ones((1, 1)),
+        "zero_point": jnp.int8(0),
+        "bias": jnp.int32(0),
+    }
+    for shape in ((2,), (2, 1), (1, 4, 3)):
+        wide = {**arrays, field: jnp.broadcast_to(jnp.ravel(arrays[field])[0], shape)}
+        f = functools.partial(requantize, requantization=Requantization(**wide, qtype=jnp.int8))
+        x = jnp.zeros((4, 3), jnp.int32)
+        facts = (f"`{field}` does not fit", f"{field}.shape == {shape}", "(4, 3)")
+        assert_refused(f, (x,), ValueError, "requantize", *facts)
+
+
+def test_requantize_refuses_other_accumulators_and_other_values():
+    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8)
+    f = functools.partial(requantize, requantization=r)
+    for x in (jnp.ones(3), jnp.ones(3, jnp.int8), jnp.ones(3, jnp.uint32)):
+        assert_refused(f, (x,), TypeError, "requantize", f"({x.dtype.name})", "int32")
+    g = functools.partial(requantize, requantization=jqx.QSpec(jnp.int8))
+    assert_refused(g, (jnp.ones(3, jnp.int32),), TypeError, "requantize", "Requantization")
+    zeros = Requantization(**fields(zero_point=jnp.zeros((3,), jnp.int8)))
+    h = functools.partial(requantize, requantization=zeros)
+    assert_refused(h, (jnp.ones(3, jnp.int32),), ValueError, "QTensor", "does not fit `scale`")

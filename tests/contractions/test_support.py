@@ -1,0 +1,80 @@
+"""Every cell of the support matrix: what the documentation claims is right, all else raises."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from .oracles import gamma
+from .support import OPS, cells, error, is_claimed, matrix, products, usual
+
+K, TAIL = 64, 8
+README = pathlib.Path(__file__).parents[2] / "README.md"
+
+
+def length(cell, k):
+    """As many elements as asked for, fewer where a tail is."""
+    return k - TAIL if "tail" in (cell.lhs.sharing, cell.rhs.sharing) else k
+
+
+def wrong(op, k, n, everything=False, only=None):
+    """The cells whose result is off: by how many times what float32 allows, or with what error."""
+    found = {}
+    for cell in cells(op, everything=everything):
+        if only is not None and not only(cell):
+            continue
+        terms = length(cell, k)
+        try:
+            difference, magnitude = error(cell, terms, n)
+        except (TypeError, ValueError) as refusal:
+            if is_claimed(cell):
+                found[cell] = str(refusal).partition("\n")[0]
+            continue
+        if not is_claimed(cell):
+            found[cell] = "not refused"
+            continue
+        # A float32 sum of products and of sums for zero points, and 16 roundings: of scales, of
+        # digits, of corrections, of sums over blocks; then one to the dtype of the result.
+        allowed = gamma(products(op, terms) + 16) * magnitude
+        if "bfloat16" in (cell.lhs.kind, cell.rhs.kind):
+            both = cell.lhs.kind == cell.rhs.kind
+            allowed = allowed + (2.0**-8 * magnitude if both else 0)
+        ratio = np.max(difference / np.maximum(allowed, 1e-30))
+        if not ratio <= 1:
+            found[cell] = float(ratio)
+    return found
+
+
+def is_block(operand):
+    return operand.sharing in ("block", "tail")
+
+
+def is_usual(operand):
+    """One of each kind: a scale for each index of a kept axis, or blocks where they must be."""
+    return operand.layout == "plain" and operand == usual(operand.kind)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind_beside_float32_and_int8_is_right(op):
+    near = {"float32", "int8"}
+    plain = lambda c: is_usual(c.lhs) and is_usual(c.rhs)  # noqa: E731
+    assert wrong(op, K, 5, only=lambda c: plain(c) and near & {c.lhs.kind, c.rhs.kind}) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind_sharing_and_layout_is_right_or_refused(op):
+    assert wrong(op, K, 5) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["matmul", "einsum"])
+def test_every_sharing_and_layout_is_right_where_operands_are_large(op):
+    """Large enough for the formulations of CPU that avoid copies."""
+    laid_out = lambda c: c.rhs.layout != "plain" or is_block(c.rhs)  # noqa: E731
+    assert wrong(op, 256, 96, only=lambda c: c.lhs.kind == "float32" and laid_out(c)) == {}
+    assert wrong(op, 256, 96, only=lambda c: c.lhs == usual("int8") and laid_out(c)) == {}
+
+
+def test_the_readme_has_the_matrix():
+    assert matrix() in README.read_text()

@@ -1,0 +1,267 @@
+"""`take`: what it returns is what `jnp.take` returns of the dequantized array, bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import numerics
+from jqx.contractions._take import take
+
+from ..numerics.oracles import as_float64, assert_floats
+from ..ops.refusals import assert_refused
+from ..tensor.tensors import spread_out, tensor
+
+SHAPE = (10, 32)
+MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+SPECS = {
+    "int8, one scale": jqx.QSpec(jnp.int8),
+    "int8, a scale for each row": jqx.QSpec(jnp.int8, jqx.per_axis(0)),
+    "int8, a scale for each column": jqx.QSpec(jnp.int8, jqx.per_axis(1), **MINMAX),
+    "uint4 asymmetric in blocks": jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 1: 8}), **MINMAX),
+    "uint4 in blocks of rows, with a tail": jqx.QSpec(
+        jnp.uint4, jqx.per_block({0: 4, 1: 16}, tail=True), **MINMAX
+    ),
+    "int3, a scale for each element": jqx.QSpec(numerics.int3, jqx.per_axis(0, 1)),
+    "nf4 in blocks": jqx.QSpec(numerics.nf4, jqx.per_block({0: 1, 1: 16})),
+    "float8": jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(0)),
+    "mxfp4": jqx.QSpec(numerics.mxfp4, jqx.per_block({0: 1, 1: 32})),
+    "nvfp4": jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16})),
+    "nvfp4 in blocks of rows": jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 2, 1: 8})),
+}
+
+
+@functools.cache
+def table(name):
+    return jqx.QTensor.quantize(jnp.asarray(spread_out(SHAPE)), SPECS[name])
+
+
+def layouts(q):
+    """A QTensor, and the same laid out in other ways."""
+    yield q
+    yield q.pack_for("cpu")
+    if numerics.format_of(q.qtype).bits < 8:
+        yield q.pack(0)
+        yield q.pack(1)
+
+
+def assert_same(result, expected):
+    assert result.dtype == expected.dtype
+    np.testing.assert_array_equal(as_float64(result), as_float64(expected), strict=True)
+
+
+INDICES = np.array([[0, -1, 9], [-10, 4, 3]], np.int32)
+AXES = (0, -1, None)
+
+
+@jax.jit
+def take_all(q, indices):
+    return [take(q, indices, axis) for axis in AXES]
+
+
+MORE = {
+    "int8, a scale for each column",
+    "int3, a scale for each element",
+    "nvfp4 in blocks of rows",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in SPECS]
+)
+def test_what_is_taken_is_that_of_the_dequantized_array(name):
+    """From rows, columns and the flattened array, however the codes are laid out."""
+    q = table(name)
+    real = q.dequantize()
+    for laid_out in layouts(q):
+        for axis, result in zip(AXES, take_all(laid_out, INDICES), strict=True):
+            assert_same(result, jnp.take(real, INDICES, axis=axis))
+
+
+BEYOND = np.array([0, 9, -1, -10, 10, -11, 50, -50], np.int32)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8, one scale", "uint4 in blocks of rows, with a tail", "nvfp4"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "fill"},
+        {"mode": "fill", "fill_value": -3.5},
+        {"mode": "clip"},
+        {"mode": "wrap"},
+    ],
+    ids=str,
+)
+def test_indices_out_of_bounds_are_those_of_jnp_take(name, options):
+    q = table(name)
+    for axis, places in [(0, BEYOND), (1, BEYOND * 3), (None, BEYOND * 32)]:
+        expected = jnp.take(q.dequantize(), places, axis=axis, **options)
+        assert_same(take(q, places, axis, **options), expected)
+    if options.get("mode") not in ("clip", "wrap"):
+        filled = np.asarray(take(q, BEYOND, 0, **options))[4:]
+        fill = options.get("fill_value", np.nan)
+        np.testing.assert_array_equal(filled[[0, 1, 2, 3]], np.full((4, 32), fill, np.float32))
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "wrap"])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+def test_indices_may_be_of_any_integer_dtype(dtype, mode):
+    """Of 300 rows, which no 8 bits count, and up to the largest index that there is."""
+    q = tensor(np.arange(300)[:, None] % 251 - 125, "int8", np.arange(1, 301)[:, None])
+    info = np.iinfo(dtype)
+    places = np.array([0, 1, info.max, info.max - 1, info.min, info.min + 1], dtype)
+    rows = places.astype(np.int64)
+    inside = np.ones(rows.shape, bool)
+    if mode == "fill":
+        inside = (rows >= -300) & (rows < 300)
+    elif mode == "clip":
+        rows = np.clip(rows, 0, 299)
+    expected = as_float64(q.dequantize())[rows % 300]
+    expected[~inside] = np.nan
+    assert_floats(take(q, places, 0, mode=mode), expected, np.float32)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 0), (1,), (2, 1, 3)], ids=str)
+def test_indices_may_have_any_shape(shape):
+    q = table("uint4 asymmetric in blocks")
+    places = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    for axis, result in zip(AXES, take_all(q, places), strict=True):
+        assert_same(result, jnp.take(q.dequantize(), places, axis=axis))
+    assert_same(take(q, 3, 0), q.dequantize()[3])
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
+def test_arrays_of_any_rank_are_taken_from(shape):
+    scale = np.full((1,) * len(shape), 0.5)
+    codes = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    q = tensor(codes, "int8", scale, np.full(scale.shape, 3))
+    real = q.dequantize()
+    places = np.array([[0, -1]], np.int32)
+    for axis in (None, *range(len(shape)))[:3]:
+        assert_same(take(q, places, axis), jnp.take(real, places, axis=axis))
+
+
+def test_an_axis_in_the_middle_is_taken_from_whatever_is_packed_around_it():
+    rng = np.random.default_rng(0)
+    spec = jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 2, 2: 4}))
+    q = jqx.QTensor.quantize(jnp.asarray(rng.normal(size=(3, 6, 8)), jnp.float32), spec)
+    for laid_out in (
+        q,
+        q.pack(0),
+        q.pack(1),
+        q.pack(2),
+        q.pack_for("cpu"),
+        q.pack(2).transpose(0, 2, 1),
+    ):
+        real = laid_out.dequantize()
+        places = np.array([[1, 0], [2, 2]], np.int32)
+        for axis, rows in enumerate(
+            jax.jit(lambda q, i: [take(q, i, n) for n in range(3)])(laid_out, places)
+        ):
+            assert_same(rows, jnp.take(real, places, axis=axis))
+
+
+@pytest.mark.parametrize(
+    "name", ["int8, a scale for each row", "uint4 asymmetric in blocks", "mxfp4"]
+)
+def test_it_maps_over_indices_and_tables(name):
+    q = table(name)
+    real, rows = q.dequantize(), functools.partial(take, axis=0)
+    expected = jnp.take(real, INDICES, axis=0)
+    for laid_out in layouts(q):
+        assert_same(jax.jit(jax.vmap(rows, in_axes=(None, 0)))(laid_out, INDICES), expected)
+    stacked = jqx.QTensor.stack([q, q[::-1]])
+    of_each = jax.jit(jax.vmap(rows))
+    assert_same(of_each(stacked, INDICES), of_each(stacked.dequantize(), INDICES))
+
+
+LARGE = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+
+
+def results(jaxpr):
+    """The sizes of all arrays that a jaxpr makes, at any depth."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (v.aval.size for v in eqn.outvars)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from results(inner)
+
+
+@pytest.mark.parametrize("name", ["int8, a scale for each row", "nf4 in blocks", "mxfp4", "nvfp4"])
+def test_no_more_is_dequantized_or_unpacked_than_what_is_taken(name):
+    """Of 4096 rows, 3: no array larger than theirs is made, and the compiled lookup takes no more
+    temporary memory than twice theirs, of 4 bytes an element.
+    """
+    spec = SPECS[name]
+    forms = [lambda q: q, lambda q: q.pack_for("cpu")]
+    if numerics.format_of(spec.qtype).bits < 8:
+        forms.append(lambda q: q.pack(1))
+    for form in forms:
+        q = jax.eval_shape(lambda x, f=form: f(jqx.QTensor.quantize(x, spec)), LARGE)
+        places = jax.ShapeDtypeStruct((3,), jnp.int32)
+        rows = functools.partial(take, axis=0)
+        assert max(results(jax.make_jaxpr(rows)(q, places))) <= 3 * 256
+        compiled = jax.jit(rows).lower(q, places).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= 2 * 3 * 256 * 4
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+@pytest.mark.parametrize("name", ["uint4 asymmetric in blocks", "int8, one scale"])
+def test_the_gradient_of_a_scale_is_that_of_the_dequantized_array(name, axis):
+    """Out of bounds there is none. Cotangents are small integers: every sum of them is exact."""
+    q = table(name)
+    places = np.array([[0, 3, 3], [-1, 50, 9]], np.int32)
+    shape = jax.eval_shape(functools.partial(take, axis=axis), q, places).shape
+    g = np.random.default_rng(1).integers(-3, 4, shape).astype(np.float32)
+
+    def loss(scale, f):
+        rows = f(dataclasses.replace(q, scale=scale))
+        return (jnp.where(jnp.isnan(rows), 0.0, rows) * g).sum()
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    ours = gradient(q.scale, lambda q: take(q, places, axis))
+    theirs = gradient(q.scale, lambda q: jnp.take(q.dequantize(), places, axis=axis))
+    assert np.any(as_float64(theirs) != 0)
+    assert_same(ours, theirs)
+
+
+def test_a_block_without_a_scale_spoils_its_own_rows_alone():
+    x = spread_out(SHAPE)
+    x[3, 5] = np.nan
+    q = jqx.QTensor.quantize(jnp.asarray(x), SPECS["int8, a scale for each row"])
+    rows = np.asarray(take(q, np.array([2, 3, 4]), 0))
+    assert np.isnan(rows[1]).all() and np.isfinite(rows[[0, 2]]).all()
+
+
+def test_arrays_go_to_jnp_take():
+    x = jnp.arange(6).reshape(2, 3)
+    assert_same(take(x, jnp.array([1, 5]), 1, mode="clip"), jnp.array([[1, 2], [4, 5]]))
+    assert_same(take(x, jnp.array([4])), jnp.array([4]))
+    assert_same(take(x, jnp.array([7]), 0, fill_value=-1), jnp.full((1, 3), -1))
+
+
+def test_bad_arguments_are_refused():
+    q, x, places = table("int8, one scale"), jnp.ones(SHAPE), jnp.array([0])
+    for options, facts in [
+        ({"mode": "raise"}, ("mode", "'raise'", "'wrap'")),
+        ({"mode": "clip", "fill_value": 0.0}, ("`fill_value`", "'clip'")),
+        ({"mode": "wrap", "fill_value": 0.0}, ("`fill_value`", "'wrap'")),
+    ]:
+        for operand in (q, x):
+            f = functools.partial(take, axis=0, **options)
+            assert_refused(f, (operand, places), ValueError, "take", *facts)
+    f = functools.partial(take, axis=0)
+    for wrong in (jnp.array([0.0]), jnp.array([True])):
+        assert_refused(f, (q, wrong), TypeError, "take", "integers", wrong.dtype.name)
+    far = functools.partial(take, axis=2)
+    assert_refused(far, (q, places), ValueError, "take", "axis", "2")
+    empty = tensor(np.zeros((0, 3)), "int8")
+    assert_refused(f, (empty, places), IndexError, "take", "(0, 3)")
+    assert take(empty, jnp.zeros((2, 0), int), 0).shape == (2, 0, 3)

@@ -1,0 +1,453 @@
+"""Layouts: however codes lie, the array is the same; a view keeps the layout or refuses."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import treescope
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jqx
+from jqx import numerics
+from jqx.tensor import Layout, Packing
+
+from ..numerics.oracles import as_float64, assert_floats
+from ..ops.refusals import assert_refused
+from .tensors import CASES, assert_equal, made, quantized_case, random_tensor, spec, spread_out
+
+law = settings(max_examples=25, deadline=None)
+
+SWAPPED, WIDENED = Layout(swapped=True), Layout(widened=True)
+BOTH = Layout(swapped=True, widened=True)
+
+
+def packed(axis, length, swapped=False):
+    return Layout(Packing(axis, length), swapped)
+
+
+def layouts_of(q):
+    """Every layout that a QTensor can have."""
+    yield SWAPPED
+    if jnp.dtype(numerics.format_of(q.qtype).storage).name in ("int2", "uint2", "int4", "uint4"):
+        yield from (WIDENED, BOTH)
+    if numerics.format_of(q.qtype).bits < 8:
+        for axis, length in zip(range(-q.ndim, 0), q.shape, strict=True):
+            yield from (packed(axis, length), packed(axis, length, swapped=True))
+
+
+def laid_out(q, layout):
+    """A plain QTensor with another layout, its values put in place by hand."""
+    form, values = numerics.format_of(q.qtype), q.values
+    if layout.swapped:
+        values = values.transpose((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
+    if layout.widened:
+        values = values.astype(form.storage.name.replace("4", "8").replace("2", "8"))
+    if layout.packing is not None:
+        axis = layout.packing.axis
+        if layout.swapped and axis > -3:
+            axis = -3 - axis
+        values = numerics.pack_bits(form.to_bits(values), form.bits, axis % q.ndim)
+    return dataclasses.replace(q, values=values, layout=layout)
+
+
+def swap_last(x):
+    """The last two axes swapped, of an array or a QTensor."""
+    return x.transpose((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_holds_the_same_array(name):
+    q, real = made(name)
+    tensors = [laid_out(q, layout) for layout in layouts_of(q)]
+
+    @jax.jit
+    def all_of(tensors):
+        return [(q.dequantize(), q.unpack(), q.codes, q.stored.dequantize()) for q in tensors]
+
+    for laid, (found, plain, codes, stored) in zip(tensors, all_of(tensors), strict=True):
+        assert (laid.shape, laid.ndim, laid.size) == (q.shape, q.ndim, q.size)
+        assert_floats(found, real, np.float32)
+        assert_equal(plain, q)
+        form = numerics.format_of(q.qtype)
+        as_bytes = laid.layout.packing is not None or laid.layout.widened
+        assert codes.dtype.itemsize == 1 if as_bytes else codes.dtype == form.storage
+        expected = form.widen_bits(form.to_bits(q.values)) if as_bytes else q.values
+        np.testing.assert_array_equal(codes, expected, strict=True)
+        expected = np.swapaxes(real, -1, -2) if laid.layout.swapped else real
+        assert_floats(stored, expected, np.float32)
+    assert q.unpack() is q and q.stored is q
+
+
+@pytest.mark.parametrize("name", ["int4 with a tail", "nv in blocks of two axes", "mx in blocks"])
+def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
+    q, _ = made(name)
+    for layout in layouts_of(q):
+        laid = laid_out(q, layout)
+        stored = laid.stored
+        assert stored.values is laid.values
+        if not layout.swapped:
+            assert stored is laid
+            continue
+        assert stored.shape == swap_last(q).shape
+        packing = layout.packing
+        if packing is not None:
+            axis = {-1: -2, -2: -1}.get(packing.axis, packing.axis)
+            assert stored.layout == Layout(Packing(axis, packing.length))
+            assert stored.values.shape[axis] == laid.values.shape[axis] < packing.length
+        else:
+            assert stored.layout == (WIDENED if layout.widened else None)
+            assert stored.values.shape == stored.shape
+        assert_equal(stored.unpack(), swap_last(q))
+
+
+def everywhere(x):
+    """An array of rank 4 made of two: views of its leading axes can do anything."""
+    return jqx.QTensor.stack([x, x], 0) if isinstance(x, jqx.QTensor) else np.stack([x, x])
+
+
+def broadcast(x, shape):
+    return x.broadcast_to(shape) if isinstance(x, jqx.QTensor) else np.broadcast_to(x, shape)
+
+
+def joined(x):
+    parts = [x[:, :1], x[:, 1:], x]
+    if isinstance(x, jqx.QTensor):
+        return jqx.QTensor.concatenate(parts, 1)
+    return np.concatenate(parts, 1)
+
+
+LEADING = [
+    lambda x: x[1],
+    lambda x: x[:, -1],
+    lambda x: x[1:, ::-1],
+    lambda x: x[..., :, :],
+    lambda x: x[0, ..., :, :],
+    lambda x: x[0, 1:, ..., : x.shape[-2], : x.shape[-1] + 5],
+    lambda x: x[0, :, :, :, ...],
+    lambda x: x[None, :, None, [2, 0]],
+    lambda x: x[np.array([1, 0, 1]), np.array([2, 0, 2])],
+    lambda x: x[np.arange(6).reshape(2, 3) % 2 == 0],
+    lambda x: x.take(np.array([2, 0]), 1),
+    lambda x: x.transpose(1, 0, 2, 3),
+    lambda x: x.reshape(6, *x.shape[2:]),
+    lambda x: x.reshape(-1, 1, *x.shape[2:]),
+    lambda x: broadcast(x, (3, *x.shape)),
+    lambda x: broadcast(x[:, :1], (2, 5, *x.shape[2:])),
+    joined,
+]
+
+
+@pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail"])
+def test_views_of_leading_axes_keep_the_layout(name):
+    plain = everywhere(made(name)[0])
+    real = np.asarray(plain.dequantize())
+    layouts = [layout for layout in layouts_of(plain) if layout.depth <= 2]
+    tensors = [everywhere(laid_out(made(name)[0], layout)) for layout in layouts]
+
+    @jax.jit
+    def all_of(tensors):
+        views = [[view(q) for view in LEADING] for q in tensors]
+        for layout, viewed in zip(layouts, views, strict=True):
+            assert all(q.layout == layout for q in viewed)
+        return [[dataclasses.replace(q).dequantize() for q in viewed] for viewed in views]
+
+    for found in all_of(tensors):
+        for view, y in zip(LEADING, found, strict=True):
+            assert_floats(y, view(real), np.float32)
+
+
+@pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail", "nf4 with a tail"])
+def test_a_swap_of_the_last_axes_moves_no_code(name):
+    q, real = made(name)
+    for layout in layouts_of(q):
+        laid = laid_out(q, layout)
+        turned = swap_last(laid)
+        assert turned.values is laid.values
+        assert turned.shape == swap_last(q).shape
+        assert_equal(turned.unpack(), swap_last(q))
+        assert_equal(swap_last(turned).unpack(), q)
+        assert turned.layout is None or swap_last(turned).layout == layout
+        assert_floats(turned.dequantize(), np.swapaxes(real, -1, -2), np.float32)
+
+
+def test_a_matrix_and_a_row_turn_as_arrays_do():
+    q = jqx.QTensor.quantize(spread_out((4, 6)), spec(jnp.int4, jqx.per_axis(1), False))
+    for layout in layouts_of(q):
+        turned = laid_out(q, layout).T
+        assert turned.shape == (6, 4)
+        assert_equal(turned.unpack(), q.T)
+    row = q[0].pack()
+    assert_equal(row.T, row)
+
+
+def joined_again(x, places):
+    if isinstance(x, jqx.QTensor):
+        return jqx.QTensor.concatenate(x.split(places, -1)[::-1], -1)
+    return np.concatenate(np.split(x, places, -1)[::-1], -1)
+
+
+def test_widened_codes_pass_through_every_view():
+    """They are where plain ones are, each in a byte."""
+    q, real = made("int4 with a tail")
+    views = [
+        lambda x: x[..., 3],
+        lambda x: x[:, [1, 0], ::-2],
+        lambda x: x.transpose(2, 0, 1),
+        lambda x: x.reshape(12, 10),
+        lambda x: broadcast(x[..., :1], (2, 3, 4, 7)),
+        lambda x: x.take(np.array([9, 4]), -1),
+    ]
+    views.append(lambda x: joined_again(x, [3]))
+
+    @jax.jit
+    def all_of(q, laid):
+        found = [view(laid) for view in views]
+        assert all(w.layout == WIDENED and w.values.dtype == jnp.int8 for w in found)
+        return [(view(q), w.unpack(), w.dequantize()) for view, w in zip(views, found, strict=True)]
+
+    for view, (expected, plain, y) in zip(views, all_of(q, laid_out(q, WIDENED)), strict=True):
+        assert_equal(plain, expected)
+        assert_floats(y, view(real), np.float32)
+
+
+def whole_last(shape, index, depth):
+    """Whether a basic index leaves the last axes of an array as they are, by its strides."""
+    x = np.zeros(shape)
+    y = x[index]
+    last = slice(len(shape) - depth, None)
+    tail = slice(y.ndim - depth, None)
+    return y.ndim >= depth and (y.shape[tail], y.strides[tail]) == (x.shape[last], x.strides[last])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_an_index_is_refused_exactly_where_it_changes_what_is_laid_out(data):
+    shape = (2, 3, 4, 5)
+    q = random_tensor(np.random.default_rng(0), "int4", shape, (0, 3), (0,))
+    layout = data.draw(st.sampled_from(list(layouts_of(q))))
+    index = data.draw(hnp.basic_indices(shape, max_dims=6, allow_newaxis=True))
+    laid = laid_out(q, layout)
+    if whole_last(shape, index, layout.depth):
+        found = laid[index]
+        assert found.layout == layout
+        assert_equal(found.unpack(), q[index])
+    else:
+        with pytest.raises(ValueError, match=r"QTensor\.__getitem__: the codes are "):
+            laid[index]
+
+
+BOX = (2, 4, 6)
+GETITEM, CONCATENATE = "QTensor.__getitem__", "QTensor.concatenate"
+
+
+@pytest.mark.parametrize(
+    "layout, words, axes",
+    [
+        (packed(-1, 6), "packed along axis -1", "[-1]"),
+        (packed(-2, 4), "packed along axis -2", "[-2, -1]"),
+        (packed(-3, 2), "packed along axis -3", "[-3, -2, -1]"),
+        (SWAPPED, "swapped", "[-2, -1]"),
+        (BOTH, "swapped and widened", "[-2, -1]"),
+        (packed(-1, 6, True), "packed along axis -1 and swapped", "[-2, -1]"),
+    ],
+    ids=str,
+)
+def test_a_view_that_a_layout_does_not_survive_is_refused_with_the_way_out(layout, words, axes):
+    q = laid_out(random_tensor(np.random.default_rng(0), "int4", BOX), layout)
+    uses = [
+        (GETITEM, lambda q: q[..., 0]),
+        (GETITEM, lambda q: q[..., None]),
+        (GETITEM, lambda q: q.take(np.array([0]), -1)),
+        (GETITEM, lambda q: q.split(2, -1)),
+        ("QTensor.transpose", lambda q: q.transpose(2, 0, 1)),
+        ("QTensor.reshape", lambda q: q.reshape(48)),
+        ("QTensor.reshape", lambda q: q.reshape(2, 24)),
+        ("QTensor.broadcast_to", lambda q: q.broadcast_to((2, 4, 7))),
+        (CONCATENATE, lambda q: jqx.QTensor.concatenate([q, q], -1)),
+        ("QTensor.pack", lambda q: q.pack(0)),
+    ]
+    if layout.depth > 1:
+        uses += [
+            (GETITEM, lambda q: q[:, 0]),
+            (GETITEM, lambda q: q[:, 1:]),
+            ("QTensor.transpose", lambda q: q.transpose(1, 0, 2)),
+            ("QTensor.broadcast_to", lambda q: q.broadcast_to((6,))),
+            (CONCATENATE, lambda q: jqx.QTensor.concatenate([q, q], 1)),
+        ]
+    for function, use in uses:
+        facts = () if function == "QTensor.pack" else (f"axes {axes}",)
+        assert_refused(
+            use, (q,), ValueError, function, f"the codes are {words}.", "q.unpack()", *facts
+        )
+
+
+def test_widened_codes_are_unpacked_before_they_are_packed():
+    q = laid_out(random_tensor(np.random.default_rng(0), "int4", (4, 6)), WIDENED)
+    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "widened", "q.unpack()")
+    assert_equal(q.unpack().pack().unpack(), q.unpack())
+
+
+def test_tensors_of_different_layouts_are_not_joined():
+    q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
+    for other in (laid_out(q, SWAPPED), laid_out(q, WIDENED), q.pack()):
+        for function in (jqx.QTensor.concatenate, jqx.QTensor.stack):
+            facts = ("laid out in different ways", "one layout", "q.unpack()", str(other.layout))
+            name = f"QTensor.{function.__name__}"
+            assert_refused(lambda a, b, f=function: f([a, b]), (q, other), TypeError, name, *facts)
+
+
+def test_mapping_and_scanning_over_leading_axes_keep_a_layout():
+    q, real = made("int4 with a tail")
+    for layout in layouts_of(q):
+        if layout.depth > 2:
+            continue
+        laid = laid_out(q, layout)
+        assert_floats(jax.vmap(lambda q: q.dequantize())(laid), real, np.float32)
+        mapped = jax.vmap(lambda q: q.stored.unpack())(laid)
+        assert_equal(mapped, laid.stored.unpack())
+        _, (scanned, turned) = jax.lax.scan(lambda c, q: (c, (q.dequantize(), q.T)), 0, laid)
+        assert_floats(scanned, real, np.float32)
+        assert_equal(turned, swap_last(laid))
+
+
+def test_mapping_over_a_swapped_axis_of_a_matrix_raises():
+    q = laid_out(random_tensor(np.random.default_rng(0), "int8", (4, 4), (0, 1)), SWAPPED)
+    with pytest.raises(ValueError, match=r"(?s)two axes to be swapped.+leading axes"):
+        jax.vmap(lambda q: q.dequantize())(q)
+
+
+@pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail"])
+def test_the_scale_changes_under_any_layout_and_the_codes_stay(name):
+    q, real = made(name)
+    for layout in layouts_of(q):
+        laid = laid_out(q, layout)
+        for changed, expected in [
+            (laid.scaled(-2.0), -2 * real),
+            (laid.map_scale(lambda scale: scale / 4), real / 4),
+            (laid.astype(jnp.bfloat16), real.astype(jnp.bfloat16)),
+        ]:
+            assert changed.values is laid.values and changed.layout == layout
+            assert_floats(changed.dequantize(), expected, expected.dtype)
+
+
+def test_the_gradient_reaches_the_scale_in_its_own_order():
+    q = random_tensor(np.random.default_rng(0), "int4", (4, 6), (1,))
+    cotangent = np.random.default_rng(1).integers(-8, 8, (4, 6)).astype(np.float32)
+
+    def loss(scale, q):
+        return jnp.sum(dataclasses.replace(q, scale=scale).dequantize() * cotangent)
+
+    expected = (as_float64(q.values) * cotangent).sum(0, keepdims=True)
+    for layout in (SWAPPED, BOTH, packed(-1, 6, True)):
+        found = jax.jit(jax.grad(loss))(q.scale, laid_out(q, layout))
+        assert_floats(found, expected, np.float32)
+
+
+def test_a_layout_crosses_trees_copies_and_pickles_and_tells_structures_apart():
+    q = random_tensor(np.random.default_rng(0), "int4", BOX, (2,), (2,))
+    tensors = [q, *(laid_out(q, layout) for layout in layouts_of(q))]
+    structures = [jax.tree.structure(laid) for laid in tensors]
+    assert len(set(structures)) == len(tensors)
+    for laid in tensors:
+        leaves, structure = jax.tree.flatten(laid)
+        for other in (
+            jax.tree.unflatten(structure, leaves),
+            pickle.loads(pickle.dumps(laid)),
+            copy.deepcopy(laid),
+            jax.jit(lambda q: q)(laid),
+        ):
+            assert_equal(other, laid)
+            assert type(other.layout) is type(laid.layout)
+        masked = jax.tree.map(lambda leaf: None, laid)
+        assert masked.layout == laid.layout and "QTensor" in repr(masked)
+
+
+def test_a_layout_that_says_nothing_is_none():
+    q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
+    assert dataclasses.replace(q, layout=Layout()).layout is None
+    assert swap_last(laid_out(q, SWAPPED)).layout is None
+    assert laid_out(q, SWAPPED).stored.layout is None
+
+
+def test_it_shows_how_the_codes_lie():
+    q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
+    shown = {
+        SWAPPED: "int4[4, 6] per_tensor swapped,",
+        WIDENED: "int4[4, 6] per_tensor widened,",
+        BOTH: "int4[4, 6] per_tensor swapped and widened,",
+        packed(-2, 4): "int4[4, 6] per_tensor packed along axis -2,",
+        packed(-1, 6, True): "int4[4, 6] per_tensor packed along axis -1 and swapped,",
+    }
+    for layout, words in shown.items():
+        laid = laid_out(q, layout)
+        assert words in repr(laid) and f"{laid.nbytes:,} bytes" in repr(laid)
+        text = treescope.render_to_text(laid)
+        assert f"swapped={layout.swapped}" in text and f"widened={layout.widened}" in text
+        abstract = jax.eval_shape(lambda q: q, laid)
+        assert repr(abstract) == repr(laid)
+
+
+@pytest.mark.parametrize(
+    "values, qtype, layout, error, facts",
+    [
+        (((5,), "uint8"), "int4", packed(-1, 12), ValueError, ("packed shape", "(5,)", "6 bytes")),
+        (((6,), "uint8"), "int4", packed(0, 12), ValueError, ("packed shape", "axis=0")),
+        (((6,), "uint8"), "int4", packed(-2, 12), ValueError, ("packed shape", "axis=-2")),
+        (((4, 3), "uint8"), "int4", packed(-1, 6, True), ValueError, ("3 bytes along axis -2",)),
+        (((5,), "int4"), "int4", SWAPPED, ValueError, ("two axes to be swapped", "(5,)")),
+        (((5,), "int4"), "int4", WIDENED, TypeError, ("`values`", "int4", "values.dtype == int8")),
+        (((5,), "int8"), "uint4", WIDENED, TypeError, ("`values`", "values.dtype == uint8")),
+        (((5,), "int8"), "int8", WIDENED, ValueError, ("int8", "widened=True", "below a byte")),
+        (((5,), "int8"), numerics.int3, WIDENED, ValueError, ("int3", "below a byte")),
+        (((5,), "uint8"), numerics.nf4, WIDENED, ValueError, ("nf4", "below a byte")),
+        (((5,), "uint8"), "int8", packed(-1, 5), ValueError, ("int8", "less than 8 bits")),
+        (
+            ((6,), "uint8"),
+            "int4",
+            Layout(Packing(-1, 12), widened=True),
+            ValueError,
+            ("int4", "widened=True", "Packing"),
+        ),
+        (((6,), "uint8"), "int4", Packing(-1, 12), TypeError, ("`layout`", "Packing", "Layout")),
+        (((6,), "uint8"), "int4", "packed", TypeError, ("`layout`", "type str", "Layout")),
+        (((6,), "uint8"), "int4", Layout((-1, 12)), TypeError, ("`layout`", "(-1, 12)")),
+        (
+            ((6,), "uint8"),
+            "int4",
+            Layout(Packing("-1", 12)),
+            TypeError,
+            ("`layout`", "axis='-1'"),
+        ),
+        (((2, 2), "int8"), "int8", Layout(swapped=1), TypeError, ("`layout`", "swapped=1")),
+        (((2, 2), "int4"), "int4", Layout(widened=None), TypeError, ("`layout`", "widened=None")),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, facts):
+    leaves = jnp.zeros(*values), jnp.ones((1,) * len(values[0]))
+    f = functools.partial(jqx.QTensor, qtype=qtype, layout=layout)
+    assert_refused(f, leaves, error, "QTensor", *facts)
+
+
+def test_blocks_of_integers_below_a_byte_are_widened_too():
+    qtype = numerics.Block(jnp.int4, 4, "blockint4")
+    q = jqx.QTensor.quantize(spread_out((3, 8)), spec(qtype, jqx.per_block({0: 1, 1: 4})))
+    for layout in (WIDENED, BOTH):
+        laid = laid_out(q, layout)
+        assert laid.values.dtype == jnp.int8
+        assert_floats(laid.dequantize(), np.asarray(q.dequantize()), np.float32)
+        assert_equal(laid.unpack(), q)
+
+
+def test_stacked_weights_keep_their_layout_and_scan():
+    tensors = [laid_out(quantized_case("int4 with a tail", seed)[0], BOTH) for seed in range(3)]
+    stacked = jqx.QTensor.stack(tensors)
+    assert stacked.layout == BOTH
+    _, found = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, stacked)
+    assert_floats(found, np.stack([np.asarray(q.dequantize()) for q in tensors]), np.float32)
