@@ -58,7 +58,7 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         )
         if tile.zero_point is not None:
             total = total - _beside(tile.zero_point.astype(jnp.int32), dimensions) * left
-        return join(total, at) * _beside(tile.real_scale(), dimensions)
+        return join(total, at) * _beside(tile.real_scale().astype(jnp.float32), dimensions)
 
     q = with_own_scales(q, dimensions.rhs_kept)
     sums = 4 * dimensions.columns(q) * rows.size // math.prod(rows.shape[at + 1 :])
@@ -90,7 +90,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         if tile.zero_point is not None:
             sums = jnp.sum(rows.reshape(-1, count, block.size), axis=2, dtype=jnp.int32).T
             y = y - _flat(tile.zero_point.astype(jnp.int32), columns)[:, None] * sums[:, :, None]
-        z = join(y, 1) * _flat(tile.real_scale(), columns)[:, None]
+        z = join(y, 1) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
         # A product with ones sums blocks three times as fast as a sum does on CPU.
         ones = jnp.ones((2, count), z.dtype)
         y = (ones @ z.reshape(count, -1))[0].reshape(z.shape[1:])

@@ -111,16 +111,16 @@ def dot_general(
 
 def _accumulate(left: QTensor, right: QTensor, how: HowTo) -> jax.Array:
     """Returns the int32 sums of products of codes, each less its zero point."""
-    left, left_axes = _stored(left)
-    right, right_axes = _stored(right)
+    left, left_axes = _stored(left, how.dimensions.lhs_free)
+    right, right_axes = _stored(right, how.dimensions.rhs_free)
     how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
     return plan_accumulator(left, right, how.dimensions).compute(left, right, how)
 
 
 def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
-    left, left_axes = _stored(left)
-    right, right_axes = _stored(right)
+    left, left_axes = _stored(left, how.dimensions.lhs_free)
+    right, right_axes = _stored(right, how.dimensions.rhs_free)
     how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         choice = plan(left, right, how.dimensions)
@@ -142,9 +142,13 @@ def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     return how.dimensions.swap_output(choice.compute(right, left, swapped))
 
 
-def _stored(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns an operand as it lies in memory, and where each of its axes stands there."""
+def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """Returns an operand as it lies in memory, and where each of its axes stands there; unpacked
+    where that would exchange free axes, whose order the result has.
+    """
     order = tuple(range(x.ndim))
+    if isinstance(x, QTensor) and {*order[-2:]} <= {*free}:
+        x = x.unpack()
     if isinstance(x, QTensor) and x.layout is not None and x.layout.swapped:
         return x.stored, (*order[:-2], order[-1], order[-2])
     return x, order

@@ -70,7 +70,9 @@ def _named(choice: Choice) -> Callable[..., Any]:
 
     def contract(lhs: Any, rhs: Any, how: Any) -> Any:
         if cpu.linear is None:
-            return _dispatch(cpu, elsewhere, lhs, rhs, how)
+            compute = functools.partial(_dispatch, cpu, elsewhere, how=how)
+            # Checkpointed outside of the choice of platform, which would keep converted codes.
+            return (compute if cpu == elsewhere else jax.checkpoint(compute))(lhs, rhs)
         linear = functools.partial(_dispatch, cpu.linear, elsewhere, how=how)
         return _with_derivative(functools.partial(_dispatch, cpu, elsewhere, how=how), linear)(
             lhs, rhs

@@ -176,4 +176,4 @@ def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
     rows, rhs = rows.reshape(len(rows), PARTS, size), rhs.reshape(PARTS, size, *rhs.shape[1:])
     numbers = (((2,), (1,)), ((1,), (0,)))
     y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
-    return jnp.sum(y, axis=0)
+    return jnp.sum(y, axis=0, dtype=jnp.int32)

@@ -60,6 +60,7 @@ def in_slices(
     left = lhs if lhs_axis is None else _in_parts(lhs, lhs_axis, cut, n)
     right = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, rhs), rhs)
 
+    @jax.checkpoint  # else the backward pass would keep the slices
     def slice_at(i: Any) -> jax.Array:
         part = left if lhs_axis is None else _at(left, i)
         return compute(part, _laid_out(jax.tree.map(lambda leaf: _at(leaf, i), right), cut, rhs))
