@@ -57,6 +57,11 @@ def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
     return shared > 1 or math.prod(groups.shape[axis] for axis in axes) <= 1
 
 
+def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
+    """Whether the elements along the axes share one scale."""
+    return all(q.scale.shape[axis] == 1 for axis in axes)
+
+
 def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
     """Gives each index of the kept axes a scale of its own where they are in blocks."""
     for axis in kept:

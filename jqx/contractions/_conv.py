@@ -1,5 +1,6 @@
 """Convolutions of arrays and QTensors, as they are computed."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -7,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .._checks import require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
 from ._blocks import with_own_scales
@@ -21,6 +22,9 @@ from ._slices import slice_along
 
 TILES = 8
 """Slices of the output features, converted one after another."""
+
+MOST_TAPS = 64
+"""Taps up to which a depthwise convolution is written out, one product a tap."""
 
 
 @formulation("integers: convolved as int8 into int32, exactly; padded with the zero point")
@@ -46,6 +50,12 @@ def conv_accumulator(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
 @formulation("sums to be requantized, on CPU where `conv_depthwise` is the form of the convolution")
 def conv_accumulator_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _shifted(as_int8(lhs), as_int8(rhs), window)
+
+
+@formulation("an image of codes beside a kernel of floats: the image is dequantized")
+def conv_image(lhs: QTensor, kernel: jax.Array, window: Window) -> jax.Array:
+    wide = common_dtype(lhs.dtype, kernel.dtype)
+    return lax_conv(lhs.astype(wide).dequantize(), kernel.astype(wide), window, wide)
 
 
 @formulation("a float operand: the codes of the kernel are converted inside; scales come after")
@@ -121,29 +131,24 @@ def _conv_integer(lhs: QTensor, rhs: QTensor, window: Window, accumulate: Any) -
     rhs = with_own_scales(as_int8(rhs), (window.outputs,))
     wide = common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
     parts = []
-    for left, right in channel_blocks(lhs, rhs, window, limit):
-        y = accumulate(left, right, window).astype(wide)
+    for left, right in channel_blocks(lhs, rhs, window):
+        runs = [accumulate(left, run, window) for run in in_runs(right, window, limit)]
+        y = functools.reduce(jnp.add, (run.astype(wide) for run in runs))
         scale = window.lhs_to_output(left.real_scale(), right.shape[window.outputs])
         y = y * scale.astype(wide) * window.rhs_to_output(right.real_scale()).astype(wide)
         parts.append(y)
     return functools.reduce(jnp.add, parts)
 
 
-def channel_blocks(
-    lhs: QTensor, rhs: QTensor, window: Window, limit: int
-) -> list[tuple[QTensor, QTensor]]:
-    """Returns operands cut along the input features where a scale changes, and into parts whose
-    sums int32 holds.
-    """
+def channel_blocks(lhs: QTensor, rhs: QTensor, window: Window) -> list[tuple[QTensor, QTensor]]:
+    """Returns operands cut along the input features where a scale changes."""
     n = rhs.shape[window.inputs]
-    sizes = [n, max(1, n * limit // max(window.products(rhs), 1))]
-    for q, axis in ((lhs, window.features), (rhs, window.inputs)):
-        own = q.groups.sizes[axis]
-        sizes += [own] if own < q.shape[axis] and not window.is_depthwise(lhs) else []
-    size = min(sizes)
-    if any(other % size for other in sizes[2:]):
-        size = math.gcd(*sizes[2:])
-    _check_limit(window, window.products(rhs) // max(n, 1) * min(size, n), size < n, limit)
+    sizes = [
+        q.groups.sizes[axis]
+        for q, axis in ((lhs, window.features), (rhs, window.inputs))
+        if q.groups.sizes[axis] < q.shape[axis] and not window.is_depthwise(lhs)
+    ]
+    size = math.gcd(*sizes) if sizes else n
     if size >= n:
         return [(lhs, rhs)]
     parts = []
@@ -154,16 +159,20 @@ def channel_blocks(
     return parts
 
 
-def _check_limit(window: Window, products: int, is_cut: bool, limit: int) -> None:
-    require_that(
-        products <= limit and not (is_cut and window.groups > 1),
-        error=ValueError,
-        function="conv_general_dilated",
-        problem="a sum does not fit int32, and is not split.",
-        given=f"{products} products of one input feature or group, in {window.groups} groups",
-        expected=f"at most {limit} products in a group, or of one input feature where there is one",
-        mend="use narrower formats, or dequantize the image.",
-    )
+def in_runs(rhs: QTensor, window: Window, limit: int) -> list[QTensor]:
+    """Returns kernels whose sum is the one given, of no more than `limit` products each: the codes
+    of all others are zero points.
+    """
+    products = window.products(rhs)
+    if products <= limit:
+        return [rhs]
+    shape = [1 if axis == window.outputs else n for axis, n in enumerate(rhs.shape)]
+    place = np.arange(products, dtype=np.int32).reshape(shape)
+    zero = jnp.zeros((1,) * rhs.ndim, jnp.int8) if rhs.zero_point is None else rhs.zero_point
+    return [
+        dataclasses.replace(rhs, values=jnp.where(place // limit == i, rhs.values, zero))
+        for i in range(math.ceil(products / limit))
+    ]
 
 
 def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
@@ -174,9 +183,7 @@ def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     outputs = rhs.shape[window.outputs]
     if a is not None:
         a = window.lhs_to_output(a.astype(jnp.int32), outputs)
-        axes = (window.inputs, *window.taps)
-        sums = jnp.sum(rhs.values, axis=axes, keepdims=True, dtype=jnp.int32)
-        total = total - a * window.rhs_to_output(sums)
+        total = total - a * _kernel_sums(rhs, window)
     if b is not None:
         b = window.rhs_to_output(jnp.broadcast_to(b.astype(jnp.int32), _per_output(rhs, window)))
         total = total - b * _window_sums(codes, rhs, inner)
@@ -205,12 +212,25 @@ def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array
 
 def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
     """Returns the sums of the codes under the kernel, for each output feature."""
-    groups = max(window.groups, 1)
     shape = list(rhs.shape)
-    shape[window.outputs] = groups * window.batch_groups
+    shape[window.outputs] = window.groups * window.batch_groups
     sums = _int8_conv(codes, jnp.ones(shape, jnp.int8), window)
     times = rhs.shape[window.outputs] // shape[window.outputs]
     return jnp.repeat(sums, times, axis=window.axes.out_spec[1])
+
+
+def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
+    """Returns the sums of the codes of each output feature, lined up with the result. By an image
+    of ones: XLA on CPU (jaxlib 0.10.2) would hold the operand of a sum in int32.
+    """
+    ones = (1,) * len(window.strides)
+    shape = [0] * rhs.ndim
+    shape[window.batch] = window.batch_groups
+    shape[window.features] = rhs.shape[window.inputs] * window.groups
+    for axis, tap in zip(window.spatial, window.taps, strict=True):
+        shape[axis] = rhs.shape[tap]
+    inner = window.without_padding()._replace(strides=ones, rhs_dilation=ones)
+    return _int8_conv(jnp.ones(shape, jnp.int8), rhs.values, inner)
 
 
 def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:

@@ -12,17 +12,18 @@ from jax.typing import DTypeLike
 from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
-from ._blocks import can_leave_sum
+from ._blocks import can_leave_sum, shares_scale
 from ._bytes import is_byte, is_integer
 from ._conv import (
+    MOST_TAPS,
     conv_accumulator,
     conv_accumulator_depthwise,
     conv_convert,
     conv_depthwise,
     conv_dequantize,
+    conv_image,
     conv_integer,
     conv_tiles,
-    lax_conv,
 )
 from ._conv_dimensions import Window, check_ranks, window_of
 from ._dot_general import Operand, as_operand, dot_general
@@ -57,7 +58,9 @@ def conv_general_dilated(
     scales multiplied in after. Padding, and the holes of `lhs_dilation`, stand for real zeros: they
     are filled with the zero point. A quantized kernel beside floats is converted some output
     features at a time on CPU. Of two formats that are not both integers, and beside a float kernel,
-    the image is dequantized. Two arrays go to lax.
+    the image is dequantized. Where a quantized kernel beside an image of 16-bit floats is not
+    converted in parts, its real values are rounded to the dtype of the image if it has zero points
+    or blocks, and so are the sums. Two arrays go to lax.
 
     Args:
       lhs: image, array or QTensor of rank `2 + spatial axes`. Beside a kernel of integers too, the
@@ -102,27 +105,7 @@ def conv_general_dilated(
              [4., 6., 6., 4.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    check_ranks(left, right)
-    _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
-    # lax checks shapes and arguments as they were given, before anything is made of them.
-    result = jax.eval_shape(
-        lambda a, b: lax.conv_general_dilated(
-            a,
-            b,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-        ),
-        _real_shape(left),
-        _real_shape(right),
-    )
-    window = window_of(
-        left,
-        right,
+    arguments = (
         window_strides,
         padding,
         lhs_dilation,
@@ -132,9 +115,19 @@ def conv_general_dilated(
         batch_group_count,
         precision,
     )
-    floats = not isinstance(left, QTensor) and not isinstance(right, QTensor)
+    floats = not any(isinstance(x, QTensor) for x in (left, right))
     if floats and not isinstance(output, Requantization):
-        return as_asked(NAME, lax_conv(left, right, window, preferred_element_type), output)
+        y = lax.conv_general_dilated(left, right, *arguments, preferred_element_type)
+        return as_asked(NAME, y, output)
+    check_ranks(left, right)
+    _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
+    # lax checks shapes and arguments as they were given, before anything is made of them.
+    result = jax.eval_shape(
+        lambda a, b: lax.conv_general_dilated(a, b, *arguments),
+        _real_shape(left),
+        _real_shape(right),
+    )
+    window = window_of(left, right, *arguments)
     for name, x in (("lhs", left), ("rhs", right)):
         if not isinstance(x, QTensor):
             as_real(NAME, name, x)
@@ -153,7 +146,7 @@ def conv_general_dilated(
         summed = (window.features, *window.spatial), (window.inputs, *window.taps)
         products = window.products(right)
         check_requantized(NAME, left, right, summed, products, preferred_element_type)
-        cpu = conv_accumulator_depthwise if window.is_depthwise(left) else conv_accumulator
+        cpu = conv_accumulator_depthwise if _is_shifted(left, right, window) else conv_accumulator
         return requantize(Choice(cpu, conv_accumulator).compute(left, right, window), output)
     empty = math.prod(result.shape) == 0
     y = jnp.zeros(result.shape, dtype) if empty else _convolve(left, right, window).astype(dtype)
@@ -162,22 +155,26 @@ def conv_general_dilated(
 
 
 def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
+    if not isinstance(right, QTensor):
+        return Choice(conv_image, conv_image).compute(left, right, window)
     wide = common_dtype(left.dtype, right.dtype)
     if isinstance(left, QTensor) and not (is_integer(left) and is_integer(right)):
         left = left.astype(wide).dequantize()
-    if not isinstance(right, QTensor):
-        return lax_conv(left.astype(wide), right.astype(wide), window, wide)
     if window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,)):
         return _as_dot(left, right, window, wide)
     if isinstance(left, QTensor):
-        cpu = conv_depthwise if window.is_depthwise(left) else conv_integer
+        cpu = conv_depthwise if _is_shifted(left, right, window) else conv_integer
         return Choice(cpu, conv_integer).compute(left, right, window)
-    plain = right.zero_point is None and all(
-        right.scale.shape[axis] == 1 for axis in (window.inputs, *window.taps)
-    )
+    plain = right.zero_point is None and shares_scale(right, (window.inputs, *window.taps))
     elsewhere = conv_convert if plain else conv_dequantize
     cpu = conv_tiles if right.size >= SMALL else elsewhere
     return Choice(cpu, elsewhere).compute(left, right, window)
+
+
+def _is_shifted(left: Any, right: QTensor, window: Window) -> bool:
+    """Whether a convolution is depthwise, of taps few enough to be written out."""
+    taps = math.prod(right.shape[axis] for axis in window.taps)
+    return window.is_depthwise(left) and taps <= MOST_TAPS
 
 
 def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
@@ -220,7 +217,7 @@ def _check_scale(name: str, x: QTensor, summed: tuple[int, ...], each_feature: b
     features, *taps = summed
     fits = can_leave_sum(x.groups, (features,)) or each_feature
     require_that(
-        fits and all(x.scale.shape[axis] == 1 for axis in taps),
+        fits and shares_scale(x, taps),
         error=ValueError,
         function=NAME,
         problem=f"the scale of `{name}` varies along an axis that is summed.",

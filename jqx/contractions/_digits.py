@@ -61,9 +61,8 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         return join(total, at) * _beside(tile.real_scale().astype(jnp.float32), dimensions)
 
     q = with_own_scales(q, dimensions.rhs_kept)
-    sums = 4 * dimensions.columns(q) * rows.size // math.prod(rows.shape[at + 1 :])
-    slices = max(COPIES if _is_copied(q) else 1, math.ceil(sums / HELD))
-    y = in_slices(rows, q, _of_rows(dimensions, rows.ndim), slices, compute)
+    sums = dimensions.columns(q) * rows.size // math.prod(rows.shape[at + 1 :])
+    y = in_slices(rows, q, _of_rows(dimensions, rows.ndim), _slices(q, sums), compute)
     return _as_output(y * _spread(step, y.ndim), x, dimensions)
 
 
@@ -97,9 +96,8 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         return y.reshape(-1, *columns)
 
     q = with_own_scales(q, dimensions.rhs_kept)
-    sums = 4 * dimensions.columns(q) * rows.size // block.size
-    slices = max(COPIES if _is_copied(q) else 1, math.ceil(sums / HELD))
-    y = in_slices(rows, q, _of_rows(dimensions, 2), slices, compute)
+    sums = dimensions.columns(q) * rows.size // block.size
+    y = in_slices(rows, q, _of_rows(dimensions, 2), _slices(q, sums), compute)
     return _as_output(y * _spread(step, y.ndim), x, dimensions)
 
 
@@ -165,9 +163,11 @@ def _as_output(y: jax.Array, x: jax.Array, dimensions: Dimensions) -> jax.Array:
     return y.reshape(*y.shape[:at], *free, *y.shape[at + 1 :])
 
 
-def _is_copied(q: QTensor) -> bool:
-    """Whether the codes must be copied to become int8."""
-    return q.values.dtype != jnp.int8
+def _slices(q: QTensor, sums: int) -> int:
+    """Returns in how many slices to multiply: few int32 sums at once, and codes that must become
+    int8 copied in parts.
+    """
+    return max(1 if q.values.dtype == jnp.int8 else COPIES, math.ceil(4 * sums / HELD))
 
 
 def _together(rows: int, count: int) -> int:

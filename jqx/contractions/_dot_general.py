@@ -78,11 +78,8 @@ def dot_general(
       Array([[3., 3.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    if (
-        not isinstance(left, QTensor)
-        and not isinstance(right, QTensor)
-        and (not isinstance(output, Requantization))
-    ):
+    floats = not any(isinstance(x, QTensor) for x in (left, right))
+    if floats and not isinstance(output, Requantization):
         y = lax.dot_general(
             left,
             right,
@@ -111,17 +108,13 @@ def dot_general(
 
 def _accumulate(left: QTensor, right: QTensor, how: HowTo) -> jax.Array:
     """Returns the int32 sums of products of codes, each less its zero point."""
-    left, left_axes = _stored(left, how.dimensions.lhs_free)
-    right, right_axes = _stored(right, how.dimensions.rhs_free)
-    how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
+    left, right, how = _as_stored(left, right, how)
     return plan_accumulator(left, right, how.dimensions).compute(left, right, how)
 
 
 def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
-    left, left_axes = _stored(left, how.dimensions.lhs_free)
-    right, right_axes = _stored(right, how.dimensions.rhs_free)
-    how = how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
+    left, right, how = _as_stored(left, right, how)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         choice = plan(left, right, how.dimensions)
         if choice is not None:
@@ -140,6 +133,13 @@ def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     choice = plan(right, left, swapped.dimensions)
     assert choice is not None
     return how.dimensions.swap_output(choice.compute(right, left, swapped))
+
+
+def _as_stored(left: Any, right: Any, how: HowTo) -> tuple[Any, Any, HowTo]:
+    """Returns operands as they lie in memory, and the contraction of those."""
+    left, left_axes = _stored(left, how.dimensions.lhs_free)
+    right, right_axes = _stored(right, how.dimensions.rhs_free)
+    return left, right, how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
 
 
 def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:

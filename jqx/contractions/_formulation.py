@@ -69,14 +69,15 @@ def _named(choice: Choice) -> Callable[..., Any]:
     cpu, elsewhere = choice
 
     def contract(lhs: Any, rhs: Any, how: Any) -> Any:
-        if cpu.linear is None:
-            compute = functools.partial(_dispatch, cpu, elsewhere, how=how)
-            # Checkpointed outside of the choice of platform, which would keep converted codes.
-            return (compute if cpu == elsewhere else jax.checkpoint(compute))(lhs, rhs)
-        linear = functools.partial(_dispatch, cpu.linear, elsewhere, how=how)
-        return _with_derivative(functools.partial(_dispatch, cpu, elsewhere, how=how), linear)(
-            lhs, rhs
-        )
+        compute = functools.partial(_dispatch, cpu, elsewhere, how=how)
+        if cpu.linear is not None:
+            compute = _with_derivative(
+                compute, functools.partial(_dispatch, cpu.linear, elsewhere, how=how)
+            )
+        elif cpu != elsewhere:
+            # Outside of the choice of platform, which would keep converted codes.
+            compute = jax.checkpoint(compute)
+        return compute(lhs, rhs)
 
     same = cpu == elsewhere
     contract.__name__ = PREFIX + (cpu.name if same else cpu.name + _ELSEWHERE + elsewhere.name)

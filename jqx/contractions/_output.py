@@ -8,6 +8,7 @@ import jax
 from .._checks import require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
+from ._blocks import shares_scale
 from ._bytes import is_byte, longest
 from ._requantize import Requantization, requantize_float
 
@@ -29,9 +30,8 @@ def check_requantized(
     dtype: Any,
 ) -> None:
     """Checks that a contraction has one int32 sum for each result, to be requantized."""
-    bytes_ = is_byte(lhs) and is_byte(rhs)
     require_that(
-        bytes_,
+        is_byte(lhs) and is_byte(rhs),
         error=TypeError,
         function=function,
         problem="`output` multiplies int32 sums, and these operands have none.",
@@ -39,11 +39,7 @@ def check_requantized(
         expected="two QTensors of integer formats of 8 bits or fewer",
         mend="quantize both, or pass a QSpec as output.",
     )
-    shared = all(
-        q.scale.shape[axis] == 1
-        for q, axes in zip((lhs, rhs), summed, strict=True)
-        for axis in axes
-    )
+    shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
     require_that(
         shared and products <= longest(lhs, rhs),
         error=ValueError,

@@ -20,6 +20,7 @@ from ._blocks import can_leave_sum, with_own_scales
 from ._dimensions import Dimensions
 from ._dot_general import Operand, as_operand, contract
 from ._scales import HowTo
+from ._slices import item_at
 from ._take import as_signed, take_along
 
 LEAST, MOST = 8, 512
@@ -208,11 +209,7 @@ def _matrix(x: Any, group: jax.Array) -> Any:
     """Returns the matrix of a group."""
 
     def taken(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[0] == 1:
-            return leaf[0]
-        # Tied to the step of the scan: XLA on CPU would convert all codes before it.
-        leaf, i = lax.optimization_barrier((leaf, group))
-        return lax.dynamic_index_in_dim(leaf, i, keepdims=False)
+        return leaf[0] if leaf.shape[0] == 1 else item_at(leaf, group)
 
     return jax.tree.map(taken, x)
 

@@ -62,8 +62,10 @@ def in_slices(
 
     @jax.checkpoint  # else the backward pass would keep the slices
     def slice_at(i: Any) -> jax.Array:
-        part = left if lhs_axis is None else _at(left, i)
-        return compute(part, _laid_out(jax.tree.map(lambda leaf: _at(leaf, i), right), cut, rhs))
+        part = left if lhs_axis is None else item_at(left, i)
+        return compute(
+            part, _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), right), cut, rhs)
+        )
 
     full = cut.runs * cut.size * cut.number
     rest = None
@@ -88,10 +90,22 @@ def slice_along(x: Any, axis: int, start: Any, size: int) -> Any:
     n = x.shape[axis]
 
     def sliced(leaf: jax.Array) -> jax.Array:
-        own = leaf.shape[axis] == n and n > 1
-        return lax.dynamic_slice_in_dim(leaf, start, size, axis) if own else leaf
+        if leaf.shape[axis] != n or n == 1:
+            return leaf
+        return lax.dynamic_slice_in_dim(*_tied(leaf, start), size, axis)
 
     return jax.tree.map(sliced, x)
+
+
+def item_at(x: jax.Array, i: Any) -> jax.Array:
+    """Returns an item of the first axis; `i` may be traced."""
+    return lax.dynamic_index_in_dim(*_tied(x, i), keepdims=False)
+
+
+def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
+    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step."""
+    narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
+    return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
 
 
 def _cut(q: QTensor, axis: int, count: int) -> Cut | None:
@@ -151,10 +165,3 @@ def _laid_out(part: QTensor, cut: Cut, q: QTensor) -> QTensor:
         return part
     packing = Packing(cut.axis - q.ndim, cut.runs * cut.size)
     return dataclasses.replace(part, layout=Layout(packing))
-
-
-def _at(x: jax.Array, i: Any) -> jax.Array:
-    if x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8):
-        # XLA on CPU would convert all such codes before the loop; tied to its step, it does not.
-        x, i = lax.optimization_barrier((x, i))
-    return lax.dynamic_index_in_dim(x, i, keepdims=False)

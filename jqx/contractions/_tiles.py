@@ -10,9 +10,8 @@ from jax import lax
 from ..numerics import common_dtype, format_of
 from ..ops import affine_dequantize
 from ..tensor import QTensor
-from ._blocks import with_own_scales
+from ._blocks import shares_scale, with_own_scales
 from ._convert import is_exact_in, numbers_of
-from ._dimensions import Dimensions
 from ._formulation import formulation
 from ._products import needs_shape
 from ._scales import HowTo, with_scales
@@ -39,11 +38,12 @@ def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def _in_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    dimensions: Dimensions = how.dimensions
+    dimensions = how.dimensions
     wide = common_dtype(x.dtype, q.dtype)
     if x.dtype.itemsize == 2 and needs_shape(x, q, dimensions):
         x = x.astype(wide)  # XLA on CPU multiplies 16-bit floats in some layouts alone
-    scale_after = q.zero_point is None and is_exact_in(q, x.dtype) and _sums_share(q, dimensions)
+    shared = shares_scale(q, dimensions.rhs_contracting)
+    scale_after = shared and q.zero_point is None and is_exact_in(q, x.dtype)
     q = with_own_scales(q, dimensions.rhs_kept)
 
     def compute(x: jax.Array, tile: QTensor) -> jax.Array:
@@ -57,8 +57,7 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         return with_scales(y, None, tile, dimensions) if scale_after else y
 
     count = max(TILES, math.ceil(q.size / TILE))
-    # Checkpointed: else the backward pass would keep the converted tiles, all of them.
-    return in_slices(x, q, dimensions, count, jax.checkpoint(compute))
+    return in_slices(x, q, dimensions, count, compute)
 
 
 def _real(q: QTensor, dtype: Any) -> jax.Array:
@@ -72,8 +71,3 @@ def _real(q: QTensor, dtype: Any) -> jax.Array:
         dtype=dtype,
     )
     return groups.join(numbers * groups.split_scale(scale))
-
-
-def _sums_share(q: QTensor, dimensions: Dimensions) -> bool:
-    """Whether the elements that are summed share one scale."""
-    return all(q.scale.shape[axis] == 1 for axis in dimensions.rhs_contracting)

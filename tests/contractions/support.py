@@ -76,6 +76,10 @@ class Operand:
     layout: str = "plain"
 
 
+BESIDE = (Operand("float32"), Operand("int8"), Operand("uint8 with zero point", "block"))
+"""What stands beside every way to share scales and to lie in memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """An operation on two operands."""
@@ -176,31 +180,34 @@ def is_claimed(cell: Cell) -> bool:
     )
 
 
-def cells(op: str, *, everything: bool) -> Iterator[Cell]:
-    """Yields the cells of an operation: every pair of kinds, and every pair of ways to share scales
-    and to lay out codes for kinds beside float32 and int8; or the product of all.
+def cells(op: str) -> Iterator[Cell]:
+    """Yields the cells of an operation: every pair of kinds; and every way to share the scales of a
+    kind and to lay out its codes, on both sides, beside one of `BESIDE` in turn, for `matmul`
+    beside each.
     """
-    plain = [usual(kind) for kind in KINDS]
     every = [
         Operand(*fields)
         for fields in itertools.product(KINDS, SHARINGS, LAYOUTS)
         if is_possible(Operand(*fields))
     ]
-    if everything:
-        pairs = itertools.product(every, every)
-    else:
-        beside = [Operand("float32"), Operand("int8"), Operand("uint8 with zero point", "block")]
-        pairs = itertools.chain(
-            itertools.product(plain, plain),
-            itertools.product(beside, every),
-            itertools.product(every, beside),
-        )
-    seen = set()
-    for lhs, rhs in pairs:
-        quantized = [KINDS[operand.kind].qtype is not None for operand in (lhs, rhs)]
-        if any(quantized) and (lhs, rhs) not in seen:
-            seen.add((lhs, rhs))
+    pairs = list(itertools.product(map(usual, KINDS), repeat=2))
+    for i, some in enumerate(every):
+        turn = (i + i // 3) % len(BESIDE)
+        for other in BESIDE if op == "matmul" else BESIDE[turn : turn + 1]:
+            pairs += [(some, other), (other, some)]
+    for lhs, rhs in dict.fromkeys(_alike(*pair) for pair in pairs):
+        if KINDS[lhs.kind].qtype is not None or KINDS[rhs.kind].qtype is not None:
             yield Cell(op, lhs, rhs)
+
+
+def _alike(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
+    """Gives both a tail if one has it: they are of the same length, which blocks do not divide."""
+    if "tail" not in (lhs.sharing, rhs.sharing):
+        return lhs, rhs
+    lhs, rhs = (
+        dataclasses.replace(x, sharing="tail") if x.sharing == "block" else x for x in (lhs, rhs)
+    )
+    return lhs, rhs
 
 
 def usual(kind: str) -> Operand:
