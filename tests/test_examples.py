@@ -9,6 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = ("learned_scales",)
 
 
 def run(arguments, folder):
@@ -19,7 +20,13 @@ def run(arguments, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+        for path in EXAMPLES
+    ],
+)
 def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     assert run([str(path)], tmp_path)
 

@@ -7,8 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-FORMS = ("eager", "jit", "jit_constants", "vmap")
+FORMS = (
+    pytest.param("eager", marks=pytest.mark.slow),
+    "jit",
+    "jit_constants",
+    pytest.param("vmap", marks=pytest.mark.slow),
+)
 X64 = os.environ.get("JAX_ENABLE_X64") == "1"
 
 

@@ -12,11 +12,12 @@ from .forms import X64
 FOLDER = pathlib.Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(X64, reason="this is the process with x64 on")
 @pytest.mark.parametrize("file", ["test_ngraph.py", "test_openvino.py"])
 def test_float64_cases_hold_in_a_process_with_x64(file):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(FOLDER / file), "-n", "0", "-q"],
+        [sys.executable, "-m", "pytest", str(FOLDER / file), "-n", "0", "-q", "-m", ""],
         env={**os.environ, "JAX_ENABLE_X64": "1"},
         capture_output=True,
         text=True,

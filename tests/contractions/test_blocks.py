@@ -54,6 +54,7 @@ def multiply(lhs, rhs):
     return jqx.dot_general(lhs, rhs, MATRICES, preferred_element_type=jnp.float32)
 
 
+FEW = ("per channel", "32 and a tail of 4")
 NEAR = [pair for pair in PAIRS if {"float32", "int8"} & {*pair}]
 
 
@@ -84,7 +85,10 @@ def off_limits(sharing, pairs):
     return wrong
 
 
-@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize(
+    "sharing",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SHARINGS],
+)
 def test_a_pair_of_formats_gives_the_product_of_its_real_values(sharing):
     """Each format beside float32 and beside int8."""
     assert off_limits(sharing, NEAR) == {}
