@@ -145,7 +145,9 @@ def _products(p: Product, x: jax.Array, w: jax.Array) -> Variants:
             "int8 zero points": {"symmetric": False},
             "uint8 zero points": {"symmetric": False, "qtype": jnp.uint8},
         }.items():
-            yield Variant(f"jqx, {form}", partial(_product, p, _jqx, x, w, **codes))
+            for name, lay in _layouts(8).items():
+                variant = f"jqx, {form}" + (f", {name}" if name != "[K,N]" else "")
+                yield Variant(variant, partial(_product, p, _jqx, x, w, lay, **codes))
             yield Variant(f"qwix, {form}", partial(_product, p, _qwix, x, w, **codes))
         return
     for form, lay in _layouts(p.bits).items():

@@ -27,7 +27,10 @@ SAMPLE_SECONDS = 0.01
 SETTLE_SECONDS = 0.002
 MIN_ROUNDS = 3
 SLOW = 4  # times the median variant; a slower one sits out rounds
-PACKAGES = (*("jqx", "jax", "jaxlib", "numpy", "qwix", "torch", "torchao", "onnx", "onnxruntime"),)
+PACKAGES = (
+    *("jqx", "jax", "jaxlib", "numpy", "qwix", "torch", "torchao", "onnx", "onnxruntime"),
+    "openvino",
+)
 VARIABLES = (
     *("XLA_FLAGS", "NPROC", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "LD_PRELOAD"),
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "JAX_PLATFORMS", "JAX_ENABLE_X64"),

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ..numerics import Integer, bit_width, format_of, is_signed
-from ..tensor import QTensor
+from ..numerics import Integer, format_of
+from ..tensor import Layout, QTensor, is_flipped, to_int8
 
 ACCUMULATOR = 2**31 - 1
 """The largest sum that an int32 holds."""
@@ -39,21 +38,16 @@ def longest(lhs: QTensor, rhs: QTensor) -> int:
 def as_int8(q: QTensor) -> QTensor:
     """Returns the same real values with codes and zero points in int8.
 
-    Unsigned bytes are shifted by 128, which flips their top bit. Every format of 8 bits or fewer
-    has an int8 form; limits on sums must be taken from the format before.
+    Those of uint8 are less by 128. Limits on sums must be taken from the format before.
     """
-    codes, zero = q.codes, q.zero_point
-    if is_signed(codes.dtype) or bit_width(codes.dtype) < 8 or format_of(q.qtype).bits < 8:
-        codes = codes.astype(jnp.int8)
-        zero = None if zero is None else zero.astype(jnp.int8)
-    else:
-        codes = _shifted(codes)
-        zero = jnp.full((1,) * q.ndim, -128, jnp.int8) if zero is None else _shifted(zero)
-    return dataclasses.replace(q, values=codes, zero_point=zero, qtype=jnp.int8, layout=None)
-
-
-def _shifted(codes: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
+    form, zero = format_of(q.qtype), q.zero_point
+    if zero is not None:
+        zero = to_int8(zero, form)
+    elif is_flipped(form):
+        zero = jnp.full((1,) * q.ndim, -128, jnp.int8)
+    lies_so = q.layout == Layout(int8=True)
+    values = q.values if lies_so else to_int8(q.codes, form)
+    return dataclasses.replace(q, values=values, zero_point=zero, qtype=jnp.int8, layout=None)
 
 
 def planes(codes: jax.Array) -> list[jax.Array]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from .._checks import as_dtype, as_real, check_instance, check_real, require_that
 from ..calibrators import Affine, absmax, minmax, per_block, per_tensor
 from ..numerics import E8M0, Block, Integer, format_of
-from ..tensor import QSpec, QTensor, groups_of, refine
+from ..tensor import QSpec, QTensor, groups_of, refine, to_int8
 from ._dot_general import Operand
 from ._window import (
     Window,
@@ -340,7 +340,9 @@ def _values_as(update: QTensor, q: QTensor) -> jax.Array:
     plain = update.unpack()
     if q.layout is None:
         return plain.values
-    packing = q.layout.packing
-    values = plain.values if packing is None else plain.pack(packing.axis).values
-    values = values.astype(q.values.dtype)
+    packing, values = q.layout.packing, plain.values
+    if packing is not None:
+        values = plain.pack(packing.axis).values
+    elif q.layout.int8:
+        values = to_int8(values, format_of(q.qtype))
     return jnp.swapaxes(values, -1, -2) if q.layout.swapped else values

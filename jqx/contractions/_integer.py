@@ -71,7 +71,7 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
 
     The zero points leave the inner loop: with the sums over the contracted axes,
 
-        sum (l - a)(r - b) = sum l r  -  b sum l  -  a sum r  +  K a b
+        sum (l - a)(r - b) = sum l r  -  b (sum l - K a)  -  a sum r
 
     Intermediate terms may wrap around in int32; a total that fits does not.
     """
@@ -79,12 +79,12 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
     total, left, right = multiply(
         lhs.values, rhs.values, dimensions, left=b is not None, right=a is not None
     )
+    if a is not None and b is not None:
+        left = left - jnp.int32(dimensions.contracted_size(lhs)) * a
     if b is not None:
         total = total - b * left
     if a is not None:
         total = total - a * right
-    if a is not None and b is not None:
-        total = total + jnp.int32(dimensions.contracted_size(lhs)) * a * b
     return total
 
 

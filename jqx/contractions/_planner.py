@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..numerics import Minifloat, bit_width, common_dtype, format_of
-from ..tensor import QTensor
+from ..tensor import QTensor, is_flipped
 from ._blocks import find_block
 from ._bytes import ACCUMULATOR, is_byte, is_integer, largest
 from ._convert import FEW_ROWS, convert, convert_wide, dequantize, float8
@@ -52,7 +52,7 @@ def _integers(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
     if not (is_byte(lhs) and is_byte(rhs)):
         check_splittable(lhs, rhs)
         return Choice(integer_digits, integer_digits)
-    corrected = any(q.zero_point is not None or q.values.dtype == jnp.uint8 for q in (lhs, rhs))
+    corrected = any(q.zero_point is not None or is_flipped(format_of(q.qtype)) for q in (lhs, rhs))
     narrow = needs_shape(lhs, rhs, dimensions)
     large = max(lhs.size, rhs.size) >= SMALL
     # Of one row, XLA on GPUs does not compile a product of 4-bit codes that are widened in it.

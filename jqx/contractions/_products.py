@@ -136,11 +136,12 @@ def rows_product(
         ones = jnp.ones((*batch, 2, *contracted), jnp.int8)
         of_right = _multiply(ones, rhs, dimensions)[(slice(None),) * at + (slice(0, 1),)]
     if left:
-        axes = tuple(range(at + 1, rows.ndim))
-        ones = jnp.ones((*contracted, 2), jnp.int8)
-        numbers = ((axes, tuple(range(len(axes)))), ((), ()))
-        of_left = lax.dot_general(rows, ones, numbers, preferred_element_type=jnp.int32)[..., 0]
-        of_left = of_left.reshape(*batch, m, *(1,) * len(dimensions.rhs_free))
+        # The rows on the right: sums in a row are read twice as fast after as those in a column.
+        axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
+        ones = jnp.ones((*batch, 2, *contracted), jnp.int8)
+        numbers = ((axes, axes), (leads, leads))
+        sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
+        of_left = sums[..., 0, :].reshape(*batch, m, *(1,) * len(dimensions.rhs_free))
     return Products(y[(slice(None),) * at + (slice(0, m),)], of_left, of_right)
 
 

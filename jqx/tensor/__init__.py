@@ -4,6 +4,8 @@ from ._fit import groups_of as groups_of
 from ._grid import fake_quantize_as as fake_quantize_as
 from ._layout import Layout as Layout
 from ._layout import Packing as Packing
+from ._layout import is_flipped as is_flipped
+from ._layout import to_int8 as to_int8
 from ._pack_for import pack_for as pack_for
 from ._qtensor import QTensor as QTensor
 from ._select import refine as refine

@@ -6,7 +6,7 @@ import jax
 
 from .._checks import check_real, require_that
 from ..numerics import E8M0, Integer, format_of, packed_length
-from ._layout import Layout, Packing, can_widen, values_dtype
+from ._layout import Layout, Packing, lies_otherwise, values_dtype
 
 
 def check_leaves(q: Any) -> None:
@@ -74,7 +74,7 @@ def check_layout(q: Any) -> None:
         and isinstance(layout.packing, Packing | None)
         and all(isinstance(number, int) for number in layout.packing or ())
         and isinstance(layout.swapped, bool)
-        and isinstance(layout.widened, bool),
+        and isinstance(layout.int8, bool),
         error=TypeError,
         function="QTensor",
         problem="`layout` is not a layout.",
@@ -86,14 +86,14 @@ def check_layout(q: Any) -> None:
     )
     packed = layout.packing is not None
     require_that(
-        not (packed and layout.widened)
+        not (packed and layout.int8)
         and (form.bits < 8 or not packed)
-        and (can_widen(form) or not layout.widened),
+        and (lies_otherwise(form) or not layout.int8),
         error=ValueError,
         function="QTensor",
         problem=f"codes of {form.name} do not lie so.",
         given=f"layout == {layout!r}",
-        expected="codes of less than 8 bits packed, or integers of a dtype below a byte widened",
+        expected="codes of less than 8 bits packed, or integers up to 8 bits but int8 as int8",
         mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
     )
 

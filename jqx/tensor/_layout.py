@@ -1,4 +1,4 @@
-"""How the codes of a QTensor lie in memory: packed, swapped, or widened to a byte each."""
+"""How the codes of a QTensor lie in memory: packed, swapped, or each as an int8."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import require_that
 from ..numerics import (
     Block,
     Integer,
     QType,
-    bit_width,
     format_of,
     is_signed,
     pack_bits,
@@ -46,16 +46,16 @@ class Layout(NamedTuple):
       packing: codes of less than 8 bits without gaps in bytes; `None` where they are not packed.
       swapped: the last two axes of `values` are swapped; those of shape, scale and zero point are
         not.
-      widened: codes for which JAX has an integer dtype below a byte take a byte each.
+      int8: integers of another dtype of 8 bits or fewer lie as int8; those of uint8 less 128.
     """
 
     packing: Packing | None = None
     swapped: bool = False
-    widened: bool = False
+    int8: bool = False
 
     @property
     def depth(self) -> int:
-        """How many of the last axes it concerns: none where it only widens."""
+        """How many of the last axes it concerns: none where it is one of dtypes alone."""
         packed = 0 if self.packing is None else -self.packing.axis
         return max(packed, 2 if self.swapped else 0)
 
@@ -71,12 +71,12 @@ class Layout(NamedTuple):
         packing = self.packing
         if packing is not None:
             packing = Packing(_other(packing.axis), packing.length)
-        return Layout(packing, not self.swapped, self.widened)
+        return Layout(packing, not self.swapped, self.int8)
 
     def __str__(self) -> str:
         packed = [] if self.packing is None else [f"packed along axis {self.packing.axis}"]
-        words = [name for name in ("swapped", "widened") if getattr(self, name)]
-        return " and ".join(packed + words)
+        swapped, as_int8 = ["swapped"] * self.swapped, ["as int8"] * self.int8
+        return " and ".join(packed + swapped + as_int8)
 
 
 def _other(axis: int) -> int:
@@ -98,8 +98,8 @@ def values_dtype(layout: Layout | None, form: QType) -> jnp.dtype:
     """Returns the dtype of `values`."""
     if layout is not None and layout.packing is not None:
         return jnp.dtype(jnp.uint8)
-    if layout is not None and layout.widened:
-        return byte_of(form.storage)
+    if layout is not None and layout.int8:
+        return jnp.dtype(jnp.int8)
     return form.storage
 
 
@@ -108,10 +108,32 @@ def byte_of(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.int8 if is_signed(dtype) else jnp.uint8)
 
 
-def can_widen(form: QType) -> bool:
-    """Whether codes are integers that JAX keeps in a dtype below a byte."""
+def lies_otherwise(form: QType) -> bool:
+    """Whether codes are integers of 8 bits or fewer, kept in another dtype than int8."""
     element = form.elements if isinstance(form, Block) else form
-    return isinstance(element, Integer) and bit_width(form.storage) < 8
+    return isinstance(element, Integer) and form.bits <= 8 and form.storage != jnp.int8
+
+
+def to_int8(codes: jax.Array, form: QType) -> jax.Array:
+    """Returns codes, or zero points, of integers of 8 bits or fewer as int8: uint8 less 128, which
+    flips the top bit.
+    """
+    return _flipped(codes, jnp.int8) if is_flipped(form) else codes.astype(jnp.int8)
+
+
+def is_flipped(form: QType) -> bool:
+    """Whether int8 has the codes of a format only less 128."""
+    return form.bits == 8 and form.storage == jnp.uint8
+
+
+def _from_int8(values: jax.Array, form: QType) -> jax.Array:
+    """Returns the codes, one a byte, that lie as int8."""
+    dtype = byte_of(form.storage)
+    return _flipped(values, dtype) if is_flipped(form) else values.astype(dtype)
+
+
+def _flipped(codes: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(codes, dtype) ^ jnp.array(-128, jnp.int8).astype(dtype)
 
 
 def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
@@ -182,6 +204,8 @@ def codes_of(q: Any) -> jax.Array:
     codes = q.values
     if layout.packing is not None:
         codes = format_of(q.qtype).widen_bits(_bits(q))
+    elif layout.int8:
+        codes = _from_int8(codes, format_of(q.qtype))
     return _swap_last(codes) if layout.swapped else codes
 
 
@@ -193,21 +217,20 @@ def unpack(q: T) -> T:
     values = q.values
     if layout.packing is not None:
         values = form.from_bits(_bits(q))
-    elif layout.widened:
-        values = values.astype(form.storage)
+    elif layout.int8:
+        values = _from_int8(values, form).astype(form.storage)
     if layout.swapped:
         values = _swap_last(values)
     return dataclasses.replace(q, values=values, layout=None)
 
 
 def lay_out(q: T, layout: Layout) -> T:
-    """Returns the same array with another layout, swapped or widened; itself where it has it."""
+    """Returns the same array with another layout, swapped or as int8; itself where it has it."""
     if (q.layout or Layout()) == layout:
         return q
     if isinstance(q.values, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(lay_out, layout=layout), q)
-    form = format_of(q.qtype)
-    codes = q.codes.astype(values_dtype(layout, form)) if layout.widened else q.unpack().values
+    codes = to_int8(q.codes, format_of(q.qtype)) if layout.int8 else q.unpack().values
     values = _swap_last(codes) if layout.swapped else codes
     return dataclasses.replace(q, values=values, layout=layout)
 

@@ -22,8 +22,8 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     | `"gpu"` | [N, K] | [K, N] |
     | `"tpu"` | [K, N] | [K, N] |
 
-    On CPU, codes of `jnp.int2`, `jnp.int4` and their unsigned twins take a byte each; elsewhere
-    they stay what they are. Packed codes are unpacked.
+    On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
+    byte each; elsewhere codes keep their dtype. Packed codes are unpacked.
 
     Args:
       tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.
@@ -52,7 +52,7 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
       >>> packed.shape, packed.values.shape, packed.values.dtype
       ((4, 3), (3, 4), dtype('int8'))
       >>> packed.layout
-      Layout(packing=None, swapped=True, widened=True)
+      Layout(packing=None, swapped=True, int8=True)
     """
     check_target("pack_for", target, contracted)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)

@@ -167,7 +167,7 @@ class QTensor:
     @property
     def codes(self) -> jax.Array:
         """The codes, one an element, in the order of the shape: of dtype `storage`, or a byte each
-        where they are packed or widened.
+        where they are packed or lie as int8.
         """
         return _layout.codes_of(self)
 

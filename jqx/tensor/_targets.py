@@ -3,7 +3,8 @@
 A scale per channel leaves the product of whole rows: [N, K], the contracted axis last, reads both
 operands along their rows. Blocks along the contracted axis become a batch axis: [K, N] keeps each
 block in one piece. TPUs turn their operands as they load them, and take [K, N] for both. XLA on CPU
-keeps jnp.int4 a byte each, and takes 5 times as long to convert it as int8.
+keeps jnp.int4 a byte each, and takes 5 times as long to convert it as int8; its library multiplies
+int8 alone, for which it would copy a weight of another dtype in every call.
 """
 
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..numerics import format_of
-from ._layout import Layout, can_widen, lay_out
+from ._layout import Layout, lay_out, lies_otherwise
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
@@ -52,11 +53,11 @@ def lay_out_for(function: str, q: T, target: str, contracted: int | None, place:
     if q.ndim < 2:
         return q
     axis = _contracted_axis(function, q, contracted, place)
-    widened = target == "cpu" and can_widen(format_of(q.qtype))
+    int8 = target == "cpu" and lies_otherwise(format_of(q.qtype))
     if axis is None:
-        return lay_out(q, Layout(widened=widened))
+        return lay_out(q, Layout(int8=int8))
     comes_last = target != "tpu" and not _is_blocked(q, axis)
-    return lay_out(q, Layout(swapped=comes_last == (axis == -2), widened=widened))
+    return lay_out(q, Layout(swapped=comes_last == (axis == -2), int8=int8))
 
 
 def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) -> int | None:

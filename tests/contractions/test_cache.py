@@ -278,7 +278,7 @@ def updates():
     yield "packed", q.pack(-1), u.pack(-1), (0, 3, 0, 0)
     yield "to packed", q.pack(-1), u, (0, -2, 0, 0)
     yield "from packed", q, u.pack(2), (1, 9, 0, 0)
-    yield "to swapped and widened", q.pack_for("cpu"), u, (0, 1, 0, 0)
+    yield "to swapped and as int8", q.pack_for("cpu"), u, (0, 1, 0, 0)
     coarse = jqx.QTensor.quantize(
         part, jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 3: 16}), **MINMAX)
     )

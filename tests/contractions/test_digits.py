@@ -241,7 +241,7 @@ def test_digits_give_the_product_of_a_weight_that_lies_swapped(size, name):
     if size is None:
         layout = Layout((2, 128), (128, 160), MATRICES)
     w = jqx.pack_for(weight("int4", layout, size=size, zero_point=True), "cpu")
-    assert w.layout.swapped and w.layout.widened
+    assert w.layout.swapped and w.layout.int8
     assert_products(contraction_of(layout), activations(layout), w, layout, name)
 
 

@@ -142,3 +142,17 @@ def test_what_is_converted_whole_would_be_seen():
     """The bounds are not met by the product of a dequantized weight."""
     w = CASES["int8"].weight(False)
     assert held(lambda x, w: x @ jnp.sin(w.dequantize()), rows(1), w) >= 1
+
+
+def test_a_weight_of_uint8_laid_out_for_cpu_is_not_copied():
+    """As int8 its codes are what the library reads; as they were, each call copies them."""
+    numbers = (((1,), (0,)), ((), ()))
+    lhs = jax.eval_shape(lambda: jqx.QTensor.quantize(jnp.zeros((16, N)), jqx.QSpec(jnp.int8)))
+    plain = Case("uint8", zero_point=True).weight(turned=False)
+
+    def held(weight):
+        f = functools.partial(jqx.dot_general, dimension_numbers=numbers)
+        return jax.jit(f).lower(lhs, weight).compile().memory_analysis().temp_size_in_bytes
+
+    assert held(plain) >= N * N
+    assert held(plain.pack_for("cpu")) <= N * N / 4

@@ -24,8 +24,8 @@ from .tensors import CASES, assert_equal, made, quantized_case, random_tensor, s
 
 law = settings(max_examples=25, deadline=None)
 
-SWAPPED, WIDENED = Layout(swapped=True), Layout(widened=True)
-BOTH = Layout(swapped=True, widened=True)
+SWAPPED, AS_INT8 = Layout(swapped=True), Layout(int8=True)
+BOTH = Layout(swapped=True, int8=True)
 
 
 def packed(axis, length, swapped=False):
@@ -35,8 +35,9 @@ def packed(axis, length, swapped=False):
 def layouts_of(q):
     """Every layout that a QTensor can have."""
     yield SWAPPED
-    if jnp.dtype(numerics.format_of(q.qtype).storage).name in ("int2", "uint2", "int4", "uint4"):
-        yield from (WIDENED, BOTH)
+    form = numerics.format_of(q.qtype)
+    if form.storage.name in ("int2", "uint2", "int4", "uint4") or form.name == "uint8":
+        yield from (AS_INT8, BOTH)
     if numerics.format_of(q.qtype).bits < 8:
         for axis, length in zip(range(-q.ndim, 0), q.shape, strict=True):
             yield from (packed(axis, length), packed(axis, length, swapped=True))
@@ -47,8 +48,9 @@ def laid_out(q, layout):
     form, values = numerics.format_of(q.qtype), q.values
     if layout.swapped:
         values = values.transpose((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
-    if layout.widened:
-        values = values.astype(form.storage.name.replace("4", "8").replace("2", "8"))
+    if layout.int8:
+        less = 128 if form.name == "uint8" else 0
+        values = jnp.asarray(np.asarray(values).astype(np.int16) - less, jnp.int8)
     if layout.packing is not None:
         axis = layout.packing.axis
         if layout.swapped and axis > -3:
@@ -76,7 +78,7 @@ def test_every_layout_holds_the_same_array(name):
         assert_floats(found, real, np.float32)
         assert_equal(plain, q)
         form = numerics.format_of(q.qtype)
-        as_bytes = laid.layout.packing is not None or laid.layout.widened
+        as_bytes = laid.layout.packing is not None or laid.layout.int8
         assert codes.dtype.itemsize == 1 if as_bytes else codes.dtype == form.storage
         expected = form.widen_bits(form.to_bits(q.values)) if as_bytes else q.values
         np.testing.assert_array_equal(codes, expected, strict=True)
@@ -102,7 +104,7 @@ def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
             assert stored.layout == Layout(Packing(axis, packing.length))
             assert stored.values.shape[axis] == laid.values.shape[axis] < packing.length
         else:
-            assert stored.layout == (WIDENED if layout.widened else None)
+            assert stored.layout == (AS_INT8 if layout.int8 else None)
             assert stored.values.shape == stored.shape
         assert_equal(stored.unpack(), swap_last(q))
 
@@ -193,7 +195,7 @@ def joined_again(x, places):
     return np.concatenate(np.split(x, places, -1)[::-1], -1)
 
 
-def test_widened_codes_pass_through_every_view():
+def test_codes_that_lie_as_int8_pass_through_every_view():
     """They are where plain ones are, each in a byte."""
     q, real = made("int4 with a tail")
     views = [
@@ -209,10 +211,10 @@ def test_widened_codes_pass_through_every_view():
     @jax.jit
     def all_of(q, laid):
         found = [view(laid) for view in views]
-        assert all(w.layout == WIDENED and w.values.dtype == jnp.int8 for w in found)
+        assert all(w.layout == AS_INT8 and w.values.dtype == jnp.int8 for w in found)
         return [(view(q), w.unpack(), w.dequantize()) for view, w in zip(views, found, strict=True)]
 
-    for view, (expected, plain, y) in zip(views, all_of(q, laid_out(q, WIDENED)), strict=True):
+    for view, (expected, plain, y) in zip(views, all_of(q, laid_out(q, AS_INT8)), strict=True):
         assert_equal(plain, expected)
         assert_floats(y, view(real), np.float32)
 
@@ -254,7 +256,7 @@ GETITEM, CONCATENATE = "QTensor.__getitem__", "QTensor.concatenate"
         (packed(-2, 4), "packed along axis -2", "[-2, -1]"),
         (packed(-3, 2), "packed along axis -3", "[-3, -2, -1]"),
         (SWAPPED, "swapped", "[-2, -1]"),
-        (BOTH, "swapped and widened", "[-2, -1]"),
+        (BOTH, "swapped and as int8", "[-2, -1]"),
         (packed(-1, 6, True), "packed along axis -1 and swapped", "[-2, -1]"),
     ],
     ids=str,
@@ -288,15 +290,15 @@ def test_a_view_that_a_layout_does_not_survive_is_refused_with_the_way_out(layou
         )
 
 
-def test_widened_codes_are_unpacked_before_they_are_packed():
-    q = laid_out(random_tensor(np.random.default_rng(0), "int4", (4, 6)), WIDENED)
-    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "widened", "q.unpack()")
+def test_codes_that_lie_as_int8_are_unpacked_before_they_are_packed():
+    q = laid_out(random_tensor(np.random.default_rng(0), "int4", (4, 6)), AS_INT8)
+    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "as int8", "q.unpack()")
     assert_equal(q.unpack().pack().unpack(), q.unpack())
 
 
 def test_tensors_of_different_layouts_are_not_joined():
     q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
-    for other in (laid_out(q, SWAPPED), laid_out(q, WIDENED), q.pack()):
+    for other in (laid_out(q, SWAPPED), laid_out(q, AS_INT8), q.pack()):
         for function in (jqx.QTensor.concatenate, jqx.QTensor.stack):
             facts = ("laid out in different ways", "one layout", "q.unpack()", str(other.layout))
             name = f"QTensor.{function.__name__}"
@@ -380,8 +382,8 @@ def test_it_shows_how_the_codes_lie():
     q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
     shown = {
         SWAPPED: "int4[4, 6] per_tensor swapped,",
-        WIDENED: "int4[4, 6] per_tensor widened,",
-        BOTH: "int4[4, 6] per_tensor swapped and widened,",
+        AS_INT8: "int4[4, 6] per_tensor as int8,",
+        BOTH: "int4[4, 6] per_tensor swapped and as int8,",
         packed(-2, 4): "int4[4, 6] per_tensor packed along axis -2,",
         packed(-1, 6, True): "int4[4, 6] per_tensor packed along axis -1 and swapped,",
     }
@@ -389,7 +391,7 @@ def test_it_shows_how_the_codes_lie():
         laid = laid_out(q, layout)
         assert words in repr(laid) and f"{laid.nbytes:,} bytes" in repr(laid)
         text = treescope.render_to_text(laid)
-        assert f"swapped={layout.swapped}" in text and f"widened={layout.widened}" in text
+        assert f"swapped={layout.swapped}" in text and f"int8={layout.int8}" in text
         abstract = jax.eval_shape(lambda q: q, laid)
         assert repr(abstract) == repr(laid)
 
@@ -402,18 +404,18 @@ def test_it_shows_how_the_codes_lie():
         (((6,), "uint8"), "int4", packed(-2, 12), ValueError, ("packed shape", "axis=-2")),
         (((4, 3), "uint8"), "int4", packed(-1, 6, True), ValueError, ("3 bytes along axis -2",)),
         (((5,), "int4"), "int4", SWAPPED, ValueError, ("two axes to be swapped", "(5,)")),
-        (((5,), "int4"), "int4", WIDENED, TypeError, ("`values`", "int4", "values.dtype == int8")),
-        (((5,), "int8"), "uint4", WIDENED, TypeError, ("`values`", "values.dtype == uint8")),
-        (((5,), "int8"), "int8", WIDENED, ValueError, ("int8", "widened=True", "below a byte")),
-        (((5,), "int8"), numerics.int3, WIDENED, ValueError, ("int3", "below a byte")),
-        (((5,), "uint8"), numerics.nf4, WIDENED, ValueError, ("nf4", "below a byte")),
+        (((5,), "int4"), "int4", AS_INT8, TypeError, ("`values`", "int4", "values.dtype == int8")),
+        (((5,), "uint8"), "uint4", AS_INT8, TypeError, ("`values`", "values.dtype == int8")),
+        (((5,), "int8"), "int8", AS_INT8, ValueError, ("int8", "int8=True", "but int8 as int8")),
+        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "but int8 as int8")),
+        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "but int8 as int8")),
         (((5,), "uint8"), "int8", packed(-1, 5), ValueError, ("int8", "less than 8 bits")),
         (
             ((6,), "uint8"),
             "int4",
-            Layout(Packing(-1, 12), widened=True),
+            Layout(Packing(-1, 12), int8=True),
             ValueError,
-            ("int4", "widened=True", "Packing"),
+            ("int4", "int8=True", "Packing"),
         ),
         (((6,), "uint8"), "int4", Packing(-1, 12), TypeError, ("`layout`", "Packing", "Layout")),
         (((6,), "uint8"), "int4", "packed", TypeError, ("`layout`", "type str", "Layout")),
@@ -426,7 +428,7 @@ def test_it_shows_how_the_codes_lie():
             ("`layout`", "axis='-1'"),
         ),
         (((2, 2), "int8"), "int8", Layout(swapped=1), TypeError, ("`layout`", "swapped=1")),
-        (((2, 2), "int4"), "int4", Layout(widened=None), TypeError, ("`layout`", "widened=None")),
+        (((2, 2), "int4"), "int4", Layout(int8=None), TypeError, ("`layout`", "int8=None")),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, facts):
@@ -435,10 +437,10 @@ def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, fac
     assert_refused(f, leaves, error, "QTensor", *facts)
 
 
-def test_blocks_of_integers_below_a_byte_are_widened_too():
+def test_blocks_of_integers_below_a_byte_lie_as_int8_too():
     qtype = numerics.Block(jnp.int4, 4, "blockint4")
     q = jqx.QTensor.quantize(spread_out((3, 8)), spec(qtype, jqx.per_block({0: 1, 1: 4})))
-    for layout in (WIDENED, BOTH):
+    for layout in (AS_INT8, BOTH):
         laid = laid_out(q, layout)
         assert laid.values.dtype == jnp.int8
         assert_floats(laid.dequantize(), np.asarray(q.dequantize()), np.float32)

@@ -49,19 +49,20 @@ def weight(granularity, qtype=jnp.int4, shape=(K, N), symmetric=True):
 @pytest.mark.parametrize("name", SCALES)
 def test_the_layout_is_that_of_the_target_and_the_scale(name, target):
     granularity, told, blocked = SCALES[name]
-    for qtype, asked in itertools.product((jnp.int4, jnp.int8), (None, -2, -1)):
+    for qtype, asked in itertools.product((jnp.int4, jnp.int8, jnp.uint8), (None, -2, -1)):
         if told is not None and asked not in (None, told):
             continue
-        q = weight(granularity, qtype)
+        q = weight(granularity, qtype, symmetric=qtype != jnp.uint8)
         contracted = told or asked or -2
         swapped = is_swapped(target, contracted, blocked)
-        widened = target == "cpu" and qtype == jnp.int4
-        expected = None if not (swapped or widened) else Layout(None, swapped, widened)
+        int8 = target == "cpu" and qtype != jnp.int8
+        expected = None if not (swapped or int8) else Layout(None, swapped, int8)
         laid = q.pack_for(target, contracted=asked)
         assert laid.layout == expected
         values = np.swapaxes(q.values, -1, -2) if swapped else np.asarray(q.values)
-        dtype = np.int8 if widened else qtype
-        np.testing.assert_array_equal(laid.values, values.astype(dtype), strict=True)
+        if int8:
+            values = (values.astype(np.int16) - (128 if qtype == jnp.uint8 else 0)).astype(np.int8)
+        np.testing.assert_array_equal(laid.values, values, strict=True)
         assert laid.scale is q.scale and laid.shape == (K, N)
         assert_equal(laid.unpack(), q)
         assert_equal(jqx.pack_for(q, target, contracted=asked), laid)
@@ -117,25 +118,34 @@ def test_a_stack_is_laid_out_as_each_of_it(data):
 
 @pytest.mark.parametrize(
     "qtype",
-    [jnp.int2, jnp.uint2, jnp.int4, jnp.uint4, numerics.Block(jnp.int4, K, "blockint4")],
+    [
+        jnp.int2,
+        jnp.uint2,
+        jnp.int4,
+        jnp.uint4,
+        numerics.uint3,
+        jnp.uint8,
+        numerics.Block(jnp.int4, K, "blockint4"),
+    ],
     ids=str,
 )
-def test_integers_below_a_byte_are_widened_on_cpu_alone(qtype):
+def test_integers_of_other_dtypes_lie_as_int8_on_cpu_alone(qtype):
     form = numerics.format_of(qtype)
     q = weight(jqx.per_block({0: K, 1: 1}), qtype, symmetric=form.signed)
-    widened = q.pack_for("cpu")
-    assert widened.values.dtype == (jnp.int8 if form.signed else jnp.uint8)
-    assert widened.layout.widened and widened.values.size == q.values.size
+    laid = q.pack_for("cpu")
+    assert laid.values.dtype == jnp.int8
+    assert laid.layout.int8 and laid.values.size == q.values.size
+    assert_equal(laid.unpack(), q)
     for target in ("gpu", "tpu"):
-        assert q.pack(0).pack_for(target).values.dtype == form.storage
+        assert (q.pack(0) if form.bits < 8 else q).pack_for(target).values.dtype == form.storage
 
 
 @pytest.mark.parametrize(
     "qtype",
-    [numerics.int3, numerics.ternary, jnp.int8, jnp.uint8, numerics.nf4, jnp.float8_e5m2],
+    [numerics.int3, numerics.ternary, jnp.int8, numerics.nf4, jnp.float8_e5m2],
     ids=str,
 )
-def test_codes_that_have_a_byte_each_are_not_widened(qtype):
+def test_codes_that_have_a_byte_each_and_are_no_unsigned_integers_stay(qtype):
     symmetric = numerics.format_of(qtype).signed
     q = weight(jqx.per_axis(0), qtype, symmetric=symmetric)
     for target in ("cpu", "gpu"):
@@ -151,7 +161,7 @@ def test_what_has_no_axis_to_contract_keeps_its_order():
     for target in TARGETS:
         for q in (row, scalar, row.pack()):
             assert q.pack_for(target, contracted=-1) is q
-        assert each.pack_for(target).layout == (Layout(widened=True) if target == "cpu" else None)
+        assert each.pack_for(target).layout == (Layout(int8=True) if target == "cpu" else None)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 3), (3, 1), (1, 1)])
