@@ -366,9 +366,6 @@ def test_every_row_compiles(tmp_path):
     found = checked(tmp_path)
     assert len(found) == len(list(table.rows(table.GROUPS)))
     failed = {key for key, r in found.items() if " error: " in r["hlo"]}
-    # XLA of jax 0.11.2 cannot compile the product of an int4 matrix, widened, and an int8 vector
-    assert failed <= {
-        ("decode", f"1x{k_n}", name)
-        for k_n in ("8192x28672", "4096x14336")
-        for name in ("W4A8 NT", "jqx W4A8 NT")
-    }
+    # XLA of jax 0.11.2 cannot compile the product of an int4 matrix, widened, and an int8 vector as
+    # written; jqx adds a row.
+    assert failed <= {("decode", f"1x{k_n}", "W4A8 NT") for k_n in ("8192x28672", "4096x14336")}

@@ -18,6 +18,7 @@ from ._bytes import as_int8, longest
 from ._conv_dimensions import Window, padded
 from ._convert import is_exact_in, numbers_of
 from ._formulation import formulation
+from ._integer import digits_of
 from ._slices import slice_along
 
 TILES = 8
@@ -38,6 +39,18 @@ def conv_integer(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
 )
 def conv_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _conv_integer(lhs, rhs, window, _shifted)
+
+
+@formulation("integers of more than 8 bits: split into int8 digits, each convolved exactly")
+def conv_digits(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return functools.reduce(
+        jnp.add,
+        [
+            _conv_integer(left, right, window, _native) * 256.0 ** (i + j)
+            for i, left in enumerate(digits_of(lhs))
+            for j, right in enumerate(digits_of(rhs))
+        ],
+    )
 
 
 @formulation(

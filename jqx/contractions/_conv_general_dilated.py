@@ -21,6 +21,7 @@ from ._conv import (
     conv_convert,
     conv_depthwise,
     conv_dequantize,
+    conv_digits,
     conv_image,
     conv_integer,
     conv_tiles,
@@ -28,6 +29,7 @@ from ._conv import (
 from ._conv_dimensions import Window, check_ranks, window_of
 from ._dot_general import Operand, as_operand, dot_general
 from ._formulation import Choice
+from ._integer import check_splittable
 from ._output import Output, as_asked, check_requantized
 from ._planner import SMALL
 from ._requantize import Requantization, requantize
@@ -53,14 +55,15 @@ def conv_general_dilated(
     """Convolves an image with a kernel, either of them quantized; as `jax.lax.conv_general_dilated`
     otherwise.
 
-    Two QTensors of integers of 8 bits or fewer are convolved as integers: exact in int32 (on GPUs,
-    whose libraries return that sum as float32, where it is below 2**24), zero points corrected, the
-    scales multiplied in after. Padding, and the holes of `lhs_dilation`, stand for real zeros: they
-    are filled with the zero point. A quantized kernel beside floats is converted some output
-    features at a time on CPU. Of two formats that are not both integers, and beside a float kernel,
-    the image is dequantized. Where a quantized kernel beside an image of 16-bit floats is not
-    converted in parts, its real values are rounded to the dtype of the image if it has zero points
-    or blocks, and so are the sums. Two arrays go to lax.
+    Two QTensors of integers are convolved as integers: exact in int32 (on GPUs, whose libraries
+    return that sum as float32, where it is below 2**24), zero points corrected, the scales
+    multiplied in after; parts of longer sums, and those of int8 digits of 16-bit codes, are added
+    in float32. Padding, and the holes of `lhs_dilation`, stand for real zeros: they are filled with
+    the zero point. A quantized kernel beside floats is converted some output features at a time on
+    CPU. Of two formats that are not both integers, and beside a float kernel, the image is
+    dequantized. Where a quantized kernel beside an image of 16-bit floats is not converted in
+    parts, its real values are rounded to the dtype of the image if it has zero points or blocks,
+    and so are the sums. Two arrays go to lax.
 
     Args:
       lhs: image, array or QTensor of rank `2 + spatial axes`. Beside a kernel of integers too, the
@@ -85,7 +88,7 @@ def conv_general_dilated(
 
     Raises:
       ValueError: a scale varies along an axis that is summed, but in blocks; blocks along features
-        in groups; integers of more than 8 bits on both sides; shapes do not fit.
+        in groups; two integers of which one has codes of 32 bits; shapes do not fit.
       TypeError: one operand is a QTensor and the other an integer array; and from lax.
 
     Gradient: by JAX, of float operands and of scales; none of codes.
@@ -137,7 +140,7 @@ def conv_general_dilated(
         dtype = as_dtype(NAME, "preferred_element_type", preferred_element_type)
         check_real(NAME, "`preferred_element_type`", dtype)
     if is_integer(left) and is_integer(right):
-        _check_bytes(left, right)
+        check_splittable(NAME, left, right)
         _check_scale("lhs", left, (window.features, *window.spatial), window.is_depthwise(left))
         _check_scale("rhs", right, (window.inputs, *window.taps), False)
         _check_blocks(left, right, window)
@@ -162,6 +165,8 @@ def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
         left = left.astype(wide).dequantize()
     if window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,)):
         return _as_dot(left, right, window, wide)
+    if isinstance(left, QTensor) and not (is_byte(left) and is_byte(right)):
+        return Choice(conv_digits, conv_digits).compute(left, right, window)
     if isinstance(left, QTensor):
         cpu = conv_depthwise if _is_shifted(left, right, window) else conv_integer
         return Choice(cpu, conv_integer).compute(left, right, window)
@@ -242,16 +247,4 @@ def _check_blocks(left: QTensor, right: QTensor, window: Window) -> None:
         given=f"feature_group_count={window.groups}, batch_group_count={window.batch_groups}",
         expected="scales shared along the input features, and along a batch in groups",
         mend="quantize the kernel with per_axis of its output features and the image per_tensor().",
-    )
-
-
-def _check_bytes(left: QTensor, right: QTensor) -> None:
-    require_that(
-        is_byte(left) and is_byte(right),
-        error=ValueError,
-        function=NAME,
-        problem="integers of more than 8 bits are not convolved.",
-        given=f"{left!r} and {right!r}",
-        expected="integer formats of 8 bits or fewer on both sides",
-        mend="quantize to int8, or dequantize the image.",
     )

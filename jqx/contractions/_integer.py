@@ -54,8 +54,8 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
         exact = dimensions.contracted_size(lhs) <= limit
         dtype = jnp.int32 if exact else _float_of(lhs, rhs)
         total = jnp.zeros((), dtype)
-        for i, left in enumerate(_digits(lhs)):
-            for j, right in enumerate(_digits(rhs)):
+        for i, left in enumerate(digits_of(lhs)):
+            for j, right in enumerate(digits_of(rhs)):
                 for part in _runs(left, right, dimensions, longest(left, right)):
                     product = accumulate(*part, dimensions, plain).astype(dtype)
                     total = total + (
@@ -88,13 +88,13 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
     return total
 
 
-def check_splittable(lhs: QTensor, rhs: QTensor) -> None:
+def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
     """Raises where not even a digit of a code less its zero point is safe."""
     for q in (lhs, rhs):
         require_that(
             format_of(q.qtype).bits <= 16,
             error=ValueError,
-            function="dot_general",
+            function=function,
             problem="codes of 32 bits overflow the int32 accumulator.",
             given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
             expected="integer formats of 16 bits or fewer",
@@ -139,7 +139,7 @@ def _cut(q: QTensor, axis: int, start: int, size: int) -> QTensor:
     return q[(slice(None),) * axis + (slice(start, start + size),)]
 
 
-def _digits(q: QTensor) -> list[QTensor]:
+def digits_of(q: QTensor) -> list[QTensor]:
     """Returns codes less their zero points as int8 tensors, to be multiplied by powers of 256."""
     form = format_of(q.qtype)
     low, high = int(form.low), int(form.high)

@@ -50,7 +50,7 @@ def plan(lhs: Any, rhs: QTensor, dimensions: Dimensions) -> Choice | None:
 
 def _integers(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
     if not (is_byte(lhs) and is_byte(rhs)):
-        check_splittable(lhs, rhs)
+        check_splittable("dot_general", lhs, rhs)
         return Choice(integer_digits, integer_digits)
     corrected = any(q.zero_point is not None or is_flipped(format_of(q.qtype)) for q in (lhs, rhs))
     narrow = needs_shape(lhs, rhs, dimensions)

@@ -1,7 +1,7 @@
 """What the contractions accept, as a table of cells; the README's support matrix is made from it.
 
 A cell is an operation, the kinds of its operands, who shares their scales, and how their codes lie.
-`is_claimed` says which cells work; `test_support.py` computes those and sees that all others raise.
+`test_support.py` computes them.
 
     python -m tests.contractions.support     prints the matrix
 """
@@ -171,15 +171,6 @@ def is_possible(operand: Operand) -> bool:
     return kind.family != BLOCK or operand.sharing in ("block", "tail")
 
 
-def is_claimed(cell: Cell) -> bool:
-    """Whether the documentation says that a cell works."""
-    families = {KINDS[cell.lhs.kind].family, KINDS[cell.rhs.kind].family}
-    # Integers of more than 8 bits are not convolved with integers.
-    return not (
-        cell.op == "conv_general_dilated" and WIDE in families and families <= {INTEGER, WIDE}
-    )
-
-
 def cells(op: str) -> Iterator[Cell]:
     """Yields the cells of an operation: every pair of kinds; and every way to share the scales of a
     kind and to lay out its codes, on both sides, beside one of `BESIDE` in turn, for `matmul`
@@ -274,33 +265,22 @@ def error(cell: Cell, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matrix() -> str:
-    """Returns the support matrix in Markdown."""
-    families = (FLOAT, INTEGER, WIDE, DECODED, BLOCK)
-    by_family = {f: [name for name, kind in KINDS.items() if kind.family == f] for f in families}
-    lines = [
-        "| left \\ right | " + " | ".join(families) + " |",
-        "|---" * (1 + len(families)) + "|",
-    ]
-    for left in families:
-        row = [left]
-        for right in families:
-            if left == right == FLOAT:
-                row.append("(lax)")
-                continue
-            works = [
-                op
-                for op in OPS
-                if all(
-                    is_claimed(Cell(op, Operand(a), Operand(b)))
-                    for a in by_family[left]
-                    for b in by_family[right]
-                )
-            ]
-            missing = [op for op in OPS if op not in works]
-            row.append(
-                "all" if not missing else "all but " + ", ".join(f"`{op}`" for op in missing)
-            )
-        lines.append("| " + " | ".join(row) + " |")
+    """Returns the support matrix in Markdown: for each kind of operand, which ways to share scales
+    and to lie in memory the sweep has on both sides of every operation.
+    """
+    columns = (*SHARINGS, *LAYOUTS[1:])
+    heads = ("one scale", "per axis", "blocks", "blocks, tail", "packed", "`pack_for`")
+    lines = ["| operand | " + " | ".join(heads) + " |", "|---" * (1 + len(columns)) + "|"]
+    swept = [{(cell.lhs, cell.rhs) for cell in cells(op)} for op in OPS]
+    sides = [{pair[side] for pair in pairs} for pairs in swept for side in (0, 1)]
+    everywhere = set.intersection(*sides)
+    for kind in KINDS:
+        if KINDS[kind].qtype is None:
+            continue
+        has = {(x.sharing, x.layout) for x in everywhere if x.kind == kind}
+        marks = [any(column in pair for pair in has) for column in columns]
+        cells_ = " | ".join("yes" if mark else "" for mark in marks)
+        lines.append(f"| {kind} | {cells_} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from ..ops.refusals import assert_refused
 from ..tensor.tensors import assert_equal, random_codes, reals, tensor
 from .conv_cases import GROUPS, LAYOUTS, case, powers, uniform
 from .convolutions import NHWC, convolution
-from .oracles import gamma
+from .oracles import chosen, gamma
 
 
 def test_two_arrays_are_convolved_by_lax():
@@ -270,11 +270,30 @@ def test_a_scale_that_varies_along_an_axis_in_groups_is_refused(lhs, rhs, option
     assert_refused(f, (lhs, rhs), ValueError, "conv_general_dilated", *facts)
 
 
-@pytest.mark.parametrize("left, right", [("int16", "int8"), ("int8", "uint16"), ("int16", "int16")])
-def test_integers_of_more_than_a_byte_are_refused(left, right):
+@pytest.mark.parametrize("left, right", [("int32", "int8"), ("uint8", "int32")])
+def test_integers_of_32_bits_are_refused(left, right):
     pair = zeros(IMAGE, qtype=left), zeros(KERNEL, qtype=right)
-    facts = "more than 8 bits", left, right
+    facts = "codes of 32 bits overflow", left, right
     assert_refused(plain, pair, ValueError, "conv_general_dilated", *facts)
+
+
+@pytest.mark.parametrize("zero_point", [None, 40_000])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_codes_of_16_bits_are_convolved_exactly(zero_point, groups):
+    """As digits of int8: the image has both extremes, and float32 holds every sum."""
+    qtype, low = ("int16", -(2**15)) if zero_point is None else ("uint16", 0)
+    rng = np.random.default_rng(0)
+    image = rng.choice([low, low + 2**16 - 1, low + 300, low + 2**15], IMAGE)
+    kernel = rng.integers(-2, 3, (3, 3, 4 // groups, 6))
+    zero = None if zero_point is None else np.full((1, 1, 1, 1), zero_point)
+    f = functools.partial(plain, feature_group_count=groups)
+    lhs, rhs = tensor(image, qtype, None, zero), tensor(kernel, "int8")
+    y = jax.jit(f)(lhs, rhs)
+    options = dict(window_strides=(1, 1), padding="SAME", feature_group_count=groups)
+    expected = convolution(image - (zero_point or 0), kernel, **options)
+    assert np.abs(expected).max() <= 2**24
+    assert_floats(y, expected.astype(np.float64), np.float32)
+    assert chosen(f, lhs, rhs) == [("conv_digits", "conv_digits")]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
