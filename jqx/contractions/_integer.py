@@ -145,7 +145,9 @@ def digits_of(q: QTensor) -> list[QTensor]:
     low, high = int(form.low), int(form.high)
     differences = q.codes.astype(jnp.int32)
     if q.zero_point is not None:
-        differences = differences - q.zero_point.astype(jnp.int32)
+        groups = q.groups
+        zero = groups.split_scale(q.zero_point.astype(jnp.int32))
+        differences = groups.join(groups.split(differences) - zero)
         low, high = low - high, high - low
     count = 1
     while not -128 * (256**count - 1) <= 255 * low <= 255 * high <= 127 * (256**count - 1):

@@ -296,6 +296,17 @@ def test_codes_of_16_bits_are_convolved_exactly(zero_point, groups):
     assert chosen(f, lhs, rhs) == [("conv_digits", "conv_digits")]
 
 
+def test_digits_are_those_of_codes_less_the_zero_point_of_their_own_block():
+    rng = np.random.default_rng(0)
+    image, kernel = rng.integers(-300, 300, IMAGE), rng.integers(0, 256, KERNEL)
+    zero = np.array([3, 250]).reshape(1, 1, 2, 1)
+    scale = np.array([1.0, 2.0]).reshape(1, 1, 2, 1)
+    y = jax.jit(plain)(tensor(image, "int16"), tensor(kernel, "uint8", scale, zero))
+    each = lambda x: np.repeat(x, 2, axis=2)  # noqa: E731
+    expected = convolution(image * 1.0, (kernel - each(zero)) * each(scale), (1, 1), "SAME")
+    assert_floats(y, expected, np.float32)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
 def test_an_integer_array_beside_a_qtensor_is_refused(dtype):
     """It is not known what its integers stand for."""
