@@ -46,7 +46,9 @@ from .tensor import pack_for as pack_for
 from .transforms import Plan as Plan
 from .transforms import affines as affines
 from .transforms import calibrate as calibrate
+from .transforms import calibrate_batches as calibrate_batches
 from .transforms import convert as convert
+from .transforms import dequantize_params as dequantize_params
 from .transforms import make_plan as make_plan
 from .transforms import merge_stats as merge_stats
 from .transforms import quantize_params as quantize_params

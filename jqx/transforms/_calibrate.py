@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
-from ._interpret import Records, interpret
+from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
+from ._origin import Address, Loop
 from ._plan import Plan, Site
 from ._trace import check_function, is_quantized, trace_call
+from .primitives import Records
 
 Stats = dict[str, Any]
 """Statistics by key, such as `layer0/w:dot_general:lhs`; each a pytree of its calibrator."""
@@ -25,12 +28,10 @@ Affines = dict[str, Affine]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Observe:
-    plan: Plan
-
+class _Observe(Rules):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         (result,) = _compat.bind(eqn, operands)
-        seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=True)}
+        seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=False)}
         seen[site.output_key] = result
         records = {
             key: spec.calibrator.observe(jnp.asarray(seen[key]), spec)
@@ -38,8 +39,26 @@ class _Observe:
         }
         return result, records
 
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        raise AssertionError("calibration binds no QTensor")
+    def unseen(self, here: Address) -> Records:
+        records = {}
+        for key in self.plan.keys_in(here):
+            site = self.plan.site_of_key(key)
+            if any(loop.address == here for loop in site.loops):
+                continue
+            empty = site.static_specs()[key].calibrator.empty(site.scale_shape(key))
+            steps = tuple(loop.length for loop in site.loops_in(here))
+            records[key] = jax.tree.map(
+                lambda x, steps=steps: jnp.broadcast_to(x, steps + jnp.shape(x)), empty
+            )
+        return records
+
+    def merge(self, here: Address, a: Records, b: Records) -> Records:
+        merged = {}
+        for key in a:
+            site = self.plan.site_of_key(key)
+            merge = site.static_specs()[key].calibrator.merge
+            merged[key] = _each_step(merge, site.loops_in(here))(a[key], b[key])
+        return merged
 
 
 def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple[Any, Stats]]:
@@ -101,7 +120,10 @@ def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats
     specs = plan.static_specs()
     _check_keys("merge_stats", "a", a, specs)
     _check_keys("merge_stats", "b", b, specs)
-    return {key: spec.calibrator.merge(a[key], b[key]) for key, spec in specs.items()}
+    return {
+        key: _each_step(spec.calibrator.merge, plan.site_of_key(key).loops)(a[key], b[key])
+        for key, spec in specs.items()
+    }
 
 
 def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
@@ -158,7 +180,19 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
                 mend="leave those batches out, or find where the NaN arises.",
             )
         )
-    return {key: spec.calibrator.affine(stats[key], spec) for key, spec in specs.items()}
+    return {
+        key: _each_step(partial(spec.calibrator.affine, spec=spec), plan.site_of_key(key).loops)(
+            stats[key]
+        )
+        for key, spec in specs.items()
+    }
+
+
+def _each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any]:
+    """Maps over the leading axes that statistics have, one for each scan over a weight."""
+    for _ in loops:
+        f = jax.vmap(f)
+    return f
 
 
 def _check_keys(

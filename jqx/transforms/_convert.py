@@ -14,27 +14,26 @@ from ..calibrators import Affine
 from ..numerics import name_of_qtype
 from ..policy import Policy
 from ..tensor import QTensor
-from ._interpret import Records, interpret
+from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Operand, Plan, Site, Weight
 from ._quantize_params import quantize_weight
 from ._trace import check_function, is_quantized, trace_call
-from .primitives import CONTRACTIONS
+from .primitives import CONTRACTIONS, FORMS, Records
 
 UNSUPPORTED = ("error", "dequantize")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Integers:
-    plan: Plan
-    affines: Mapping[str, Affine]
-    dequantize: bool
+class _Integers(Rules):
+    dequantize: bool = False
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         quantized = [
-            self._quantized(operand, x) for operand, x in zip(site.operands, operands, strict=True)
+            self._quantized(operand, x) for operand, x in zip(site.operands, operands, strict=False)
         ]
-        result = CONTRACTIONS[site.op].apply(eqn, *quantized)
+        quantized += operands[len(quantized) :]
+        result = CONTRACTIONS[eqn.primitive.name].apply(eqn, quantized)
         if site.output is not None:
             affine = self.affines.get(site.output_key)
             result = QTensor.quantize(result, site.output, affine).dequantize()
@@ -46,15 +45,19 @@ class _Integers:
         return QTensor.quantize(x, operand.spec, self.affines.get(operand.key))
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return _compat.bind(eqn, [self.dense(eqn, x) if is_quantized(x) else x for x in operands])
+
+    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
         if self.dequantize:
-            return _compat.bind(eqn, [x.dequantize() if is_quantized(x) else x for x in operands])
+            return x.dequantize()
         name = eqn.primitive.name
         raise NotImplementedError(
             message(
                 "convert",
-                f"a quantized weight reaches `{name}`, which has no quantized form.",
-                given=f"{next(x for x in operands if is_quantized(x))!r} in scope "
-                f"{_compat.scope_of(eqn) or '(none)'}",
+                f"a quantized weight reaches `{name}`, which has no quantized form."
+                if name not in FORMS
+                else f"a quantized weight is carried or returned by `{name}`, which holds arrays.",
+                given=f"{x!r} in scope {_compat.scope_of(eqn) or '(none)'}",
                 expected="planned contractions, and views such as transpose, reshape and slice",
                 mend='leave that weight in float with jqx.Rule("its/path") first in the policy, or '
                 'pass unsupported="dequantize".',
@@ -113,7 +116,7 @@ def convert(
         call = trace_call("convert", f, params, args, kwargs)
         known = as_plan("convert", plan, call, params)
         known.check_affines("convert", affines)
-        rules = _Integers(known, affines or {}, unsupported == "dequantize")
+        rules = _Integers(known, affines or {}, dequantize=unsupported == "dequantize")
         leaves = [
             _leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)

@@ -6,45 +6,61 @@ from typing import Any
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message
-from ._origin import Origin
-from ._plan import Address
-from .primitives import CONTRACTIONS, UNQUANTIZED, VIEWS
+from ._origin import Address, Loop, Origin
+from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A contraction, or a lookup in a weight, met in a traced function.
 
-    `address` is `()` where the operation has no quantized form: it is never evaluated as a site.
+    `address` is `()` where it is never evaluated as a site: it stays in float for the `reason`.
     """
 
     address: Address
     eqn: Eqn
-    op: str
     scope: str
     origins: tuple[Origin | None, ...]
+    reason: str | None = None
+
+    @property
+    def family(self) -> Contraction:
+        """How its primitive is read and evaluated."""
+        return CONTRACTIONS[self.eqn.primitive.name]
+
+    @property
+    def op(self) -> str:
+        """The operation, as policies call it."""
+        return self.family.op
 
     @property
     def path(self) -> str:
         """Path of its weight (the right one of two), or its name scope."""
-        known = [origin for origin in self.origins if origin is not None]
-        return known[-1].path if known else self.scope
+        origin = self._weight
+        return self.scope if origin is None else origin.path
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The scans that step over its weight."""
+        origin = self._weight
+        return () if origin is None else origin.loops
+
+    @property
+    def _weight(self) -> Origin | None:
+        return next((origin for origin in reversed(self.origins) if origin is not None), None)
 
 
 def is_marked(eqn: Eqn) -> bool:
-    """Whether an equation counts in addresses: a contraction, or a call that holds one."""
+    """Whether an equation counts in addresses: a contraction, or a form that holds one."""
     if eqn.primitive.name in CONTRACTIONS:
         return True
-    return _compat.is_jit(eqn) and holds_contraction(eqn)
+    return eqn.primitive.name in FORMS and holds_contraction(eqn)
 
 
 def holds_contraction(eqn: Eqn) -> bool:
     """Whether a contraction stands anywhere inside the jaxprs of an equation."""
     return any(
-        inner.primitive.name in CONTRACTIONS
-        or (inner.primitive.name in UNQUANTIZED and inner.primitive.name != "gather")
-        or holds_contraction(inner)
+        inner.primitive.name in CONTRACTIONS or holds_contraction(inner)
         for jaxpr in _compat.sub_jaxprs(eqn)
         for inner in jaxpr.eqns
     )
@@ -53,11 +69,14 @@ def holds_contraction(eqn: Eqn) -> bool:
 def find(
     jaxpr: Any,
     origins: Sequence[Origin | None],
-    function: str,
     address: Address = (),
     scope: str = "",
+    reason: str | None = None,
 ) -> tuple[list[Found], list[Origin | None]]:
-    """Returns the contractions of a jaxpr and the origins of its results."""
+    """Returns the contractions of a jaxpr and the origins of its results.
+
+    `reason` says why all of them stay in float, where they do.
+    """
     env: dict[Any, Origin | None] = dict(zip(jaxpr.invars, origins, strict=True))
 
     def origin_of(atom: Any) -> Origin | None:
@@ -70,33 +89,49 @@ def find(
         here = (*address, marked)
         inner_scope = "/".join(part for part in (scope, _compat.scope_of(eqn)) if part)
         known = tuple(map(origin_of, eqn.invars))
-        results: list[Origin | None] = []
+        results: Sequence[Origin | None] = []
         if name in CONTRACTIONS:
-            found.append(Found(here, eqn, name, inner_scope, known))
-        elif name in UNQUANTIZED:
-            op, position = UNQUANTIZED[name]
-            origin = known[position]
-            if op != "gather" or origin is not None:
-                found.append(Found((), eqn, op, inner_scope, (origin,)))
-        elif _compat.is_jit(eqn):
-            body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-            inner, results = find(body, known, function, here, inner_scope)
-            found += inner
-        elif holds_contraction(eqn):
-            raise NotImplementedError(
-                message(
-                    function,
-                    f"a contraction stands inside `{name}`, which is not supported yet.",
-                    given=f"`{name}` in scope {inner_scope or '(none)'}",
-                    expected="contractions at top level or inside jit",
-                    mend="unroll it, or apply jqx to the function that it calls.",
-                )
-            )
+            family = CONTRACTIONS[name]
+            if known[0] is not None or not family.needs_weight:
+                why = reason or family.excuse(eqn)
+                origins_here = known[: len(family.kept(eqn))]
+                found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
+        elif name in FORMS and any(True for _ in _compat.sub_jaxprs(eqn)):
+            inside = _Inside(here, inner_scope, reason)
+            results = FORMS[name].track(eqn, known, inside)
+            found += inside.found
         elif name in VIEWS:
             results = [_through_view(eqn, known)]
+        else:
+            inside = _Inside(here, inner_scope, reason)
+            for body in _compat.sub_jaxprs(eqn):
+                inside.leave(body, f"it stands inside `{name}`, which jqx does not look into")
+            found += inside.found
         marked += is_marked(eqn)
         env.update(zip(eqn.outvars, results, strict=False))
     return found, [origin_of(atom) for atom in jaxpr.outvars]
+
+
+@dataclasses.dataclass
+class _Inside:
+    """Collects what is found inside an equation."""
+
+    here: Address
+    scope: str
+    reason: str | None
+    found: list[Found] = dataclasses.field(default_factory=list)
+
+    def enter(
+        self, jaxpr: Any, known: Sequence[Origin | None], part: Address = ()
+    ) -> list[Origin | None]:
+        body, _ = _compat.open_jaxpr(jaxpr)
+        found, results = find(body, known, (*self.here, *part), self.scope, self.reason)
+        self.found += found
+        return results
+
+    def leave(self, jaxpr: Any, reason: str) -> None:
+        body, _ = _compat.open_jaxpr(jaxpr)
+        self.found += find(body, [None] * len(body.invars), self.here, self.scope, reason)[0]
 
 
 def _through_view(eqn: Eqn, known: Sequence[Origin | None]) -> Origin | None:

@@ -4,36 +4,61 @@ Nothing is patched and no state is kept: what a site records comes back as a dic
 results.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message
+from ..calibrators import Affine
 from ._find import is_marked
-from ._origin import Origin
-from ._plan import Address, Plan, Site
+from ._origin import Address, Origin
+from ._plan import Plan, Site
 from ._trace import is_quantized
-from .primitives import CONTRACTIONS, VIEWS
+from .primitives import CONTRACTIONS, FORMS, VIEWS, Records
 
-Records = dict[str, Any]
+Given = tuple[dict[str, Affine], jax.Array | None]
+"""What sites read beside their operands: scales by key, and a random key."""
 
 
-class Rules(Protocol):
-    """What a transform does at the sites of a plan, and where a QTensor meets anything else."""
+@dataclasses.dataclass(frozen=True)
+class Rules(abc.ABC):
+    """What a transform does at the sites of a plan, and where a QTensor meets anything else.
 
-    @property
-    def plan(self) -> Plan: ...
+    Attributes:
+      plan: the sites.
+      affines: scales, by key.
+      key: for gradient estimators that draw random numbers.
+    """
 
+    plan: Plan
+    affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
+    key: jax.Array | None = None
+
+    @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         """Evaluates a planned contraction."""
-        ...
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates an equation that has no rule for the QTensor among its operands."""
-        ...
+        raise AssertionError("no QTensor is bound")
+
+    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
+        """Makes an array of a QTensor, where an equation can have none."""
+        raise AssertionError("no QTensor is bound")
+
+    def unseen(self, here: Address) -> Records:
+        """Returns the empty records of the sites inside an equation, but of those whose weight it
+        steps over.
+        """
+        return {}
+
+    def merge(self, here: Address, a: Records, b: Records) -> Records:
+        """Returns the records of two evaluations of what stands inside an equation together."""
+        return {}
 
 
 def interpret(
@@ -75,12 +100,12 @@ def _evaluate(
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_quantized(operand)]
     if name in CONTRACTIONS:
-        site = next((site for site in rules.plan.sites if site.address == here), None)
+        site = rules.plan.site_at(here)
         if site is not None:
             result, records = rules.at_site(site, eqn, operands)
             return [result], records
-    if _compat.is_jit(eqn) and (quantized or holds_site):
-        return _call(eqn, operands, rules, here)
+    if name in FORMS and (quantized or (holds_site and rules.plan.has_sites_in(here))):
+        return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
     if not quantized:
         return _compat.bind(eqn, operands), {}
     if len(quantized) == 1 and _is_view(eqn, quantized[0]):
@@ -88,29 +113,58 @@ def _evaluate(
     return rules.unsupported(eqn, operands), {}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Runs the functions inside an equation by the rules of the transform."""
+
+    eqn: Eqn
+    rules: Rules
+    here: Address
+
+    @property
+    def given(self) -> Given:
+        inside = self.rules.plan.keys_in(self.here)
+        affines = self.rules.affines
+        return {name: affines[name] for name in inside if name in affines}, self.rules.key
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Address = (), given: Given | None = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = _compat.open_jaxpr(jaxpr)
+        rules = self.rules
+        if given is not None:
+            rules = dataclasses.replace(rules, affines=given[0], key=given[1])
+        return interpret(body, consts, args, rules, (*self.here, *part))
+
+    def split(self, length: int) -> tuple[Given, Given]:
+        affines, key = self.given
+        steps, shared = {}, {}
+        for name, affine in affines.items():
+            loops = self.rules.plan.site_of_key(name).loops
+            own = any(loop.address == self.here for loop in loops)
+            (steps if own else shared)[name] = affine
+        keys = None if key is None else jax.random.split(key, length)
+        return (steps, keys), (shared, None)
+
+    def join(self, step: Given, shared: Given) -> Given:
+        return step[0] | shared[0], step[1]
+
+    def numbered(self, given: Given, step: jax.Array) -> Given:
+        affines, key = given
+        return affines, None if key is None else jax.random.fold_in(key, step)
+
+    def unseen(self) -> Records:
+        return self.rules.unseen(self.here)
+
+    def merge(self, a: Records, b: Records) -> Records:
+        return self.rules.merge(self.here, a, b)
+
+    def dense(self, x: Any) -> Any:
+        return self.rules.dense(self.eqn, x) if is_quantized(x) else x
+
+
 def _is_view(eqn: Eqn, position: int) -> bool:
     """Whether an equation is a view of its operand at `position`, as planning sees it."""
     view = VIEWS.get(eqn.primitive.name)
     origin = Origin.of_leaf("", eqn.invars[position].aval.ndim)
     return view is not None and view.track(eqn, position, origin) is not None
-
-
-def _call(eqn: Eqn, operands: list[Any], rules: Rules, here: Address) -> tuple[list[Any], Records]:
-    """Evaluates the call of a jitted function as the call of one that interprets its body."""
-    if _compat.has_shardings(eqn):
-        raise NotImplementedError(
-            message(
-                "transforms",
-                f"the jitted function {eqn.params['name']!r} fixes shardings: not supported yet.",
-                given="jax.jit(..., in_shardings=... or out_shardings=...) inside f",
-                expected="a nested jit without shardings",
-                mend="use jax.lax.with_sharding_constraint inside f, or shard the outer jit.",
-            )
-        )
-    body, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
-
-    def run(*args: Any) -> tuple[list[Any], Records]:
-        return interpret(body, consts, args, rules, here)
-
-    run.__name__ = str(eqn.params["name"])
-    return jax.jit(run, inline=eqn.params["inline"])(*operands)

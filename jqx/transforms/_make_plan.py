@@ -15,7 +15,6 @@ from ._find import Found, find
 from ._origin import Origin, close_over_merges
 from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
 from ._trace import Call, Params, check_function, trace_call
-from .primitives import CONTRACTIONS
 
 
 def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> Callable[..., Plan]:
@@ -35,8 +34,6 @@ def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> C
       TypeError: `f` is no function or `policy` no `Policy`.
       ValueError: a rule matches nothing, two rules give one weight different specs, or a spec does
         not fit the contraction it is for.
-      NotImplementedError: a rule would quantize a contraction that has no quantized form yet, or
-        one stands inside a control-flow form that is not supported yet.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -64,13 +61,13 @@ def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> C
     return plan
 
 
-def contractions(function: str, call: Call) -> list[Found]:
+def contractions(call: Call) -> list[Found]:
     """Returns the contractions of a traced call, in order."""
     origins = [
         None if path is None else Origin.of_leaf(path, len(leaf.shape))
         for leaf, path in zip(call.leaves, call.paths, strict=True)
     ]
-    return find(call.jaxpr, origins, function)[0]
+    return find(call.jaxpr, origins)[0]
 
 
 def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
@@ -82,15 +79,14 @@ def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
     ]
     for item in found:
         paths = [origin.path if origin else "-" for origin in item.origins]
-        family = CONTRACTIONS.get(item.op)
-        pattern = family.pattern(item.eqn) if family else ""
+        pattern = item.family.pattern(item.eqn)
         lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
     return tuple(lines)
 
 
 def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan:
     """Plans a traced call."""
-    found = contractions(function, call)
+    found = contractions(call)
     shapes_of = {
         path: tuple(leaf.shape)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -106,7 +102,7 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
             used.add(place)
         if reason is not None:
             shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
-            macs = CONTRACTIONS[item.op].macs(item.eqn) if item.op in CONTRACTIONS else 0
+            macs = item.family.macs(item.eqn)
             skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
             continue
         assert place is not None and rule is not None
@@ -131,6 +127,8 @@ def _choose(
     """Returns the rule for a contraction, or why it stays in float."""
     has_weight = any(origin is not None for origin in item.origins)
     choice = policy.first(item.path, item.op, has_weight=has_weight)
+    if item.reason is not None:
+        return choice[0] if choice else None, None, item.reason
     if choice is None:
         reason = "no rule matches"
         if not has_weight:
@@ -139,27 +137,17 @@ def _choose(
     place, rule = choice
     if rule.weight is None and rule.activation is None and rule.output is None:
         return place, rule, f"rule {place} leaves it in float"
-    if item.op not in CONTRACTIONS:
-        raise NotImplementedError(
-            message(
-                function,
-                f"`{item.op}` at path {item.path!r} has no quantized form yet.",
-                given=f"rule {place} of the policy: {rule}",
-                expected=f"a quantizing rule for {', '.join(CONTRACTIONS)} alone",
-                mend=f'put jqx.Rule(op="{item.op}") first in the policy, to leave it in float.',
-            )
-        )
-    dtypes = [v.aval.dtype for v in item.eqn.invars]
+    dtypes = [v.aval.dtype for v in item.eqn.invars[: len(item.origins)]]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return place, rule, f"operands are {' and '.join(dtype.name for dtype in dtypes)}, not real"
     return place, rule, None
 
 
 def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site:
-    kept = CONTRACTIONS[item.op].kept(item.eqn)
+    kept = item.family.kept(item.eqn)
     operands = []
     for side, origin, axes, atom in zip(
-        ("lhs", "rhs"), item.origins, kept, item.eqn.invars, strict=True
+        ("lhs", "rhs"), item.origins, kept, item.eqn.invars, strict=False
     ):
         key = f"{name}:{side}"
         if origin is not None:
@@ -180,12 +168,14 @@ def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site
         path=item.path,
         scope=item.scope,
         op=item.op,
-        operands=(operands[0], operands[1]),
+        operands=tuple(operands),
         output=output,
         output_key=f"{name}:out",
         rule=place,
-        shapes=tuple(v.aval.shape for v in item.eqn.invars),
-        macs=CONTRACTIONS[item.op].macs(item.eqn),
+        loops=item.loops,
+        shapes=tuple(v.aval.shape for v in item.eqn.invars[:2]),
+        result=item.eqn.outvars[0].aval.shape,
+        macs=item.family.macs(item.eqn),
     )
 
 
@@ -258,7 +248,7 @@ def _weights(
     merged: dict[str, set[frozenset[int]]] = {}
     counts: Counter[str] = Counter()
     for site, item in sites:
-        axes = CONTRACTIONS[item.op].kept(item.eqn)
+        axes = item.family.kept(item.eqn)
         for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
             if origin is None:
                 continue
@@ -293,7 +283,7 @@ def as_plan(function: str, plan: Plan | Policy, call: Call, params: Params) -> P
     """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
     if isinstance(plan, Policy):
         return plan_call(function, call, plan, params)
-    plan.check_signature(function, signature_of(call, contractions(function, call)))
+    plan.check_signature(function, signature_of(call, contractions(call)))
     return plan
 
 

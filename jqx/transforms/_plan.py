@@ -1,16 +1,16 @@
 """Plan: every contraction of a function, and what is to become of it. A static, hashable value."""
 
 import dataclasses
+import difflib
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import message
 from ..tensor import QSpec
+from ._origin import Address, Loop
 from ._trace import Params
-
-Address = tuple[int, ...]
-"""Place of a contraction: its number among the contractions and calls of each enclosing jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,14 @@ class Site:
       path: key path of its weight inside the parameters, or its name scope where it has none.
       scope: name scopes that the function opened around it.
       op: the operation, such as `dot_general`.
-      operands: left and right.
+      operands: left and right, or the table of a lookup.
       output: how the result is quantized; `None` leaves it in float.
       output_key: name of the result's statistics and scale.
       rule: place in the policy of the rule that chose all this.
+      loops: scans that step over its weights: its statistics and scales have a leading axis for
+        each.
       shapes: shapes of the operands when the plan was made; not compared.
+      result: that of the result, likewise.
       macs: multiply-adds when the plan was made; not compared.
     """
 
@@ -51,12 +54,25 @@ class Site:
     path: str
     scope: str
     op: str
-    operands: tuple[Operand, Operand]
+    operands: tuple[Operand, ...]
     output: QSpec | None
     output_key: str
     rule: int
+    loops: tuple[Loop, ...]
     shapes: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
+    result: tuple[int, ...] = dataclasses.field(compare=False)
     macs: int = dataclasses.field(compare=False)
+
+    def scale_shape(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of a static scale in one step of its loops."""
+        shapes = dict(zip((o.key for o in self.operands), self.shapes, strict=False))
+        shape = shapes.get(key, self.result)
+        return self.static_specs()[key].granularity.scale_shape(shape)
+
+    def loops_in(self, here: Address) -> tuple[Loop, ...]:
+        """Returns those of its loops that stand inside an equation."""
+        n = len(here)
+        return tuple(x for x in self.loops if len(x.address) > n and x.address[:n] == here)
 
     def static_specs(self) -> dict[str, QSpec]:
         """Returns the specs that need calibrated scales, by key."""
@@ -129,6 +145,60 @@ class Plan:
     def static_specs(self) -> dict[str, QSpec]:
         """Returns the specs that need calibrated scales, by key."""
         return {key: spec for site in self.sites for key, spec in site.static_specs().items()}
+
+    def __getitem__(self, path: str) -> tuple[Site | Skipped, ...]:
+        """Returns the contractions on a path, quantized or skipped, in order.
+
+        Raises:
+          KeyError: there is none.
+        """
+        found = tuple(item for item in (*self.sites, *self.skipped) if item.path == path)
+        if not found:
+            known = list(dict.fromkeys(item.path for item in (*self.sites, *self.skipped)))
+            close = difflib.get_close_matches(str(path), known) or known
+            raise KeyError(
+                message(
+                    "Plan",
+                    "no contraction is on that path.",
+                    given=repr(path),
+                    expected=f"one of {len(known)} paths, such as {_some(close)}",
+                    mend="print the plan: it lists every path.",
+                )
+            )
+        return found
+
+    def site_at(self, address: Address) -> Site | None:
+        """Returns the site at an address, or `None` where there is none."""
+        return self._by_address.get(address)
+
+    def site_of_key(self, key: str) -> Site:
+        """Returns the site that a static scale belongs to."""
+        return self._by_key[key]
+
+    def has_sites_in(self, here: Address) -> bool:
+        """Whether a site stands inside an equation."""
+        return here in self._around
+
+    def keys_in(self, here: Address) -> frozenset[str]:
+        """Returns the keys of the static scales of the sites inside an equation."""
+        return frozenset(self._around.get(here, ()))
+
+    @functools.cached_property
+    def _by_address(self) -> dict[Address, Site]:
+        return {site.address: site for site in self.sites}
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, Site]:
+        return {key: site for site in self.sites for key in site.static_specs()}
+
+    @functools.cached_property
+    def _around(self) -> dict[Address, list[str]]:
+        """The keys of the static scales inside each address above a site."""
+        around: dict[Address, list[str]] = {}
+        for site in self.sites:
+            for depth in range(len(site.address)):
+                around.setdefault(site.address[:depth], []).extend(site.static_specs())
+        return around
 
     def weight_at(self, path: str | None) -> Weight | None:
         """Returns the weight on a path, or `None` where it is not quantized."""

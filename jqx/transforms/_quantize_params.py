@@ -1,4 +1,4 @@
-"""`quantize_params`: the weights of a plan become QTensors."""
+"""`quantize_params`: the weights of a plan become QTensors; and floats again."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -77,6 +77,23 @@ def quantize_params(
     if isinstance(plan.params, int):
         return converted
     return tuple(converted[position] for position in plan.params)
+
+
+def dequantize_params(params: Any) -> Any:
+    """Returns `params` with every QTensor as the float array that it stands for.
+
+    Args:
+      params: any pytree; leaves that are no QTensors are the very same objects.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> q = jqx.QTensor.quantize(jnp.array([1.0, -127.0]), jqx.QSpec(jnp.int8))
+      >>> jqx.dequantize_params({"w": q})
+      {'w': Array([   1., -127.], dtype=float32)}
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+    )
 
 
 def quantize_weight(

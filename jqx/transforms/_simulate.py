@@ -15,18 +15,15 @@ from ..calibrators import Affine
 from ..gradients import draws
 from ..policy import Policy
 from ..tensor import QSpec, fake_quantize_as
-from ._interpret import Records, interpret
+from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Plan, Site
 from ._trace import check_function, is_quantized, trace_call
+from .primitives import Records
 
 
 @dataclasses.dataclass(frozen=True)
-class _FakeQuantize:
-    plan: Plan
-    affines: Mapping[str, Affine]
-    key: jax.Array | None
-
+class _FakeQuantize(Rules):
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with random numbers of its own for each name."""
         key = None
@@ -39,15 +36,12 @@ class _FakeQuantize:
             x  # a weight was rounded before its first use
             if operand.role == "weight" or operand.spec is None
             else self.round(x, operand.spec, operand.key)
-            for operand, x in zip(site.operands, operands, strict=True)
+            for operand, x in zip(site.operands, operands, strict=False)
         ]
-        (result,) = _compat.bind(eqn, rounded)
+        (result,) = _compat.bind(eqn, [*rounded, *operands[len(rounded) :]])
         if site.output is not None:
             result = self.round(result, site.output, site.output_key)
         return result, {}
-
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        raise AssertionError("simulation binds no QTensor")
 
 
 def simulate(

@@ -1,4 +1,5 @@
 import jax.numpy as jnp
+import pytest
 
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic
@@ -35,3 +36,12 @@ def test_the_fingerprint_is_that_of_the_function_not_of_the_policy():
     assert plans[0].fingerprint == plans[1].fingerprint
     wider = {**params, "v": jnp.zeros((6, 24))}
     assert plan_of(mlp, w8a8(), wider, X).fingerprint != plans[0].fingerprint
+
+
+def test_a_path_gives_its_contractions():
+    policy = jqx.Policy([jqx.Rule("v"), *w8a8().rules])
+    plan = plan_of(mlp, policy, mlp_params(), X)
+    assert plan["w"] == plan.sites and plan["v"] == plan.skipped
+    with pytest.raises(KeyError, match="no contraction is on that path") as info:
+        plan["ww"]
+    assert "such as w" in str(info.value)

@@ -87,3 +87,13 @@ def test_quantizing_twice_is_refused():
 def test_a_policy_is_no_plan():
     with pytest.raises(TypeError, match="`plan` is not a Plan"):
         jqx.quantize_params({}, w8a8())
+
+
+def test_dequantized_parameters_are_floats_again_and_others_stay_themselves():
+    params = mlp_params()
+    plan = jqx.make_plan(mlp, jqx.presets.w8a16())(params, normal(3, 7, 16))
+    q = jqx.quantize_params(params, plan)
+    back = jqx.dequantize_params(q)
+    assert jax.tree.structure(back) == jax.tree.structure(params) and back["b"] is params["b"]
+    for name in ("w", "v"):
+        np.testing.assert_array_equal(back[name], q[name].dequantize())

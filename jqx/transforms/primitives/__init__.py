@@ -1,7 +1,9 @@
 """What the transforms know of each primitive, one family a file."""
 
 from ._contractions import CONTRACTIONS as CONTRACTIONS
-from ._contractions import UNQUANTIZED as UNQUANTIZED
 from ._contractions import Contraction as Contraction
+from ._form import Form as Form
+from ._form import Records as Records
+from ._forms import FORMS as FORMS
 from ._views import VIEWS as VIEWS
 from ._views import View as View

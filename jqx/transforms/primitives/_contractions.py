@@ -1,31 +1,40 @@
-"""Contraction primitives: the sites of a function, and those known but not yet quantized."""
+"""Contraction primitives, and lookups: the sites of a function."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from ..._compat import Eqn
-from ...contractions import Dimensions, dot_general
+from ...contractions import Dimensions, conv_general_dilated, dot_general, ragged_dot, take
+
+Axes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """How one contraction primitive of two operands is read and evaluated.
+    """How one contraction primitive is read and evaluated.
 
     Attributes:
-      kept: the axes of each operand that the result has.
+      op: what policies call it.
+      kept: the axes that the result has, of each operand that can be quantized; these come first.
       pattern: what of its parameters a plan depends on; no sizes.
       macs: how many multiply-adds it takes.
       apply: evaluates it on arrays and QTensors.
+      excuse: why an equation has no quantized form; `None` where it has one.
+      needs_weight: whether it is a site only where its first operand is a weight.
     """
 
-    kept: Callable[[Eqn], tuple[tuple[int, ...], tuple[int, ...]]]
+    op: str
+    kept: Callable[[Eqn], tuple[Axes, ...]]
     pattern: Callable[[Eqn], str]
     macs: Callable[[Eqn], int]
-    apply: Callable[[Eqn, Any, Any], jax.Array]
+    apply: Callable[[Eqn, Sequence[Any]], jax.Array]
+    excuse: Callable[[Eqn], str | None] = lambda eqn: None
+    needs_weight: bool = False
 
 
 def _dimensions(eqn: Eqn) -> Dimensions:
@@ -33,7 +42,7 @@ def _dimensions(eqn: Eqn) -> Dimensions:
     return Dimensions.of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
 
 
-def _kept(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _kept(eqn: Eqn) -> tuple[Axes, ...]:
     dimensions = _dimensions(eqn)
     return dimensions.lhs_kept, dimensions.rhs_kept
 
@@ -43,7 +52,8 @@ def _macs(eqn: Eqn) -> int:
     return math.prod(eqn.outvars[0].aval.shape) * contracted
 
 
-def _apply(eqn: Eqn, lhs: Any, rhs: Any) -> jax.Array:
+def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    lhs, rhs = operands
     return dot_general(
         lhs,
         rhs,
@@ -53,13 +63,133 @@ def _apply(eqn: Eqn, lhs: Any, rhs: Any) -> jax.Array:
     )
 
 
-CONTRACTIONS: dict[str, Contraction] = {
-    "dot_general": Contraction(_kept, lambda eqn: repr(_dimensions(eqn).numbers), _macs, _apply)
+def _conv_kept(eqn: Eqn) -> tuple[Axes, ...]:
+    axes = eqn.params["dimension_numbers"]
+    return (axes.lhs_spec[0],), (axes.rhs_spec[0],)
+
+
+def _conv_macs(eqn: Eqn) -> int:
+    kernel = eqn.invars[1].aval
+    outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel.shape) // outputs)
+
+
+def _conv_pattern(eqn: Eqn) -> str:
+    names = ("window_strides", "lhs_dilation", "rhs_dilation", "feature_group_count")
+    names += ("batch_group_count", "dimension_numbers")
+    return " ".join(f"{name}={eqn.params[name]}" for name in names)
+
+
+def _conv_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    p, (lhs, rhs) = eqn.params, operands
+    return conv_general_dilated(
+        lhs,
+        rhs,
+        p["window_strides"],
+        p["padding"],
+        p["lhs_dilation"],
+        p["rhs_dilation"],
+        p["dimension_numbers"],
+        p["feature_group_count"],
+        p["batch_group_count"],
+        p["precision"],
+        preferred_element_type=eqn.outvars[0].aval.dtype,
+    )
+
+
+_RAGGED = (((1,), (1,)), ((), ()))
+
+
+def _ragged_excuse(eqn: Eqn) -> str | None:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    dots = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    plain = dots == _RAGGED and tuple(numbers.lhs_ragged_dimensions) == (0,)
+    if plain and tuple(numbers.rhs_group_dimensions) == (0,):
+        return None
+    return "its groups are not those of rows beside a stack of matrices, as in lax.ragged_dot"
+
+
+def _ragged_macs(eqn: Eqn) -> int:
+    lhs, rhs = eqn.invars[0].aval, eqn.invars[1].aval
+    return math.prod(lhs.shape) * rhs.shape[-1]
+
+
+def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    lhs, rhs, sizes = operands
+    return ragged_dot(
+        lhs,
+        rhs,
+        sizes,
+        precision=eqn.params["precision"],
+        preferred_element_type=eqn.outvars[0].aval.dtype,
+    )
+
+
+def _gather_excuse(eqn: Eqn) -> str | None:
+    if _looked_up(eqn) is None:
+        return "it is no lookup along one axis, as jnp.take is"
+    if eqn.invars[0].aval.ndim < 2:
+        return "each row of the table is one number, and would need a scale of its own"
+    return None
+
+
+def _looked_up(eqn: Eqn) -> int | None:
+    """Returns the axis along which a gather takes whole slices, as `jnp.take` does."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    table, indices = (v.aval for v in eqn.invars)
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    (axis,) = numbers.start_index_map
+    whole = tuple(1 if i == axis else n for i, n in enumerate(table.shape))
+    places = range(axis, axis + indices.ndim - 1)
+    offsets = tuple(i for i in range(eqn.outvars[0].aval.ndim) if i not in places)
+    fits = numbers.collapsed_slice_dims == (axis,) and numbers.offset_dims == offsets
+    return axis if fits and tuple(sizes) == whole else None
+
+
+def _gather_kept(eqn: Eqn) -> tuple[Axes, ...]:
+    axis = _looked_up(eqn)
+    return ((),) if axis is None else ((axis,),)
+
+
+_MODES = {
+    lax.GatherScatterMode.CLIP: "clip",
+    lax.GatherScatterMode.FILL_OR_DROP: "fill",
+    lax.GatherScatterMode.PROMISE_IN_BOUNDS: "clip",
 }
 
-UNQUANTIZED: dict[str, tuple[str, int]] = {
-    "conv_general_dilated": ("conv_general_dilated", 1),
-    "ragged_dot_general": ("ragged_dot", 1),
-    "gather": ("gather", 0),
+
+def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    table, indices = operands
+    mode = _MODES[eqn.params["mode"]]
+    fill = eqn.params["fill_value"] if mode == "fill" else None
+    axis = _looked_up(eqn)
+    assert axis is not None
+    return take(table, indices[..., 0], axis=axis, mode=mode, fill_value=fill)
+
+
+CONTRACTIONS: dict[str, Contraction] = {
+    "dot_general": Contraction(
+        "dot_general", _kept, lambda eqn: repr(_dimensions(eqn).numbers), _macs, _apply
+    ),
+    "conv_general_dilated": Contraction(
+        "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply
+    ),
+    "ragged_dot_general": Contraction(
+        "ragged_dot",
+        lambda eqn: ((0,), (0, 2)),
+        lambda eqn: "",
+        _ragged_macs,
+        _ragged_apply,
+        _ragged_excuse,
+    ),
+    "gather": Contraction(
+        "gather",
+        _gather_kept,
+        lambda eqn: f" along {_looked_up(eqn)}",
+        lambda eqn: 0,
+        _gather_apply,
+        _gather_excuse,
+        needs_weight=True,
+    ),
 }
-"""Primitives that policies name but that have no rule: `op`, and which operand is a weight."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._compat import Eqn
+from ...contractions import dynamic_slice
 from ...tensor import QTensor, axis_groups
 from .._origin import Origin
 
@@ -86,6 +87,15 @@ def _apply_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     return operands[0][tuple(slice(*part) for part in zip(start, limit, strides, strict=True))]
 
 
+def _track_dynamic_slice(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
+    return origin if position == 0 else None
+
+
+def _apply_dynamic_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
+    q, *starts = operands
+    return dynamic_slice(q, starts, eqn.params["slice_sizes"])
+
+
 def _track_convert(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
     return origin if jnp.issubdtype(eqn.params["new_dtype"], jnp.floating) else None
 
@@ -119,6 +129,7 @@ VIEWS: dict[str, View] = {
     "convert_element_type": View(_track_convert, _apply_convert),
     "copy": _UNCHANGED,
     "div": View(_track_div, _apply_div),
+    "dynamic_slice": View(_track_dynamic_slice, _apply_dynamic_slice),
     "mul": View(_track_mul, _apply_mul),
     "reshape": View(_track_reshape, _apply_reshape),
     "slice": View(_same, _apply_slice),

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.transforms._interpret import interpret
+from jqx.transforms._interpret import Rules, interpret
 from jqx.transforms._trace import is_quantized, trace_call
 
 from ..models import normal
@@ -36,10 +36,11 @@ GRANULARITIES = [jqx.per_tensor(), jqx.per_axis(0), jqx.per_axis(1), jqx.per_axi
 ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
 
 
-class Refusing:
+class Refusing(Rules):
     """Rules of a plan without sites, that refuse whatever is no view."""
 
-    plan = jqx.Plan((), (), (), 0, ())
+    def at_site(self, site, eqn, operands):
+        raise AssertionError
 
     def unsupported(self, eqn, operands):
         raise NotImplementedError(eqn.primitive.name)
@@ -47,7 +48,9 @@ class Refusing:
 
 def evaluate(view, q):
     call = trace_call("convert", view, 0, (q,), {})
-    (out,), _ = interpret(call.jaxpr, call.consts, call.leaves, Refusing())
+    (out,), _ = interpret(
+        call.jaxpr, call.consts, call.leaves, Refusing(jqx.Plan((), (), (), 0, ()))
+    )
     return out
 
 

@@ -1,0 +1,95 @@
+"""`calibrate_batches`: the statistics of many batches."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from .._checks import check_instance, require_that
+from ._calibrate import Stats, calibrate, merge_stats
+from ._plan import Plan
+from ._trace import check_function
+
+
+def calibrate_batches(
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    progress: bool = True,
+) -> Stats:
+    """Returns the merged statistics of the activations of `f` over batches, one after another.
+
+    One jitted function observes and merges each batch; a batch of another shape compiles another.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: from `make_plan`.
+      params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
+        made with several.
+      batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
+        tuple. All leaves are arrays or numbers.
+      progress: whether to show a bar on standard error, where tqdm is installed.
+
+    Raises:
+      TypeError: `f` is no function, `plan` no `Plan`, or `batches` cannot be iterated over.
+      ValueError: there is no batch, or the plan was made for another function.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, batches = jnp.eye(2), [jnp.full((1, 2), c) for c in (2.0, -5.0, 3.0)]
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(w, batches[0])
+      >>> stats = jqx.calibrate_batches(f, plan, w, batches, progress=False)
+      >>> float(stats[":dot_general:lhs"].largest[0, 0])
+      5.0
+    """
+    check_function("calibrate_batches", f)
+    name = "calibrate_batches"
+    check_instance(name, "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args).")
+    check_instance(name, "batches", batches, Iterable, mend="pass a list, or a generator.")
+    observe = calibrate(f, plan)
+
+    @jax.jit
+    def first(params: Any, batch: tuple[Any, ...]) -> Stats:
+        return observe(*_arguments(plan, params, batch))[1]
+
+    @jax.jit
+    def further(params: Any, stats: Stats, batch: tuple[Any, ...]) -> Stats:
+        return merge_stats(plan, stats, observe(*_arguments(plan, params, batch))[1])
+
+    stats: Stats | None = None
+    for batch in _shown(batches) if progress else batches:
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        stats = first(params, batch) if stats is None else further(params, stats, batch)
+    require_that(
+        stats is not None,
+        error=ValueError,
+        function=name,
+        problem="there is no batch.",
+        given="an empty `batches`, or a generator that was used up",
+        expected="one batch or more",
+        mend="pass a list, or make the generator anew.",
+    )
+    assert stats is not None
+    return stats
+
+
+def _arguments(plan: Plan, params: Any, batch: tuple[Any, ...]) -> list[Any]:
+    """Returns the arguments of the function: the parameters at their positions, the batch."""
+    places = (plan.params,) if isinstance(plan.params, int) else plan.params
+    values = (params,) if isinstance(plan.params, int) else tuple(params)
+    arguments = list(batch)
+    for place, value in sorted(zip(places, values, strict=True), key=lambda pair: pair[0]):
+        arguments.insert(place, value)
+    return arguments
+
+
+def _shown(batches: Iterable[Any]) -> Iterable[Any]:
+    """Shows how many batches are done, with tqdm (of the extra `examples`)."""
+    if importlib.util.find_spec("tqdm") is None:
+        return batches
+    return importlib.import_module("tqdm").tqdm(batches, desc="calibrate", unit="batch")

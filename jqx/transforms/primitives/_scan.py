@@ -1,0 +1,80 @@
+"""`scan`: weights among its xs give each step a slice; among its constants they are shared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from ... import _compat
+from ..._compat import Eqn
+from ...tensor import QTensor, refine
+from .._origin import Loop, Origin
+from ._form import Finder, Form, Records, Runner
+
+
+def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
+    consts, first, count = eqn.params["num_consts"], _first_xs(eqn), eqn.params["num_carry"]
+    carried = unchanged(eqn.params["jaxpr"], consts, count)
+    loop = Loop(finder.here, eqn.params["length"])
+    inside = [
+        *known[:consts],
+        *(known[consts + i] if i in carried else None for i in range(count)),
+        *(None if origin is None else origin.step_of(loop) for origin in known[first:]),
+    ]
+    finder.enter(eqn.params["jaxpr"], inside)
+    results: list[Origin | None] = [None] * len(eqn.outvars)
+    for i in carried:
+        results[i] = known[consts + i]
+    return results
+
+
+def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
+    body, count, length = eqn.params["jaxpr"], eqn.params["num_carry"], eqn.params["length"]
+    at, first = eqn.params["num_consts"], _first_xs(eqn)
+    consts, init, xs = operands[:at], list(operands[at:first]), operands[first:]
+    shared = {i: init[i] for i in unchanged(body, at, count) if isinstance(init[i], QTensor)}
+    carried = [i for i in range(count) if i not in shared]
+    steps, given = runner.split(length)
+
+    def step(carry: Any, x: Any) -> Any:
+        values, seen = carry
+        own, parts = x
+        state = shared | dict(zip(carried, values, strict=True))
+        args = [*consts, *(state[i] for i in range(count)), *parts]
+        results, records = runner.run(body, args, given=runner.join(own, given))
+        ours = {key: record for key, record in records.items() if key in seen}
+        each = {key: record for key, record in records.items() if key not in seen}
+        values = [runner.dense(results[i]) for i in carried]
+        ys = [runner.dense(y) for y in results[count:]]
+        return (values, runner.merge(seen, ours)), (ys, each)
+
+    start = [runner.dense(init[i]) for i in carried], runner.unseen()
+    (values, seen), (ys, each) = lax.scan(
+        step,
+        start,
+        (steps, [_sliceable(x) for x in xs]),
+        length=length,
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    state = shared | dict(zip(carried, values, strict=True))
+    return [*(state[i] for i in range(count)), *ys], seen | each
+
+
+def unchanged(jaxpr: Any, consts: int, count: int) -> list[int]:
+    """Returns which carried values a loop hands on as they are."""
+    body, _ = _compat.open_jaxpr(jaxpr)
+    return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
+
+
+def _first_xs(eqn: Eqn) -> int:
+    return eqn.params["num_consts"] + eqn.params["num_carry"]
+
+
+def _sliceable(x: Any) -> Any:
+    """Gives each index of the leading axis of a QTensor scales of its own."""
+    alone = isinstance(x, QTensor) and x.scale.shape[0] != x.shape[0]
+    return refine(x, 0) if alone else x
+
+
+SCAN = {"scan": Form(_track, _apply)}

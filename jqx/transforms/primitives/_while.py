@@ -1,0 +1,62 @@
+"""`while`: weights among its constants, or carried as they are, are shared by its steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..._compat import Eqn
+from ...tensor import QTensor
+from .._origin import Origin
+from ._form import Finder, Form, Records, Runner
+from ._scan import unchanged
+
+
+def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
+    at, first = _places(eqn)
+    count = len(eqn.outvars)
+    carried = unchanged(eqn.params["body_jaxpr"], first - at, count)
+    state = [known[first + i] if i in carried else None for i in range(count)]
+    finder.leave(eqn.params["cond_jaxpr"], "it stands in the condition of a while loop")
+    finder.enter(eqn.params["body_jaxpr"], [*known[at:first], *state])
+    return state
+
+
+def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    at, first = _places(eqn)
+    for_condition, for_body = operands[:at], operands[at:first]
+    init, count = list(operands[first:]), len(eqn.outvars)
+    shared = {
+        i: init[i] for i in unchanged(body, first - at, count) if isinstance(init[i], QTensor)
+    }
+    carried = [i for i in range(count) if i not in shared]
+
+    def state_of(values: Sequence[Any]) -> list[Any]:
+        state = shared | dict(zip(carried, values, strict=True))
+        return [state[i] for i in range(count)]
+
+    def goes_on(carry: Any) -> Any:
+        (result,), _ = runner.run(condition, [*for_condition, *state_of(carry[1])], (0,))
+        return result
+
+    def step(carry: Any) -> Any:
+        i, values, seen = carry
+        given = runner.numbered(runner.given, i)
+        results, records = runner.run(body, [*for_body, *state_of(values)], given=given)
+        values = [runner.dense(results[i]) for i in carried]
+        return i + 1, values, runner.merge(seen, records)
+
+    start = jnp.uint32(0), [runner.dense(init[i]) for i in carried], runner.unseen()
+    _, values, seen = lax.while_loop(goes_on, step, start)
+    return state_of(values), seen
+
+
+def _places(eqn: Eqn) -> tuple[int, int]:
+    """Returns where the constants of the body begin among the operands, and what is carried."""
+    at = eqn.params["cond_nconsts"]
+    return at, at + eqn.params["body_nconsts"]
+
+
+WHILE = {"while": Form(_track, _apply)}

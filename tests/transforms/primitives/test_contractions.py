@@ -1,0 +1,157 @@
+"""Convolutions, grouped products and lookups as sites, against quantization by hand, bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+
+from ..forms import POLICIES
+from ..models import normal
+
+STEP = 2.0**-2
+
+
+def numbers(seed, *shape):
+    """Multiples of 1/32 that a step of 1/4 does not hold, in [-7/4, 7/4]; the ends are there."""
+    x = np.random.default_rng(seed).integers(-56, 57, shape) / 32
+    x[..., 0] = 1.75  # of whatever has a scale of its own, once its axis is first
+    return jnp.asarray(x, jnp.float32)
+
+
+def on_grid(x, hand):
+    return jqx.quantize_dequantize(x, jnp.float32(STEP), qtype=jnp.int8) if hand else x
+
+
+def conv(w, x, rounds=lambda x: x):
+    axes = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(rounds(x), w, (2, 1), "SAME", dimension_numbers=axes)
+    return y.sum(axis=(1, 2))
+
+
+def grouped_conv(w, x, rounds=lambda x: x):
+    axes = ("NHWC", "OIHW", "NCHW")
+    return lax.conv_general_dilated(
+        rounds(x),
+        w,
+        (1, 1),
+        [(1, 0), (0, 1)],
+        rhs_dilation=(1, 2),
+        dimension_numbers=axes,
+        feature_group_count=2,
+    )
+
+
+def ragged(w, x, rounds=lambda x: x):
+    return lax.ragged_dot(rounds(x), w, jnp.array([2, 0, 3]))
+
+
+def lookup(w, i, rounds=lambda x: x):
+    return w[i] + jnp.take(w, i, axis=0, mode="clip")
+
+
+def tied(w, i, rounds=lambda x: x):
+    return rounds(jnp.take(w, i, axis=0, mode="clip")) @ w.T
+
+
+def columns(w, i, rounds=lambda x: x):
+    return jnp.take(w, i, axis=1, mode="wrap")
+
+
+def image(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(-16, 17, shape) / 8, jnp.float32)
+
+
+INDICES = jnp.array([[1, 2, 0], [3, 9, 4]])
+KERNEL = jnp.moveaxis(numbers(0, 6, 3, 2, 4), 0, -1)
+CASES = {
+    "conv": (conv, KERNEL, image(1, 2, 5, 5, 4), (3,)),
+    "grouped conv": (grouped_conv, numbers(0, 6, 2, 3, 2)[..., ::-1], image(1, 2, 5, 6, 4), (0,)),
+    "ragged": (ragged, jnp.swapaxes(numbers(0, 3, 4, 8), 1, 2), image(1, 5, 8), (0, 2)),
+    "lookup": (lookup, numbers(0, 10, 8), INDICES, (0,)),
+    "tied": (tied, numbers(0, 10, 8), INDICES, (0,)),
+    "columns": (columns, numbers(0, 8, 10).T[::-1].T[:, ::-1].at[0].set(1.75), INDICES, (1,)),
+}
+cases = pytest.mark.parametrize("name", CASES)
+
+
+@cases
+@pytest.mark.parametrize("policy", POLICIES)
+def test_simulated_and_converted_are_what_is_quantized_by_hand(name, policy):
+    f, w, x, own = CASES[name]
+    plan = jqx.make_plan(f, POLICIES[policy])(w, x)
+    assert plan.skipped == () and len(plan.sites) > 0
+    assert plan.weights[0].spec.granularity == jqx.per_axis(*own)
+    hand = policy != "weights"
+    real = lambda w, x: f(w, x, lambda x: on_grid(x, hand))  # noqa: E731
+    expected = jax.jit(real)(jnp.round(w * 4) / 4, x)
+    assert not np.array_equal(expected, f(w, x))
+    q = jqx.quantize_params(w, plan)
+    np.testing.assert_array_equal(q.scale, np.full_like(q.scale, STEP))
+    for found in (
+        jax.jit(jqx.simulate(f, plan))(w, x),
+        jax.jit(jqx.convert(f, plan))(q, x),
+        jqx.convert(f, plan)(q, x),
+    ):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+@cases
+def test_calibration_returns_the_float_result(name):
+    f, w, x, _ = CASES[name]
+    plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+    out, stats = jax.jit(jqx.calibrate(f, plan))(w, x)
+    np.testing.assert_array_equal(out, jax.jit(f)(w, x))
+    assert {key.rpartition(":")[2] for key in stats} <= {"lhs"}
+    assert all(int(seen.observed) == 1 for seen in stats.values())
+
+
+@cases
+def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name):
+    f, w, x, _ = CASES[name]
+    plan = jqx.make_plan(f, POLICIES["weights and activations"])(w, x)
+    real = lambda w, x: f(w, x, lambda x: on_grid(x, True))  # noqa: E731
+    straight = w + lax.stop_gradient(jnp.round(w * 4) / 4 - w)
+    found = jax.grad(lambda w: jnp.sum(jqx.simulate(f, plan)(w, x)))(w)
+    expected = jax.grad(lambda s: jnp.sum(real(s, x)))(straight)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_lookup_counts_as_one_contraction_of_its_table_and_of_no_other():
+    def f(params, x, i):
+        return (x[i] @ params["w"])[i]  # those of activations are no sites
+
+    plan = jqx.make_plan(f, jqx.presets.w8a16())({"w": normal(0, 4, 4)}, normal(1, 5, 4), INDICES)
+    assert [site.op for site in plan.sites] == ["dot_general"] and plan.skipped == ()
+
+
+def test_what_is_no_lookup_along_one_axis_is_listed_and_refused_beside_a_site():
+    def f(w, x, i):
+        return x @ w + w[i, i].sum()
+
+    args = normal(0, 4, 4), normal(1, 5, 4), jnp.array([0, 1])
+    plan = jqx.make_plan(f, jqx.presets.w8a16())(*args)
+    assert [skip.reason for skip in plan.skipped] == [
+        "it is no lookup along one axis, as jnp.take is"
+    ]
+    q = jqx.quantize_params(args[0], plan)
+    with pytest.raises(NotImplementedError, match="reaches `gather`"):
+        jqx.convert(f, plan)(q, *args[1:])
+    found = jqx.convert(f, plan, unsupported="dequantize")(q, *args[1:])
+    np.testing.assert_allclose(found, f(q.dequantize(), *args[1:]), rtol=1e-5)
+
+
+def test_a_table_of_single_numbers_stays_in_float():
+    plan = jqx.make_plan(lambda w, i: w[i], jqx.presets.w8a16())(normal(0, 4), INDICES)
+    assert len(plan.sites) == 0 and "one number" in plan.skipped[0].reason
+
+
+def test_grouped_products_of_another_pattern_are_listed():
+    def f(w, x):
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        return lax.ragged_dot_general(x, w, jnp.array([2, 3]), numbers)
+
+    plan = jqx.make_plan(f, jqx.presets.w8a16())(normal(0, 5, 4), normal(1, 5, 3))
+    assert len(plan.sites) == 0 and "groups are not those of rows" in plan.skipped[0].reason

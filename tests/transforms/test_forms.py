@@ -1,0 +1,210 @@
+"""Every transform through every control-flow form, against quantization by hand, bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+
+from .forms import (
+    FORMS,
+    LAYERS,
+    POLICIES,
+    UNTAKEN,
+    WEIGHT,
+    WHILES,
+    act,
+    function,
+    reference,
+    rows,
+    weights,
+)
+
+forms = pytest.mark.parametrize("name", FORMS)
+policies = pytest.mark.parametrize("policy", POLICIES)
+MODES = {"eager": lambda f: f, "jit": jax.jit}
+modes = pytest.mark.parametrize("mode", MODES)
+CUSTOM = ("custom_jvp", "custom_vjp")
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+def plan_of(name, policy="weights and activations"):
+    return jqx.make_plan(function(name), POLICIES[policy])(weights(), rows())
+
+
+def test_the_numbers_are_quantized_with_loss_and_exactly():
+    w, x = weights(), rows()
+    for name in FORMS:
+        exact = function(name)(w, x)
+        for policy in POLICIES:
+            found = reference(name, policy)(w, x)
+            with jax.enable_x64(True):
+                wide = reference(name, policy)(*(jnp.asarray(np.float64(a)) for a in (w, x)))
+            assert_same(jax.tree.map(np.float64, found), jax.tree.map(np.asarray, wide))
+            pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(found), strict=True)
+            assert not all(np.array_equal(a, b) for a, b in pairs), name
+
+
+@forms
+def test_every_contraction_is_planned(name):
+    plan = plan_of(name)
+    assert plan.skipped == () and [weight.path for weight in plan.weights] == [""]
+    assert len({site.address for site in plan.sites}) == len(plan.sites) > 0
+    assert plan.weights[0].spec.granularity == jqx.per_axis(0, 2)
+
+
+@forms
+@modes
+def test_calibration_returns_the_float_result_and_sees_every_activation(name, mode):
+    plan, w, x = plan_of(name), weights(), rows()
+    out, stats = MODES[mode](jqx.calibrate(function(name), plan))(w, x)
+    assert_same(out, function(name)(w, x))
+    for affine in jqx.affines(plan, jqx.merge_stats(plan, stats, stats)).values():
+        np.testing.assert_array_equal(affine.scale, np.full_like(affine.scale, 0.25))
+
+
+def observed(name):
+    """The largest magnitudes that calibration sees of each activation."""
+    spec = jqx.QSpec(jnp.int8)
+    policy = jqx.Policy([jqx.Rule(weight=None, activation=spec)])
+    plan = jqx.make_plan(function(name), policy)(weights(), rows())
+    _, stats = jax.jit(jqx.calibrate(function(name), plan))(weights(), rows())
+    return plan, {key: (seen.largest, seen.observed) for key, seen in stats.items()}, stats
+
+
+def largest_inputs(steps, w, x):
+    """The largest magnitude that each layer of a chain sees."""
+    seen = []
+    for i in steps:
+        seen.append(float(jnp.abs(x).max()))
+        x = act(x @ w[i])
+    return seen
+
+
+def test_each_layer_of_a_scan_over_weights_has_statistics_of_its_own():
+    own = largest_inputs([0, 1], weights(), rows())
+    for name, shape, count in [
+        ("scan_xs", (2,), [1, 1]),
+        ("remat_in_scan", (2,), [1, 1]),
+        ("while_in_scan", (2,), [1, 1]),
+        ("scan_in_while", (2,), [1, 1]),
+        ("stacks_in_scan", (2, 1), [[1], [1]]),
+    ]:
+        plan, found, stats = observed(name)
+        ((largest, observations),) = found.values()
+        np.testing.assert_array_equal(largest, np.reshape(own, (*shape, 1, 1)))
+        np.testing.assert_array_equal(observations, count)
+        (affine,) = jqx.affines(plan, jqx.merge_stats(plan, stats, stats)).values()
+        np.testing.assert_allclose(affine.scale, np.reshape(own, (*shape, 1, 1)) / 127, rtol=1e-6)
+
+
+def test_other_loops_merge_what_their_steps_see():
+    for name, steps in [("scan_constant", [0, 0]), ("fori", [0, 0]), ("scan_carried", [1, 1])]:
+        _, found, _ = observed(name)
+        ((largest, observations),) = found.values()
+        assert float(largest[0, 0]) == max(largest_inputs(steps, weights(), rows()))
+        assert int(observations) == 2
+    _, found, _ = observed("scan_in_scan")  # an outer loop merges the statistics of each layer
+    ((largest, observations),) = found.values()
+    assert largest.shape == (1, 1, 1) and observations.tolist() == [2]
+    assert float(largest[0, 0, 0]) == max(largest_inputs([0, 0], weights(), rows()))
+
+
+@pytest.mark.parametrize("name", UNTAKEN)
+def test_a_branch_that_is_not_taken_leaves_nothing_and_has_no_scale(name):
+    plan, found, stats = observed(name)
+    counts = [int(jnp.min(observations)) for _, observations in found.values()]
+    assert 0 in counts
+    with pytest.raises(ValueError, match="never observed"):
+        jqx.affines(plan, jqx.merge_stats(plan, stats, stats))
+
+
+def matmul_of(w, x):
+    return x @ w
+
+
+def test_scales_learned_for_each_layer_get_gradients_through_a_scan():
+    spec = jqx.QSpec(jnp.int8, gradient=jqx.gradients.lsq)
+    policy = jqx.Policy([jqx.Rule(weight=WEIGHT, activation=spec)])
+    plan = jqx.make_plan(function("scan_xs"), policy)(weights(), rows())
+    (key,) = plan.static_specs()
+    w, x = weights(), rows()
+
+    def loss(scales):
+        affines = {key: jqx.calibrators.Affine(scales)}
+        y, _ = jqx.simulate(function("scan_xs"), plan, affines)(w, x)
+        return jnp.sum(y**2)
+
+    def unrolled(scales):
+        y = x
+        for i in range(LAYERS):
+            affines = {":dot_general:lhs": jqx.calibrators.Affine(scales[i])}
+            layer = jqx.make_plan(matmul_of, policy)(w[i], y)
+            y = act(jqx.simulate(matmul_of, layer, affines)(w[i], y))
+        return jnp.sum(y**2)
+
+    scales = jnp.array([0.01, 0.02]).reshape(2, 1, 1)
+    found, expected = jax.jit(jax.grad(loss))(scales), jax.grad(unrolled)(scales)
+    assert np.all(np.asarray(expected) != 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@forms
+@policies
+@modes
+def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
+    f, w, x = jqx.simulate(function(name), plan_of(name, policy)), weights(), rows()
+    assert_same(MODES[mode](f)(w, x), reference(name, policy)(w, x))
+
+
+@forms
+@policies
+@modes
+def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
+    plan, w, x = plan_of(name, policy), weights(), rows()
+    f, q = jqx.convert(function(name), plan), jqx.quantize_params(w, plan)
+    assert isinstance(q, jqx.QTensor)
+    expected = reference(name, policy)(w, x)
+    assert_same(MODES[mode](f)(q, x), expected)
+    if mode == "jit":
+        assert_same(jax.jit(f)(w, x), expected)
+
+
+@forms
+@pytest.mark.parametrize("transform", [jqx.simulate, jqx.convert])
+def test_a_mapped_function_is_that_of_each_row(name, transform):
+    f, w, x = transform(function(name), plan_of(name)), weights(), rows(2)
+    found = jax.jit(jax.vmap(f, (None, 0)))(w, x)
+    each = [reference(name, "weights and activations")(w, row) for row in x]
+    assert_same(found, jax.tree.map(lambda *parts: jnp.stack(parts), *each))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FORMS if FORMS[name] not in WHILES and name not in CUSTOM]
+)
+@policies
+def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name, policy):
+    f = jqx.simulate(function(name), plan_of(name, policy))
+
+    def gradients(f):
+        total = lambda w, x: sum(jnp.sum(y) for y in jax.tree.leaves(f(w, x)))  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1)))(weights(), rows())
+
+    assert_same(gradients(f), gradients(reference(name, policy)))
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_the_derivative_rule_of_the_user_is_kept(name):
+    """It doubles the derivative, and sees what the function sees: rounded weights, float rows."""
+    f, w, x = jqx.simulate(function(name), plan_of(name)), weights(), rows()
+    dw, dx = jax.jit(jax.grad(lambda w, x: f(w, x).sum(), (0, 1)))(w, x)
+    on_grid = jnp.round(w * 4) / 4
+    np.testing.assert_array_equal(dx, jnp.broadcast_to(2 * on_grid[0].sum(axis=1), x.shape))
+    np.testing.assert_array_equal(dw[0], jnp.broadcast_to(2 * x.sum(axis=0)[:, None], w[0].shape))
+    np.testing.assert_array_equal(dw[1], np.zeros_like(dw[1]))
