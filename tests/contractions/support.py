@@ -173,8 +173,7 @@ def is_possible(operand: Operand) -> bool:
 
 def cells(op: str) -> Iterator[Cell]:
     """Yields the cells of an operation: every pair of kinds; and every way to share the scales of a
-    kind and to lay out its codes, on both sides, beside one of `BESIDE` in turn, for `matmul`
-    beside each.
+    kind and to lay out its codes, on both sides, beside one of `BESIDE` in turn.
     """
     every = [
         Operand(*fields)
@@ -183,9 +182,8 @@ def cells(op: str) -> Iterator[Cell]:
     ]
     pairs = list(itertools.product(map(usual, KINDS), repeat=2))
     for i, some in enumerate(every):
-        turn = (i + i // 3) % len(BESIDE)
-        for other in BESIDE if op == "matmul" else BESIDE[turn : turn + 1]:
-            pairs += [(some, other), (other, some)]
+        other = BESIDE[(i + i // 3) % len(BESIDE)]
+        pairs += [(some, other), (other, some)]
     for lhs, rhs in dict.fromkeys(_alike(*pair) for pair in pairs):
         if KINDS[lhs.kind].qtype is not None or KINDS[rhs.kind].qtype is not None:
             yield Cell(op, lhs, rhs)
