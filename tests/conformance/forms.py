@@ -12,7 +12,7 @@ import pytest
 FORMS = (
     pytest.param("eager", marks=pytest.mark.slow),
     "jit",
-    "jit_constants",
+    pytest.param("jit_constants", marks=pytest.mark.slow),
     pytest.param("vmap", marks=pytest.mark.slow),
 )
 X64 = os.environ.get("JAX_ENABLE_X64") == "1"

@@ -24,7 +24,7 @@ from .forms import (
 forms = pytest.mark.parametrize("name", FORMS)
 policies = pytest.mark.parametrize("policy", POLICIES)
 MODES = {"eager": lambda f: f, "jit": jax.jit}
-modes = pytest.mark.parametrize("mode", MODES)
+modes = pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "jit"])
 CUSTOM = ("custom_jvp", "custom_vjp")
 
 
