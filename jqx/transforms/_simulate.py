@@ -73,7 +73,8 @@ def simulate(
         missing or has no use.
 
     Gradient: with respect to all float arguments, and to given scales; scales from the values at
-      hand count as constants.
+      hand count as constants. Inside `jax.custom_jvp` and `jax.custom_vjp` the rule of the user
+      holds, evaluated in float: scales that are used there alone get a gradient of zero.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp

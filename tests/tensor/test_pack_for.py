@@ -253,8 +253,7 @@ def test_a_converted_function_takes_laid_out_parameters():
     for target in TARGETS:
         laid = jqx.pack_for(quantized, target)
         assert target == "tpu" or laid["in"].layout == Layout(swapped=True)
-        # One rounding of each product of scales, whatever the order: 1 unit in the last place each.
-        np.testing.assert_allclose(convert(laid, x), expected, rtol=2**-20, atol=2**-20)
+        np.testing.assert_array_equal(convert(laid, x), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ def mlp(params, x):
     return h @ params["v"].T
 
 
+def eighths(seed, *shape):
+    """Multiples of 1/8 in [-1, 1]: float32 holds sums of their products exactly, in any order."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape) / 8, jnp.float32)
+
+
 @jax.jit
 def _layer(w, x):
     return jnp.tanh(x @ w)

@@ -14,18 +14,11 @@ import numpy as np
 from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor
-from .._origin import Origin
-from ._form import Finder, Form, Records, Runner
-
-
-def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
-    return finder.enter(eqn.params["call_jaxpr"], known)
+from ._form import Form, Records, Runner, as_function, looks_into
 
 
 def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
-        return runner.run(eqn.params["call_jaxpr"], args, given=given)
-
+    run = as_function(runner, eqn.params["call_jaxpr"])
     if any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
     function = jax.custom_jvp(run)
@@ -41,9 +34,7 @@ def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 
 
 def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
-        return runner.run(eqn.params["call_jaxpr"], args, given=given)
-
+    run = as_function(runner, eqn.params["call_jaxpr"])
     if any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
     function = jax.custom_vjp(run)
@@ -67,6 +58,6 @@ def _no_tangent(x: Any) -> Any:
 
 
 CUSTOM_DERIVATIVE = {
-    "custom_jvp_call": Form(_track, _apply_jvp),
-    "custom_vjp_call": Form(_track, _apply_vjp),
+    "custom_jvp_call": Form(looks_into("call_jaxpr"), _apply_jvp),
+    "custom_vjp_call": Form(looks_into("call_jaxpr"), _apply_vjp),
 }

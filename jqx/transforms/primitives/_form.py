@@ -79,3 +79,23 @@ class Form:
 
     track: Callable[[Eqn, Sequence[Origin | None], Finder], Sequence[Origin | None]]
     apply: Callable[[Eqn, Sequence[Any], Runner], tuple[list[Any], Records]]
+
+
+def looks_into(body: str) -> Callable[..., Sequence[Origin | None]]:
+    """Returns the `track` of a primitive with one function, of its own operands and results, in the
+    parameter `body`.
+    """
+
+    def track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> list[Origin | None]:
+        return finder.enter(eqn.params[body], known)
+
+    return track
+
+
+def as_function(runner: Runner, jaxpr: Any) -> Callable[..., tuple[list[Any], Records]]:
+    """Returns a function that evaluates a body, of what it is given and of its operands."""
+
+    def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
+        return runner.run(jaxpr, args, given=given)
+
+    return run

@@ -8,12 +8,7 @@ import jax
 from ... import _compat
 from ..._compat import Eqn
 from ..._errors import message
-from .._origin import Origin
-from ._form import Finder, Form, Records, Runner
-
-
-def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
-    return finder.enter(eqn.params["jaxpr"], known)
+from ._form import Form, Records, Runner, as_function, looks_into
 
 
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
@@ -27,12 +22,9 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
                 mend="use jax.lax.with_sharding_constraint inside f, or shard the outer jit.",
             )
         )
-
-    def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
-        return runner.run(eqn.params["jaxpr"], args, given=given)
-
+    run = as_function(runner, eqn.params["jaxpr"])
     run.__name__ = str(eqn.params["name"])
     return jax.jit(run, inline=eqn.params["inline"])(runner.given, *operands)
 
 
-JIT = dict.fromkeys(("jit", "pjit"), Form(_track, _apply))
+JIT = dict.fromkeys(("jit", "pjit"), Form(looks_into("jaxpr"), _apply))

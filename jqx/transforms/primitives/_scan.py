@@ -5,10 +5,10 @@ from typing import Any
 
 from jax import lax
 
-from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor, refine
 from .._origin import Loop, Origin
+from ._carry import Carry, unchanged
 from ._form import Finder, Form, Records, Runner
 
 
@@ -31,40 +31,30 @@ def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     body, count, length = eqn.params["jaxpr"], eqn.params["num_carry"], eqn.params["length"]
     at, first = eqn.params["num_consts"], _first_xs(eqn)
-    consts, init, xs = operands[:at], list(operands[at:first]), operands[first:]
-    shared = {i: init[i] for i in unchanged(body, at, count) if isinstance(init[i], QTensor)}
-    carried = [i for i in range(count) if i not in shared]
+    consts, xs = operands[:at], operands[first:]
+    carry = Carry.of(body, at, operands[at:first], runner)
     steps, given = runner.split(length)
 
-    def step(carry: Any, x: Any) -> Any:
-        values, seen = carry
+    def step(before: Any, x: Any) -> Any:
+        values, seen = before
         own, parts = x
-        state = shared | dict(zip(carried, values, strict=True))
-        args = [*consts, *(state[i] for i in range(count)), *parts]
+        args = [*consts, *carry.state(values), *parts]
         results, records = runner.run(body, args, given=runner.join(own, given))
         ours = {key: record for key, record in records.items() if key in seen}
         each = {key: record for key, record in records.items() if key not in seen}
-        values = [runner.dense(results[i]) for i in carried]
+        values = carry.changing(results[:count])
         ys = [runner.dense(y) for y in results[count:]]
         return (values, runner.merge(seen, ours)), (ys, each)
 
-    start = [runner.dense(init[i]) for i in carried], runner.unseen()
     (values, seen), (ys, each) = lax.scan(
         step,
-        start,
+        (carry.start(), runner.unseen()),
         (steps, [_sliceable(x) for x in xs]),
         length=length,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
-    state = shared | dict(zip(carried, values, strict=True))
-    return [*(state[i] for i in range(count)), *ys], seen | each
-
-
-def unchanged(jaxpr: Any, consts: int, count: int) -> list[int]:
-    """Returns which carried values a loop hands on as they are."""
-    body, _ = _compat.open_jaxpr(jaxpr)
-    return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
+    return [*carry.state(values), *ys], seen | each
 
 
 def _first_xs(eqn: Eqn) -> int:

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._compat import Eqn
-from ...tensor import QTensor
 from .._origin import Origin
+from ._carry import Carry, unchanged
 from ._form import Finder, Form, Records, Runner
-from ._scan import unchanged
 
 
 def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
@@ -27,30 +26,21 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     at, first = _places(eqn)
     for_condition, for_body = operands[:at], operands[at:first]
-    init, count = list(operands[first:]), len(eqn.outvars)
-    shared = {
-        i: init[i] for i in unchanged(body, first - at, count) if isinstance(init[i], QTensor)
-    }
-    carried = [i for i in range(count) if i not in shared]
+    carry = Carry.of(body, first - at, operands[first:], runner)
 
-    def state_of(values: Sequence[Any]) -> list[Any]:
-        state = shared | dict(zip(carried, values, strict=True))
-        return [state[i] for i in range(count)]
-
-    def goes_on(carry: Any) -> Any:
-        (result,), _ = runner.run(condition, [*for_condition, *state_of(carry[1])], (0,))
+    def goes_on(before: Any) -> Any:
+        (result,), _ = runner.run(condition, [*for_condition, *carry.state(before[1])], (-1,))
         return result
 
-    def step(carry: Any) -> Any:
-        i, values, seen = carry
+    def step(before: Any) -> Any:
+        i, values, seen = before
         given = runner.numbered(runner.given, i)
-        results, records = runner.run(body, [*for_body, *state_of(values)], given=given)
-        values = [runner.dense(results[i]) for i in carried]
-        return i + 1, values, runner.merge(seen, records)
+        results, records = runner.run(body, [*for_body, *carry.state(values)], given=given)
+        return i + 1, carry.changing(results), runner.merge(seen, records)
 
-    start = jnp.uint32(0), [runner.dense(init[i]) for i in carried], runner.unseen()
+    start = jnp.uint32(0), carry.start(), runner.unseen()
     _, values, seen = lax.while_loop(goes_on, step, start)
-    return state_of(values), seen
+    return carry.state(values), seen
 
 
 def _places(eqn: Eqn) -> tuple[int, int]:
