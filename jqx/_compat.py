@@ -63,15 +63,54 @@ def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def manual_axes() -> frozenset[str]:
+    """Returns the mesh axes that the `shard_map`s around this call have made manual."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def vary(x: Any, axes: frozenset[str]) -> Any:
+    """Marks the arrays of a pytree as different on the devices along mesh axes."""
+
+    def mark(leaf: Any) -> Any:
+        missing = tuple(sorted(axes - varies_along(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, x) if axes else x
+
+
+def vary_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Marks arrays, inside `shard_map`, as different along every axis along which one of them is:
+    a `custom_vjp` does not do so by itself, and its gradients would be of another type.
+    """
+    axes = frozenset().union(*(varies_along(x) for x in arrays if x is not None))
+    return tuple(vary(x, axes) for x in arrays)
+
+
+def varies_along(x: Any) -> frozenset[str]:
+    """Returns the mesh axes along which an array is marked to differ from device to device."""
+    return jax.typeof(x).mat.varying
+
+
 def is_jit(eqn: Eqn) -> bool:
     """Whether an equation is the call of a jitted function."""
     return eqn.primitive.name in ("jit", "pjit") and "jaxpr" in eqn.params
 
 
-def has_shardings(eqn: Eqn) -> bool:
-    """Whether a jit equation fixes the sharding of an operand or a result."""
-    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+def shardings_of(eqn: Eqn) -> tuple[list[Any], list[Any]]:
+    """Returns the shardings that a jit equation fixes, of its operands and of its results: `None`
+    where it leaves one open.
+    """
+
+    def known(shardings: Any) -> list[Any]:
+        return [None if type(s).__name__ == "UnspecifiedValue" else s for s in shardings]
+
+    return known(eqn.params["in_shardings"]), known(eqn.params["out_shardings"])
+
+
+def shard_map_options(eqn: Eqn) -> dict[str, Any]:
+    """Returns the arguments of `jax.shard_map` beside the function and the specs."""
+    p = eqn.params
+    return {"mesh": p["mesh"], "axis_names": p["newly_manual_axes"], "check_vma": p["check_vma"]}
 
 
 def scope_of(eqn: Eqn) -> str:

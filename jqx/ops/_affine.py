@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .. import _compat
 from ..gradients import Gradient, Surrogate
 from ..numerics import (
     E8M0,
@@ -104,7 +105,8 @@ def affine_fake_quantize(
         low, high, _, _ = _bounds(x, scale, zero_point, qtype)
         wide, levels = x.astype(low.dtype), format_of(qtype).levels
         return gradient.surrogate(wide, low, high, levels, key).astype(x.dtype)
-    return _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point)
+    operands = _compat.vary_alike(x, scale, zero_point)
+    return _fake_quantize(qtype, round_mode, gradient, numerics, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .. import _compat
 from .._checks import as_like, as_real, check_dtype, check_integer, require_that
 from ..gradients import Gradient, Surrogate, check_estimator, check_key, ste
 from ..numerics import (
@@ -178,7 +179,7 @@ def _aligned_shape(
 def _evaluate(x, il, ih, ol, oh, key, *, levels, gradient):
     if isinstance(gradient, Surrogate):
         return _stand_in(levels, gradient, key, x, il, ih, ol, oh)
-    return _fake_quantize(levels, gradient, x, il, ih, ol, oh)
+    return _fake_quantize(levels, gradient, *_compat.vary_alike(x, il, ih, ol, oh))
 
 
 def _stand_in(levels, gradient, key, x, il, ih, ol, oh):

@@ -23,7 +23,7 @@ class Rule:
     Attributes:
       path: regular expression, matched in full against the path of the contraction: the key path of
         its weight inside the parameters, such as `blocks/0/query`, or its name scope where it has
-        none.
+        none. Where several weights are joined, one rule must match each.
       op: regular expression, matched in full against the operation: `dot_general`,
         `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
       weight: spec of weights; `None` leaves them in float.

@@ -7,6 +7,7 @@ from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
 from ._layout import to_int8 as to_int8
 from ._pack_for import pack_for as pack_for
+from ._partition import partition_specs as partition_specs
 from ._qtensor import QTensor as QTensor
 from ._select import refine as refine
 from ._spec import QSpec as QSpec

@@ -35,9 +35,17 @@ class Found:
 
     @property
     def path(self) -> str:
-        """Path of its weight (the right one of two), or its name scope."""
+        """Path of its weight (the right one of two; of several joined, all), or its name scope."""
         origin = self._weight
-        return self.scope if origin is None else origin.path
+        return self.scope if origin is None else origin.name
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What rules match: the path of each of its weights, or its name scope."""
+        origin = self._weight
+        if origin is None:
+            return (self.scope,)
+        return tuple(dict.fromkeys(part.path for part in origin.parts))
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -101,7 +109,7 @@ def find(
             results = FORMS[name].track(eqn, known, inside)
             found += inside.found
         elif name in VIEWS:
-            results = [_through_view(eqn, known)]
+            results = VIEWS[name].track(eqn, known)
         else:
             inside = _Inside(here, inner_scope, reason)
             for body in _compat.sub_jaxprs(eqn):
@@ -132,12 +140,3 @@ class _Inside:
     def leave(self, jaxpr: Any, reason: str) -> None:
         body, _ = _compat.open_jaxpr(jaxpr)
         self.found += find(body, [None] * len(body.invars), self.here, self.scope, reason)[0]
-
-
-def _through_view(eqn: Eqn, known: Sequence[Origin | None]) -> Origin | None:
-    positions = [i for i, origin in enumerate(known) if origin is not None]
-    if len(positions) != 1:
-        return None
-    origin = known[positions[0]]
-    assert origin is not None
-    return VIEWS[eqn.primitive.name].track(eqn, positions[0], origin)

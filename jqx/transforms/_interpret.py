@@ -103,13 +103,13 @@ def _evaluate(
         site = rules.plan.site_at(here)
         if site is not None:
             result, records = rules.at_site(site, eqn, operands)
-            return [result], records
+            return [result], _compat.vary(records, _compat.manual_axes())
     if name in FORMS and (quantized or (holds_site and rules.plan.has_sites_in(here))):
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
     if not quantized:
         return _compat.bind(eqn, operands), {}
-    if len(quantized) == 1 and _is_view(eqn, quantized[0]):
-        return [VIEWS[name].apply(eqn, quantized[0], operands)], {}
+    if _is_view(eqn, quantized):
+        return VIEWS[name].apply(eqn, operands), {}
     return rules.unsupported(eqn, operands), {}
 
 
@@ -154,7 +154,7 @@ class _Runner:
         return affines, None if key is None else jax.random.fold_in(key, step)
 
     def unseen(self) -> Records:
-        return self.rules.unseen(self.here)
+        return _compat.vary(self.rules.unseen(self.here), _compat.manual_axes())
 
     def merge(self, a: Records, b: Records) -> Records:
         return self.rules.merge(self.here, a, b)
@@ -163,8 +163,11 @@ class _Runner:
         return self.rules.dense(self.eqn, x) if is_quantized(x) else x
 
 
-def _is_view(eqn: Eqn, position: int) -> bool:
-    """Whether an equation is a view of its operand at `position`, as planning sees it."""
+def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:
+    """Whether an equation is a view of its operands at those places, as planning sees it."""
     view = VIEWS.get(eqn.primitive.name)
-    origin = Origin.of_leaf("", eqn.invars[position].aval.ndim)
-    return view is not None and view.track(eqn, position, origin) is not None
+    known = [
+        Origin.of_leaf("", atom.aval.ndim) if i in quantized else None
+        for i, atom in enumerate(eqn.invars)
+    ]
+    return view is not None and any(origin is not None for origin in view.track(eqn, known))

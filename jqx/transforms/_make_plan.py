@@ -78,7 +78,7 @@ def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
         if path is not None
     ]
     for item in found:
-        paths = [origin.path if origin else "-" for origin in item.origins]
+        paths = [origin.name if origin else "-" for origin in item.origins]
         pattern = item.family.pattern(item.eqn)
         lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
     return tuple(lines)
@@ -97,9 +97,9 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
     used: set[int] = set()
     numbers: Counter[str] = Counter()
     for item in found:
-        place, rule, reason = _choose(function, item, policy)
-        if place is not None:
-            used.add(place)
+        choices = _choices(item, policy)
+        used.update(choice[0] for choice in choices.values() if choice)
+        place, rule, reason = _choose(item, choices)
         if reason is not None:
             shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
             macs = item.family.macs(item.eqn)
@@ -121,17 +121,27 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
     )
 
 
-def _choose(
-    function: str, item: Found, policy: Policy
-) -> tuple[int | None, Rule | None, str | None]:
-    """Returns the rule for a contraction, or why it stays in float."""
+Choice = tuple[int, Rule] | None
+"""A rule and its place in the policy."""
+
+
+def _choices(item: Found, policy: Policy) -> dict[str, Choice]:
+    """Returns the rule for each path of a contraction."""
     has_weight = any(origin is not None for origin in item.origins)
-    choice = policy.first(item.path, item.op, has_weight=has_weight)
+    return {path: policy.first(path, item.op, has_weight=has_weight) for path in item.paths}
+
+
+def _choose(item: Found, choices: dict[str, Choice]) -> tuple[int | None, Rule | None, str | None]:
+    """Returns the rule for a contraction, or why it stays in float."""
+    choice = next(iter(choices.values()))
+    if len({choice and choice[0] for choice in choices.values()}) > 1:
+        names = " and ".join(map(repr, choices))
+        return None, None, f"the weights {names} are joined, but fall under different rules"
     if item.reason is not None:
         return choice[0] if choice else None, None, item.reason
     if choice is None:
         reason = "no rule matches"
-        if not has_weight:
+        if not any(item.origins):
             reason = "no weight reaches it through views, and no rule without a weight spec matches"
         return None, None, reason
     place, rule = choice
@@ -223,9 +233,11 @@ def _check_used(function: str, policy: Policy, used: set[int], found: list[Found
     for place, rule in enumerate(policy.rules):
         if place in used or rule.optional:
             continue
-        known = sorted({item.path for item in found})
+        known = sorted({path for item in found for path in item.paths})
         shadowed = any(
-            rule.matches(item.path, item.op, has_weight=any(item.origins)) for item in found
+            rule.matches(path, item.op, has_weight=any(item.origins))
+            for item in found
+            for path in item.paths
         )
         raise ValueError(
             message(
@@ -252,21 +264,22 @@ def _weights(
         for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
             if origin is None:
                 continue
-            path = origin.path
-            spec, place = specs.setdefault(path, (operand.spec, site.rule))
-            require_that(
-                spec == operand.spec,
-                error=ValueError,
-                function=function,
-                problem=f"two rules give the weight {path!r} different specs.",
-                given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
-                expected="one spec for one weight, wherever it is used",
-                mend="let one rule match every use of it.",
-            )
-            counts[path] += 1
-            merged.setdefault(path, set()).update(origin.merged)
-            here = origin.kept(dims, len(shapes_of[path]))
-            kept[path] = kept.get(path, here) & here
+            counts.update({part.path for part in origin.parts})
+            for part in origin.parts:
+                path = part.path
+                spec, place = specs.setdefault(path, (operand.spec, site.rule))
+                require_that(
+                    spec == operand.spec,
+                    error=ValueError,
+                    function=function,
+                    problem=f"two rules give the weight {path!r} different specs.",
+                    given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
+                    expected="one spec for one weight, wherever it is used",
+                    mend="let one rule match every use of it.",
+                )
+                merged.setdefault(path, set()).update(part.merged)
+                here = part.kept(dims, len(shapes_of[path]))
+                kept[path] = kept.get(path, here) & here
     weights = []
     for path, (spec, place) in specs.items():
         if spec is None:

@@ -1,7 +1,7 @@
-"""Where a traced value comes from: a weight, seen through views."""
+"""Where a traced value comes from: a weight, or several joined, seen through views."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 Address = tuple[int, ...]
@@ -17,7 +17,7 @@ class Loop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A value that is one weight seen through views.
+    """A value that is one weight seen through views, or one joined with others.
 
     Attributes:
       path: key path of the weight.
@@ -25,25 +25,58 @@ class Origin:
       merged: sets of axes of the weight that a reshape has merged: a scale varies along all or
         none.
       loops: the scans that gave a slice of the weight to each of their steps, from the outermost.
+      beside: the other weights that lie beside it in the value, each with axes of its own.
     """
 
     path: str
     dims: tuple[frozenset[int], ...]
     merged: frozenset[frozenset[int]] = frozenset()
     loops: tuple[Loop, ...] = ()
+    beside: tuple["Origin", ...] = ()
 
     @classmethod
     def of_leaf(cls, path: str, rank: int) -> "Origin":
         """The weight itself."""
         return cls(path, tuple(frozenset({axis}) for axis in range(rank)))
 
+    @classmethod
+    def joined(cls, parts: Iterable["Origin | None"]) -> "Origin | None":
+        """A value that several weights lie in, or several views of one; `None` where something else
+        does, or where scans step over some of them only.
+        """
+        known: dict[Origin, None] = {}
+        for part in parts:
+            if part is None:
+                return None
+            known.update(dict.fromkeys(part.parts))
+        if not known or len({part.loops for part in known}) > 1:
+            return None
+        first, *rest = known
+        return dataclasses.replace(first, beside=tuple(rest))
+
+    @property
+    def parts(self) -> tuple["Origin", ...]:
+        """The weights that lie in the value, each by itself."""
+        return dataclasses.replace(self, beside=()), *self.beside
+
+    @property
+    def name(self) -> str:
+        """The paths of those weights."""
+        return "+".join(dict.fromkeys(part.path for part in self.parts))
+
+    def through(self, view: Callable[["Origin"], "Origin | None"]) -> "Origin | None":
+        """What a view of all of them together shows."""
+        return Origin.joined(map(view, self.parts))
+
     def with_dims(self, dims: Iterable[frozenset[int]]) -> "Origin":
         """The same weight with its axes elsewhere."""
         return dataclasses.replace(self, dims=tuple(dims))
 
-    def step_of(self, loop: Loop) -> "Origin":
+    def step_of(self, loop: Loop) -> "Origin | None":
         """What one step of a scan over the leading axis sees."""
-        return dataclasses.replace(self, dims=self.dims[1:], loops=(*self.loops, loop))
+        return self.through(
+            lambda part: dataclasses.replace(part, dims=part.dims[1:], loops=(*part.loops, loop))
+        )
 
     def kept(self, dims: Iterable[int], rank: int) -> frozenset[int]:
         """Returns the axes of the weight that lie in the axes `dims` of the value alone."""

@@ -21,7 +21,7 @@ class Operand:
       role: `"weight"` or `"activation"`.
       spec: how it is quantized, its granularity absolute; `None` leaves it in float.
       key: name of its statistics and scale, such as `layer0/w:dot_general:lhs`.
-      path: key path of the weight; `None` for an activation.
+      path: key path of the weight, the first of several joined; `None` for an activation.
     """
 
     role: str
@@ -36,7 +36,8 @@ class Site:
 
     Attributes:
       address: its place in the traced function.
-      path: key path of its weight inside the parameters, or its name scope where it has none.
+      path: key path of its weight inside the parameters, of several joined all (`a+b`), or its name
+        scope where it has none.
       scope: name scopes that the function opened around it.
       op: the operation, such as `dot_general`.
       operands: left and right, or the table of a lookup.

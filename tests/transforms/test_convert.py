@@ -242,18 +242,6 @@ def test_foreign_quantized_weights_are_refused():
         jqx.convert(mlp, plan)({**q, "b": bias}, X)
 
 
-def test_a_nested_jit_with_shardings_is_refused():
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def f(w, x):
-        return jax.jit(lambda w, x: x @ w, out_shardings=device)(w, x)
-
-    w = normal(0, 16, 4)
-    plan = plan_of(f, w8a16(), w, X)
-    with pytest.raises(NotImplementedError, match="fixes shardings"):
-        jqx.convert(f, plan)(w, X)
-
-
 def test_unknown_choices_are_refused():
     with pytest.raises(ValueError, match="`unsupported` is unknown"):
         jqx.convert(mlp, w8a16(), unsupported="ignore")

@@ -1,4 +1,4 @@
-"""`jax.jit` inside of a function: the call of a jitted function that interprets the body."""
+"""`jit`: what is inside is jitted again, under its own name and with its own shardings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,24 +7,25 @@ import jax
 
 from ... import _compat
 from ..._compat import Eqn
-from ..._errors import message
+from ...tensor import QTensor
 from ._form import Form, Records, Runner, as_function, looks_into
+from ._shardings import sharded_as
 
 
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    if _compat.has_shardings(eqn):
-        raise NotImplementedError(
-            message(
-                "transforms",
-                f"the jitted function {eqn.params['name']!r} fixes shardings: not supported yet.",
-                given="jax.jit(..., in_shardings=... or out_shardings=...) inside f",
-                expected="a nested jit without shardings",
-                mend="use jax.lax.with_sharding_constraint inside f, or shard the outer jit.",
-            )
-        )
     run = as_function(runner, eqn.params["jaxpr"])
     run.__name__ = str(eqn.params["name"])
-    return jax.jit(run, inline=eqn.params["inline"])(runner.given, *operands)
+    given, wanted = _compat.shardings_of(eqn)
+    options: dict[str, Any] = {}
+    if any(given):
+        own = [
+            sharded_as(x, sharding) if isinstance(x, QTensor) and sharding else sharding
+            for x, sharding in zip(operands, given, strict=True)
+        ]
+        options["in_shardings"] = (None, *own)
+    if any(wanted):
+        options["out_shardings"] = (wanted, None)
+    return jax.jit(run, inline=eqn.params["inline"], **options)(runner.given, *operands)
 
 
 JIT = dict.fromkeys(("jit", "pjit"), Form(looks_into("jaxpr"), _apply))

@@ -1,10 +1,8 @@
-"""View primitives: a weight passes through them quantized, its scale in step.
-
-Each has two rules: `track` says where the axes of the weight go, `apply` does it to a QTensor.
-"""
+"""View primitives: a weight passes through them quantized, its scale in step."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,25 +11,12 @@ from ..._compat import Eqn
 from ...contractions import dynamic_slice
 from ...tensor import QTensor, axis_groups
 from .._origin import Origin
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """How one view primitive treats a weight; both rules get the position of the weight's operand.
-
-    `track` returns `None` where the result is no longer the weight.
-    """
-
-    track: Callable[[Eqn, int, Origin], Origin | None]
-    apply: Callable[[Eqn, int, Sequence[Any]], QTensor]
-
-
-def _same(eqn: Eqn, position: int, origin: Origin) -> Origin:
-    return origin
+from ._shardings import SHARDINGS
+from ._view import Known, View, of_one, same
 
 
 def _identity(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
-    return operands[0]
+    return operands[position]
 
 
 def _track_transpose(eqn: Eqn, position: int, origin: Origin) -> Origin:
@@ -122,18 +107,81 @@ def _apply_div(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     return q.map_scale(lambda scale: scale / jnp.asarray(divisor, scale.dtype))
 
 
-_UNCHANGED = View(_same, _identity)
+def _apply_neg(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
+    return operands[0].scaled(-1)
+
+
+def _apply_rev(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
+    turned = eqn.params["dimensions"]
+    q = operands[0]
+    return q[tuple(slice(None, None, -1 if axis in turned else 1) for axis in range(q.ndim))]
+
+
+def _apply_split(eqn: Eqn, position: int, operands: Sequence[Any]) -> list[QTensor]:
+    ends = [int(end) for end in itertools.accumulate(eqn.params["sizes"])]
+    return operands[0].split(ends[:-1], eqn.params["axis"])
+
+
+def _track_unstack(eqn: Eqn, position: int, origin: Origin) -> Origin:
+    gone = eqn.params["axis"]
+    return origin.with_dims(held for axis, held in enumerate(origin.dims) if axis != gone)
+
+
+def _apply_unstack(eqn: Eqn, position: int, operands: Sequence[Any]) -> list[QTensor]:
+    q, lead = operands[0], (slice(None),) * eqn.params["axis"]
+    return [q[(*lead, i)] for i in range(len(eqn.outvars))]
+
+
+def _apply_tile(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
+    q = operands[0]
+    for axis, times in enumerate(eqn.params["reps"]):
+        q = QTensor.concatenate([q] * times, axis) if times != 1 else q
+    return q
+
+
+def _track_concatenate(eqn: Eqn, known: Known) -> Known:
+    return [Origin.joined(known)]
+
+
+def _apply_concatenate(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    return [QTensor.concatenate(operands, eqn.params["dimension"])]
+
+
+def _track_stack(eqn: Eqn, known: Known) -> Known:
+    origin, at = Origin.joined(known), eqn.params["axis"]
+    if origin is None:
+        return [None]
+    new: frozenset[int] = frozenset()
+    return [origin.through(lambda x: x.with_dims((*x.dims[:at], new, *x.dims[at:])))]
+
+
+def _apply_stack(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    return [QTensor.stack(operands, eqn.params["axis"])]
+
+
+_UNCHANGED = of_one(same, _identity)
+_EACH = View(lambda eqn, known: known, lambda eqn, operands: list(operands))
+"""As many results as operands, each as it is."""
 
 VIEWS: dict[str, View] = {
-    "broadcast_in_dim": View(_track_broadcast, _apply_broadcast),
-    "convert_element_type": View(_track_convert, _apply_convert),
+    "broadcast_in_dim": of_one(_track_broadcast, _apply_broadcast),
+    "concatenate": View(_track_concatenate, _apply_concatenate),
+    "convert_element_type": of_one(_track_convert, _apply_convert),
     "copy": _UNCHANGED,
-    "div": View(_track_div, _apply_div),
-    "dynamic_slice": View(_track_dynamic_slice, _apply_dynamic_slice),
-    "mul": View(_track_mul, _apply_mul),
-    "reshape": View(_track_reshape, _apply_reshape),
-    "slice": View(_same, _apply_slice),
-    "squeeze": View(_track_squeeze, _apply_reshape),
+    "div": of_one(_track_div, _apply_div),
+    "dynamic_slice": of_one(_track_dynamic_slice, _apply_dynamic_slice),
+    "mul": of_one(_track_mul, _apply_mul),
+    "neg": of_one(same, _apply_neg),
+    "optimization_barrier": _EACH,
+    "reshape": of_one(_track_reshape, _apply_reshape),
+    "rev": of_one(same, _apply_rev),
+    "slice": of_one(same, _apply_slice),
+    "split": of_one(same, _apply_split),
+    "squeeze": of_one(_track_squeeze, _apply_reshape),
+    "stack": View(_track_stack, _apply_stack),
     "stop_gradient": _UNCHANGED,
-    "transpose": View(_track_transpose, _apply_transpose),
+    "tile": of_one(same, _apply_tile),
+    "transpose": of_one(_track_transpose, _apply_transpose),
+    "unstack": of_one(_track_unstack, _apply_unstack),
+    **SHARDINGS,
 }

@@ -24,6 +24,16 @@ VIEWS = {
     "mul from the left": lambda w: 0.5 * w,
     "mul by a traced scalar": lambda w: w * jnp.float32(2),
     "div": lambda w: w / 8.0,
+    "neg": lambda w: -w,
+    "reverse": lambda w: w[::-1, ::-1],
+    "tile": lambda w: jnp.tile(w, (2, 3)),
+    "repeat of an axis": lambda w: jnp.broadcast_to(w[:, None], (6, 2, 4)).reshape(12, 4),
+    "roll": lambda w: jnp.roll(w, 1, 0),
+    "concatenate": lambda w: jnp.concatenate([w[2:], w, w[:1]]),
+    "stack": lambda w: jnp.stack([w, 2 * w], 1),
+    "split": lambda w: jnp.split(w, [1, 3], axis=1)[1],
+    "unstack": lambda w: jnp.unstack(w, axis=1)[2],
+    "barrier": lambda w: jax.lax.optimization_barrier((w, 1.0))[0],
     "several in a jit": lambda w: jax.jit(lambda w: (w.T * 2.0)[1:3].reshape(2, 3, 2))(w),
 }
 NO_VIEWS = {

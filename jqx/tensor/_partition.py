@@ -1,0 +1,70 @@
+"""How a QTensor is partitioned over devices: its scale in step with its values."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._checks import require_that
+
+T = TypeVar("T", bound=Any)
+"""A QTensor; `_qtensor.py` is above this file."""
+
+
+def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str, int]) -> T:
+    """Returns a QTensor that has, in place of each of its arrays, how that array is partitioned.
+
+    Args:
+      function: the caller, for messages.
+      q: QTensor.
+      spec: how its real array is partitioned: for each axis the names of mesh axes, or `None`.
+      sizes: size of each axis of the mesh.
+
+    Raises:
+      ValueError: the codes of one byte, or the elements of one block, would be parted.
+    """
+    entries = (*spec, *(None,) * (q.ndim - len(spec)))
+    packing = q.layout.packing if q.layout is not None else None
+    for axis, entry in enumerate(entries):
+        n = _count(entry, sizes)
+        if n == 1:
+            continue
+        size, block = q.shape[axis] // n, q.groups.sizes[axis]
+        require_that(
+            packing is None or packing.axis % q.ndim != axis,
+            error=ValueError,
+            function=function,
+            problem=f"axis {axis} is partitioned, along which codes are packed.",
+            given=f"{spec} of {q!r}",
+            expected="codes of one device in bytes of its own",
+            mend="pack it along another axis, or unpack() it first.",
+        )
+        require_that(
+            q.scale.shape[axis] == 1 or size % block == 0,
+            error=ValueError,
+            function=function,
+            problem=f"axis {axis} is partitioned within blocks that share a scale.",
+            given=f"{spec} of {q!r}: {size} elements a device, blocks of {block}",
+            expected="whole blocks on each device",
+            mend="use blocks that divide the part of a device, or partition another axis.",
+        )
+
+    def of_parameter(parameter: Any) -> Any:
+        own = PartitionSpec(
+            *(entry if parameter.shape[axis] > 1 else None for axis, entry in enumerate(entries))
+        )
+        nested = hasattr(parameter, "qtype")
+        return partition_specs(function, parameter, own, sizes) if nested else own
+
+    swapped = q.layout is not None and q.layout.swapped
+    stored = PartitionSpec(*entries[:-2], *reversed(entries[-2:])) if swapped else spec
+    parameters = [of_parameter(x) for x in (q.scale, q.zero_point) if x is not None]
+    return jax.tree.unflatten(jax.tree.structure(q), jax.tree.leaves([stored, *parameters]))
+
+
+def _count(entry: Any, sizes: Mapping[str, int]) -> int:
+    """Over how many devices an axis is partitioned."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(sizes.get(name, 1) for name in names)

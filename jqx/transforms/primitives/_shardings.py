@@ -1,0 +1,58 @@
+"""Views that say where an array lies: every array of a QTensor goes along."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+
+from ... import _compat
+from ..._checks import require_that
+from ..._compat import Eqn
+from ...tensor import QTensor, partition_specs
+from ._view import Known, View, of_one, same
+
+
+def sharded_as(q: QTensor, sharding: Sharding) -> Any:
+    """Returns a QTensor with the sharding of each of its arrays in its place."""
+    if isinstance(sharding, NamedSharding):
+        specs = partition_specs("convert", q, sharding.spec, dict(sharding.mesh.shape))
+        return jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), specs)
+    require_that(
+        sharding.is_fully_replicated,
+        error=NotImplementedError,
+        function="convert",
+        problem="a quantized weight is sharded by other than names of mesh axes.",
+        given=f"{sharding} for {q!r}",
+        expected="a jax.sharding.NamedSharding",
+        mend="shard it by a mesh and a PartitionSpec, or outside of f.",
+    )
+    return jax.tree.map(lambda _: sharding, q)
+
+
+def _apply_pvary(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
+    return _compat.vary(operands[0], frozenset(eqn.params["axes"]))
+
+
+def _apply_constraint(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
+    (q,) = operands
+    return lax.with_sharding_constraint(q, sharded_as(q, eqn.params["sharding"]))
+
+
+def _apply_reshard(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
+    (q,) = operands
+    return jax.sharding.reshard(q, sharded_as(q, eqn.params["dst_sharding"]))
+
+
+def _track_put(eqn: Eqn, known: Known) -> Known:
+    anywhere = not any(eqn.params["devices"])
+    return known if anywhere else [None] * len(known)
+
+
+SHARDINGS: dict[str, View] = {
+    "device_put": View(_track_put, lambda eqn, operands: list(operands)),
+    "pvary": of_one(same, _apply_pvary),
+    "reshard": of_one(same, _apply_reshard),
+    "sharding_constraint": of_one(same, _apply_constraint),
+}

@@ -1,0 +1,59 @@
+"""What the transforms do at a primitive through which weights pass quantized."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..._compat import Eqn
+from ...tensor import QTensor
+from .._origin import Origin
+
+Known = Sequence[Origin | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How one view primitive treats weights among its operands.
+
+    Attributes:
+      track: from the origins of the operands, those of the results; `None` for a result that is no
+        weight any more.
+      apply: from operands, of which those that are tracked may be QTensors, the results.
+    """
+
+    track: Callable[[Eqn, Known], Known]
+    apply: Callable[[Eqn, Sequence[Any]], list[Any]]
+
+
+def of_one(
+    track: Callable[[Eqn, int, Origin], Origin | None],
+    apply: Callable[[Eqn, int, Sequence[Any]], Any],
+) -> View:
+    """A view of the one operand that is a weight; both rules get its position. Every result shows
+    the same axes.
+    """
+
+    def track_one(eqn: Eqn, known: Known) -> Known:
+        count, found = len(eqn.outvars), _positions(known)
+        if len(found) != 1:
+            return [None] * count
+        (at,) = found
+        origin = known[at]
+        assert origin is not None
+        return [origin.through(lambda part: track(eqn, at, part))] * count
+
+    def apply_one(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        (at,) = _positions([x if isinstance(x, QTensor) else None for x in operands])
+        results = apply(eqn, at, operands)
+        return results if isinstance(results, list) else [results]
+
+    return View(track_one, apply_one)
+
+
+def _positions(known: Sequence[Any]) -> list[int]:
+    return [i for i, origin in enumerate(known) if origin is not None]
+
+
+def same(eqn: Eqn, position: int, origin: Origin) -> Origin:
+    """The axes of the weight stay where they are."""
+    return origin
