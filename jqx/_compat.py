@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.typing import DTypeLike
 
 Eqn = Any
 """One equation of a jaxpr: `primitive`, `params`, `invars`, `outvars`."""
@@ -53,6 +55,13 @@ def equation_context(eqn: Eqn) -> ExitStack:
     stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
     stack.enter_context(eqn.ctx.manager)
     return stack
+
+
+def with_result(eqn: Eqn, dtype: DTypeLike) -> Eqn:
+    """Returns a contraction whose result has another dtype."""
+    if "preferred_element_type" not in eqn.params:
+        return eqn
+    return eqn.replace(params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)})
 
 
 def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:

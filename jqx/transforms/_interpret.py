@@ -17,7 +17,7 @@ from ..calibrators import Affine
 from ._find import is_marked
 from ._origin import Address, Origin
 from ._plan import Plan, Site
-from ._trace import is_quantized
+from ._weight import Trainable, codes_of, is_weight, real_of
 from .primitives import CONTRACTIONS, FORMS, VIEWS, Records
 
 Given = tuple[dict[str, Affine], jax.Array | None]
@@ -26,7 +26,7 @@ Given = tuple[dict[str, Affine], jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rules(abc.ABC):
-    """What a transform does at the sites of a plan, and where a QTensor meets anything else.
+    """What a transform does at the sites of a plan, and where a weight meets anything else.
 
     Attributes:
       plan: the sites.
@@ -43,12 +43,12 @@ class Rules(abc.ABC):
         """Evaluates a planned contraction."""
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates an equation that has no rule for the QTensor among its operands."""
-        raise AssertionError("no QTensor is bound")
+        """Evaluates an equation that has no rule for the weight among its operands."""
+        raise AssertionError("no weight is bound")
 
     def dense(self, eqn: Eqn, x: Any) -> jax.Array:
-        """Makes an array of a QTensor, where an equation can have none."""
-        raise AssertionError("no QTensor is bound")
+        """Makes an array of a weight, where an equation can have none."""
+        raise AssertionError("no weight is bound")
 
     def unseen(self, here: Address) -> Records:
         """Returns the empty records of the sites inside an equation, but of those whose weight it
@@ -98,7 +98,7 @@ def _evaluate(
     eqn: Eqn, operands: list[Any], rules: Rules, here: Address, holds_site: bool
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
-    quantized = [i for i, operand in enumerate(operands) if is_quantized(operand)]
+    quantized = [i for i, operand in enumerate(operands) if is_weight(operand)]
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
         if site is not None:
@@ -109,7 +109,7 @@ def _evaluate(
     if not quantized:
         return _compat.bind(eqn, operands), {}
     if _is_view(eqn, quantized):
-        return VIEWS[name].apply(eqn, operands), {}
+        return _view(eqn, operands), {}
     return rules.unsupported(eqn, operands), {}
 
 
@@ -160,7 +160,16 @@ class _Runner:
         return self.rules.merge(self.here, a, b)
 
     def dense(self, x: Any) -> Any:
-        return self.rules.dense(self.eqn, x) if is_quantized(x) else x
+        return self.rules.dense(self.eqn, x) if is_weight(x) else x
+
+
+def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a view of weights; where real values go with their codes, a view of both."""
+    seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
+    if not any(isinstance(x, Trainable) for x in operands):
+        return seen
+    real = _compat.bind(eqn, [real_of(x) for x in operands])
+    return [Trainable(q, x) if is_weight(q) else q for q, x in zip(seen, real, strict=True)]
 
 
 def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:

@@ -7,23 +7,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _compat
-from .._checks import require_that
+from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
 from ..calibrators import Affine
-from ..gradients import draws
+from ..gradients import Surrogate, draws
 from ..policy import Policy
-from ..tensor import QSpec, fake_quantize_as
+from ..tensor import QSpec, QTensor, fake_quantize_as
+from ._integer_forward import integer_forward
 from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
-from ._plan import Plan, Site
+from ._plan import Plan, Site, Weight
 from ._trace import check_function, is_quantized, trace_call
+from ._weight import Trainable, codes_of, real_of
 from .primitives import Records
 
 
 @dataclasses.dataclass(frozen=True)
 class _FakeQuantize(Rules):
+    backward: DTypeLike | None = None
+
+    def weight(self, leaf: Any, weight: Weight | None) -> Any:
+        """Rounds a weight; keeps its codes beside it where contractions run on integers."""
+        given = is_quantized(leaf)
+        if weight is None:
+            return leaf.dequantize() if given else leaf
+        real = leaf.dequantize() if given else self.round(leaf, weight.spec, weight.key)
+        if self.backward is None:
+            return real
+        return Trainable(leaf if given else self.quantize(leaf, weight.spec, weight.key), real)
+
+    def quantize(self, x: Any, spec: QSpec, name: str) -> QTensor:
+        """Returns the codes of what `round` returns, which gradients do not pass."""
+        fixed = jax.lax.stop_gradient((jnp.asarray(x), self.affines.get(name)))
+        return QTensor.quantize(fixed[0], spec, fixed[1])
+
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with random numbers of its own for each name."""
         key = None
@@ -32,16 +52,43 @@ class _FakeQuantize(Rules):
         return fake_quantize_as(jnp.asarray(x), spec, self.affines.get(name), key)
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        rounded = [
-            x  # a weight was rounded before its first use
-            if operand.role == "weight" or operand.spec is None
-            else self.round(x, operand.spec, operand.key)
-            for operand, x in zip(site.operands, operands, strict=False)
+        count = len(site.operands)
+        observed = [  # weights were rounded before their first use
+            (i, operand.spec, operand.key)
+            for i, operand in enumerate(site.operands)
+            if operand.role == "activation" and operand.spec is not None
         ]
-        (result,) = _compat.bind(eqn, [*rounded, *operands[len(rounded) :]])
+        rounded = [real_of(x) for x in operands]
+        for i, spec, name in observed:
+            rounded[i] = self.round(operands[i], spec, name)
+        if self.backward is not None and self.holds_codes(site, operands):
+            codes = [codes_of(x) for x in operands]
+            for i, spec, name in observed:
+                codes[i] = self.quantize(operands[i], spec, name)
+            real, others = rounded[:count], operands[count:]
+            result = integer_forward(eqn, codes[:count], real, others, self.backward)
+        else:
+            (result,) = _compat.bind(eqn, rounded)
         if site.output is not None:
             result = self.round(result, site.output, site.output_key)
         return result, {}
+
+    def holds_codes(self, site: Site, operands: Sequence[Any]) -> bool:
+        """Whether the weights of a site come with their codes, as all do but those that a rule of
+        the user differentiates.
+        """
+        weights = [
+            x
+            for operand, x in zip(site.operands, operands, strict=False)
+            if operand.role == "weight" and self.plan.weight_at(operand.path) is not None
+        ]
+        return all(isinstance(x, Trainable) for x in weights)
+
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return _compat.bind(eqn, [real_of(x) for x in operands])
+
+    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
+        return real_of(x)
 
 
 def simulate(
@@ -49,18 +96,24 @@ def simulate(
     plan: Plan | Policy,
     affines: Mapping[str, Affine] | None = None,
     *,
+    backward: DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Returns `f` with its quantization simulated in floating point, for training and evaluation.
 
     Weights are rounded to their grid before their first use, activations (and outputs) at their
-    sites, each with the gradient estimator of its spec. The contractions run in float.
+    sites, each with the gradient estimator of its spec. The contractions run in float; with
+    `backward=` they run on integers, as `convert` runs them, and only those of the backward pass
+    in float.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`; `None` takes every scale from the values at hand. Weights
         take theirs from the values at hand too, unless `affines` has an entry `<path>:weight`.
+      backward: `None`, or the float dtype of the contractions of the backward pass, their operands
+        and results, such as `jnp.bfloat16`: the forward pass then runs on integers. It has the bits
+        of `convert`. Contractions inside `jax.custom_jvp` and `jax.custom_vjp` stay in float.
       key: random key, for specs whose gradient estimator draws numbers; a new one for each step.
 
     Returns:
@@ -68,9 +121,10 @@ def simulate(
       dequantized.
 
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function, `affines` does not fit it, or `key` is
-        missing or has no use.
+      TypeError: `f` is no function, `plan` no plan or `backward` no float dtype.
+      ValueError: the plan was made for another function, `affines` does not fit it, `key` is
+        missing or has no use, or `backward` is given and the gradient estimator of a spec sees
+        something else than the integers.
 
     Gradient: with respect to all float arguments, and to given scales; scales from the values at
       hand count as constants. Inside `jax.custom_jvp` and `jax.custom_vjp` the rule of the user
@@ -89,34 +143,51 @@ def simulate(
     """
     check_function("simulate", f)
     params = params_of("simulate", plan)
+    if backward is not None:
+        backward = as_dtype("simulate", "backward", backward)
+        check_real("simulate", "`backward`", backward)
 
     def simulated(*args: Any, **kwargs: Any) -> Any:
         call = trace_call("simulate", f, params, args, kwargs)
         known = as_plan("simulate", plan, call, params)
         known.check_affines("simulate", affines)
         _check_key_is_used(known, key)
-        rules = _FakeQuantize(known, affines or {}, key)
-        leaves = []
-        for leaf, path in zip(call.leaves, call.paths, strict=True):
-            weight = known.weight_at(path)
-            if is_quantized(leaf):
-                leaf = leaf.dequantize()
-            elif weight is not None:
-                leaf = rules.round(leaf, weight.spec, weight.key)
-            leaves.append(leaf)
+        _check_estimators(known, backward)
+        rules = _FakeQuantize(known, affines or {}, key, backward)
+        leaves = [
+            rules.weight(leaf, known.weight_at(path))
+            for leaf, path in zip(call.leaves, call.paths, strict=True)
+        ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jax.tree.unflatten(call.out_tree, out)
+        return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
 
     return simulated
 
 
-def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
+def _specs_of(plan: Plan) -> list[QSpec]:
     specs = [weight.spec for weight in plan.weights]
     for site in plan.sites:
         specs += [operand.spec for operand in site.operands if operand.role == "activation"]
         specs.append(site.output)
+    return [spec for spec in specs if spec is not None]
+
+
+def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
+    strange = [spec for spec in _specs_of(plan) if isinstance(spec.gradient, Surrogate)]
     require_that(
-        key is None or any(spec is not None and draws(spec.gradient) for spec in specs),
+        backward is None or not strange,
+        error=ValueError,
+        function="simulate",
+        problem="`backward` has the forward pass run on integers, which an estimator does not see.",
+        given=f"backward == {backward}, and the estimator {strange[0].gradient}" if strange else "",
+        expected="estimators that differentiate the rounding, such as jqx.gradients.ste",
+        mend="choose another gradient= for that spec, or backward=None.",
+    )
+
+
+def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
+    require_that(
+        key is None or any(draws(spec.gradient) for spec in _specs_of(plan)),
         error=ValueError,
         function="simulate",
         problem="`key` has no use.",

@@ -16,7 +16,7 @@ from .test_forms import assert_same
 
 D, M = 2, 2
 MESH = jax.make_mesh((D, M), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
-BOTH = POLICIES["weights and activations"]
+BOTH = "weights and activations"
 LAYERS, K, ROWS = 2, 8, 8
 
 
@@ -112,7 +112,6 @@ FORMS = {
     )
 }
 forms = pytest.mark.parametrize("name", FORMS)
-policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 def function(name):
@@ -127,7 +126,7 @@ def reference(name, policy):
 
 
 @forms
-@policies
+@pytest.mark.parametrize("policy", [pytest.param("weights", marks=pytest.mark.slow), BOTH])
 def test_what_runs_on_devices_is_what_is_quantized_by_hand(name, policy):
     f, w, x = function(name), weights(), eighths(1, ROWS, K)
     plan = jqx.make_plan(f, POLICIES[policy])(w, x)
@@ -138,18 +137,17 @@ def test_what_runs_on_devices_is_what_is_quantized_by_hand(name, policy):
     assert_same(jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "loops_inside"])
 def test_gradients_on_devices_are_those_of_what_is_quantized_by_hand(name):
     f, w, x = function(name), weights(), eighths(1, ROWS, K)
-    plan = jqx.make_plan(f, BOTH)(w, x)
+    plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
 
     def gradients(f):
         total = lambda w, x: sum(jnp.sum(y) for y in jax.tree.leaves(f(w, x)))  # noqa: E731
         return jax.jit(jax.grad(total, (0, 1)))(w, x)
 
-    assert_same(
-        gradients(jqx.simulate(f, plan)), gradients(reference(name, "weights and activations"))
-    )
+    assert_same(gradients(jqx.simulate(f, plan)), gradients(reference(name, BOTH)))
 
 
 @forms
@@ -236,7 +234,7 @@ def test_shardings_inside_a_function_hold_for_each_array_of_a_weight():
         return outer(w, x)
 
     w, x = weights(), eighths(1, ROWS, K)
-    plan = jqx.make_plan(f, BOTH)(w, x)
+    plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     expected = on_steps(x) @ rounded(w)[0]
     for found in (
         jax.jit(jqx.simulate(f, plan))(w, x),
@@ -250,7 +248,7 @@ def test_shardings_inside_a_function_hold_for_each_array_of_a_weight():
 def test_a_sharded_qtensor_is_what_jit_computes_with():
     """Shardings from outside: no rule is needed."""
     f, w, x = (lambda w, x: x @ w[0]), weights(), eighths(1, ROWS, K)
-    plan = jqx.make_plan(f, BOTH)(w, x)
+    plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     q = jqx.quantize_params(jax.device_put(w, sharding(None, None, "m")), plan)
     assert q.scale.sharding.is_equivalent_to(sharding(None, None, "m"), 3)
     found = jax.jit(jqx.convert(f, plan))(q, jax.device_put(x, sharding("d")))

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _compat
-from ...tensor import QTensor
+from .._weight import is_weight
 from ._form import Runner
 
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """The carried values of a loop; QTensors that no step changes are shared by all.
+    """The carried values of a loop; weights that no step changes are shared by all.
 
     Attributes:
       init: the values before the first step.
-      shared: places of those QTensors.
+      shared: places of those weights.
       runner: makes arrays of all others.
     """
 
@@ -27,7 +27,7 @@ class Carry:
     def of(cls, jaxpr: Any, consts: int, init: Sequence[Any], runner: Runner) -> "Carry":
         """Reads the body of a loop, whose carried operands come after `consts` others."""
         kept = unchanged(jaxpr, consts, len(init))
-        return cls(init, frozenset(i for i in kept if isinstance(init[i], QTensor)), runner)
+        return cls(init, frozenset(i for i in kept if is_weight(init[i])), runner)
 
     def start(self) -> list[Any]:
         """Returns what changes, before the first step."""

@@ -14,11 +14,13 @@ import numpy as np
 from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor
+from .._weight import Trainable
 from ._form import Form, Records, Runner, as_function, looks_into
 
 
 def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     run = as_function(runner, eqn.params["call_jaxpr"])
+    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     if any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
     function = jax.custom_jvp(run)
@@ -35,6 +37,7 @@ def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 
 def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     run = as_function(runner, eqn.params["call_jaxpr"])
+    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     if any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
     function = jax.custom_vjp(run)

@@ -8,6 +8,7 @@ from jax import lax
 from ..._compat import Eqn
 from ...tensor import QTensor, refine
 from .._origin import Loop, Origin
+from .._weight import is_weight, map_codes, real_of
 from ._carry import Carry, unchanged
 from ._form import Finder, Form, Records, Runner
 
@@ -62,9 +63,12 @@ def _first_xs(eqn: Eqn) -> int:
 
 
 def _sliceable(x: Any) -> Any:
-    """Gives each index of the leading axis of a QTensor scales of its own."""
-    alone = isinstance(x, QTensor) and x.scale.shape[0] != x.shape[0]
-    return refine(x, 0) if alone else x
+    """Gives each index of the leading axis of a weight scales of its own."""
+
+    def each(q: QTensor) -> QTensor:
+        return refine(q, 0) if q.scale.shape[0] != q.shape[0] else q
+
+    return map_codes(each, x, real_of(x)) if is_weight(x) else x
 
 
 SCAN = {"scan": Form(_track, _apply)}

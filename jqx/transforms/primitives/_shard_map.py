@@ -12,6 +12,7 @@ from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor, partition_specs
 from .._origin import Origin
+from .._weight import is_weight, map_codes
 from ._form import Finder, Form, Records, Runner
 
 
@@ -24,10 +25,14 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     """Each device hands out its records with an axis in front, along which they are merged."""
     options = _compat.shard_map_options(eqn)
     axes, sizes = options["axis_names"], dict(options["mesh"].shape)
-    specs = [
-        partition_specs("convert", x, spec, sizes) if isinstance(x, QTensor) else spec
-        for x, spec in zip(operands, eqn.params["in_specs"], strict=True)
-    ]
+
+    def partitioned(x: Any, spec: PartitionSpec) -> Any:
+        def parts(q: QTensor) -> QTensor:
+            return partition_specs("shard_map", q, spec, sizes)
+
+        return map_codes(parts, x, spec) if is_weight(x) else spec
+
+    specs = map(partitioned, operands, eqn.params["in_specs"])
 
     def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(eqn.params["jaxpr"], args, given=given)

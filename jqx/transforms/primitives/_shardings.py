@@ -1,6 +1,7 @@
 """Views that say where an array lies: every array of a QTensor goes along."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,18 +12,23 @@ from ... import _compat
 from ..._checks import require_that
 from ..._compat import Eqn
 from ...tensor import QTensor, partition_specs
+from .._weight import map_codes
 from ._view import Known, View, of_one, same
 
 
-def sharded_as(q: QTensor, sharding: Sharding) -> Any:
-    """Returns a QTensor with the sharding of each of its arrays in its place."""
+def sharded_as(weight: Any, sharding: Sharding) -> Any:
+    """Returns a weight with the sharding of each of its arrays in its place."""
+    return map_codes(partial(_sharded_as, sharding=sharding), weight, sharding)
+
+
+def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
     if isinstance(sharding, NamedSharding):
-        specs = partition_specs("convert", q, sharding.spec, dict(sharding.mesh.shape))
+        specs = partition_specs("jit", q, sharding.spec, dict(sharding.mesh.shape))
         return jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), specs)
     require_that(
         sharding.is_fully_replicated,
         error=NotImplementedError,
-        function="convert",
+        function="jit",
         problem="a quantized weight is sharded by other than names of mesh axes.",
         given=f"{sharding} for {q!r}",
         expected="a jax.sharding.NamedSharding",

@@ -92,6 +92,7 @@ def test_simulated_and_converted_are_what_is_quantized_by_hand(name, policy):
     np.testing.assert_array_equal(q.scale, np.full_like(q.scale, STEP))
     for found in (
         jax.jit(jqx.simulate(f, plan))(w, x),
+        jax.jit(jqx.simulate(f, plan, backward=jnp.float32))(w, x),
         jax.jit(jqx.convert(f, plan))(q, x),
         jqx.convert(f, plan)(q, x),
     ):
@@ -109,12 +110,14 @@ def test_calibration_returns_the_float_result(name):
 
 
 @cases
-def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name):
+@pytest.mark.parametrize("backward", [None, jnp.float32])
+def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name, backward):
     f, w, x, _ = CASES[name]
     plan = jqx.make_plan(f, POLICIES["weights and activations"])(w, x)
     real = lambda w, x: f(w, x, lambda x: on_grid(x, True))  # noqa: E731
     straight = w + lax.stop_gradient(jnp.round(w * 4) / 4 - w)
-    found = jax.grad(lambda w: jnp.sum(jqx.simulate(f, plan)(w, x)))(w)
+    simulated = jqx.simulate(f, plan, backward=backward)
+    found = jax.grad(lambda w: jnp.sum(simulated(w, x)))(w)
     expected = jax.grad(lambda s: jnp.sum(real(s, x)))(straight)
     np.testing.assert_array_equal(found, expected)
 

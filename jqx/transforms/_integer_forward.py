@@ -1,0 +1,52 @@
+"""A contraction on integers, with the gradient of the numbers that they stand for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from .. import _compat
+from .._compat import Eqn
+from ..tensor import QTensor
+from .primitives import CONTRACTIONS
+
+
+def integer_forward(
+    eqn: Eqn,
+    codes: Sequence[Any],
+    real: Sequence[jax.Array],
+    others: Sequence[Any],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Evaluates a contraction of QTensors, or of arrays beside them.
+
+    Args:
+      eqn: the contraction.
+      codes: the operands that can be quantized, as they are contracted.
+      real: the same as arrays; gradients are with respect to them.
+      others: the other operands.
+      dtype: of the contractions of the backward pass: their operands and results.
+    """
+
+    @jax.custom_vjp
+    def contract(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
+        return CONTRACTIONS[eqn.primitive.name].apply(eqn, [*codes, *others])
+
+    def forward(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
+        return contract(real, codes, others), (codes, others)
+
+    def backward(kept: Any, cotangent: jax.Array) -> Any:
+        codes, others = kept
+        rounded = [x.dequantize() if isinstance(x, QTensor) else x for x in codes]
+        narrow = _compat.with_result(eqn, dtype)
+        _, pull = jax.vjp(
+            lambda *xs: _compat.bind(narrow, [*xs, *others])[0],
+            *(x.astype(dtype) for x in rounded),
+        )
+        found = pull(cotangent.astype(dtype))
+        return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)], None, None
+
+    contract.defvjp(forward, backward)
+    axes = frozenset().union(*map(_compat.varies_along, jax.tree.leaves((real, codes, others))))
+    return contract(*_compat.vary((list(real), list(codes), list(others)), axes))

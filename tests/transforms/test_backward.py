@@ -1,0 +1,128 @@
+"""`simulate(..., backward=)`: forward on integers, backward in float."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+
+from . import test_shard_map as devices
+from .forms import FORMS, POLICIES, WHILES, function, reference, rows, weights
+from .models import eighths, mlp, mlp_params, normal
+from .test_forms import CUSTOM, assert_same, plan_of
+
+BOTH = "weights and activations"
+slow = pytest.mark.slow
+
+
+def gradients(f, *args):
+    total = lambda *args: sum(jnp.sum(y) for y in jax.tree.leaves(f(*args)))  # noqa: E731
+    return jax.jit(jax.grad(total, (0, 1)))(*args)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_forward_pass_is_on_integers(name):
+    """By jaxpr: no contraction of floats is left, but inside custom derivatives."""
+    f = jqx.simulate(function(name), plan_of(name), backward=jnp.float32)
+    w, x = weights(), rows()
+    assert_same(jax.jit(f)(w, x), reference(name, BOTH)(w, x))
+    text = jax.jit(f).lower(w, x).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    if name not in CUSTOM:
+        assert products and not any("xf32" in line.split("->")[0] for line in products)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n] not in WHILES and n not in CUSTOM])
+@pytest.mark.parametrize("policy", [pytest.param("weights", marks=slow), BOTH])
+def test_gradients_are_those_of_what_is_quantized_by_hand(name, policy, dtype):
+    """A backward pass of bfloat16 rounds some four results, to 2^-8 of the largest each."""
+    f = jqx.simulate(function(name), plan_of(name, policy), backward=dtype)
+    w, x = weights(), rows()
+    found, expected = gradients(f, w, x), gradients(reference(name, policy), w, x)
+    if dtype == jnp.float32:
+        assert_same(found, expected)
+    else:
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == jnp.float32
+            assert np.max(np.abs(a - b)) <= 2.0**-6 * np.max(np.abs(b))
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_the_derivative_rule_of_the_user_is_kept(name):
+    f, w, x = function(name), weights(), rows()
+    plan = plan_of(name)
+    found = gradients(jqx.simulate(f, plan, backward=jnp.float32), w, x)
+    assert_same(found, gradients(jqx.simulate(f, plan), w, x))
+
+
+def test_the_backward_pass_contracts_in_the_dtype_asked_for():
+    plan = jqx.make_plan(mlp, jqx.presets.w8a8())(mlp_params(), normal(3, 4, 16))
+    f = jqx.simulate(mlp, plan, backward=jnp.bfloat16)
+    loss = lambda p, x: jnp.sum(f(p, x) ** 2)  # noqa: E731
+    text = jax.jit(jax.grad(loss)).lower(mlp_params(), normal(3, 4, 16)).as_text()
+    products = [line.split(":")[-1] for line in text.splitlines() if "dot_general" in line]
+    kinds = [
+        "".join(k for k in ("xi8>", "xbf16>", "xf32>") if k in p.split("->")[0]) for p in products
+    ]
+    assert sorted(kinds) == ["xbf16>"] * 3 + ["xi8>"] * 2
+
+
+def test_learned_scales_get_the_same_gradients():
+    spec = jqx.QSpec(jnp.int8, gradient=jqx.gradients.lsq)
+    weight = jqx.QSpec(jnp.int4, jqx.per_channel(), gradient=jqx.gradients.lsq)
+    policy = jqx.Policy([jqx.Rule(weight=weight, activation=spec)])
+    plan = jqx.make_plan(function("scan_xs"), policy)(weights(), rows())
+    (key,) = plan.static_specs()
+    affines = {
+        key: jqx.calibrators.Affine(jnp.array([2.0**-7, 2.0**-6]).reshape(2, 1, 1)),
+        ":weight": jqx.calibrators.Affine(jnp.full((2, 1, 6), 0.25)),
+    }
+
+    def gradient(**options):
+        def loss(affines):
+            y, _ = jqx.simulate(function("scan_xs"), plan, affines, **options)(weights(), rows())
+            return jnp.sum(y)
+
+        return jax.jit(jax.grad(loss))(affines)
+
+    expected = gradient()
+    assert all(np.any(np.asarray(g.scale)) for g in expected.values())
+    assert_same(gradient(backward=jnp.float32), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", devices.FORMS)
+def test_devices_each_contract_integers(name):
+    f, w, x = devices.function(name), devices.weights(), eighths(1, devices.ROWS, devices.K)
+    plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
+    run = jqx.simulate(f, plan, backward=jnp.float32)
+    assert_same(jax.jit(run)(w, x), jax.jit(devices.reference(name, BOTH))(w, x))
+    if name != "loops_inside":
+        assert_same(gradients(run, w, x), gradients(devices.reference(name, BOTH), w, x))
+
+
+def test_quantized_weights_may_be_given():
+    w, x, plan = weights(), rows(), plan_of("scan_xs")
+    f = jqx.simulate(function("scan_xs"), plan, backward=jnp.float32)
+    assert_same(jax.jit(f)(jqx.quantize_params(w, plan), x), reference("scan_xs", BOTH)(w, x))
+
+
+def test_weights_used_elsewhere_are_real_there():
+    f = lambda w, x: (jnp.sum(x @ w[0]) + jnp.sum(w**2), w)  # noqa: E731
+    w, x = weights(), rows()
+    plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
+    found = jqx.simulate(f, plan, backward=jnp.float32)(w, x)
+    assert_same(found, jqx.simulate(f, plan)(w, x))
+
+
+def test_bad_arguments_are_refused():
+    plan = plan_of("jitted")
+    for dtype, fact in [(jnp.int8, "floating point"), ("fast", "not a dtype")]:
+        with pytest.raises(TypeError, match=fact):
+            jqx.simulate(function("jitted"), plan, backward=dtype)
+    noisy = jqx.QSpec(jnp.int8, gradient=jqx.gradients.stochastic)
+    policy = jqx.Policy([jqx.Rule(activation=noisy)])
+    with pytest.raises(ValueError, match="which an estimator does not see"):
+        jqx.simulate(function("jitted"), policy, backward=jnp.float32)(weights(), rows())
