@@ -128,6 +128,8 @@ class PerBlock(_ByGroups):
 class PerRun(_ByGroups):
     """One scale for each run of `size` elements along `axes` taken together, the last axis fastest;
     every index of all other axes has its own. `per_group` at a site.
+
+    With a tail a run holds as many whole inner axes as fit in: 27 elements of a 3x3 kernel for 32.
     """
 
     is_relative: ClassVar[bool] = False
@@ -145,7 +147,7 @@ class PerRun(_ByGroups):
         sizes, rest = [1] * len(shape), self.size
         for axis in sorted(self.axes, reverse=True):
             n = shape[axis]
-            if n <= rest and (n == 0 or rest % n == 0):
+            if n <= rest and (self.tail or n == 0 or rest % n == 0):
                 sizes[axis], rest = n, rest // n if n else 1
                 continue
             _check_divides("per_group", str(self), shape, axis, rest, self.tail)
@@ -346,7 +348,8 @@ def per_group(size: int, tail: bool = False) -> Granularity:
 
     Args:
       size: how many elements share a scale.
-      tail: whether the last group may be smaller.
+      tail: whether groups may be smaller: the last along an axis, and all where several contracted
+        axes do not divide `size` (27 elements of a 3x3 kernel share a scale for 32).
 
     Raises:
       TypeError: `size` is not an integer.

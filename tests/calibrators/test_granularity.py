@@ -114,6 +114,28 @@ def test_the_last_group_may_be_smaller_where_it_is_said_so(shape, kept, expected
     assert_refused(lambda: strict.scale_shape(shape), (), ValueError, "per_group", *facts)
 
 
+@pytest.mark.parametrize(
+    "shape, kept, sizes",
+    [
+        ((8, 64, 3, 3), (0,), (1, 3, 3, 3)),
+        ((3, 3, 64, 8), (3,), (1, 1, 32, 1)),
+        ((3, 3, 3, 8), (3,), (3, 3, 3, 1)),
+        ((3, 3, 1, 8), (3,), (3, 3, 1, 1)),
+        ((7, 7, 3, 8), (3,), (1, 7, 3, 1)),
+        ((16, 16, 3, 8), (3,), (1, 10, 3, 1)),
+        ((4, 12, 3), (2,), (2, 12, 1)),
+        ((4, 24, 3), (2,), (1, 24, 1)),
+        ((5, 40, 3), (2,), (1, 32, 1)),
+        ((0, 3, 2), (2,), (0, 3, 1)),
+        ((3, 0, 2), (2,), (1, 0, 1)),
+    ],
+)
+def test_a_smaller_group_holds_as_many_whole_axes_as_fit(shape, kept, sizes):
+    """Those of kernels, whose taps do not divide 32, among them."""
+    groups = jqx.per_group(32, tail=True).resolve(len(shape), kept).groups(shape)
+    assert groups.sizes == sizes and groups.per_scale <= 32
+
+
 def test_axes_that_hold_less_than_a_group_are_refused():
     strict = jqx.per_group(32).resolve(3, (2,))
     facts = ("fewer than 32", "(2, 8, 3)", "tail=True")
