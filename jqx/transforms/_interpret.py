@@ -5,8 +5,9 @@ results.
 """
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,15 +103,27 @@ def _evaluate(
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
         if site is not None:
-            result, records = rules.at_site(site, eqn, operands)
+            with _told(f"{site.op} at path {site.path!r}, rule {site.rule}"):
+                result, records = rules.at_site(site, eqn, operands)
             return [result], _compat.vary(records, _compat.manual_axes())
     if name in FORMS and (quantized or (holds_site and rules.plan.has_sites_in(here))):
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
     if not quantized:
         return _compat.bind(eqn, operands), {}
     if _is_view(eqn, quantized):
-        return _view(eqn, operands), {}
+        with _told(f"{name} of a quantized weight, scope {_compat.scope_of(eqn) or '(none)'}"):
+            return _view(eqn, operands), {}
     return rules.unsupported(eqn, operands), {}
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Adds to an error where in the function it arose."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"  at:       {where}")
+        raise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,8 +212,16 @@ def _check_kept(
     shape: tuple[int, ...],
     kept: Sequence[int] | frozenset[int],
     where: str,
+    tied: bool = False,
 ) -> None:
-    """Raises where each element that the contraction sums over has a scale of its own."""
+    """Raises where each element that the contraction sums over has a scale of its own.
+
+    `tied` says that others contract other axes of the same weight.
+    """
+    mend = "use per_channel() or per_group(size), which find those axes, or name them."
+    if tied:
+        mend = "its sites contract different axes: give it a rule of its own before, with "
+        mend += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."
     try:
         groups = groups_of(function, spec, shape)
     except ValueError as error:
@@ -225,7 +233,7 @@ def _check_kept(
         problem=f"the scale varies along a contracted axis ({where}).",
         given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
         expected="a scale that is shared along every contracted axis, or in blocks",
-        mend="use per_channel() or per_group(size), which find those axes, or name them.",
+        mend=mend,
     )
 
 
@@ -256,9 +264,8 @@ def _weights(
 ) -> tuple[Weight, ...]:
     """Resolves the spec of every weight in its own axes; sites that share one must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
-    kept: dict[str, frozenset[int]] = {}
+    kept: dict[str, list[frozenset[int]]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
-    counts: Counter[str] = Counter()
     for site, item in sites:
         axes = item.family.kept(item.eqn)
         for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
@@ -278,17 +285,18 @@ def _weights(
                     mend="let one rule match every use of it.",
                 )
                 merged.setdefault(path, set()).update(part.merged)
-                here = part.kept(dims, len(shapes_of[path]))
-                kept[path] = kept.get(path, here) & here
+                kept.setdefault(path, []).append(part.kept(dims, len(shapes_of[path])))
     weights = []
     for path, (spec, place) in specs.items():
         if spec is None:
             continue
-        axes = close_over_merges(kept[path], merged[path])
+        axes = close_over_merges(frozenset.intersection(*kept[path]), merged[path])
         resolved = spec.resolve(len(shapes_of[path]), sorted(axes))
         where = f"weight {path!r}, rule {place}"
-        _check_kept(function, resolved, shapes_of[path], axes, where)
-        weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
+        differ = len(set(kept[path])) > 1
+        for here in kept[path]:
+            _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
+        weights.append(Weight(path, resolved, f"{path}:weight", len(kept[path])))
     return tuple(weights)
 
 

@@ -195,6 +195,33 @@ def test_a_quantized_weight_in_an_unknown_operation_is_an_error_that_names_it():
     assert 'unsupported="dequantize"' in str(info.value)
 
 
+def test_what_a_contraction_or_a_view_refuses_is_told_with_its_place():
+    int8 = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
+
+    def convolve(params, x):
+        return jax.lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def merge(params, x):
+        with jax.named_scope("head"):
+            return x @ params["kernel"].reshape(96, 6)
+
+    cases = {
+        "at path 'kernel', rule 0": (convolve, (3, 3, 64, 8), (1, 4, 4, 64), int8),
+        "reshape of a quantized weight, scope head": (merge, (2, 48, 6), (3, 96), None),
+    }
+    for place, (f, shape, x_shape, activation) in cases.items():
+        spec = jqx.QSpec(jnp.int4, jqx.per_group(32, tail=True))
+        policy = jqx.Policy([jqx.Rule(weight=spec, activation=activation)])
+        params, x = {"kernel": normal(0, *shape)}, normal(1, *x_shape)
+        plan = plan_of(f, policy, params, x)
+        for call in (jqx.convert(f, plan), jax.jit(jqx.convert(f, plan))):
+            with pytest.raises(ValueError, match="scale") as error:
+                call(jqx.quantize_params(params, plan), x)
+            assert [place in note for note in error.value.__notes__[:1]] == [True]
+
+
 def test_dequantize_goes_on_in_float_where_asked():
     w = normal(0, 16, 4)
     plan = plan_of(lookup_and_matmul, w8a16(), w, X)

@@ -126,6 +126,26 @@ def test_calls_of_one_jitted_helper_are_sites_of_their_own():
     assert len({site.address for site in plan.sites}) == 3
 
 
+@pytest.mark.parametrize("granularity", [jqx.per_axis(0), jqx.per_group(4), jqx.per_axis(1)])
+def test_a_scale_that_one_of_two_sites_cannot_take_is_refused_where_it_is_planned(granularity):
+    """The one contracts axis 0, the other axis 1: blocks along both serve both."""
+
+    def tied(w, x):
+        return jnp.tanh(x @ w) @ w.T
+
+    w, x = normal(0, 16, 8), normal(1, 3, 16)
+    policy = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, granularity))])
+    with pytest.raises(ValueError, match="varies along a contracted axis") as error:
+        plan_of(lambda p, x: tied(p["w"], x), policy, {"w": w}, x)
+    assert "weight 'w', rule 0" in str(error.value) and "per_block({0: 8, 1: 8})" in str(
+        error.value
+    )
+    blocks = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_block({0: 8, 1: 8})))])
+    plan = plan_of(tied, blocks, w, x)
+    q = jqx.quantize_params(w, plan)
+    assert q.scale.shape == (2, 1) and close(jqx.convert(tied, plan)(q, x), tied(q.dequantize(), x))
+
+
 def test_tied_weights_share_one_tensor_scaled_along_axes_that_all_sites_keep():
     def f(w, x):
         return (x @ w) @ w.T
