@@ -266,6 +266,7 @@ def _weights(
     specs: dict[str, tuple[QSpec | None, int]] = {}
     kept: dict[str, list[frozenset[int]]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
+    counts: Counter[str] = Counter()
     for site, item in sites:
         axes = item.family.kept(item.eqn)
         for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
@@ -296,7 +297,7 @@ def _weights(
         differ = len(set(kept[path])) > 1
         for here in kept[path]:
             _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
-        weights.append(Weight(path, resolved, f"{path}:weight", len(kept[path])))
+        weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
     return tuple(weights)
 
 
