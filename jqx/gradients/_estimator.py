@@ -2,6 +2,7 @@
 stand-in for the quantizer.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,6 +90,7 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     )
 
 
+@functools.lru_cache
 def draws(gradient: Gradient) -> bool:
     """Whether an estimator draws random numbers, and so needs a key."""
     return isinstance(gradient, Surrogate) and gradient.needs_key

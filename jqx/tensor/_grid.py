@@ -1,5 +1,6 @@
 """The grid that a spec puts an array on: scale, zero point, and who shares them."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,14 @@ def fake_quantize_as(
     A scale that is not given is found from `x`, and counts as a constant.
     """
     check_key("simulate", spec.gradient, key)
+    return _fake_quantize(x, affine, key, spec=spec)
+
+
+@partial(jax.jit, static_argnames="spec")
+def _fake_quantize(
+    x: jax.Array, affine: Affine | None, key: jax.Array | None, *, spec: QSpec
+) -> jax.Array:
+    """One function for each spec and shape: tracing it again would cost more than the model."""
     grid = grid_of("simulate", x, spec, affine)
     scale, zero_point = grid.lined_up()
     if affine is None:
