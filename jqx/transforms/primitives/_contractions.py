@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._compat import Eqn
@@ -134,17 +136,21 @@ def _gather_excuse(eqn: Eqn) -> str | None:
 
 
 def _looked_up(eqn: Eqn) -> int | None:
-    """Returns the axis along which a gather takes whole slices, as `jnp.take` does."""
+    """Returns the axis along which a gather takes whole slices, as `jnp.take` does, and a mapped
+    `lax.dynamic_index_in_dim`.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, indices = (v.aval for v in eqn.invars)
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+    shape = eqn.invars[0].aval.shape
+    started = numbers.start_index_map
+    chosen = [axis for axis in started if len(started) == 1 or sizes[axis] != shape[axis]]
+    if len(chosen) != 1 or numbers.operand_batching_dims:
         return None
-    (axis,) = numbers.start_index_map
-    whole = tuple(1 if i == axis else n for i, n in enumerate(table.shape))
-    places = range(axis, axis + indices.ndim - 1)
-    offsets = tuple(i for i in range(eqn.outvars[0].aval.ndim) if i not in places)
-    fits = numbers.collapsed_slice_dims == (axis,) and numbers.offset_dims == offsets
-    return axis if fits and tuple(sizes) == whole else None
+    (axis,) = chosen
+    # An index into an axis that is taken whole is clamped to 0, unless the mode fills instead.
+    plain = len(started) == 1 or eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP
+    whole = tuple(1 if i == axis else n for i, n in enumerate(shape))
+    collapsed = numbers.collapsed_slice_dims in ((), (axis,))
+    return axis if plain and collapsed and tuple(sizes) == whole else None
 
 
 def _gather_kept(eqn: Eqn) -> tuple[Axes, ...]:
@@ -161,11 +167,25 @@ _MODES = {
 
 def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     table, indices = operands
-    mode = _MODES[eqn.params["mode"]]
-    fill = eqn.params["fill_value"] if mode == "fill" else None
+    numbers, mode = eqn.params["dimension_numbers"], _MODES[eqn.params["mode"]]
     axis = _looked_up(eqn)
     assert axis is not None
-    return take(table, indices[..., 0], axis=axis, mode=mode, fill_value=fill)
+    places = indices[..., numbers.start_index_map.index(axis)]
+    if mode == "fill" and jnp.issubdtype(places.dtype, jnp.signedinteger):
+        # To the primitive a negative index is out of bounds; to `take` it counts from the end.
+        places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
+        places = jnp.where(places < 0, table.shape[axis], places)
+    fill = eqn.params["fill_value"] if mode == "fill" else None
+    found = take(table, places, axis=axis, mode=mode, fill_value=fill)
+    if not numbers.collapsed_slice_dims:
+        found = jnp.expand_dims(found, axis + places.ndim)
+    # The axes of the indices stand together in `found`; a gather names where the others go.
+    batch = range(axis, axis + places.ndim)
+    others = [i for i in range(found.ndim) if i not in batch]
+    order = np.zeros(found.ndim, int)
+    order[list(numbers.offset_dims)] = others
+    order[[i for i in range(found.ndim) if i not in numbers.offset_dims]] = batch
+    return jnp.transpose(found, tuple(map(int, order)))
 
 
 CONTRACTIONS: dict[str, Contraction] = {

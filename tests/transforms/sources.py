@@ -1,0 +1,66 @@
+"""Functions from module systems, whose weights are put on a grid of a known step by hand.
+
+Steps are powers of two: a product with codes, scaled after, is that with the rounded weights, bit
+by bit.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+
+STEP = 2.0**-6
+WEIGHT = jqx.QSpec(
+    jnp.int8, jqx.per_channel(), calibrator=jqx.calibrators.fixed(-127 * STEP, 127 * STEP)
+)
+POLICY = jqx.Policy([jqx.Rule(weight=WEIGHT)])
+
+
+def rounded(w):
+    """Weights on their grid."""
+    return jnp.clip(jnp.round(w / STEP), -128, 127) * STEP
+
+
+def by_hand(params, paths):
+    """Parameters of which those on the paths are rounded."""
+
+    def leaf(path, x):
+        return rounded(x) if jax.tree_util.keystr(path, simple=True, separator="/") in paths else x
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def axes_of(plan):
+    """The axes along which each weight of a plan has scales of its own."""
+    return {weight.path: getattr(weight.spec.granularity, "axes", ()) for weight in plan.weights}
+
+
+def cases(table, slow=()):
+    """The names of a table, those in `slow` with the slow tests."""
+    assert set(slow) <= set(table)
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in table}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_quantized(f, axes, params, *args, wrap=jax.jit):
+    """`axes` names the weights of `f`; simulated and converted, it is `f` of rounded ones."""
+    plan = jqx.make_plan(f, POLICY)(params, *args)
+    assert axes_of(plan) == axes
+    q = jqx.quantize_params(params, plan)
+    on_grid = by_hand(params, axes)
+    assert len(axes) == sum(
+        not np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(on_grid), strict=True)
+    )
+    expected = wrap(f)(on_grid, *args)
+    assert_same(wrap(jqx.convert(f, plan))(q, *args), expected)
+    assert_same(wrap(jqx.simulate(f, plan))(params, *args), expected)
+    return plan
