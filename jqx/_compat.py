@@ -20,8 +20,12 @@ Eqn = Any
 
 
 def trace(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
-    """Traces `f`, flat in and flat out, and returns `(jaxpr, consts)`."""
-    return open_jaxpr(jax.make_jaxpr(f)(*args))
+    """Traces `f`, flat in and flat out, and returns `(jaxpr, consts)`.
+
+    The same under `jax.disable_jit`, where JAX would unroll loops and take jitted functions apart.
+    """
+    with jax.disable_jit(False):
+        return open_jaxpr(jax.make_jaxpr(f)(*args))
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -125,6 +129,11 @@ def shard_map_options(eqn: Eqn) -> dict[str, Any]:
 def scope_of(eqn: Eqn) -> str:
     """Returns the name scopes of an equation, joined by `/`; relative to its own jaxpr."""
     return str(eqn.source_info.name_stack)
+
+
+def line_of(eqn: Eqn) -> str:
+    """Returns the line of the user's code that an equation was traced from."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def name_of_jit(eqn: Eqn) -> str:

@@ -14,7 +14,7 @@ from ..tensor import QSpec, groups_of
 from ._find import Found, find
 from ._origin import Origin, close_over_merges
 from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
-from ._trace import Call, Params, check_function, trace_call
+from ._trace import Call, Params, as_params, check_function, trace_call
 
 
 def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> Callable[..., Plan]:
@@ -52,6 +52,7 @@ def make_plan(f: Callable[..., Any], policy: Policy, *, params: Params = 0) -> C
         Policy,
         mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
     )
+    params = as_params("make_plan", params)
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         return plan_call(

@@ -11,7 +11,7 @@ from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ._plan import Plan, parameter_line
-from ._trace import is_array, is_quantized
+from ._trace import is_parameter, is_quantized
 
 
 def quantize_params(
@@ -65,7 +65,7 @@ def quantize_params(
             expected="a float array",
             mend="pass the float parameters.",
         )
-    lines = [parameter_line(name, leaf) for name, leaf in named if is_array(leaf)]
+    lines = [parameter_line(name, leaf) for name, leaf in named if is_parameter(leaf)]
     plan.check_parameters("quantize_params", lines)
     leaves = []
     for name, leaf in named:

@@ -1,7 +1,8 @@
 """Tracing a function of any pytrees: its array leaves, what they are called, and its jaxpr."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,14 @@ def is_quantized(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced: it has a shape and a dtype. All others are static."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def is_parameter(x: Any) -> bool:
+    """Whether a leaf of the parameters belongs to a plan. A number does not: under `jax.jit` it is
+    an array without axes, elsewhere it may be static.
+    """
+    return is_array(x) and x.shape != ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Call:
       consts: values of the jaxpr's constvars.
       leaves: the array leaves, QTensors whole.
       paths: for each leaf the key path of a weight, or `None` where it is no parameter.
-      out_tree: structure of the result.
+      out_tree: structure of the result; what does not depend on a traced value is in it.
     """
 
     jaxpr: Any
@@ -66,25 +74,28 @@ def trace_call(
 ) -> Call:
     """Traces `f(*args, **kwargs)`; QTensors stand for the float arrays that they are made of.
 
-    Leaves without shape and dtype are static: they reach `f` as they are.
+    Leaves without shape and dtype are static: they reach `f`, and come out of it, as they are.
     """
     positions = (params,) if isinstance(params, int) else params
-    for position in positions:
-        check_integer(function, "params", position)
-        require_that(
-            0 <= position < len(args),
-            error=ValueError,
-            function=function,
-            problem="`params` names an argument that is not there.",
-            given=f"params == {params!r} and {len(args)} positional arguments",
-            expected="positions of arguments that hold weights",
-            mend="pass the weights as a positional argument, and its position as params=.",
-        )
+    require_that(
+        all(0 <= position < len(args) for position in positions),
+        error=ValueError,
+        function=function,
+        problem="`params` names an argument that is not there.",
+        given=f"params == {params!r} and {len(args)} positional arguments",
+        expected="positions of arguments that hold weights",
+        mend="pass the weights as a positional argument, and its position as params=.",
+    )
     flat, tree = jax.tree_util.tree_flatten_with_path(
         (tuple(args), dict(kwargs)), is_leaf=is_quantized
     )
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
-    paths = [_weight_path(path, params, positions) for path, leaf in flat if is_array(leaf)]
+    paths = [
+        _weight_path(path, params, positions) if is_parameter(leaf) else None
+        for path, leaf in flat
+        if is_array(leaf)
+    ]
+    _check_distinct(function, paths)
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
@@ -92,11 +103,58 @@ def trace_call(
         rest = iter(arrays)
         filled = [next(rest) if is_array(leaf) else leaf for _, leaf in flat]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        out, out_tree = jax.tree.flatten(f(*inner_args, **inner_kwargs))
+        result = jax.tree.map(_Static.unless_traced, f(*inner_args, **inner_kwargs))
+        out, out_tree = jax.tree.flatten(result)
         return out
 
     jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
     return Call(jaxpr, consts, leaves, paths, out_tree)
+
+
+def as_params(function: str, params: Any) -> Params:
+    """Returns a position, or several as a tuple, after checking that they are integers."""
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        return check_integer(function, "params", params)
+    positions = tuple(check_integer(function, "params", position) for position in params)
+    require_that(
+        len(set(positions)) == len(positions),
+        error=ValueError,
+        function=function,
+        problem="`params` names an argument twice.",
+        given=f"params == {params!r}",
+        expected="positions of different arguments",
+        mend="name each argument that holds weights once.",
+    )
+    return positions
+
+
+class _Static:
+    """A leaf of the result that does not depend on a traced value: part of the structure."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    @classmethod
+    def unless_traced(cls, leaf: Any) -> Any:
+        return cls(leaf) if _compat.is_concrete(leaf) else leaf
+
+
+jax.tree_util.register_pytree_node(
+    _Static, lambda static: ((), static.value), lambda value, _: value
+)
+
+
+def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
+    twice = [path for path, n in Counter(paths).items() if path is not None and n > 1]
+    require_that(
+        not twice,
+        error=ValueError,
+        function=function,
+        problem="two weights have one path.",
+        given=f"{', '.join(map(repr, twice[:4]))} more than once",
+        expected="parameters whose key paths, joined by '/', differ",
+        mend="rename one: a key that holds '/' reads like a key inside of another.",
+    )
 
 
 def _weight_path(path: tuple, params: Params, positions: tuple[int, ...]) -> str | None:
