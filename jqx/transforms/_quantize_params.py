@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from .. import _compat
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
@@ -30,7 +31,8 @@ def quantize_params(
       affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
         activations are not read here.
       donate: whether each float weight that is a JAX array is deleted as soon as its codes are
-        ready.
+        ready: then no more is held than all float weights, one of them again and its codes. An
+        array that is a leaf more than once goes with its last, and stays where one is not planned.
 
     Returns:
       The same tree; leaves that the plan does not quantize are the very same objects.
@@ -38,7 +40,7 @@ def quantize_params(
     Raises:
       TypeError: `plan` is no `Plan`.
       ValueError: a weight of the plan is missing, has another shape or dtype, or is quantized
-        already.
+        already; `donate=True` under `jax.jit`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -67,12 +69,17 @@ def quantize_params(
         )
     lines = [parameter_line(name, leaf) for name, leaf in named if is_parameter(leaf)]
     plan.check_parameters("quantize_params", lines)
+    weights = [plan.weight_at(name) for name, _ in named]
+    last_use = {id(leaf): place for place, (_, leaf) in enumerate(named)}
+    stays = {id(leaf) for weight, (_, leaf) in zip(weights, named, strict=True) if weight is None}
     leaves = []
-    for name, leaf in named:
-        weight = plan.weight_at(name)
-        if weight is not None:
-            leaf = quantize_weight(leaf, weight.spec, given.get(weight.key), donate=donate)
-        leaves.append(leaf)
+    for place, (weight, (_, leaf)) in enumerate(zip(weights, named, strict=True)):
+        if weight is None:
+            leaves.append(leaf)
+            continue
+        leaves.append(quantize_weight(leaf, weight.spec, given.get(weight.key)))
+        if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
+            _delete(leaf, leaves[-1])
     converted = jax.tree.unflatten(tree, leaves)
     if isinstance(plan.params, int):
         return converted
@@ -96,17 +103,28 @@ def dequantize_params(params: Any) -> Any:
     )
 
 
-def quantize_weight(
-    x: Any, spec: QSpec, affine: Affine | None = None, *, donate: bool = False
-) -> QTensor:
+def quantize_weight(x: Any, spec: QSpec, affine: Affine | None = None) -> QTensor:
     """Quantizes one weight with the scale given, or with its calibrator's."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-    q = QTensor.quantize(x, spec, affine)
-    if donate and isinstance(x, jax.Array):
-        jax.block_until_ready(q)
+    return QTensor.quantize(x, spec, affine)
+
+
+def _delete(x: Any, quantized: QTensor) -> None:
+    """Frees a float weight once its codes are there."""
+    require_that(
+        _compat.is_concrete(x),
+        error=ValueError,
+        function="quantize_params",
+        problem="`donate` has no meaning under jax.jit.",
+        given="donate=True and traced parameters",
+        expected="donate=False",
+        mend="call quantize_params outside of jit, or donate the argument: jax.jit(..., "
+        "donate_argnums=...).",
+    )
+    if isinstance(x, jax.Array):
+        jax.block_until_ready(quantized)
         x.delete()
-    return q
 
 
 def _rooted(params: Any, plan: Plan) -> Any:
