@@ -13,7 +13,7 @@ from .._errors import message
 from ..calibrators import Affine
 from ..numerics import name_of_qtype
 from ..policy import Policy
-from ..tensor import QTensor
+from ..tensor import QTensor, groups_of
 from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Operand, Plan, Site, Weight
@@ -51,15 +51,22 @@ class _Integers(Rules):
         if self.dequantize:
             return x.dequantize()
         name = eqn.primitive.name
+        problem = f"a quantized weight reaches `{name}`, which has no quantized form."
+        if name in FORMS:
+            problem = f"a quantized weight is carried or returned by `{name}`, which holds arrays."
+        if name in CONTRACTIONS:
+            problem = f"a quantized weight reaches a `{name}` that the plan leaves in float."
+        paths = [weight.path for weight in self.plan.weights if weight.spec.qtype == x.qtype]
+        rule = f"jqx.Rule({paths[0]!r})" if len(paths) == 1 else 'jqx.Rule("its/path")'
+        more = "" if len(paths) < 5 else f" and {len(paths) - 4} more"
         raise NotImplementedError(
             message(
                 "convert",
-                f"a quantized weight reaches `{name}`, which has no quantized form."
-                if name not in FORMS
-                else f"a quantized weight is carried or returned by `{name}`, which holds arrays.",
-                given=f"{x!r} in scope {_compat.scope_of(eqn) or '(none)'}",
+                problem,
+                given=f"{x!r} of {' or '.join(map(repr, paths[:4]))}{more}, "
+                f"at {_compat.line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
                 expected="planned contractions, and views such as transpose, reshape and slice",
-                mend='leave that weight in float with jqx.Rule("its/path") first in the policy, or '
+                mend=f"leave that weight in float with {rule} first in the policy, or "
                 'pass unsupported="dequantize".',
             )
         )
@@ -145,12 +152,15 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight | None) -> Non
         expected = "a float array; the plan does not quantize it"
         fits = False
     else:
-        scale = weight.spec.granularity.scale_shape(leaf.shape)
+        groups = groups_of("convert", weight.spec, leaf.shape)
         zero = "without" if weight.spec.symmetric else "with"
-        expected = f"{name_of_qtype(weight.spec.qtype)} with scale {list(scale)}, {zero} zero point"
+        expected = (
+            f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
+            f"one for each {list(groups.sizes)} elements, {zero} zero point"
+        )
         fits = (
             leaf.qtype == weight.spec.qtype
-            and leaf.scale.shape == scale
+            and leaf.groups == groups
             and (leaf.zero_point is None) == weight.spec.symmetric
         )
     require_that(

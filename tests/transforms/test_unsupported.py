@@ -1,0 +1,64 @@
+"""Quantized weights where they have no place: errors that name the weight and its use."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jqx
+
+from .models import eighths, normal
+from .sources import POLICY, assert_same, rounded
+
+X = eighths(1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("f", "fact"),
+    [
+        (lambda w, x: (x @ w).sum() + jnp.sum(w**2), "reaches `integer_pow`"),
+        (
+            lambda w, x: (jax.debug.callback(len, w), x @ w)[1],
+            "reaches `debug_callback`",
+        ),
+        (lambda w, x: (x @ w, jax.jit(jnp.transpose)(w)), "returns a quantized weight"),
+        (lambda w, x: x @ w + lax.cond(x[0, 0] > 0, lambda: w, lambda: 2 * w)[:1], "by `cond`"),
+    ],
+    ids=["decay", "callback", "returned", "branch"],
+)
+def test_a_weight_used_elsewhere_is_simulated_but_converted_only_where_asked(f, fact):
+    w = normal(0, 8, 6)
+    plan = jqx.make_plan(f, POLICY)(w, X)
+    q = jqx.quantize_params(w, plan)
+    with pytest.raises(NotImplementedError, match=fact):
+        jqx.convert(f, plan)(q, X)
+    expected = f(rounded(w), X)
+    assert_same(jqx.simulate(f, plan)(w, X), expected)
+    assert_same(jqx.convert(f, plan, unsupported="dequantize")(q, X), expected)
+
+
+def test_the_error_names_the_weight_and_the_line_that_uses_it():
+    f = lambda p, x: x @ p["w"] + jnp.sin(p["w"]).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError) as info:
+        jqx.convert(f, POLICY)({"w": normal(0, 8, 6)}, X)
+    text = str(info.value)
+    assert "of 'w'" in text and "test_unsupported.py" in text and "jqx.Rule('w')" in text
+
+
+def test_a_weight_that_a_rule_leaves_in_float_at_one_use_is_an_error_that_says_so():
+    f = lambda w, x: jnp.take(w, jnp.arange(4), axis=0) @ w.T  # noqa: E731
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(op="gather"), *POLICY.rules]))(normal(0, 8, 8), X)
+    with pytest.raises(NotImplementedError, match="a `gather` that the plan leaves in float"):
+        jqx.convert(f, plan)(normal(0, 8, 8), X)
+
+
+@pytest.mark.parametrize("size", [2, 25])
+def test_a_qtensor_in_other_blocks_is_refused(size):
+    """A tail of 4 in blocks of 32 has as many scales as 4 blocks of 25."""
+    f = lambda w, x: x @ w  # noqa: E731
+    w, x = normal(0, 100, 4), normal(1, 2, 100)
+    given = jqx.QSpec(jnp.int8, jqx.per_block({0: 32, 1: 1}, tail=True))
+    planned = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_group(size)))])
+    plan = jqx.make_plan(f, planned)(w, x)
+    with pytest.raises(ValueError, match=rf"one for each \[{size}, 1\] elements"):
+        jqx.convert(f, plan)(jqx.QTensor.quantize(w, given), x)
