@@ -14,6 +14,7 @@ from ..tensor import QSpec, groups_of
 from ._find import Found, find
 from ._origin import Origin, close_over_merges
 from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
+from ._reasons import NO_WEIGHT, reasons
 from ._trace import Call, Params, as_params, check_function, trace_call
 
 
@@ -97,11 +98,15 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
     skipped: list[Skipped] = []
     used: set[int] = set()
     numbers: Counter[str] = Counter()
+    why: dict[int, str] | None = None
     for item in found:
         choices = _choices(item, policy)
         used.update(choice[0] for choice in choices.values() if choice)
         place, rule, reason = _choose(item, choices)
         if reason is not None:
+            if reason == NO_WEIGHT:
+                why = reasons(call) if why is None else why
+                reason = why.get(id(item.eqn), reason)
             shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
             macs = item.family.macs(item.eqn)
             skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
@@ -112,7 +117,7 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
         if numbers[name] > 1:
             name = f"{name}#{numbers[name] - 1}"
         sites.append((_site(function, item, place, rule, name), item))
-    _check_used(function, policy, used, found)
+    _check_used(function, policy, used, found, skipped)
     return Plan(
         sites=tuple(site for site, _ in sites),
         skipped=tuple(skipped),
@@ -143,7 +148,7 @@ def _choose(item: Found, choices: dict[str, Choice]) -> tuple[int | None, Rule |
     if choice is None:
         reason = "no rule matches"
         if not any(item.origins):
-            reason = "no weight reaches it through views, and no rule without a weight spec matches"
+            reason = NO_WEIGHT
         return None, None, reason
     place, rule = choice
     if rule.weight is None and rule.activation is None and rule.output is None:
@@ -238,22 +243,26 @@ def _check_kept(
     )
 
 
-def _check_used(function: str, policy: Policy, used: set[int], found: list[Found]) -> None:
+def _check_used(
+    function: str, policy: Policy, used: set[int], found: list[Found], skipped: list[Skipped]
+) -> None:
     for place, rule in enumerate(policy.rules):
         if place in used or rule.optional:
             continue
         known = sorted({path for item in found for path in item.paths})
+        weights = {item.path for item in found if any(item.origins)}
         shadowed = any(
             rule.matches(path, item.op, has_weight=any(item.origins))
             for item in found
             for path in item.paths
         )
+        apart = [f"at {skip.path!r} {skip.reason}" for skip in skipped if skip.path not in weights]
         raise ValueError(
             message(
                 function,
                 f"rule {place} of the policy matches no contraction"
                 + (" that an earlier rule has not taken." if shadowed else "."),
-                given=str(rule),
+                given="; ".join([str(rule), *dict.fromkeys(apart[:2])]),
                 expected="a match; paths are: " + (", ".join(map(repr, known[:8])) or "(none)"),
                 mend="correct its path or op, move it up, or pass optional=True.",
             )

@@ -1,0 +1,109 @@
+"""Why no weight reaches a contraction: what its operands are computed from."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .. import _compat
+from .._compat import Eqn
+from ._trace import Call
+from .primitives import CONTRACTIONS, FORMS, VIEWS
+
+NO_WEIGHT = "no weight reaches it through views, and no rule without a weight spec matches"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a value is computed from.
+
+    Attributes:
+      weights: the paths of weights.
+      closure: whether arrays that the function closes over are among it.
+      other: whether other arguments are.
+      through: the first operation on a weight that is no view.
+    """
+
+    weights: frozenset[str] = frozenset()
+    closure: bool = False
+    other: bool = False
+    through: str | None = None
+
+    def __or__(self, also: "Source") -> "Source":
+        return Source(
+            self.weights | also.weights,
+            self.closure or also.closure,
+            self.other or also.other,
+            self.through or also.through,
+        )
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is no weight; `None` where it depends on other arguments, as activations do."""
+        if self.other:
+            return None
+        if self.weights:
+            names = " and ".join(repr(path) for path in sorted(self.weights))
+            by = f"`{self.through}`, which is no view" if self.through else "more than views"
+            return f"an operand is computed from {names} by {by}: compute it outside of f"
+        if self.closure:
+            return "an operand is closed over by f: pass weights in an argument that params= names"
+        return None
+
+
+_NOTHING = Source()
+_CLOSURE = Source(closure=True)
+
+
+def reasons(call: Call) -> dict[int, str]:
+    """Returns what is known of the operands of contractions, by the `id` of the equation.
+
+    A function that is called twice is known by all its calls together.
+    """
+    found: dict[int, list[Source]] = {}
+    given = [
+        Source(other=True) if path is None else Source(frozenset({path})) for path in call.paths
+    ]
+    _follow(call.jaxpr, given, found)
+    known = {place: [source.reason for source in sources] for place, sources in found.items()}
+    return {place: next(filter(None, why)) for place, why in known.items() if any(why)}
+
+
+def _follow(jaxpr: Any, given: Sequence[Source], found: dict[int, list[Source]]) -> list[Source]:
+    """Follows sources through a jaxpr; returns those of its results."""
+    body, _ = _compat.open_jaxpr(jaxpr)
+    env = dict.fromkeys(body.constvars, _CLOSURE)
+    env.update(zip(body.invars, given, strict=True))
+
+    def read(atom: Any) -> Source:
+        return _NOTHING if _compat.is_literal(atom) else env[atom]
+
+    for eqn in body.eqns:
+        known = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in CONTRACTIONS:
+            before = found.get(id(eqn), [_NOTHING] * len(known))
+            found[id(eqn)] = [a | b for a, b in zip(before, known, strict=True)]
+        env.update(zip(eqn.outvars, _results(eqn, known, found), strict=True))
+    return [read(atom) for atom in body.outvars]
+
+
+def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> list[Source]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    together = _NOTHING
+    for source in known:
+        together |= source
+    bodies = list(_compat.sub_jaxprs(eqn))
+    if not bodies:
+        if together.weights and not together.through and name not in VIEWS:
+            together = dataclasses.replace(together, through=name)
+        return [together] * count
+    # The operands of a body are the last ones of its equation. A loop may mix all that it carries.
+    apart = name in FORMS and name not in ("scan", "while")
+    results = []
+    for body in bodies:
+        n = len(body.invars)
+        results = _follow(body, known[len(known) - n :] if apart else [together] * n, found)
+    if apart and len(bodies) == 1:
+        return results
+    if together.weights and not together.through:
+        together = dataclasses.replace(together, through=name)
+    return [together] * count
