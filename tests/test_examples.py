@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SLOW = ("decoder", "learned_scales")
+SLOW = ("decoder", "equinox_decoder", "learned_scales")
 
 
 def run(arguments, folder):
