@@ -164,8 +164,7 @@ def main():
     """Trains the model, quantizes it in two ways, and compares."""
     letters, text, held_out = manual()
     params = train(decoder, initial(jax.random.key(0), len(letters)), text)
-    w8a8 = jqx.presets.w8a8()
-    w4a16 = jqx.presets.w8a16(weight={"qtype": jnp.int4, "granularity": jqx.per_group(32)})
+    w8a8, w4a16 = jqx.presets.w8a8(), jqx.presets.w4a16(block=32)
 
     # 1. Plan. No length is part of a plan: that of a prefill is that of steps of one letter.
     calls = [(batch, empty_cache(16), 0) for batch in text[: 64 * CONTEXT].reshape(4, 16, CONTEXT)]

@@ -72,8 +72,8 @@ class Decoder(eqx.Module):
 letters, text, held_out = manual()
 model = train(Decoder.__call__, Decoder(len(letters), jax.random.key(0)), text, steps=400)
 
-policy = jqx.presets.w8a16(weight={"qtype": jnp.int4, "granularity": jqx.per_group(32)})
-plan = jqx.make_plan(Decoder.__call__, policy)(model, held_out[:16, :-1], empty_cache(16), 0)
+of = jqx.make_plan(Decoder.__call__, jqx.presets.w4a16(block=32))
+plan = of(model, held_out[:16, :-1], empty_cache(16), 0)
 quantized = jqx.quantize_params(model, plan)
 assert isinstance(quantized, Decoder) and isinstance(quantized.blocks.up.weight, jqx.QTensor)
 print(plan, quantized.blocks.up, sep="\n")

@@ -8,6 +8,7 @@ from ._cache import zeros as zeros
 from ._conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._dimensions import Dimensions as Dimensions
 from ._dot_general import dot_general as dot_general
+from ._dot_gradients import dot_gradients as dot_gradients
 from ._einsum import einsum as einsum
 from ._fixed_point import FixedPointRounding as FixedPointRounding
 from ._formulation import formulations as formulations

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax
 from .._checks import check_instance, require_that
 from ._calibrate import Stats, calibrate, merge_stats
 from ._plan import Plan
-from ._trace import check_function
+from ._trace import check_function, is_array
 
 
 def calibrate_batches(
@@ -23,13 +24,13 @@ def calibrate_batches(
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
 
-    One jitted function observes and merges each batch; a batch of another shape compiles another.
+    One jitted function observes each batch; a batch of another shape compiles another.
 
     Args:
       f: the function that the plan was made for.
       plan: from `make_plan`.
       params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
-        made with several.
+        made with several. Leaves that are no arrays are static, as everywhere.
       batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
         tuple. All leaves are arrays or numbers.
       progress: whether to show a bar on standard error, where tqdm is installed.
@@ -51,20 +52,21 @@ def calibrate_batches(
     name = "calibrate_batches"
     check_instance(name, "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args).")
     check_instance(name, "batches", batches, Iterable, mend="pass a list, or a generator.")
-    observe = calibrate(f, plan)
+    leaves, tree = jax.tree.flatten(params)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
 
     @jax.jit
-    def first(params: Any, batch: tuple[Any, ...]) -> Stats:
-        return observe(*_arguments(plan, params, batch))[1]
+    def observe(arrays: list[Any], batch: tuple[Any, ...]) -> Stats:
+        rest = iter(arrays)
+        filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+        arguments = _arguments(plan, jax.tree.unflatten(tree, filled), batch)
+        return calibrate(f, plan)(*arguments)[1]
 
-    @jax.jit
-    def further(params: Any, stats: Stats, batch: tuple[Any, ...]) -> Stats:
-        return merge_stats(plan, stats, observe(*_arguments(plan, params, batch))[1])
-
+    merge = jax.jit(partial(merge_stats, plan))
     stats: Stats | None = None
     for batch in _shown(batches) if progress else batches:
-        batch = batch if isinstance(batch, tuple) else (batch,)
-        stats = first(params, batch) if stats is None else further(params, stats, batch)
+        seen = observe(arrays, batch if isinstance(batch, tuple) else (batch,))
+        stats = seen if stats is None else merge(stats, seen)
     require_that(
         stats is not None,
         error=ValueError,

@@ -26,7 +26,7 @@ def integer_forward(
       codes: the operands that can be quantized, as they are contracted.
       real: the same as arrays; gradients are with respect to them.
       others: the other operands.
-      dtype: of the contractions of the backward pass: their operands and results.
+      dtype: of the operands of the contractions of the backward pass.
     """
 
     @jax.custom_vjp
@@ -39,12 +39,8 @@ def integer_forward(
     def backward(kept: Any, cotangent: jax.Array) -> Any:
         codes, others = kept
         rounded = [x.dequantize() if isinstance(x, QTensor) else x for x in codes]
-        narrow = _compat.with_result(eqn, dtype)
-        _, pull = jax.vjp(
-            lambda *xs: _compat.bind(narrow, [*xs, *others])[0],
-            *(x.astype(dtype) for x in rounded),
-        )
-        found = pull(cotangent.astype(dtype))
+        family = CONTRACTIONS[eqn.primitive.name]
+        found = family.gradients(eqn, [*rounded, *others], cotangent, dtype)
         return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)], None, None
 
     contract.defvjp(forward, backward)

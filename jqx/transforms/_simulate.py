@@ -111,9 +111,9 @@ def simulate(
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`; `None` takes every scale from the values at hand. Weights
         take theirs from the values at hand too, unless `affines` has an entry `<path>:weight`.
-      backward: `None`, or the float dtype of the contractions of the backward pass, their operands
-        and results, such as `jnp.bfloat16`: the forward pass then runs on integers. It has the bits
-        of `convert`. Contractions inside `jax.custom_jvp` and `jax.custom_vjp` stay in float.
+      backward: `None`, or the float dtype that operands of the contractions of the backward pass
+        are rounded to, such as `jnp.bfloat16`: the forward pass then runs on integers and has
+        the bits of `convert`. Inside `jax.custom_jvp` and `jax.custom_vjp` it stays in float.
       key: random key, for specs whose gradient estimator draws numbers; a new one for each step.
 
     Returns:

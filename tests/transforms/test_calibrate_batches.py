@@ -1,5 +1,6 @@
 """`calibrate_batches`: one after another is all at once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,17 @@ def test_parameters_may_stand_anywhere():
     plan = jqx.make_plan(f, jqx.presets.w8a8(), params=(1, 3))(x, w, y, v)
     found = jqx.calibrate_batches(f, plan, (w, v), [(x, y)], progress=False)
     _, expected = jqx.calibrate(f, plan)(x, w, y, v)
+    for key, stats in expected.items():
+        np.testing.assert_array_equal(found[key].largest, stats.largest)
+
+
+def test_parameters_may_have_leaves_that_are_no_arrays():
+    f = lambda params, x: params["activation"](x @ params["w"]) @ params["w"].T  # noqa: E731
+    params = {"w": eighths(0, 4, 4), "activation": jax.nn.relu}
+    x = eighths(1, 3, 4)
+    plan = jqx.make_plan(f, jqx.presets.w8a8())(params, x)
+    found = jqx.calibrate_batches(f, plan, params, [x, x], progress=False)
+    _, expected = jqx.calibrate(f, plan)(params, x)
     for key, stats in expected.items():
         np.testing.assert_array_equal(found[key].largest, stats.largest)
 

@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from ... import _compat
 from ..._compat import Eqn
-from ...contractions import Dimensions, conv_general_dilated, dot_general, ragged_dot, take
+from ...contractions import (
+    Dimensions,
+    conv_general_dilated,
+    dot_general,
+    dot_gradients,
+    ragged_dot,
+    take,
+)
 
 Axes = tuple[int, ...]
 
@@ -26,6 +35,8 @@ class Contraction:
       pattern: what of its parameters a plan depends on; no sizes.
       macs: how many multiply-adds it takes.
       apply: evaluates it on arrays and QTensors.
+      gradients: the backward pass: from arrays and the cotangent, the gradients of those that can
+        be quantized, contracted in a dtype.
       excuse: why an equation has no quantized form; `None` where it has one.
       needs_weight: whether it is a site only where its first operand is a weight.
     """
@@ -35,8 +46,22 @@ class Contraction:
     pattern: Callable[[Eqn], str]
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
+    gradients: Callable[[Eqn, Sequence[jax.Array], jax.Array, DTypeLike], Sequence[jax.Array]]
     excuse: Callable[[Eqn], str | None] = lambda eqn: None
     needs_weight: bool = False
+
+
+def _transposed(
+    eqn: Eqn, operands: Sequence[jax.Array], cotangent: jax.Array, dtype: DTypeLike
+) -> Sequence[jax.Array]:
+    """The backward pass as JAX has it."""
+    count = len(CONTRACTIONS[eqn.primitive.name].kept(eqn))
+    narrow = _compat.with_result(eqn, dtype)
+    _, pull = jax.vjp(
+        lambda *real: _compat.bind(narrow, [*real, *operands[count:]])[0],
+        *(x.astype(dtype) for x in operands[:count]),
+    )
+    return pull(cotangent.astype(dtype))
 
 
 def _dimensions(eqn: Eqn) -> Dimensions:
@@ -63,6 +88,13 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
         precision=eqn.params["precision"],
         preferred_element_type=eqn.outvars[0].aval.dtype,
     )
+
+
+def _gradients(
+    eqn: Eqn, operands: Sequence[jax.Array], cotangent: jax.Array, dtype: DTypeLike
+) -> Sequence[jax.Array]:
+    lhs, rhs = operands
+    return dot_gradients(lhs, rhs, eqn.params["dimension_numbers"], cotangent, dtype)
 
 
 def _conv_kept(eqn: Eqn) -> tuple[Axes, ...]:
@@ -190,10 +222,10 @@ def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 
 CONTRACTIONS: dict[str, Contraction] = {
     "dot_general": Contraction(
-        "dot_general", _kept, lambda eqn: repr(_dimensions(eqn).numbers), _macs, _apply
+        "dot_general", _kept, lambda eqn: repr(_dimensions(eqn).numbers), _macs, _apply, _gradients
     ),
     "conv_general_dilated": Contraction(
-        "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply
+        "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply, _transposed
     ),
     "ragged_dot_general": Contraction(
         "ragged_dot",
@@ -201,6 +233,7 @@ CONTRACTIONS: dict[str, Contraction] = {
         lambda eqn: "",
         _ragged_macs,
         _ragged_apply,
+        _transposed,
         _ragged_excuse,
     ),
     "gather": Contraction(
@@ -209,6 +242,7 @@ CONTRACTIONS: dict[str, Contraction] = {
         lambda eqn: f" along {_looked_up(eqn)}",
         lambda eqn: 0,
         _gather_apply,
+        _transposed,
         _gather_excuse,
         needs_weight=True,
     ),
