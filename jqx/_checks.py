@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import InconclusiveDimensionOperation
 from jax.typing import ArrayLike, DTypeLike
 
 from ._errors import message
@@ -163,6 +164,14 @@ def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: s
         expected=f"{argument}.dtype == {name_of(dtype)}",
         mend=f"convert it: {argument}.astype(jnp.{name_of(dtype)}).",
     )
+
+
+def is_at_least(size: Any, limit: int) -> bool:
+    """Whether a size is `limit` or more; a symbolic size of `jax.export`, whether it may be."""
+    try:
+        return bool(size >= limit)
+    except InconclusiveDimensionOperation:
+        return True
 
 
 def normalize_axes(

@@ -12,7 +12,12 @@ from ._entropy import entropy as entropy
 from ._fixed import Fixed as Fixed
 from ._fixed import fixed as fixed
 from ._granularity import Granularity as Granularity
+from ._granularity import PerAxis as PerAxis
+from ._granularity import PerBlock as PerBlock
 from ._granularity import PerGroup as PerGroup
+from ._granularity import PerKeptAxis as PerKeptAxis
+from ._granularity import PerRun as PerRun
+from ._granularity import PerTensor as PerTensor
 from ._granularity import is_without_blocks as is_without_blocks
 from ._granularity import per_axis as per_axis
 from ._granularity import per_block as per_block

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
 from ._cover import cover
 
 
+@serializable
 class AbsMaxStats(NamedTuple):
     """The largest magnitude (float32) and NaN values per scale, and arrays observed (int32)."""
 

@@ -2,16 +2,26 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import DTypeLike
 
 from ..numerics import Numerics, QType
 from ._granularity import Granularity
 
+T = TypeVar("T")
 
+
+def serializable(cls: type[T]) -> type[T]:
+    """Lets `jax.export` serialize functions that take or return values of a NamedTuple."""
+    name = f"jqx.calibrators.{cls.__name__}"
+    return export.register_namedtuple_serialization(cls, serialized_name=name)
+
+
+@serializable
 class Affine(NamedTuple):
     """A scale and zero point: `real = (code - zero_point) * scale`.
 

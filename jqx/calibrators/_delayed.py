@@ -20,10 +20,11 @@ import jax.numpy as jnp
 
 from .._checks import check_instance, check_integer
 from ._arguments import check_count
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
 from ._cover import cover
 
 
+@serializable
 class DelayedStats(NamedTuple):
     """The largest magnitude of each step, the newest first.
 

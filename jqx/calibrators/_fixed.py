@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ._arguments import check_number
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
 from ._cover import cover
 
 
+@serializable
 class FixedStats(NamedTuple):
     """NaN values per scale and arrays observed (int32): nothing else is needed."""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import require_that
+from .._checks import is_at_least, require_that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Groups:
         known = {
             (n, m, b)
             for (n, b), m in zip(self._axes, self.scale_shape, strict=True)
-            if m > 1 and n != m * b
+            if n != m * b and m > 1
         }
         require_that(
             len({(n, m) for n, m, _ in known}) == len(known),
@@ -79,8 +79,12 @@ class Groups:
     def _axes(self) -> list[tuple[int, int]]:
         return list(zip(self.shape, self.sizes, strict=True))
 
+    def is_blocked(self, axis: int) -> bool:
+        """Whether neither the whole axis nor a single index shares a scale."""
+        return self._is_blocked(self.shape[axis], self.sizes[axis])
+
     def _is_blocked(self, n: int, b: int) -> bool:
-        return 1 < b < n
+        return b not in (1, n) and b < n  # a symbolic size is asked about equality first
 
     def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
         """Splits each blocked axis in two, (blocks, size); a tail is filled up with `fill`."""
@@ -142,7 +146,7 @@ class Groups:
     def __str__(self) -> str:
         own = tuple(i for i, (n, b) in enumerate(self._axes) if b == 1 and n != 1)
         if any(self._is_blocked(n, b) for n, b in self._axes):
-            named = {i: b for i, (n, b) in enumerate(self._axes) if b < n}
+            named = {i: b for i, (n, b) in enumerate(self._axes) if b != n}
             return f"per_block({named})"
         return f"per_axis{own}".replace(",)", ")") if own else "per_tensor"
 
@@ -155,7 +159,9 @@ def _maximum(x: jax.Array, axis: int) -> jax.Array:
     """
     n, shape = x.shape[axis], x.shape
     last = axis == x.ndim - 1
-    parts = 64 if n >= 512 and n % 64 == 0 else 8 if last and n > 8 and n % 8 == 0 else None
+    parts = 64 if n % 64 == 0 and is_at_least(n, 512) else None
+    if parts is None and last and n % 8 == 0 and is_at_least(n, 9):
+        parts = 8
     if parts is not None:
         pair = (n // parts, parts) if last else (parts, n // parts)
         x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._calibrator import Affinity, Calibrator, look_at, nothing_seen
+from ._calibrator import Affinity, Calibrator, look_at, nothing_seen, serializable
 from ._rows import rows_of
 
 _SHIFT = 23 - 6  # leaves 6 bits of the mantissa
@@ -41,6 +41,7 @@ UPPER = np.concatenate([-EDGES[::-1], EDGES, np.asarray([np.inf], np.float32)])
 """The upper edge of each bin; the lower ones are `-UPPER[::-1]`."""
 
 
+@serializable
 class HistogramStats(NamedTuple):
     """What was seen of the values that share a scale.
 

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import check_number
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned
+from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
 from ._cover import cover
 from ._rows import members
 
 
+@serializable
 class RmsStats(NamedTuple):
     """Sum of squares and number of values per scale (float32), NaN values, arrays observed (int32).
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._checks import is_at_least
 from ..calibrators import Groups
 from ..tensor import QTensor, refine
 from ._dimensions import Dimensions
@@ -54,7 +55,8 @@ def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
     """Whether elements that are summed share scales: not each of them has its own."""
     axes = tuple(contracted)
     shared = math.prod(groups.sizes[axis] for axis in axes)
-    return shared > 1 or math.prod(groups.shape[axis] for axis in axes) <= 1
+    summed = math.prod(groups.shape[axis] for axis in axes)
+    return is_at_least(shared, 2) or not is_at_least(summed, 2)
 
 
 def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
@@ -65,7 +67,7 @@ def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
 def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
     """Gives each index of the kept axes a scale of its own where they are in blocks."""
     for axis in kept:
-        if isinstance(x, QTensor) and 1 < x.groups.sizes[axis] < x.shape[axis]:
+        if isinstance(x, QTensor) and x.groups.is_blocked(axis):
             x = refine(x, axis)
     return x
 
@@ -104,9 +106,10 @@ def _sum_of_part(
     count = lhs.shape[block.lhs]
     batch = math.prod(lhs.shape[axis] for axis in dimensions.lhs_batch[1:])
     each = batch * dimensions.rows(lhs) * dimensions.columns(rhs)
-    if count * each <= AT_ONCE:
+    if not is_at_least(count * each, AT_ONCE + 1):
         return summed(lhs, rhs)
-    run = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * each <= AT_ONCE))
+    runs = [n for n in range(2, count) if count % n == 0]
+    run = max((n for n in runs if not is_at_least(n * each, AT_ONCE + 1)), default=1)
 
     def run_at(i: Any) -> jax.Array:
         return summed(

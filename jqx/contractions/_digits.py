@@ -14,8 +14,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
+from .._checks import is_at_least
 from ..numerics import divide
 from ..tensor import QTensor
 from ._blocks import find_block, with_own_scales
@@ -165,14 +166,18 @@ def _as_output(y: jax.Array, x: jax.Array, dimensions: Dimensions) -> jax.Array:
 
 def _slices(q: QTensor, sums: int) -> int:
     """Returns in how many slices to multiply: few int32 sums at once, and codes that must become
-    int8 copied in parts.
+    int8 copied in parts; sums of a symbolic number count as many.
     """
-    return max(1 if q.values.dtype == jnp.int8 else COPIES, math.ceil(4 * sums / HELD))
+    copies = 1 if q.values.dtype == jnp.int8 else COPIES
+    held = COPIES if export.is_symbolic_dim(sums) else math.ceil(4 * sums / HELD)
+    return max(copies, held)
 
 
 def _together(rows: int, count: int) -> int:
     """Returns how many blocks share a product: more make its rows as many as a matrix unit has."""
-    return next(n for n in (4, 2, 1) if count % n == 0 and (n * rows <= 48 or n == 1))
+    return next(
+        n for n in (4, 2, 1) if n == 1 or (count % n == 0 and not is_at_least(n * rows, 49))
+    )
 
 
 def _block_diagonal(rows: jax.Array, count: int, size: int, together: int) -> jax.Array:

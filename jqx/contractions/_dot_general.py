@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_real, require_that
+from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum
@@ -121,7 +121,7 @@ def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
             return choice.compute(left, right, how)
         # Of two operands that are not both integers, the smaller one is the activation.
         wide = common_dtype(left.dtype, right.dtype)
-        if left.size <= right.size:
+        if _is_smaller(left, right):
             left = left.astype(wide).dequantize()
         else:
             right = right.astype(wide).dequantize()
@@ -133,6 +133,13 @@ def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     choice = plan(right, left, swapped.dimensions)
     assert choice is not None
     return how.dimensions.swap_output(choice.compute(right, left, swapped))
+
+
+def _is_smaller(left: Any, right: Any) -> bool:
+    """Whether the left operand is the smaller one; a symbolic size is that of an activation."""
+    if export.is_symbolic_dim(right.size):
+        return export.is_symbolic_dim(left.size)
+    return is_at_least(right.size, left.size)
 
 
 def _as_stored(left: Any, right: Any, how: HowTo) -> tuple[Any, Any, HowTo]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
-from .._checks import require_that
+from .._checks import is_at_least, require_that
 from ..numerics import common_dtype, format_of, name_of_qtype
 from ..tensor import QTensor
 from ._blocks import sum_of_blocks
@@ -51,7 +52,7 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     limit = longest(lhs, rhs)
 
     def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
-        exact = dimensions.contracted_size(lhs) <= limit
+        exact = not is_at_least(dimensions.contracted_size(lhs), limit + 1)
         dtype = jnp.int32 if exact else _float_of(lhs, rhs)
         total = jnp.zeros((), dtype)
         for i, left in enumerate(digits_of(lhs)):
@@ -124,9 +125,19 @@ def _runs(
 ) -> Iterator[tuple[QTensor, QTensor]]:
     """Yields operands of at most `limit` products in a sum, cut along contracted axes."""
     products = dimensions.contracted_size(lhs)
-    if products <= limit:
+    if not is_at_least(products, limit + 1):
         yield lhs, rhs
         return
+    require_that(
+        not export.is_symbolic_dim(products),
+        error=ValueError,
+        function="dot_general",
+        problem="sums of a symbolic length may not fit an int32.",
+        given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
+        f"{name_of_qtype(rhs.qtype)}",
+        expected=f"a length known to be {limit:,} at most",
+        mend='bound the size, as in jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
+    )
     pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
     i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
     n = lhs.shape[i]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._checks import require_that
+from .._checks import is_at_least, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ._blocks import shares_scale
@@ -41,7 +41,7 @@ def check_requantized(
     )
     shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
     require_that(
-        shared and products <= longest(lhs, rhs),
+        shared and not is_at_least(products, longest(lhs, rhs) + 1),
         error=ValueError,
         function=function,
         problem="one int32 sum does not hold the result.",

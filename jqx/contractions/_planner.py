@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._checks import is_at_least
 from ..numerics import Minifloat, bit_width, common_dtype, format_of
 from ..tensor import QTensor, is_flipped
 from ._blocks import find_block
@@ -43,7 +44,7 @@ def plan(lhs: Any, rhs: QTensor, dimensions: Dimensions) -> Choice | None:
     if is_integer(lhs) and is_integer(rhs):
         return _integers(lhs, rhs, dimensions)
     if _is_float8(lhs) and _is_float8(rhs) and find_block(lhs, rhs, dimensions) is None:
-        if max(lhs.size, rhs.size) >= SMALL:
+        if _is_large(lhs, rhs):
             return Choice(float8_tiles, float8)
     return None
 
@@ -54,7 +55,7 @@ def _integers(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
         return Choice(integer_digits, integer_digits)
     corrected = any(q.zero_point is not None or is_flipped(format_of(q.qtype)) for q in (lhs, rhs))
     narrow = needs_shape(lhs, rhs, dimensions)
-    large = max(lhs.size, rhs.size) >= SMALL
+    large = _is_large(lhs, rhs)
     # Of one row, XLA on GPUs does not compile a product of 4-bit codes that are widened in it.
     widened = any(bit_width(q.values.dtype) < 8 for q in (lhs, rhs))
     return Choice(
@@ -74,8 +75,9 @@ def plan_accumulator(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choi
 def _beside_floats(x: Any, q: QTensor, dimensions: Dimensions) -> Choice:
     block = find_block(x, q, dimensions)
     rows = dimensions.rows(x)
-    elsewhere = convert if block is None or rows <= FEW_ROWS else dequantize
-    if q.size < SMALL or x.size == 0:
+    many = is_at_least(rows, FEW_ROWS + 1)
+    elsewhere = dequantize if many and block is not None else convert
+    if not _is_large(q) or x.size == 0:
         return Choice(convert if x.dtype.itemsize > 2 else convert_wide, convert)
     return Choice(_on_cpu(x, q, dimensions, block, rows), elsewhere)
 
@@ -90,8 +92,12 @@ def _on_cpu(x: Any, q: QTensor, dimensions: Dimensions, block: Any, rows: int) -
         return digits
     first = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
     whole = q.shape[0] % block.size == 0
-    few = rows * SHARE <= block.size
+    few = not is_at_least(rows * SHARE, block.size + 1)
     return block_digits if first and whole and few else tiles
+
+
+def _is_large(*operands: Any) -> bool:
+    return any(is_at_least(x.size, SMALL) for x in operands)
 
 
 def _is_float8(q: QTensor) -> bool:

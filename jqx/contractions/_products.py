@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._checks import is_at_least
 from ._dimensions import Dimensions
 
 TALL = 512
@@ -55,7 +56,7 @@ def shaped(
     lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
 ) -> Products:
     """Multiplies in the shapes that are fast on CPU; the result is that of `plain`."""
-    if must_turn(dimensions) and rhs.size < lhs.size:
+    if must_turn(dimensions) and not is_at_least(rhs.size, lhs.size):
         swapped = shaped(rhs, lhs, dimensions.swapped, left=right, right=left)
         total, of_right, of_left = (
             None if part is None else dimensions.swap_output(part) for part in swapped
@@ -122,7 +123,7 @@ def rows_product(
     at = len(dimensions.lhs_batch)
     batch, m = rows.shape[:at], rows.shape[at]
     contracted = rows.shape[at + 1 :]
-    sums_below = right and m < TALL
+    sums_below = right and not is_at_least(m, TALL)
     below = 1 if sums_below or m == 1 or turned else 0
     tall = rows
     if below:
@@ -168,13 +169,15 @@ def _is_few_and_turned(
     rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> bool:
     """Whether a few rows meet a matrix contracted along its first axis, of a length to split."""
-    return contracted == (0,) and not batch and len(rows) <= 16 and len(rhs) % PARTS == 0
+    few = not is_at_least(rows.shape[0], 17)
+    return contracted == (0,) and not batch and few and rhs.shape[0] % PARTS == 0
 
 
 def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
     """Multiplies parts of the contracted axis as a batch, in half the time of the whole."""
-    size = len(rhs) // PARTS
-    rows, rhs = rows.reshape(len(rows), PARTS, size), rhs.reshape(PARTS, size, *rhs.shape[1:])
+    size = rhs.shape[0] // PARTS
+    rows = rows.reshape(rows.shape[0], PARTS, size)
+    rhs = rhs.reshape(PARTS, size, *rhs.shape[1:])
     numbers = (((2,), (1,)), ((1,), (0,)))
     y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
     return jnp.sum(y, axis=0, dtype=jnp.int32)

@@ -1,6 +1,7 @@
 """QTensor: quantized values with the scale and zero point that make them real."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Union
 
@@ -15,6 +16,7 @@ from ..calibrators import Affine, Groups
 from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits
 from ..ops import affine_dequantize, affine_quantize
 from . import _layout, _views
+from ._export import make_exportable
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
 from ._grid import grid_of
 from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
@@ -216,7 +218,7 @@ class QTensor:
     @property
     def size(self) -> int:
         """Number of elements of the real array."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -393,3 +395,4 @@ def _unflatten(static: Any, leaves: Any) -> QTensor:
 
 
 jax.tree_util.register_pytree_with_keys(QTensor, _flatten_with_keys, _unflatten, _flatten)
+make_exportable(QTensor)

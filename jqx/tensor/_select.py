@@ -32,7 +32,7 @@ def index(q: T, key: Any) -> T:
     shape = real_shape(values.shape, q.layout)
     sizes = list(Groups.of_scale(shape, scale.shape).sizes)
     for axis, size in blocks_after(parts, groups).items():
-        if 1 < scale.shape[axis] < shape[axis]:
+        if scale.shape[axis] not in (1, shape[axis]):
             sizes[axis] = size
     return dataclasses.replace(
         q,
@@ -50,7 +50,7 @@ def _with_whole_axes(parts: Sequence[Any], shape: Sequence[int]) -> tuple[Any, .
     for part in parts:
         if part is not None and part is not Ellipsis:
             n = next(lengths)
-            if isinstance(part, slice) and part.indices(n) == (0, n, 1):
+            if isinstance(part, slice) and part != slice(None) and part.indices(n) == (0, n, 1):
                 part = slice(None)
         spelt.append(part)
     return tuple(spelt)

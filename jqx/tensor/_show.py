@@ -18,7 +18,7 @@ def text(q: Any) -> str:
     layout = "" if q.layout is None else f" {q.layout}"
     return (
         f"QTensor({name}{list(q.shape)} {q.groups}{layout}, scale {_leaf(q.scale)}{zero}, "
-        f"dtype={dtype}, {q.nbytes:,} bytes)"
+        f"dtype={dtype}, {_grouped(q.nbytes)} bytes)"
     )
 
 
@@ -38,6 +38,10 @@ def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
 
 def _has_arrays(q: Any) -> bool:
     return all(hasattr(leaf, "shape") for leaf in (q.values, q.scale))
+
+
+def _grouped(number: Any) -> str:
+    return f"{number:,}" if isinstance(number, int) else str(number)  # it may be symbolic
 
 
 def _leaf(leaf: Any) -> str:

@@ -108,10 +108,9 @@ def cut_axes(parts: Sequence[Any], groups: Groups) -> tuple[int, ...]:
     for axis, part in enumerate(
         part for part in parts if part is not None and part is not Ellipsis
     ):
-        n, b = groups.shape[axis], groups.sizes[axis]
-        if isinstance(part, slice) and 1 < b < n:
-            start, stop, step = part.indices(n)
-            if start % b or step != 1 or stop <= start:
+        if isinstance(part, slice) and groups.is_blocked(axis):
+            start, stop, step = part.indices(groups.shape[axis])
+            if start % groups.sizes[axis] or step != 1 or stop <= start:
                 cut.append(axis)
     return tuple(cut)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import export
 
 from .._checks import check_instance, require_that
 from .._errors import message
@@ -13,7 +14,7 @@ from ..policy import Policy, Rule
 from ..tensor import QSpec, groups_of
 from ._find import Found, find
 from ._origin import Origin, close_over_merges
-from ._plan import Operand, Plan, Site, Skipped, Weight, parameter_line
+from ._plan import Operand, Plan, Shape, Site, Skipped, Weight, parameter_line
 from ._reasons import NO_WEIGHT, reasons
 from ._trace import Call, Params, as_params, check_function, trace_call
 
@@ -107,8 +108,8 @@ def plan_call(function: str, call: Call, policy: Policy, params: Params) -> Plan
             if reason == NO_WEIGHT:
                 why = reasons(call) if why is None else why
                 reason = why.get(id(item.eqn), reason)
-            shapes = tuple(v.aval.shape for v in item.eqn.invars[:2])
-            macs = item.family.macs(item.eqn)
+            shapes = tuple(_named(v.aval.shape) for v in item.eqn.invars[:2])
+            macs = _known(item.family.macs(item.eqn))
             skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
             continue
         assert place is not None and rule is not None
@@ -189,10 +190,19 @@ def _site(function: str, item: Found, place: int, rule: Rule, name: str) -> Site
         output_key=f"{name}:out",
         rule=place,
         loops=item.loops,
-        shapes=tuple(v.aval.shape for v in item.eqn.invars[:2]),
-        result=item.eqn.outvars[0].aval.shape,
-        macs=item.family.macs(item.eqn),
+        shapes=tuple(_named(v.aval.shape) for v in item.eqn.invars[:2]),
+        result=_named(item.eqn.outvars[0].aval.shape),
+        macs=_known(item.family.macs(item.eqn)),
     )
+
+
+def _named(shape: Sequence[Any]) -> Shape:
+    """Returns a shape with the names of symbolic sizes, of `jax.export`, in their place."""
+    return tuple(str(n) if export.is_symbolic_dim(n) else int(n) for n in shape)
+
+
+def _known(number: Any) -> int | None:
+    return None if export.is_symbolic_dim(number) else int(number)
 
 
 def _resolve_activation(

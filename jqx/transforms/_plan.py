@@ -12,6 +12,9 @@ from ..tensor import QSpec
 from ._origin import Address, Loop
 from ._trace import Params
 
+Shape = tuple[int | str, ...]
+"""Sizes when the plan was made; a symbolic one by its name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -46,9 +49,10 @@ class Site:
       rule: place in the policy of the rule that chose all this.
       loops: scans that step over its weights: its statistics and scales have a leading axis for
         each.
-      shapes: shapes of the operands when the plan was made; not compared.
+      shapes: shapes of the operands when the plan was made, a symbolic size by its name; not
+        compared.
       result: that of the result, likewise.
-      macs: multiply-adds when the plan was made; not compared.
+      macs: multiply-adds when the plan was made, `None` where a size was symbolic; not compared.
     """
 
     address: Address
@@ -60,14 +64,14 @@ class Site:
     output_key: str
     rule: int
     loops: tuple[Loop, ...]
-    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
-    result: tuple[int, ...] = dataclasses.field(compare=False)
-    macs: int = dataclasses.field(compare=False)
+    shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
+    result: Shape = dataclasses.field(compare=False)
+    macs: int | None = dataclasses.field(compare=False)
 
     def scale_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of a static scale in one step of its loops."""
         shapes = dict(zip((o.key for o in self.operands), self.shapes, strict=False))
-        shape = shapes.get(key, self.result)
+        shape: Any = shapes.get(key, self.result)
         return self.static_specs()[key].granularity.scale_shape(shape)
 
     def loops_in(self, here: Address) -> tuple[Loop, ...]:
@@ -94,8 +98,8 @@ class Skipped:
     path: str
     op: str
     reason: str
-    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
-    macs: int = dataclasses.field(compare=False)
+    shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
+    macs: int | None = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,13 +273,21 @@ class Plan:
         return "\n".join([*_table(rows), self._footer()])
 
     def _footer(self) -> str:
-        done = sum(site.macs for site in self.sites)
-        total = done + sum(skip.macs for skip in self.skipped)
-        share = f", {100 * done / total:.1f} % of the multiply-adds" if total else ""
+        share = self._share()
         count = len(self.sites) + len(self.skipped)
         tied = [f"{w.path} ({w.sites} sites)" for w in self.weights if w.sites > 1]
         shared = f"; one tensor for {', '.join(tied)}" if tied else ""
         return f"{len(self.sites)} of {count} contractions quantized{share}{shared}"
+
+    def _share(self) -> str:
+        """Returns which share of the multiply-adds is quantized, in words; of symbolic sizes no
+        share is known.
+        """
+        macs = [item.macs for item in (*self.sites, *self.skipped)]
+        known = [number for number in macs if number is not None]
+        if not sum(known) or len(known) < len(macs):
+            return ""
+        return f", {100 * sum(known[: len(self.sites)]) / sum(known):.1f} % of the multiply-adds"
 
 
 def _specs(site: Site, role: str, plan: Plan) -> str:
@@ -288,7 +300,7 @@ def _specs(site: Site, role: str, plan: Plan) -> str:
     return " x ".join(dict.fromkeys(specs)) or "-"
 
 
-def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+def _shapes(shapes: tuple[Shape, ...]) -> str:
     return " x ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
 
 

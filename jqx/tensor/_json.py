@@ -1,0 +1,276 @@
+"""Static values as JSON and back: what plans, specs and QTensors are described by.
+
+- Numbers, strings and `None` are themselves, tuples are lists, a dtype is its name; a number that
+  JSON lacks is `{"number": "inf"}`.
+- A value of a class is an object of its fields, a member of an enum its name. Where the annotation
+  of the field does not settle the class, its public name stands before:
+  `{"jqx.calibrators.Percentile": {"percent": 99.9}}`.
+- An object of the user's is `{"value": name}`, to be looked up in a dict of theirs.
+
+Nothing is imported or evaluated by a name that is read: names are those of the classes that jqx
+makes public for values, or of the user's dict.
+"""
+
+import dataclasses
+import enum
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+import numpy as np
+
+from .. import calibrators, gradients, numerics
+from .._checks import require_that
+from .._errors import message
+
+Values = Mapping[str, Any]
+"""The user's own objects, by name."""
+
+NONE: Values = {}
+
+CLASSES: dict[str, type] = {
+    f"{package.__name__}.{name}": value
+    for package in (numerics, gradients, calibrators)
+    for name, value in vars(package).items()
+    if dataclasses.is_dataclass(value) and isinstance(value, type)
+}
+"""The classes of jqx's own values, by public name."""
+
+_NAMES = {cls: name for name, cls in CLASSES.items()}
+
+
+def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -> Any:
+    """Returns a value as JSON.
+
+    Args:
+      function: who asks, for messages.
+      value: what is to be described.
+      kind: its annotation, where there is one.
+      values: the user's own objects, looked up first.
+
+    Raises:
+      ValueError: an object is neither jqx's own nor among `values`.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"number": str(float(value))}
+    if isinstance(value, np.dtype):
+        return value.name
+    name = next((name for name, own in values.items() if _is_same(own, value)), None)
+    if name is not None:
+        return {"value": name}
+    if type(value) is tuple:
+        kinds = _kinds_of_items(kind, len(value))
+        return [
+            to_json(function, item, kind, values) for item, kind in zip(value, kinds, strict=True)
+        ]
+    cls = type(value)
+    if isinstance(value, enum.Enum) and cls is _settled(kind):
+        return value.name
+    if cls is not _settled(kind) and cls not in _NAMES:
+        _refuse_object(function, value)
+    fields = {
+        name: to_json(function, getattr(value, name), kind, values)
+        for name, kind in _fields(cls).items()
+    }
+    return fields if cls is _settled(kind) else {_NAMES[cls]: fields}
+
+
+def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -> Any:
+    """Inverts `to_json`.
+
+    Args:
+      function: who asks, for messages.
+      data: what `json.loads` returns.
+      kind: the annotation that the value must fit.
+      values: the user's own objects.
+      where: the place of `data` in the whole, for messages.
+
+    Raises:
+      ValueError: a name or field is unknown, a field is missing, or a value is not of its kind.
+      TypeError: a class refuses its fields.
+    """
+    value = _value(function, data, kind, values, where)
+    require_that(
+        _fits(value, kind),
+        error=ValueError,
+        function=function,
+        problem=f"{where} is not of its kind.",
+        given=f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data),
+        expected=_words(kind),
+        mend="restore the file; its fields are those of to_dict.",
+    )
+    return value
+
+
+def _value(function: str, data: Any, kind: Any, values: Values, where: str) -> Any:
+    settled = _settled(kind)
+    if isinstance(data, list):
+        kinds = _kinds_of_items(kind, len(data))
+        return tuple(
+            from_json(function, item, kind, values, f"{where}[{i}]")
+            for i, (item, kind) in enumerate(zip(data, kinds, strict=True))
+        )
+    if isinstance(data, str) and isinstance(settled, enum.EnumMeta):
+        _check_name(function, "member", data, settled.__members__, where)
+        return settled[data]
+    if not isinstance(data, dict):
+        return data
+    name, content = next(iter(data.items())) if len(data) == 1 else ("", data)
+    if name == "number" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if name == "value":
+        _check_value(function, content, values, where)
+        return values[str(content)]
+    if name in CLASSES:
+        return record_from_json(function, content, CLASSES[name], values, where)
+    if _is_record(settled):
+        return record_from_json(function, data, settled, values, where)
+    _refuse_name(function, "value", name or "(none)", CLASSES, where)
+
+
+def record_from_json(function: str, data: Any, cls: type, values: Values, where: str) -> Any:
+    """Returns the value of a class whose fields are given as JSON."""
+    kinds = _fields(cls)
+    require_that(
+        isinstance(data, dict),
+        error=ValueError,
+        function=function,
+        problem=f"{where} has no fields.",
+        given=f"a {type(data).__name__}",
+        expected=f"an object of the fields {', '.join(kinds) or '(none)'}",
+        mend="restore the file.",
+    )
+    for name in data:
+        _check_name(function, "field", name, kinds, where)
+    missing = [name for name in kinds if name not in data]
+    require_that(
+        not missing,
+        error=ValueError,
+        function=function,
+        problem=f"{where} lacks the field {missing[0] if missing else ''!r}.",
+        given=f"the fields {', '.join(data) or '(none)'}",
+        expected=f"the fields {', '.join(kinds)}",
+        mend="restore the file, or write it again with this version of jqx.",
+    )
+    fields = {
+        name: from_json(function, data[name], kind, values, f"{where}.{name}")
+        for name, kind in kinds.items()
+    }
+    try:
+        return cls(**fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}\n  at:       {where}") from None
+
+
+def check_version(function: str, data: Any, version: int) -> dict[str, Any]:
+    """Returns the fields of what was written with a version number, after checking that number."""
+    found = data.get("version") if isinstance(data, Mapping) else None
+    require_that(
+        type(found) is int and found == version,
+        error=ValueError,
+        function=function,
+        problem="the version is unknown.",
+        given=f"version {found!r}" if isinstance(data, Mapping) else f"a {type(data).__name__}",
+        expected=f"an object with version {version}",
+        mend="read it with the jqx that wrote it, and write it again with this one.",
+    )
+    return {name: value for name, value in data.items() if name != "version"}
+
+
+def _is_same(own: Any, value: Any) -> bool:
+    return own is value or (type(own) is type(value) and bool(own == value))
+
+
+def _is_record(kind: Any) -> bool:
+    """Whether an annotation is a class with fields."""
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    """Returns the annotations of what a value is made of, by field."""
+    if dataclasses.is_dataclass(cls):
+        return {field.name: field.type for field in dataclasses.fields(cls) if field.init}
+    return dict(cls.__annotations__)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _settled(kind: Any) -> Any:
+    """Returns the one class that an annotation allows beside None, or the annotation itself."""
+    options = [option for option in _options(kind) if option is not types.NoneType]
+    return options[0] if len(options) == 1 else kind
+
+
+def _kinds_of_items(kind: Any, count: int) -> tuple[Any, ...]:
+    """Returns the annotations of the items of a tuple."""
+    args = get_args(_settled(kind)) if get_origin(_settled(kind)) is tuple else (Any, ...)
+    return (args[0],) * count if args[-1] is ... else args if len(args) == count else (Any,) * count
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is what an annotation says; that of a protocol is left to who uses it."""
+    options = _options(kind)
+    if len(options) > 1:
+        return any(_fits(value, option) for option in options)
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = _kinds_of_items(kind, len(value)) if isinstance(value, tuple) else ()
+        known = get_args(kind)[-1] is ... or len(kinds) == len(get_args(kind))
+        return isinstance(value, tuple) and known and all(map(_fits, value, kinds))
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not isinstance(kind, type) or kind.__name__ == "Any" or getattr(kind, "_is_protocol", False):
+        return True  # Any is a class in Python 3.11
+    return isinstance(value, kind)
+
+
+def _words(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def _check_name(function: str, what: str, name: str, known: Any, where: str) -> None:
+    if name not in known:
+        _refuse_name(function, what, name, known, where)
+
+
+def _refuse_name(function: str, what: str, name: str, known: Any, where: str) -> NoReturn:
+    raise ValueError(
+        message(
+            function,
+            f"the {what} {name!r} at {where} is unknown.",
+            given=repr(name),
+            expected=f"one of {', '.join(known)}" if known else "none",
+            mend="restore the file, or read it with the version of jqx that wrote it.",
+        )
+    )
+
+
+def _check_value(function: str, name: Any, values: Values, where: str) -> None:
+    require_that(
+        isinstance(name, str) and name in values,
+        error=ValueError,
+        function=function,
+        problem=f"the object {name!r} at {where} is not among `values`.",
+        given=f"values of the names {', '.join(map(repr, values)) or '(none)'}",
+        expected=f"an object of the name {name!r}",
+        mend=f"pass values={{{name!r}: object}}: objects that are not jqx's own are not stored.",
+    )
+
+
+def _refuse_object(function: str, value: Any) -> NoReturn:
+    kind = type(value).__name__
+    raise ValueError(
+        message(
+            function,
+            f"an object of type {kind} is neither jqx's own nor among `values`.",
+            given=f"{kind} of the module {type(value).__module__}",
+            expected="values of jqx.numerics, jqx.calibrators and jqx.gradients, or named ones",
+            mend='give it a name: values={"mine": object}, here and where it is read.',
+        )
+    )
