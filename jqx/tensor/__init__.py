@@ -2,6 +2,12 @@
 
 from ._fit import groups_of as groups_of
 from ._grid import fake_quantize_as as fake_quantize_as
+from ._json import NONE as NONE
+from ._json import Values as Values
+from ._json import check_values as check_values
+from ._json import check_version as check_version
+from ._json import record_from_json as record_from_json
+from ._json import to_json as to_json
 from ._layout import Layout as Layout
 from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped

@@ -165,6 +165,19 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
         raise type(error)(f"{error}\n  at:       {where}") from None
 
 
+def check_values(function: str, values: Any) -> None:
+    """Checks that `values` is a dict of objects by name."""
+    require_that(
+        isinstance(values, Mapping) and all(isinstance(name, str) for name in values),
+        error=TypeError,
+        function=function,
+        problem="`values` is not a dict of objects by name.",
+        given=f"an object of type {type(values).__name__}",
+        expected="a dict with strings for keys",
+        mend='pass for example values={"mine": object}.',
+    )
+
+
 def check_version(function: str, data: Any, version: int) -> dict[str, Any]:
     """Returns the fields of what was written with a version number, after checking that number."""
     found = data.get("version") if isinstance(data, Mapping) else None

@@ -5,12 +5,15 @@ import difflib
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .._errors import message
-from ..tensor import QSpec
+from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
 from ._origin import Address, Loop
 from ._trace import Params
+
+_VERSION = 1
+"""Of what `to_dict` writes."""
 
 Shape = tuple[int | str, ...]
 """Sizes when the plan was made; a symbolic one by its name."""
@@ -27,7 +30,7 @@ class Operand:
       path: key path of the weight, the first of several joined; `None` for an activation.
     """
 
-    role: str
+    role: Literal["weight", "activation"]
     spec: QSpec | None
     key: str
     path: str | None = None
@@ -171,6 +174,45 @@ class Plan:
                 )
             )
         return found
+
+    def to_dict(self, values: Values = NONE) -> dict[str, Any]:
+        """Returns the plan as what `json.dumps` takes: jqx's own values by public name and fields.
+
+        Args:
+          values: names for objects that are not jqx's own, such as a calibrator of yours: they are
+            written by that name alone.
+
+        Raises:
+          TypeError: `values` is no dict of names.
+          ValueError: an object is neither jqx's own nor among `values`.
+
+        Example:
+          >>> import json, jqx, jax.numpy as jnp
+          >>> f = lambda w, x: x @ w
+          >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(jnp.eye(2), jnp.ones((1, 2)))
+          >>> data = json.dumps(plan.to_dict())
+          >>> jqx.Plan.from_dict(json.loads(data)) == plan
+          True
+        """
+        check_values("Plan.to_dict", values)
+        return {"version": _VERSION, **to_json("Plan.to_dict", self, Plan, values)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], values: Values = NONE) -> "Plan":
+        """Returns the plan that `to_dict` has written, equal to it. Nothing is imported by name.
+
+        Args:
+          data: from `to_dict`, or from `json.loads`.
+          values: the objects that are not jqx's own, by the names that they were written with.
+
+        Raises:
+          ValueError: the version, a field or a name is unknown, a field is missing or not of its
+            kind, or an object is not among `values`.
+          TypeError: `values` is no dict of names, or a value refuses its fields.
+        """
+        check_values("Plan.from_dict", values)
+        fields = check_version("Plan.from_dict", data, _VERSION)
+        return record_from_json("Plan.from_dict", fields, Plan, values, "plan")
 
     def site_at(self, address: Address) -> Site | None:
         """Returns the site at an address, or `None` where there is none."""

@@ -1,0 +1,353 @@
+"""Plans as JSON and back: equal, for every value of jqx and for those of the user."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import re
+import sys
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jqx
+from jqx import calibrators, gradients, numerics
+from jqx.calibrators import AbsMax, Groups
+from jqx.tensor import record_from_json, to_json
+from jqx.transforms._plan import Weight
+
+from .forms import FORMS, POLICIES, function, rows, weights
+from .models import jitted, jitted_params, mlp, mlp_params, normal, plan_of
+
+X = normal(3, 7, 16)
+PRESETS = [f for _, f in inspect.getmembers(jqx.presets, inspect.isfunction)]
+POLICY = jqx.Policy(
+    [
+        jqx.Rule("v"),
+        jqx.Rule(
+            weight=jqx.QSpec(numerics.nf4, jqx.per_group(4)),
+            activation=jqx.QSpec(jnp.uint8, symmetric=False, numerics=numerics.onnx),
+            output=jqx.QSpec(jnp.int8, dynamic=True, round_mode=jqx.RoundMode.UP),
+        ),
+    ]
+)
+
+
+def planned():
+    return plan_of(mlp, POLICY, mlp_params(), X)
+
+
+def written(plan, **named):
+    """The plan as JSON without extensions, read again."""
+    return json.loads(json.dumps(plan.to_dict(**named), allow_nan=False))
+
+
+def assert_returns(plan, **named):
+    found = jqx.Plan.from_dict(written(plan, **named), **named)
+    assert found == plan and hash(found) == hash(plan)
+    assert (str(found), found.fingerprint) == (str(plan), plan.fingerprint)
+    assert found.to_dict(**named) == plan.to_dict(**named)
+    return found
+
+
+def plan_with(spec):
+    """A plan of one weight."""
+    return jqx.Plan((), (), (Weight("w", spec, "w:weight", 1),), (0, 2), ("parameter w",))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda f: f.__name__)
+def test_plans_of_every_preset_return(preset):
+    assert_returns(plan_of(jitted, preset(), jitted_params(), X))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_plans_of_every_control_flow_form_return(name):
+    policy = POLICIES["weights and activations"]
+    assert_returns(plan_of(function(name), policy, weights(), rows()))
+
+
+def test_a_plan_of_symbolic_sizes_returns():
+    x = jax.ShapeDtypeStruct((export.symbolic_shape("n")[0], 16), jnp.float32)
+    found = assert_returns(plan_of(mlp, POLICY, mlp_params(), x))
+    assert found.sites[0].shapes[0] == ("n", 16) and found == planned()
+
+
+def test_a_plan_that_returned_converts_to_the_same_bits():
+    plan = planned()
+    found, params = assert_returns(plan), mlp_params()
+    affines = jqx.affines(plan, jqx.calibrate(mlp, plan)(params, X)[1])
+    results = [
+        jqx.convert(mlp, p, affines)(jqx.quantize_params(params, p), X) for p in (plan, found)
+    ]
+    np.testing.assert_array_equal(*results)
+
+
+def public(package, of):
+    return [value for value in vars(package).values() if of(value) and not isinstance(value, type)]
+
+
+QTYPES = [
+    *(jnp.dtype(name) for name in numerics.DTYPES if name != "float8_e8m0fnu"),
+    *public(numerics, lambda value: isinstance(value, numerics.QType)),
+    numerics.Integer(7, narrow=True),
+    numerics.Minifloat(3, 3, numerics.Specials.NAN, bias=2, saturate=False),
+    numerics.Codebook((-2.5, 0.1, 1 / 3), "mine"),
+    numerics.Block(numerics.nf4, 8, "mine", jnp.float8_e5m2, 0.5),
+]
+CALIBRATORS = [
+    *public(calibrators, lambda value: isinstance(value, calibrators.Calibrator)),
+    calibrators.fixed(-1e-300, 2.5),
+    calibrators.rms(3.0),
+    calibrators.Percentile(99.99),
+    calibrators.Delayed(4, 1),
+]
+GRADIENTS = [
+    *public(gradients, lambda value: hasattr(value, "bwd") or hasattr(value, "surrogate")),
+    gradients.Parq(0.1),
+    gradients.StochasticRounding((0, 2)),
+    gradients.LearnedStep(False),
+]
+NUMERICS = [
+    *public(numerics, lambda value: isinstance(value, numerics.Numerics)),
+    numerics.Numerics(min_scale=5e-324, symmetric_range=numerics.SymmetricRange.COVER),
+]
+GRANULARITIES = [
+    *(jqx.per_tensor(), jqx.per_axis(0, -1), jqx.per_channel(), jqx.per_token()),
+    *(jqx.per_block({0: 2, -1: 3}, tail=True), jqx.per_group(5), jqx.per_group(5, tail=True)),
+    jqx.per_group(5).resolve(3, (1,)),
+]
+SPECS = [
+    *(
+        jqx.QSpec(qtype, symmetric=numerics.format_of(qtype).signed or qtype == numerics.binary)
+        for qtype in QTYPES
+    ),
+    *(jqx.QSpec(jnp.int8, calibrator=value) for value in CALIBRATORS),
+    *(jqx.QSpec(jnp.int8, gradient=value) for value in GRADIENTS),
+    *(jqx.QSpec(jnp.int8, numerics=value) for value in NUMERICS),
+    *(jqx.QSpec(jnp.int8, granularity=value) for value in GRANULARITIES),
+    *(jqx.QSpec(jnp.int8, round_mode=mode, dynamic=True) for mode in jqx.RoundMode),
+]
+
+
+def test_the_tables_hold_every_class_of_values():
+    tables = (QTYPES, CALIBRATORS, GRADIENTS, NUMERICS, GRANULARITIES)
+    known = {
+        value
+        for package in (numerics, calibrators, gradients)
+        for value in vars(package).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    }
+    rest = known - {type(value) for table in tables for value in table}
+    assert rest == {Groups, numerics.PowerOfTwo}  # no value of a spec, and one with a dtype
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_value_of_jqx_returns(spec):
+    found = assert_returns(plan_with(spec)).weights[0].spec
+    assert all(
+        type(getattr(found, field.name)) is type(getattr(spec, field.name))
+        for field in dataclasses.fields(spec)
+    )
+
+
+class Numbers(NamedTuple):
+    values: tuple[float, ...]
+
+
+def test_numbers_that_json_lacks_return():
+    numbers = Numbers((math.inf, -math.inf, 0.1, -0.0, 5e-324, 1e308))
+    data = json.loads(json.dumps(to_json("f", numbers, Numbers), allow_nan=False))
+    found = record_from_json("f", data, Numbers, {}, "numbers")
+    assert list(map(repr, found.values)) == list(map(repr, numbers.values))
+    (nan,) = record_from_json(
+        "f", to_json("f", Numbers((math.nan,)), Numbers), Numbers, {}, "n"
+    ).values
+    assert math.isnan(nan)
+
+
+# Objects of the user.
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(AbsMax):
+    """A calibrator of the user, a subclass of one of jqx's."""
+
+    factor: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """An estimator of the user."""
+
+    def bwd(self, x, low, high, levels, cotangent):
+        return gradients.ste.bwd(x, low, high, levels, cotangent)
+
+
+class Rows:
+    """A granularity of the user, equal to itself alone."""
+
+    is_relative: ClassVar[bool] = False
+
+    def resolve(self, rank, kept):
+        return self
+
+    def groups(self, shape):
+        return Groups(tuple(shape), (1, *shape[1:]))
+
+    def scale_shape(self, shape):
+        return self.groups(shape).scale_shape
+
+
+class Thirds(numerics.Codebook):
+    """A format of the user."""
+
+
+THIRDS = Thirds((-1.0, -1 / 3, 1 / 3, 1.0), "thirds")
+OWN = {"twice": Twice(), "estimator": Estimator(), "rows": Rows(), "thirds": THIRDS}
+OWN_SPECS = {
+    "twice": jqx.QSpec(jnp.int8, calibrator=Twice()),
+    "estimator": jqx.QSpec(jnp.int8, gradient=Estimator()),
+    "rows": jqx.QSpec(jnp.int8, OWN["rows"]),
+    "thirds": jqx.QSpec(THIRDS),
+    "thirds in blocks": jqx.QSpec(numerics.Block(THIRDS, 4)),
+}
+
+
+@pytest.mark.parametrize("name", OWN_SPECS)
+def test_objects_of_the_user_return_by_name(name):
+    plan = plan_with(OWN_SPECS[name])
+    own = OWN[name.split()[0]]
+    assert {"value": name.split()[0]} in leaves_and_nodes(written(plan, values=OWN))
+    found = assert_returns(plan, values=OWN)
+    assert any(value is own for value in vars(found.weights[0].spec).values()) or "blocks" in name
+
+
+@pytest.mark.parametrize("name", OWN_SPECS)
+def test_objects_of_the_user_without_a_name_are_refused(name):
+    plan, kind = plan_with(OWN_SPECS[name]), type(OWN[name.split()[0]]).__name__
+    for values in ({}, {"other": Twice(3.0)}):
+        with pytest.raises(ValueError, match=f"type {kind} is neither jqx's own nor") as info:
+            plan.to_dict(values)
+        assert_four_parts(info, "Plan.to_dict")
+
+
+@pytest.mark.parametrize("name", OWN_SPECS)
+def test_objects_of_the_user_that_are_absent_are_refused(name):
+    own = name.split()[0]
+    data = written(plan_with(OWN_SPECS[name]), values=OWN)
+    for values in ({}, {"other": OWN[own]}):
+        with pytest.raises(ValueError, match=f"the object '{own}' at plan.weights") as info:
+            jqx.Plan.from_dict(data, values)
+        assert_four_parts(info, "Plan.from_dict")
+
+
+def test_an_object_of_another_kind_is_refused():
+    data = written(plan_with(OWN_SPECS["twice"]), values=OWN)
+    with pytest.raises(ValueError, match=r"plan.weights\[0\].spec.calibrator is not of its kind"):
+        jqx.Plan.from_dict(data, {"twice": Estimator()})
+
+
+def test_names_must_be_names():
+    for call in (planned().to_dict, lambda values: jqx.Plan.from_dict(written(planned()), values)):
+        for values in ([Twice()], {3: Twice()}):
+            with pytest.raises(TypeError, match="`values` is not a dict of objects by name"):
+                call(values)
+
+
+def test_nothing_is_imported():
+    data = written(planned())
+    for name in ("colorsys.rgb_to_hsv", "jqx.calibrators.os", "jqx.presets.w8a8", "Twice"):
+        changed = copy.deepcopy(data)
+        changed["weights"][0]["spec"]["calibrator"] = {name: {}}
+        with pytest.raises(ValueError, match=f"'{name}' at plan.weights"):
+            jqx.Plan.from_dict(changed)
+    assert "colorsys" not in sys.modules
+
+
+# What is not a plan.
+
+
+def leaves_and_nodes(data):
+    """Every value of a JSON tree."""
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return [data, *(node for value in inner for node in leaves_and_nodes(value))]
+
+
+def places(data, path=()):
+    """The path of every value of a JSON tree but the whole."""
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from places(value, (*path, key))
+
+
+def changed(data, path, change):
+    data = copy.deepcopy(data)
+    node = data
+    for key in path[:-1]:
+        node = node[key]
+    change(node, path[-1])
+    return data
+
+
+def assert_four_parts(info, call):
+    parts = rf"jqx\.{call}: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+    assert re.fullmatch(parts, str(info.value)), str(info.value)
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, "1", 1.0, True])
+def test_another_version_is_refused(version):
+    data = {**written(planned()), "version": version}
+    with pytest.raises(ValueError, match="the version is unknown") as info:
+        jqx.Plan.from_dict(data)
+    assert_four_parts(info, "Plan.from_dict")
+
+
+@pytest.mark.parametrize("data", [None, [], "plan", {}, 1])
+def test_what_has_no_version_is_refused(data):
+    with pytest.raises(ValueError, match="the version is unknown"):
+        jqx.Plan.from_dict(data)
+
+
+def test_every_missing_field_is_named():
+    data = written(planned())
+    fields = [path for path in places(data) if isinstance(path[-1], str)]
+    for path in fields:
+        with pytest.raises(ValueError) as info:
+            jqx.Plan.from_dict(changed(data, path, lambda node, key: node.pop(key)))
+        assert_four_parts(info, "Plan.from_dict")
+        named = f"lacks the field {path[-1]!r}" in str(info.value)
+        assert named or path[-1].startswith("jqx.") or path == ("version",), path
+
+
+def test_every_unknown_field_is_named():
+    data = written(planned())
+    objects = [path for path in places(data) if isinstance(path[-1], str)]
+    for path in objects:
+        with pytest.raises(ValueError, match="is unknown") as info:
+            jqx.Plan.from_dict(changed(data, path, lambda node, key: node.update(extra=1)))
+        assert_four_parts(info, "Plan.from_dict")
+
+
+@pytest.mark.parametrize(
+    "other", [{"nonsense": 1}, {"number": "inf"}, {"value": "x"}, [[[]]]], ids=str
+)
+def test_every_value_of_another_kind_is_refused(other):
+    data = written(planned())
+    for path in places(data):
+        with pytest.raises((TypeError, ValueError)) as info:
+            jqx.Plan.from_dict(changed(data, path, lambda node, key: node.__setitem__(key, other)))
+        assert "to mend" in str(info.value), path
+
+
+def test_a_field_that_its_class_refuses_is_located():
+    data = written(planned())
+    data["weights"][0]["spec"]["symmetric"] = False
+    with pytest.raises(ValueError, match=r"at:       plan.weights\[0\].spec$"):
+        jqx.Plan.from_dict(data)
