@@ -120,6 +120,15 @@ def shardings_of(eqn: Eqn) -> tuple[list[Any], list[Any]]:
     return known(eqn.params["in_shardings"]), known(eqn.params["out_shardings"])
 
 
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """Returns how many operands of a scan equation are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    parts = eqn.params["ft_in"].update(list(eqn.invars)).unpack()  # jax 0.11
+    consts, carried, _ = map(list, parts)
+    return len(consts), len(carried)
+
+
 def shard_map_options(eqn: Eqn) -> dict[str, Any]:
     """Returns the arguments of `jax.shard_map` beside the function and the specs."""
     p = eqn.params

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import lax
 
+from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor, refine
 from .._origin import Loop, Origin
@@ -14,7 +15,8 @@ from ._form import Finder, Form, Records, Runner
 
 
 def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence[Origin | None]:
-    consts, first, count = eqn.params["num_consts"], _first_xs(eqn), eqn.params["num_carry"]
+    consts, count = _compat.scan_counts(eqn)
+    first = consts + count
     carried = unchanged(eqn.params["jaxpr"], consts, count)
     loop = Loop(finder.here, eqn.params["length"])
     inside = [
@@ -30,8 +32,9 @@ def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence
 
 
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    body, count, length = eqn.params["jaxpr"], eqn.params["num_carry"], eqn.params["length"]
-    at, first = eqn.params["num_consts"], _first_xs(eqn)
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    at, count = _compat.scan_counts(eqn)
+    first = at + count
     consts, xs = operands[:at], operands[first:]
     carry = Carry.of(body, at, operands[at:first], runner)
     steps, given = runner.split(length)
@@ -56,10 +59,6 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
         unroll=eqn.params["unroll"],
     )
     return [*carry.state(values), *ys], seen | each
-
-
-def _first_xs(eqn: Eqn) -> int:
-    return eqn.params["num_consts"] + eqn.params["num_carry"]
 
 
 def _sliceable(x: Any) -> Any:
