@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .._errors import message
 from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
 from ._origin import Address, Loop
+from ._plan_table import as_rich_table, as_text
 from ._trace import Params
 
 _VERSION = 1
@@ -296,66 +297,14 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        rows = [("path", "op", "shapes", "weight", "activation", "rule")]
-        for site in self.sites:
-            rows.append(
-                (
-                    site.path or "(argument)",
-                    site.op,
-                    _shapes(site.shapes),
-                    _specs(site, "weight", self),
-                    _specs(site, "activation", self)
-                    + (f" -> {site.output}" if site.output else ""),
-                    str(site.rule),
-                )
-            )
-        for skip in self.skipped:
-            row = (skip.path or "(unnamed)", skip.op, _shapes(skip.shapes), "-", "-", skip.reason)
-            rows.append(row)
-        return "\n".join([*_table(rows), self._footer()])
+        return as_text(self)
 
-    def _footer(self) -> str:
-        share = self._share()
-        count = len(self.sites) + len(self.skipped)
-        tied = [f"{w.path} ({w.sites} sites)" for w in self.weights if w.sites > 1]
-        shared = f"; one tensor for {', '.join(tied)}" if tied else ""
-        return f"{len(self.sites)} of {count} contractions quantized{share}{shared}"
-
-    def _share(self) -> str:
-        """Returns which share of the multiply-adds is quantized, in words; of symbolic sizes no
-        share is known.
-        """
-        macs = [item.macs for item in (*self.sites, *self.skipped)]
-        known = [number for number in macs if number is not None]
-        if not sum(known) or len(known) < len(macs):
-            return ""
-        return f", {100 * sum(known[: len(self.sites)]) / sum(known):.1f} % of the multiply-adds"
-
-
-def _specs(site: Site, role: str, plan: Plan) -> str:
-    specs = []
-    for operand in site.operands:
-        if operand.role == role:
-            weight = plan.weight_at(operand.path) if role == "weight" else None
-            spec = weight.spec if weight and operand.spec else operand.spec
-            specs.append(str(spec) if spec else "float")
-    return " x ".join(dict.fromkeys(specs)) or "-"
-
-
-def _shapes(shapes: tuple[Shape, ...]) -> str:
-    return " x ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
+    def __rich__(self) -> Any:
+        """What rich prints in place of `str(plan)`: a table."""
+        return as_rich_table(self)
 
 
 def _some(names: list[str]) -> str:
     return (
         ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

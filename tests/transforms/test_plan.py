@@ -1,3 +1,6 @@
+import io
+import re
+
 import jax.numpy as jnp
 import pytest
 
@@ -45,3 +48,14 @@ def test_a_path_gives_its_contractions():
     with pytest.raises(KeyError, match="no contraction is on that path") as info:
         plan["ww"]
     assert "such as w" in str(info.value)
+
+
+def test_rich_prints_the_same_cells_as_a_table():
+    console = pytest.importorskip("rich.console")
+    plan = plan_of(mlp, jqx.presets.w8a8("w"), mlp_params(), normal(0, 4, 16))
+    file = io.StringIO()
+    console.Console(width=200, file=file).print(plan)
+    text = file.getvalue()
+    assert str(plan).splitlines()[-1] in text
+    for line in str(plan).splitlines()[2:-1]:
+        assert all(cell in text for cell in re.split(r"  +", line))
