@@ -193,6 +193,10 @@ def associative_scan(dot, w, x):
     return lax.associative_scan(jnp.add, y, axis=0)
 
 
+def associative_scan_of_products(dot, w, x):
+    return lax.associative_scan(lambda a, b: act(dot(a + b, w[0])), x, axis=0)
+
+
 def custom_jvp(dot, w, x):
     @jax.custom_jvp
     def f(w, x):
@@ -222,7 +226,14 @@ ALL = (
     *(scan_xs, scan_constant, scan_carried, scan_of_rows, scan_in_scan, stacks_in_scan),
     *WHILES,
     *(fori, fori_indexed, cond, switch, mapped, remat, remat_in_scan, jitted, vmapped),
-    *(cond_in_scan, scan_in_cond, associative_scan, custom_jvp, custom_vjp),
+    *(
+        cond_in_scan,
+        scan_in_cond,
+        associative_scan,
+        associative_scan_of_products,
+        custom_jvp,
+        custom_vjp,
+    ),
 )
 FORMS = {f.__name__: f for f in ALL}
 UNTAKEN = ("cond", "switch", "cond_in_scan")

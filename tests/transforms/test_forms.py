@@ -27,9 +27,19 @@ from .forms import (
 )
 
 forms = pytest.mark.parametrize("name", FORMS)
-policies = pytest.mark.parametrize("policy", POLICIES)
+BOTH = "weights and activations"
+slow = pytest.mark.slow
+policies = pytest.mark.parametrize("policy", [pytest.param("weights", marks=slow), BOTH])
 MODES = {"eager": lambda f: f, "jit": jax.jit}
-modes = pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "jit"])
+modes = pytest.mark.parametrize("mode", [pytest.param("eager", marks=slow), "jit"])
+ways = pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        pytest.param("weights", "jit", marks=slow),
+        pytest.param(BOTH, "eager", marks=slow),
+        (BOTH, "jit"),
+    ],
+)
 CUSTOM = ("custom_jvp", "custom_vjp")
 
 
@@ -39,10 +49,11 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
-def plan_of(name, policy="weights and activations"):
+def plan_of(name, policy=BOTH):
     return jqx.make_plan(function(name), POLICIES[policy])(weights(), rows())
 
 
+@pytest.mark.slow
 def test_the_numbers_are_quantized_with_loss_and_exactly():
     w, x = weights(), rows()
     for name in FORMS:
@@ -160,16 +171,14 @@ def test_scales_learned_for_each_layer_get_gradients_through_a_scan():
 
 
 @forms
-@policies
-@modes
+@ways
 def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
     f, w, x = jqx.simulate(function(name), plan_of(name, policy)), weights(), rows()
     assert_same(MODES[mode](f)(w, x), reference(name, policy)(w, x))
 
 
 @forms
-@policies
-@modes
+@ways
 def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
     plan, w, x = plan_of(name, policy), weights(), rows()
     f, q = jqx.convert(function(name), plan), jqx.quantize_params(w, plan)
@@ -185,7 +194,7 @@ def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
 def test_a_mapped_function_is_that_of_each_row(name, transform):
     f, w, x = transform(function(name), plan_of(name)), weights(), rows(2)
     found = jax.jit(jax.vmap(f, (None, 0)))(w, x)
-    each = [reference(name, "weights and activations")(w, row) for row in x]
+    each = [reference(name, BOTH)(w, row) for row in x]
     assert_same(found, jax.tree.map(lambda *parts: jnp.stack(parts), *each))
 
 
@@ -228,5 +237,20 @@ def test_a_contraction_in_the_condition_of_a_loop_is_no_site_of_its_body():
     assert [skip.reason for skip in plan.skipped] == ["it stands in the condition of a while loop"]
     expected = f(by_hand(True), jnp.round(w * 4) / 4, x)
     assert not np.array_equal(expected, x)
+    assert_same(jax.jit(jqx.simulate(real, plan))(w, x), expected)
+    assert_same(jax.jit(jqx.convert(real, plan))(jqx.quantize_params(w, plan), x), expected)
+
+
+def test_what_is_differentiated_inside_is_quantized():
+    """The backward product is a site too: it quantizes the cotangent, which is on the grid."""
+
+    def f(dot, w, x):
+        return x - jax.grad(lambda x: dot(x, w[0]).sum())(x)
+
+    real, w, x = functools.partial(f, matmul), weights(), rows()
+    plan = jqx.make_plan(real, POLICIES[BOTH])(w, x)
+    assert plan.sites and plan.skipped == ()
+    expected = f(by_hand(True), jnp.round(w * 4) / 4, x)
+    assert not np.array_equal(expected, real(w, x))
     assert_same(jax.jit(jqx.simulate(real, plan))(w, x), expected)
     assert_same(jax.jit(jqx.convert(real, plan))(jqx.quantize_params(w, plan), x), expected)
