@@ -91,11 +91,12 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(mark, x) if axes else x
 
 
-def vary_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
-    """Marks arrays, inside `shard_map`, as different along every axis along which one of them is:
-    a `custom_vjp` does not do so by itself, and its gradients would be of another type.
+def vary_alike(*arrays: Any) -> tuple[Any, ...]:
+    """Marks arrays, or pytrees of them, as different along every axis of a `shard_map` along which
+    one of them is: a `custom_vjp` does not do so by itself, and its gradients would be of another
+    type.
     """
-    axes = frozenset().union(*(varies_along(x) for x in arrays if x is not None))
+    axes = frozenset().union(*map(varies_along, jax.tree.leaves(arrays)))
     return tuple(vary(x, axes) for x in arrays)
 
 

@@ -44,5 +44,4 @@ def integer_forward(
         return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)], None, None
 
     contract.defvjp(forward, backward)
-    axes = frozenset().union(*map(_compat.varies_along, jax.tree.leaves((real, codes, others))))
-    return contract(*_compat.vary((list(real), list(codes), list(others)), axes))
+    return contract(*_compat.vary_alike(list(real), list(codes), list(others)))
