@@ -1,0 +1,85 @@
+"""Flax's layers, quantized: the same fields, parameters and results, and a policy."""
+
+from typing import Any
+
+from flax import linen as nn
+
+from ._quantized import Quantized
+
+
+class Dense(Quantized, nn.Dense):
+    """`flax.linen.Dense`, quantized.
+
+    Fields are those of Flax, and by name `policy`, `mode` and `backward`, see `Quantized`. The
+    parameters are Flax's too, and stand at the same paths, so that a float checkpoint fits.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> layer = jqx.linen.Dense(2, policy=jqx.presets.w8a8_dynamic())
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 4)))
+      >>> jax.tree.map(jnp.shape, variables["params"])
+      {'bias': (2,), 'kernel': (4, 2)}
+      >>> integers = layer.clone(mode=jqx.linen.Mode.CONVERT)
+      >>> jqx.linen.convert(integers, variables, jnp.ones((1, 4)))["qparams"]["kernel"]
+      QTensor(int8[4, 2] per_axis(1), scale float32[1, 2], dtype=float32, 16 bytes)
+    """
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._evaluate("__call__", inputs)
+
+
+class DenseGeneral(Quantized, nn.DenseGeneral):
+    """`flax.linen.DenseGeneral`, quantized; see `Dense`."""
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._evaluate("__call__", inputs)
+
+
+class Einsum(Quantized, nn.Einsum):
+    """`flax.linen.Einsum`, quantized; see `Dense`."""
+
+    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
+        return self._evaluate("__call__", inputs, einsum_str)
+
+
+class Conv(Quantized, nn.Conv):
+    """`flax.linen.Conv`, quantized; see `Dense`."""
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._evaluate("__call__", inputs)
+
+
+class ConvTranspose(Quantized, nn.ConvTranspose):
+    """`flax.linen.ConvTranspose`, quantized; see `Dense`."""
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._evaluate("__call__", inputs)
+
+
+class Embed(Quantized, nn.Embed):
+    """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup."""
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._evaluate("__call__", inputs)
+
+    def attend(self, query: Any) -> Any:
+        """Multiplies by the transposed table."""
+        return self._evaluate("attend", query)
+
+
+class MultiHeadDotProductAttention(Quantized, nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention`, quantized; see `Dense`.
+
+    The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
+    scores and mixing are products of activations, which a rule without `weight=` covers.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("__call__", *args, **kwargs)
+
+
+class MultiHeadAttention(Quantized, nn.MultiHeadAttention):
+    """`flax.linen.MultiHeadAttention`, quantized; see `MultiHeadDotProductAttention`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("__call__", *args, **kwargs)

@@ -1,0 +1,99 @@
+"""A whole module, quantized from outside."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from .._checks import check_instance
+from .._errors import message
+from ..modules import Mode
+from ..policy import Policy
+from ._quantized import OUTER, Quantized
+from ._state import State
+
+
+def quantize(
+    module: nn.Module,
+    policy: Policy,
+    *,
+    mode: Mode = Mode.SIMULATE,
+    backward: DTypeLike | None = None,
+) -> Quantized:
+    """Returns a module like another whose every public method runs through the transforms.
+
+    Nothing of `module` is changed. The result is an instance of its class too, with its fields and
+    its variables, at the same paths; it can be a part of other modules, and under Flax's lifted
+    transforms. `result.clone(mode=...)` is the same in another mode.
+
+    Args:
+      module: any linen module, bound to nothing.
+      policy: what is quantized; paths are those in `variables["params"]`.
+      mode: what a call does.
+      backward: see `jqx.simulate`.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: `module` is bound, is quantized already, or has a field of the name `policy`,
+        `mode` or `backward`.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+      >>> x = jnp.ones((1, 4))
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> quantized = jqx.linen.quantize(model, jqx.presets.w8a8_dynamic())
+      >>> trained = quantized.apply(variables, x)
+      >>> integers = quantized.clone(mode=jqx.linen.Mode.CONVERT)
+      >>> small = jqx.linen.convert(integers, variables, x)
+      >>> bool(jnp.allclose(integers.apply(small, x), trained))
+      True
+    """
+    check_instance("quantize", "module", module, nn.Module, mend="pass a linen module.")
+    fields = [f.name for f in dataclasses.fields(module) if f.init and f.name not in OUTER]
+    own = [f.name for f in dataclasses.fields(Quantized) if f.name not in OUTER]
+    both = sorted({*fields} & {*own})
+    if module.scope is not None or isinstance(module, State) or both:
+        raise ValueError(
+            message(
+                "quantize",
+                "this module cannot be quantized.",
+                given=f"{type(module).__name__}"
+                + (", bound to variables" if module.scope is not None else "")
+                + (f", with fields {', '.join(both)}" if both else ""),
+                expected=f"a float module, unbound, without fields {', '.join(own)}",
+                mend="pass the float module itself, inside of a module made with parent=None; "
+                "rename its fields.",
+            )
+        )
+    kind = _quantized_class(type(module))
+    values = {name: getattr(module, name) for name in fields}
+    return kind(**values, policy=policy, mode=mode, backward=backward, name=module.name)
+
+
+@functools.cache
+def _quantized_class(kind: type[nn.Module]) -> type[Any]:
+    """Returns the class of a quantized module: one for each float class."""
+    methods = {
+        name: _method(name, method)
+        for base in reversed(kind.__mro__)
+        if issubclass(base, nn.Module) and base is not nn.Module
+        for name, method in vars(base).items()
+        if inspect.isfunction(method) and (name == "__call__" or name[0] != "_") and name != "setup"
+    }
+    return type(
+        f"Quantized{kind.__name__}", (Quantized, kind), {**methods, "__doc__": kind.__doc__}
+    )
+
+
+def _method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Quantized, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(name, *args, **kwargs)
+
+    run.__name__, run.__doc__ = name, method.__doc__
+    return run

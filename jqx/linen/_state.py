@@ -1,0 +1,90 @@
+"""The variables of a quantized linen module, and what each mode does with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from .._checks import check_instance
+from .._errors import message
+from ..modules import Mode, QuantizedFunction, check_mode, flatten, nest, overlay
+from ..policy import Policy
+
+QPARAMS = "qparams"
+"""Collection of quantized weights, where `params` has float ones."""
+
+STATS = "quant_stats"
+"""Collection of statistics, written in `Mode.CALIBRATE`."""
+
+SCALES = "quant_scales"
+"""Collection of fixed scales of activations."""
+
+LEARNED = "learned_scales"
+"""Collection that `learn_scales` reads; the scales themselves stand among `params`."""
+
+OWN = (QPARAMS, STATS, SCALES, LEARNED)
+
+
+class State(nn.Module, kw_only=True):
+    """Base of linen modules that have a policy and a mode.
+
+    Attributes:
+      policy: what is quantized; paths are those of the parameters inside of this module.
+      mode: what a call does.
+      backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
+        then runs on integers, see `jqx.simulate`.
+    """
+
+    policy: Policy
+    mode: Mode = Mode.SIMULATE
+    backward: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_instance(name, "policy", self.policy, Policy, mend="pass one of jqx.presets.")
+        check_mode(name, self.mode)
+        super().__post_init__()
+
+    def _known(self, learned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Returns statistics and scales, as arguments of `QuantizedFunction`."""
+        fixed, stats = (self.variables.get(name, {}) for name in (SCALES, STATS))
+        return {"stats": flatten(stats), "scales": {**flatten(fixed), **flatten(learned)}}
+
+    def _run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
+        """Evaluates a function in this mode; keeps what it learns. Codes are kept under names that
+        start with `prefix`.
+        """
+        if self.mode is Mode.CALIBRATE:
+            result, stats = call.observe(params)
+            self._keep(STATS, nest(stats))
+            return result
+        if self.mode is Mode.SIMULATE and self.is_mutable_collection(LEARNED):
+            self._keep(LEARNED, nest(call.find_scales(params, weights=True)))
+        if self.mode is not Mode.FLOAT and self.is_mutable_collection(SCALES):
+            scales = call.find_scales(params)
+            self._keep(SCALES, nest(scales))
+            call = call.with_scales(scales)
+        if self.mode is Mode.CONVERT and self.is_mutable_collection(QPARAMS):
+            codes = nest(call.quantize(params))
+            self._keep(QPARAMS, {prefix + name: tree for name, tree in codes.items()})
+            params = overlay(params, codes)
+        key = self.make_rng("quant") if self.has_rng("quant") else None
+        return call(params, self.mode, self.backward, key)
+
+    def _keep(self, collection: str, tree: Mapping[str, Any]) -> None:
+        """Writes variables of this module and of those inside of it."""
+        if tree and not self.is_mutable_collection(collection):
+            raise ValueError(
+                message(
+                    type(self).__name__,
+                    f"{self.mode} writes the collection {collection!r}.",
+                    given="a call in which it is not mutable",
+                    expected=f"mutable=[{collection!r}] among the arguments of apply",
+                    mend="pass it, and keep the variables that apply returns beside the result.",
+                )
+            )
+        for name, value in tree.items():
+            before = self.get_variable(collection, name)
+            both = isinstance(before, Mapping) and isinstance(value, Mapping)
+            self.put_variable(collection, name, overlay(before, value) if both else value)

@@ -1,0 +1,228 @@
+"""What becomes of the variables of a quantized module: weights to codes, statistics to scales."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import unfreeze
+
+from .._checks import check_instance, require_that
+from .._errors import message
+from ..modules import Mode, check_learnable, flatten, overlay, split, without
+from ..transforms import Plan
+from ._injected import INJECTED
+from ._quantized import Quantized
+from ._state import LEARNED, QPARAMS, SCALES, STATS
+
+Variables = Mapping[str, Any]
+
+
+def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns variables for integer execution: quantized weights, and the scales of activations.
+
+    Runs the module once, so jit it where that takes long; under `jax.eval_shape` it gives an
+    abstract target to restore a checkpoint into.
+
+    Args:
+      module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
+      variables: its float variables; with the collection `quant_stats` of a calibration where
+        activations are to have static scales, else those get theirs from the values of this call.
+      *args: of the call, as for `module.apply`.
+      **kwargs: of the call, such as `method=` and `rngs=`.
+
+    Returns:
+      The variables with every planned weight moved from `params` to `qparams`, at the same path, as
+      a QTensor; scales in `quant_scales`; no `quant_stats`. Where a layer of Flax with an injected
+      contraction owns the weight, the QTensor stays in `params`.
+
+    Raises:
+      ValueError: no module in it was in `Mode.CONVERT`, or its weights are quantized already.
+      TypeError: a layer around an injected contraction takes no QTensor.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> x, policy = jnp.ones((1, 4)), jqx.presets.w8a16()
+      >>> variables = nn.Dense(2).init(jax.random.key(0), x)
+      >>> module = jqx.linen.quantize(nn.Dense(2), policy, mode=jqx.linen.Mode.CONVERT)
+      >>> jax.tree.map(lambda x: x.dtype.name, jqx.linen.convert(module, variables, x)["params"])
+      {'bias': 'float32'}
+    """
+    _, new = module.apply(variables, *args, mutable=[QPARAMS, SCALES], **kwargs)
+    _require(new.get(QPARAMS), "convert", module, variables, Mode.CONVERT, "quantized a weight")
+    kept = {name: unfreeze(tree) for name, tree in variables.items()}
+    kept.pop(STATS, None)
+    params, _ = split(kept.pop("params", {}))
+    new = unfreeze(new)
+    codes, injected = _part(new[QPARAMS])
+    params = overlay(without(params, codes), injected)
+    found = {"params": params, QPARAMS: codes, SCALES: new.get(SCALES, {})}
+    converted = {**kept, **{name: tree for name, tree in found.items() if tree}}
+    if injected:
+        _check_taken(module, converted, args, kwargs)
+    return converted
+
+
+def fix_scales(
+    module: nn.Module, variables: Variables, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Returns variables in which the statistics of activations have become scales.
+
+    In `Mode.SIMULATE` scales are found from statistics in every call; this does it once, which
+    saves time where a calibrator searches (`mse`, `entropy`).
+
+    Args:
+      module: a module in `Mode.SIMULATE`.
+      variables: its variables, with the statistics of a calibration; an activation without any
+        gets its scale from the values of this call (behind layers of `jqx.linen` those are what
+        quantized layers give).
+      *args: of the call, as for `module.apply`.
+      **kwargs: of the call, such as `method=` and `rngs=`.
+
+    Returns:
+      The variables with scales in the collection `quant_scales`, and without `quant_stats`.
+
+    Raises:
+      ValueError: nothing in it has static activations in `Mode.SIMULATE`.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> module, x = jqx.linen.Dense(2, policy=jqx.presets.w8a8()), jnp.full((1, 4), 127.0)
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> fixed = jqx.linen.fix_scales(module, variables, x)
+      >>> float(fixed["quant_scales"]["kernel:dot_general:lhs"].scale[0, 0])
+      1.0
+    """
+    _, new = module.apply(variables, *args, mutable=[SCALES], **kwargs)
+    _require(new.get(SCALES), "fix_scales", module, variables, Mode.SIMULATE, "found a scale")
+    kept = {name: tree for name, tree in variables.items() if name != STATS}
+    return {**kept, SCALES: unfreeze(new[SCALES])}
+
+
+def learn_scales(
+    module: nn.Module, variables: Variables, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Returns variables in which scales are parameters, of weights and of static activations.
+
+    They start where the calibrators put them: from statistics, or from the values of this call.
+    Use an estimator with a gradient for scales, such as `jqx.gradients.lsq`.
+
+    Args:
+      module: a module in `Mode.SIMULATE`.
+      variables: its variables.
+      *args: of the call, as for `module.apply`.
+      **kwargs: of the call, such as `method=` and `rngs=`.
+
+    Returns:
+      The variables with scales in `params`, each beside its weight, by names such as
+      `kernel:weight` and `kernel:dot_general:lhs`; without `quant_stats` and `quant_scales`.
+
+    Raises:
+      ValueError: nothing in it is quantized in `Mode.SIMULATE`; a zero point, or a scale in a
+        format of its own (mxfp8, nvfp4), has no gradient.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> lsq = {"gradient": jqx.gradients.lsq}
+      >>> module = jqx.linen.Dense(2, policy=jqx.presets.w8a8(weight=lsq, activation=lsq))
+      >>> variables = module.init(jax.random.key(0), jnp.ones((1, 4)))
+      >>> sorted(jqx.linen.learn_scales(module, variables, jnp.ones((1, 4)))["params"])
+      ['bias', 'kernel', 'kernel:dot_general:lhs', 'kernel:weight']
+    """
+    _, new = module.apply(variables, *args, mutable=[LEARNED], **kwargs)
+    _require(new.get(LEARNED), "learn_scales", module, variables, Mode.SIMULATE, "found a scale")
+    learned = unfreeze(new[LEARNED])
+    check_learnable(flatten(learned))
+    kept = {name: tree for name, tree in variables.items() if name not in (STATS, SCALES)}
+    return {**kept, "params": overlay(unfreeze(kept.get("params", {})), learned)}
+
+
+def make_plan(
+    module: Quantized,
+    variables: Variables,
+    *args: Any,
+    method: str = "__call__",
+    rngs: Any = None,
+    **kwargs: Any,
+) -> Plan:
+    """Returns the plan of a call of a quantized module: every contraction, and its rule.
+
+    Args:
+      module: a quantized layer, or what `quantize` returns.
+      variables: its variables; arrays or `jax.ShapeDtypeStruct`.
+      *args: of the call, as for `module.apply`.
+      method: name of the method that is called.
+      rngs: of the call, as for `module.apply`.
+      **kwargs: keyword arguments of the method.
+
+    Raises:
+      TypeError: `module` is not quantized.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> module, x = jqx.linen.Dense(2, policy=jqx.presets.w8a8()), jnp.ones((1, 4))
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> [site.path for site in jqx.linen.make_plan(module, variables, x).sites]
+      ['kernel']
+    """
+    mend = "pass a layer of jqx.linen, or jqx.linen.quantize(module, policy)."
+    check_instance("make_plan", "module", module, Quantized, mend=mend)
+
+    def plan(module: Any, *args: Any, **kwargs: Any) -> Plan:
+        return module._plan(method, *args, **kwargs)
+
+    found = module.apply(variables, *args, method=plan, rngs=rngs, **kwargs)
+    assert isinstance(found, Plan)
+    return found
+
+
+def _require(
+    found: Any, function: str, module: nn.Module, variables: Variables, mode: Mode, did: str
+) -> None:
+    require_that(
+        found,
+        error=ValueError,
+        function=function,
+        problem=f"no part of the module {did}.",
+        given=f"{type(module).__name__} with collections {', '.join(variables)}",
+        expected=f"a module with quantized layers in {mode} and weights that are not yet codes",
+        mend=f"pass module.clone(mode={mode}), or set the mode of its layers.",
+    )
+
+
+def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any) -> None:
+    """Checks that layers with an injected contraction hand a QTensor on to it."""
+    try:
+        jax.eval_shape(lambda: module.apply(converted, *args, **kwargs))
+    except Exception as error:
+        raise TypeError(
+            message(
+                "convert",
+                "a layer around an injected contraction does not take a QTensor.",
+                given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
+                expected="layers with promote_dtype=jqx.linen.promote_dtype",
+                mend="give it that; attention has no such field: use jqx.linen.MultiHeadAttention, "
+                "or jqx.linen.quantize.",
+            )
+        ) from error
+
+
+def _part(codes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts the codes of quantized modules from those of injected contractions, which come back
+    under the path of the parameter.
+    """
+    own, injected = {}, {}
+    for name, value in codes.items():
+        if not isinstance(value, Mapping):
+            own[name] = value
+            continue
+        for key in [key for key in value if key.startswith(INJECTED)]:
+            injected[key.removeprefix(INJECTED)] = value[key]
+        rest = {key: x for key, x in value.items() if not key.startswith(INJECTED)}
+        inner, under = _part(rest)
+        if inner:
+            own[name] = inner
+        if under:
+            injected[name] = under
+    return own, injected

@@ -1,0 +1,12 @@
+"""What the layers of every module library share: modes, and a function evaluated in one of them."""
+
+from ._entries import flatten as flatten
+from ._entries import nest as nest
+from ._entries import overlay as overlay
+from ._entries import split as split
+from ._entries import without as without
+from ._learnable import check_learnable as check_learnable
+from ._mode import Mode as Mode
+from ._mode import check_mode as check_mode
+from ._quantized_function import QuantizedFunction as QuantizedFunction
+from ._quantized_function import needs_key as needs_key

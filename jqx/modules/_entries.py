@@ -1,0 +1,83 @@
+"""Statistics and scales by key, such as `attention/query/kernel:dot_general:lhs`, as nested dicts
+in which each stands beside its weight.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts, one for each part of the path."""
+    nested: dict[str, Any] = {}
+    for key, value in entries.items():
+        *parts, last = _parts(key)
+        inner = nested
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
+def flatten(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Inverts `nest`."""
+    entries = {}
+    for name, value in nested.items():
+        if _is_entry(name):
+            entries[before + name] = value
+        else:
+            entries |= flatten(value, f"{before}{name}/")
+    return entries
+
+
+def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts nested dicts in two: parameters, and the entries that stand beside them."""
+    params, entries = {}, {}
+    for name, value in tree.items():
+        if _is_entry(name):
+            entries[name] = value
+        elif isinstance(value, Mapping):
+            params[name], inner = split(value)
+            if inner:
+                entries[name] = inner
+        else:
+            params[name] = value
+    return params, entries
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts laid over others: a leaf of `above` takes the place of one `below`."""
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        if isinstance(value, Mapping) and isinstance(under, Mapping):
+            value = overlay(under, value)
+        merged[name] = value
+    return merged
+
+
+def without(tree: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts less the leaves that others have at the same place, and less the dicts
+    that this leaves empty.
+    """
+    kept = {}
+    for name, value in tree.items():
+        other = gone.get(name, {})
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            value = without(value, other) if other else value
+            if not value and other:
+                continue
+        elif name in gone and not isinstance(other, Mapping):
+            continue
+        kept[name] = value
+    return kept
+
+
+def _is_entry(name: str) -> bool:
+    return ":" in name
+
+
+def _parts(key: str) -> list[str]:
+    """Splits the path, which stands before the first colon."""
+    path, colon, rest = key.partition(":")
+    *scopes, last = path.split("/")
+    return [*scopes, last + colon + rest]

@@ -1,0 +1,27 @@
+"""What a quantized module does when it is called."""
+
+import enum
+from typing import Any
+
+from .._checks import check_instance
+
+
+class Mode(enum.Enum):
+    """What a quantized module does when it is called."""
+
+    FLOAT = "float"
+    """As the module that it is made of; quantized weights are dequantized."""
+
+    CALIBRATE = "calibrate"
+    """As FLOAT, and keeps statistics of every activation that is to get a static scale."""
+
+    SIMULATE = "simulate"
+    """Rounds weights and activations, computes in float, has gradients: for training."""
+
+    CONVERT = "convert"
+    """Runs contractions on integers."""
+
+
+def check_mode(function: str, mode: Any) -> None:
+    """Checks that a mode is one."""
+    check_instance(function, "mode", mode, Mode, mend="pass Mode.SIMULATE, or another of them.")

@@ -1,0 +1,169 @@
+"""A function of weights, evaluated in one of the modes of a quantized module."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.typing import DTypeLike
+
+from .._errors import message
+from ..calibrators import Affine
+from ..gradients import draws
+from ..policy import Policy
+from ..tensor import QTensor
+from ..transforms import (
+    Plan,
+    affines,
+    calibrate,
+    convert,
+    dequantize_params,
+    make_plan,
+    merge_stats,
+    quantize_params,
+    simulate,
+)
+from ._mode import Mode
+
+
+def needs_key(policy: Policy) -> bool:
+    """Whether a gradient estimator of a policy draws random numbers in `Mode.SIMULATE`."""
+    specs = [spec for rule in policy.rules for spec in (rule.weight, rule.activation, rule.output)]
+    return any(spec is not None and draws(spec.gradient) for spec in specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFunction:
+    """A function of weights at its arguments, and what is known of its activations.
+
+    Attributes:
+      function: `function(params, *args, **kwargs)`; weights are argument 0.
+      policy: what is quantized.
+      args: positional arguments behind the weights.
+      kwargs: keyword arguments.
+      stats: statistics by key, as far as there are any.
+      scales: scales by key, as far as there are any; they go before statistics.
+      caller: named by errors.
+    """
+
+    function: Callable[..., Any]
+    policy: Policy
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stats: Mapping[str, Any]
+    scales: Mapping[str, Affine]
+    caller: str
+
+    def __call__(
+        self,
+        params: Any,
+        mode: Mode,
+        backward: DTypeLike | None = None,
+        key: jax.Array | None = None,
+    ) -> Any:
+        """Returns the result, in float, simulated, or on integers."""
+        if mode is Mode.SIMULATE:
+            key = key if needs_key(self.policy) else None
+            transform = simulate(
+                self.function, *self._plan_and_scales(params), backward=backward, key=key
+            )
+        elif mode is Mode.CONVERT:
+            plan = self.plan(params)
+            params = _fit(params, plan)
+            transform = convert(self.function, plan, self._scales_of(plan) or None)
+        else:
+            params, transform = dequantize_params(params), self.function
+        return transform(params, *self.args, **self.kwargs)
+
+    def with_scales(self, scales: Mapping[str, Affine]) -> "QuantizedFunction":
+        """Returns the same with scales, where it has none yet."""
+        return dataclasses.replace(self, scales={**scales, **self.scales})
+
+    def plan(self, params: Any) -> Plan:
+        """Returns the plan of the call."""
+        return make_plan(self.function, self.policy)(params, *self.args, **self.kwargs)
+
+    def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the result in float, and all statistics together with those of this call."""
+        if self.scales:
+            raise ValueError(
+                message(
+                    self.caller,
+                    "statistics of activations whose scales are fixed already have no use.",
+                    given=f"scales for {', '.join(list(self.scales)[:4])}, in Mode.CALIBRATE",
+                    expected="none",
+                    mend="calibrate before scales are fixed, learned or converted; or drop them.",
+                )
+            )
+        plan = self.plan(params)
+        out, seen = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
+        if before := {key: self.stats[key] for key in seen if key in self.stats}:
+            seen = merge_stats(plan, before, seen)
+        return out, {**self.stats, **seen}
+
+    def find_scales(self, params: Any, *, weights: bool = False) -> dict[str, Affine]:
+        """Returns the scale of every static activation, from statistics where there are any, else
+        from the values of this call; with `weights`, those of the weights too.
+        """
+        plan = self.plan(params)
+        found = self._scales_of(plan)
+        missing = plan.static_specs().keys() - found.keys()
+        if missing:
+            _, seen = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
+            found = {**affines(plan, seen), **found}
+        if not weights:
+            return {key: found[key] for key in plan.static_specs()}
+        codes = _weights(quantize_params(dequantize_params(params), plan, found), plan)
+        own: dict[str, Any] = {
+            f"{path}:weight": Affine(cast(jax.Array, q.scale), q.zero_point)
+            for path, q in codes.items()
+        }
+        return {**own, **found}
+
+    def quantize(self, params: Any) -> dict[str, QTensor]:
+        """Returns the weights as QTensors, by path."""
+        plan = self.plan(params)
+        return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
+
+    def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, dict[str, Affine] | None]:
+        """Returns what a transform needs; where no scales are known, the policy: one trace less."""
+        if not self.stats and not self.scales:
+            return self.policy, None
+        plan = self.plan(params)
+        return plan, self._scales_of(plan)
+
+    def _scales_of(self, plan: Plan) -> dict[str, Affine]:
+        """Returns the known scales of a plan; those of other methods of the module are left out."""
+        specs = plan.static_specs()
+        keys = [*specs, *(weight.key for weight in plan.weights)]
+        given = {key: Affine(*self.scales[key]) for key in keys if key in self.scales}
+        seen = {key: self.stats[key] for key in specs if key in self.stats}
+        if seen and not specs.keys() <= given.keys():
+            given = {**affines(plan, seen), **given}
+        return given
+
+
+def _weights(params: Any, plan: Plan) -> dict[str, QTensor]:
+    """Returns the quantized weights of a plan, by path."""
+    flat, _ = tree_flatten_with_path(params, is_leaf=_is_quantized)
+    named = {_name(path): leaf for path, leaf in flat}
+    return {weight.path: named[weight.path] for weight in plan.weights}
+
+
+def _fit(params: Any, plan: Plan) -> Any:
+    """Dequantizes what another method of the module multiplies as codes, and this plan does not."""
+    own = {weight.path for weight in plan.weights}
+    return tree_map_with_path(
+        lambda path, x: x if _name(path) in own else dequantize_params(x),
+        params,
+        is_leaf=_is_quantized,
+    )
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QTensor)
+
+
+def _name(path: Any) -> str:
+    return keystr(path, simple=True, separator="/")

@@ -1,0 +1,282 @@
+"""What becomes of the variables of a quantized model: weights to codes, statistics to scales."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._checks import check_instance, require_that
+from ..modules import Mode, check_learnable, flatten, nest, overlay
+from ..transforms import Plan
+from ._injected import Contraction
+from ._pure import Path, is_weight
+from ._quantized import Quantized
+from ._state import State, Wanted
+from ._variables import Found, QParam
+
+
+def convert(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+    """Turns a model to integer execution, in place: quantized weights, and scales of activations.
+
+    Every planned weight becomes a `QParam`, at its path, without the metadata of its variable;
+    statistics and learned scales become fixed ones; the mode of every part becomes `Mode.CONVERT`,
+    but parts in `Mode.FLOAT` are left alone. Runs a copy of the model once, so nothing else is
+    changed. Under `nnx.jit` (in graph mode, Flax's default) it does this in one program; under
+    `nnx.eval_shape` it gives an abstract model to restore a checkpoint into.
+
+    Args:
+      model: from `quantize`, or with layers or contractions of `jqx.nnx`; calibrated where
+        activations are to have static scales from data, else those get theirs from this call.
+      *args: of the call.
+      method: name of the method that is called.
+      **kwargs: of the call.
+
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: no weight in it was quantized: no part is quantized or not in `Mode.FLOAT`, or all
+        weights that the call reaches are codes already.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = jqx.nnx.Linear(4, 2, policy=jqx.presets.w4a16(block=4), rngs=nnx.Rngs(0))
+      >>> jqx.nnx.convert(model, jnp.ones((1, 4)))
+      >>> model.mode
+      <Mode.CONVERT: 'convert'>
+      >>> model.kernel.get_value().qtype
+      dtype(int4)
+    """
+    parts = _search("convert", model, Wanted.CODES, method, args, kwargs)
+    found = [(part, found) for part, found in parts if found.get("codes")]
+    _require(found, "convert", model, "quantized a weight", "weights that are not yet codes")
+    codes: dict[int, QParam] = {}
+    for part, new in found:
+        weights = _owned(model, part) if isinstance(part, Contraction) else _weights(part)
+        for path, variable in weights:
+            value = _at(new["codes"], path)
+            if isinstance(value, Mapping):
+                value = overlay(variable.get_value(), value)
+            if value is not None:
+                codes[id(variable)] = QParam(value)
+    for part, new in parts:
+        _fix(part, new.get("scales", {}), Mode.CONVERT)
+    _replace(model, codes)
+
+
+def fix_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+    """Turns the statistics of activations into scales, in place.
+
+    In `Mode.SIMULATE` scales are found from statistics in every call; this does it once, which
+    saves time where a calibrator searches (`mse`, `entropy`). The mode of every part becomes
+    `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
+
+    Args:
+      model: as for `convert`; an activation without statistics gets its scale from this call.
+      *args: of the call.
+      method: name of the method that is called.
+      **kwargs: of the call.
+
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: nothing in it has static activations.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> options = {"policy": jqx.presets.w8a8(), "mode": jqx.nnx.Mode.CALIBRATE}
+      >>> model = jqx.nnx.Linear(4, 2, **options, rngs=nnx.Rngs(0))
+      >>> out = model(jnp.full((1, 4), 127.0))
+      >>> jqx.nnx.fix_scales(model, jnp.ones((1, 4)))
+      >>> float(model.quant_scales["kernel:dot_general:lhs"].scale[0, 0])
+      1.0
+    """
+    parts = _search("fix_scales", model, Wanted.SCALES, method, args, kwargs)
+    found = [part for part, new in parts if new.get("scales")]
+    _require(found, "fix_scales", model, "found a scale", "static activations")
+    for part, new in parts:
+        part.quant_scales.set_value(new.get("scales", {}))
+        part.quant_stats.set_value({})
+        part.mode = Mode.SIMULATE
+
+
+def learn_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+    """Makes scales parameters, of weights and of static activations, in place.
+
+    They are an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts of
+    arrays, by names such as `kernel:weight` and `kernel:dot_general:lhs`. They start where the
+    calibrators put them: from statistics, or from the values of this call. Use an estimator with a
+    gradient for scales, such as `jqx.gradients.lsq`. The mode of every part becomes
+    `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
+
+    Args:
+      model: as for `convert`.
+      *args: of the call.
+      method: name of the method that is called.
+      **kwargs: of the call.
+
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: nothing in it is quantized; a zero point, or a scale in a format of its own
+        (mxfp8, nvfp4), has no gradient.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = jqx.nnx.Linear(4, 2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
+      >>> jqx.nnx.learn_scales(model, jnp.ones((1, 4)))
+      >>> sorted(model.learned_scales)
+      ['kernel:dot_general:lhs', 'kernel:weight']
+    """
+    parts = _search("learn_scales", model, Wanted.LEARNED, method, args, kwargs)
+    found = [(part, flatten(new["learned"])) for part, new in parts if new.get("learned")]
+    _require(found, "learn_scales", model, "found a scale", "quantized weights or activations")
+    for _, learned in found:
+        check_learnable(learned)
+    for part, _ in parts:
+        _fix(part, {}, Mode.SIMULATE)
+    for part, learned in found:
+        scales = {key: affine.scale for key, affine in learned.items()}
+        part.learned_scales = nnx.Param(nest(scales))
+
+
+def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: Any) -> Plan:
+    """Returns the plan of a call of a quantized model: every contraction, and its rule.
+
+    Args:
+      model: a quantized layer, or what `quantize` returns.
+      *args: of the call; arrays or `jax.ShapeDtypeStruct`.
+      method: name of the method that is called.
+      **kwargs: of the call.
+
+    Raises:
+      TypeError: `model` is not quantized.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = jqx.nnx.Linear(4, 2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
+      >>> [site.path for site in jqx.nnx.make_plan(model, jnp.ones((1, 4))).sites]
+      ['kernel']
+    """
+    mend = "pass a layer of jqx.nnx, or jqx.nnx.quantize(model, policy)."
+    check_instance("make_plan", "model", model, Quantized, mend=mend)
+    return model._plan(method, *args, **kwargs)
+
+
+def _search(
+    function: str,
+    model: nnx.Module,
+    wanted: Wanted,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[tuple[State, dict[str, Any]]]:
+    """Runs a copy of a model; returns its quantized parts, and what the run found for each."""
+    check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
+    _separate(model)
+    ran = nnx.clone(model)
+    pairs = list(zip(_parts(model), _parts(ran), strict=True))
+    for _, twin in pairs:
+        twin.mode = Mode.CONVERT if wanted is Wanted.CODES else Mode.SIMULATE
+        twin.wanted, twin.found = wanted, Found({})
+    getattr(ran, method)(*args, **kwargs)
+    return [(part, _value(twin.found)) for part, twin in pairs]
+
+
+def _parts(model: nnx.Module) -> list[State]:
+    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, State)]
+    return [module for module in modules if module.mode is not Mode.FLOAT]
+
+
+def _fix(part: State, scales: Mapping[str, Any], mode: Mode) -> None:
+    part.quant_scales.set_value(scales)
+    part.quant_stats.set_value({})
+    part.learned_scales, part.mode = None, mode
+
+
+def _require(found: Any, function: str, model: nnx.Module, did: str, expected: str) -> None:
+    require_that(
+        found,
+        error=ValueError,
+        function=function,
+        problem=f"no part of the model {did}.",
+        given=f"{type(model).__name__} with {len(_parts(model))} quantized parts",
+        expected=f"layers or contractions of jqx.nnx, not in Mode.FLOAT, with {expected}",
+        mend="pass jqx.nnx.quantize(model, policy), or set the mode of its layers.",
+    )
+
+
+def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
+    """Returns the weights of a quantized module, each with its path."""
+    _, state, _ = nnx.split((part, []), is_weight, ...)
+    paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
+    return [(path, _variable(part, path)) for path in paths]
+
+
+def _variable(node: Any, path: Path) -> nnx.Variable[Any]:
+    for key in path:
+        node = getattr(node, str(key)) if isinstance(node, nnx.Pytree) else node[key]
+    return node
+
+
+def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variable[Any]]]:
+    """Returns the weight of the layer that has an injected contraction."""
+    name = part.weight_name
+    weights = [((name,), vars(owner)[name]) for owner in _owners(model, part)]
+    require_that(
+        weights,
+        error=ValueError,
+        function="convert",
+        problem=f"an injected {type(part).__name__} is in no layer with the weight {name!r}.",
+        given=f"weight_name={name!r}",
+        expected="the name of the variable that the layer around contracts with",
+        mend="pass weight_name= to the contraction.",
+    )
+    return weights
+
+
+def _owners(model: nnx.Module, part: Contraction) -> list[nnx.Module]:
+    return [
+        module
+        for _, module in nnx.iter_modules(model)
+        if any(value is part for value in vars(module).values())
+        and isinstance(vars(module).get(part.weight_name), nnx.Variable)
+    ]
+
+
+def _separate(model: nnx.Module) -> None:
+    """Gives each layer that shares an injected contraction with others one of its own."""
+    for part in _parts(model):
+        if isinstance(part, Contraction):
+            for owner in _owners(model, part)[1:]:
+                for name in [name for name, value in vars(owner).items() if value is part]:
+                    setattr(owner, name, nnx.clone(part))
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """Returns what nested dicts hold at a path, or None."""
+    for key in path:
+        tree = tree.get(str(key)) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _replace(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
+    """Replaces variables, wherever the model refers to them."""
+
+    def replaced(x: Any) -> Any:
+        return new.get(id(x), x)
+
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, (nnx.Variable, nnx.Pytree))
+
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                leaves = jax.tree.leaves(value, is_leaf=is_whole)
+                if any(id(leaf) in new for leaf in leaves):
+                    setattr(node, name, jax.tree.map(replaced, value, is_leaf=is_whole))
+
+
+def _value(found: Found | None) -> dict[str, Any]:
+    return {} if found is None else found.get_value()

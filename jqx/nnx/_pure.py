@@ -1,0 +1,174 @@
+"""A method of a module as a pure function of its weights."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._checks import require_that
+from ..tensor import QTensor
+from ._state import OWN
+from ._variables import QParam
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PureCall:
+    """A call of a method, its module and other graph nodes taken apart.
+
+    Attributes:
+      function: `function(params, *args) -> (out, written)`, where `written` is the state of those
+        variables that the method writes.
+      params: weights by path, as nested dicts.
+      args: the rest of the state, and the arguments.
+      graph: the nodes that `written` belongs to.
+    """
+
+    function: Callable[..., Any]
+    params: dict[str, Any]
+    args: tuple[Any, ...]
+    graph: Any
+
+    def write(self, written: Any) -> None:
+        """Writes what the method wrote."""
+        if written:
+            nnx.update(self.graph, written)
+
+
+def pure_call(
+    module: nnx.Module,
+    kind: type,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    constant: bool,
+) -> PureCall:
+    """Returns a call of the method `name` that class `kind` has, on a module of a subclass.
+
+    Codes are constants, which no method writes; with `constant`, all weights are.
+    """
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)), is_leaf=_is_whole)
+    places = [place for place, leaf in enumerate(leaves) if _is_node(leaf)]
+    graph = (module, [leaves[place] for place in places])
+    rest_of_leaves = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+    graphdef, weights, own, rest = nnx.split(graph, is_weight, _is_own, ...)
+
+    def function(params: Any, rest: Any, leaves: list[Any]) -> Any:
+        emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
+        merged = nnx.merge(graphdef, _with_values(weights, params), emptied, rest)
+        inner, nodes = merged
+        before = _leaves_by_path(merged)
+        leaves = list(leaves)
+        for place, node in zip(places, nodes, strict=True):
+            leaves[place] = node
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, leaves)
+        become(inner, kind)
+        out = getattr(kind, name)(inner, *inner_args, **inner_kwargs)
+        become(inner, type(module))
+        _check_attributes(module, name, graphdef, graph, merged)
+
+        def is_written(path: Path, variable: Any) -> bool:
+            if isinstance(variable, QParam) or (constant and is_weight(path, variable)):
+                return False
+            given, now = before.get(path), jax.tree.leaves(variable)
+            return given is None or not _are_same(given, now)
+
+        return out, nnx.state(merged, is_written)
+
+    return PureCall(function, values(weights).get("0", {}), (rest, rest_of_leaves), graph)
+
+
+def become(module: nnx.Module, kind: type) -> None:
+    """Makes a module an instance of another class, so that all references to it stay true."""
+    object.__setattr__(module, "__class__", kind)
+
+
+def is_weight(path: Path, variable: Any) -> bool:
+    """Whether a variable of `(module, others)` is a weight of the module."""
+    inside = path[0] == 0 and path[1] not in OWN
+    return inside and isinstance(variable, (nnx.Param, QParam))
+
+
+def values(state: Any) -> dict[str, Any]:
+    """Returns the values of variables, as nested dicts with names for keys."""
+    nested: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        *parts, last = map(str, path)
+        inner = nested
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = variable.get_value()
+    return nested
+
+
+def _with_values(state: Any, params: Any) -> Any:
+    """Returns the state of the weights, with other values."""
+
+    def replaced(path: Path, variable: Any) -> Any:
+        value = params
+        for part in path[1:]:
+            value = value[str(part)]
+        return variable.replace(value)
+
+    return nnx.map_state(replaced, state)
+
+
+def _is_own(path: Path, _: Any) -> bool:
+    return path[0] == 0 and path[1] in OWN
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, QTensor) or _is_node(x)
+
+
+def _leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
+    return {
+        path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(nnx.state(graph))
+    }
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _check_attributes(
+    module: nnx.Module, name: str, graphdef: Any, before: Any, after: Any
+) -> None:
+    """Checks that a method has changed nothing but variables."""
+    if nnx.graphdef(after) == graphdef:
+        return
+    old, new = _attributes(before), _attributes(after)
+    changed = [path for path in old if path not in new or new[path] != old[path]]
+    changed += [path for path in new if path not in old]
+    require_that(
+        not changed,
+        error=ValueError,
+        function=type(module).__name__,
+        problem=f"`{name}` sets attributes that are no variables.",
+        given=f"{', '.join(changed[:4])}",
+        expected="a method that writes variables alone: it is traced",
+        mend="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
+    )
+
+
+def _attributes(graph: Any) -> dict[str, Any]:
+    return {
+        "/".join(map(str, (*path[1:], name))): value
+        for path, node in nnx.iter_graph(graph)
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if not name.startswith("_pytree__") and not _holds_data(value)
+    }
+
+
+def _holds_data(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=nnx.is_data)
+    return value is None or any(nnx.is_data(leaf) for leaf in leaves)

@@ -1,0 +1,106 @@
+"""A whole module, quantized from outside."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from .._checks import check_instance
+from .._errors import message
+from ..modules import Mode
+from ..policy import Policy
+from ._pure import become
+from ._quantized import Quantized
+from ._state import OWN, State
+
+ATTRIBUTES = ("policy", "mode", "backward", "wanted", *OWN)
+
+
+def quantize(
+    model: nnx.Module,
+    policy: Policy,
+    *,
+    mode: Mode = Mode.SIMULATE,
+    backward: DTypeLike | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> Any:
+    """Returns a model like another whose every public method runs through the transforms.
+
+    Nothing of `model` is changed: the result has variables of its own, of the same values, at the
+    same paths. It is an instance of its class too. Variables that are shared stay so, and are
+    quantized once. A method is traced: it may write variables, but no other attributes. Every rule
+    of the policy must match something in `__call__`, and in the method that `convert` and the like
+    run; in other methods, such as one that makes a cache, rules may match nothing.
+
+    Args:
+      model: any nnx module.
+      policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
+      mode: what a call does; `result.set_attributes(mode=...)` sets another.
+      backward: see `jqx.simulate`.
+      rngs: for gradient estimators that draw: a fork of the stream `quant`.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: `model` or a part of it is quantized already, or it has an attribute of a name
+        that quantized modules use.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> rngs, x = nnx.Rngs(0), jnp.ones((1, 4))
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.relu, nnx.Linear(8, 2, rngs=rngs))
+      >>> quantized = jqx.nnx.quantize(model, jqx.presets.w8a8_dynamic())
+      >>> trained = quantized(x)
+      >>> jqx.nnx.convert(quantized, x)
+      >>> bool(jnp.allclose(quantized(x), trained))
+      True
+    """
+    check_instance("quantize", "model", model, nnx.Module, mend="pass an nnx module.")
+    both = [name for name in ATTRIBUTES if hasattr(model, name)]
+    parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, State)]
+    if both or parts:
+        raise ValueError(
+            message(
+                "quantize",
+                "this model cannot be quantized.",
+                given=type(model).__name__
+                + (f" with quantized parts ({', '.join(parts[:4])})" if parts else "")
+                + (f" with attributes {', '.join(both)}" if both else ""),
+                expected=f"a float model without attributes {', '.join(ATTRIBUTES)}",
+                mend="pass the float model itself; rename its attributes.",
+            )
+        )
+    result: Any = nnx.clone(model)
+    become(result, _quantized_class(type(model)))
+    result._set_up(policy, mode, backward, rngs)
+    return result
+
+
+@functools.cache
+def _quantized_class(kind: type[nnx.Module]) -> type[Any]:
+    """Returns the class of a quantized model: one for each float class."""
+    methods = {
+        name: _method(name, method)
+        for base in reversed(kind.__mro__)
+        if issubclass(base, nnx.Pytree) and base not in (nnx.Module, nnx.Pytree)
+        for name, method in vars(base).items()
+        if _is_method(method) and (name == "__call__" or name[0] != "_")
+    }
+    return type(
+        f"Quantized{kind.__name__}", (Quantized, kind), {**methods, "__doc__": kind.__doc__}
+    )
+
+
+def _is_method(x: Any) -> bool:
+    """Whether it is a function, or one under `nnx.jit` and the like."""
+    return callable(x) and hasattr(x, "__get__") and not isinstance(x, (type, staticmethod))
+
+
+def _method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Quantized, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(name, *args, **kwargs)
+
+    run.__name__, run.__doc__ = name, method.__doc__
+    return run

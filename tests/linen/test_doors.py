@@ -1,0 +1,105 @@
+"""One network through the three doors and the plain transforms: equal numbers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.tree_util import tree_leaves_with_path
+
+import jqx
+import jqx.linen
+from jqx.linen import Mode
+from jqx.modules import nest, overlay
+
+from .networks import DOORS, POLICIES, float_network, images, variables
+
+pytestmark = [
+    pytest.mark.parametrize("door", DOORS),
+    pytest.mark.parametrize("name", POLICIES),
+]
+
+
+def entries(tree):
+    """Leaves by path; the scope of an injected contraction is left out."""
+    return {
+        tuple(p for p in map(str, path) if "General" not in p): leaf
+        for path, leaf in tree_leaves_with_path(tree)
+    }
+
+
+def assert_equal(a, b):
+    """Leaves at the same paths, of equal bits."""
+    a, b = entries(a), entries(b)
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype
+        assert (a[key] == b[key]).all(), key
+
+
+def plan_of(name):
+    return jqx.make_plan(float_network, POLICIES[name])(variables()["params"], images())
+
+
+def affines_of(name):
+    plan = plan_of(name)
+    batches = [
+        jqx.calibrate(float_network, plan)(variables()["params"], images(i))[1] for i in (1, 2)
+    ]
+    return plan, jqx.affines(plan, jqx.merge_stats(plan, *batches))
+
+
+def calibrated(door, name):
+    """Variables with the statistics of two batches."""
+    module, known = DOORS[door](POLICIES[name], Mode.CALIBRATE), variables()
+    for seed in (1, 2):
+        out, new = module.apply(known, images(seed), mutable=["quant_stats"])
+        assert (out == float_network(known["params"], images(seed))).all()
+        known = {**known, **new}
+    return known
+
+
+def test_init_and_float_are_those_of_the_float_module(door, name):
+    module = DOORS[door](POLICIES[name], Mode.FLOAT)
+    for mode in Mode:
+        made = DOORS[door](POLICIES[name], mode).init(jax.random.key(0), images())
+        assert_equal(made, variables())
+    out = module.apply(variables(), images())
+    assert (out == float_network(variables()["params"], images())).all()
+
+
+def test_statistics_are_those_of_the_transforms(door, name):
+    plan = plan_of(name)
+    batches = [
+        jqx.calibrate(float_network, plan)(variables()["params"], images(i))[1] for i in (1, 2)
+    ]
+    expected = nest(jqx.merge_stats(plan, *batches))
+    assert_equal(calibrated(door, name).get("quant_stats", {}), expected)
+
+
+def test_simulate_with_statistics(door, name):
+    plan, affines = affines_of(name)
+    expected = jqx.simulate(float_network, plan, affines)
+    module, known = DOORS[door](POLICIES[name], Mode.SIMULATE), calibrated(door, name)
+    assert (module.apply(known, images(3)) == expected(known["params"], images(3))).all()
+
+
+def test_gradients_with_values_at_hand(door, name):
+    module = DOORS[door](POLICIES[name], Mode.SIMULATE)
+    expected = jqx.simulate(float_network, POLICIES[name])
+    params, x = variables()["params"], images()
+    got = jax.grad(lambda p, x: (module.apply({"params": p}, x) ** 2).sum(), (0, 1))(params, x)
+    assert_equal(got, jax.grad(lambda p, x: (expected(p, x) ** 2).sum(), (0, 1))(params, x))
+
+
+def test_convert(door, name):
+    plan, affines = affines_of(name)
+    expected = jqx.quantize_params(variables()["params"], plan)
+    module, known = DOORS[door](POLICIES[name], Mode.CONVERT), calibrated(door, name)
+    converted = jqx.linen.convert(module, known, images())
+    assert "quant_stats" not in converted
+    weights = overlay(converted["params"], converted.get("qparams", {}))
+    assert_equal(weights, expected)
+    assert_equal(converted.get("quant_scales", {}), nest(affines))
+    out = module.apply(converted, images(3))
+    assert (out == jqx.convert(float_network, plan, affines)(expected, images(3))).all()
+    again = jax.jit(module.apply)(converted, images(3))
+    assert jnp.abs(out - again).max() <= 2.0**-18 * jnp.abs(out).max()

@@ -1,0 +1,208 @@
+"""Every layer beside Flax's own: the same fields, parameters and results."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jqx
+import jqx.linen
+from jqx.linen import Mode
+from jqx.modules import overlay
+
+POLICY = jqx.presets.w8a8_dynamic()
+W8 = jqx.presets.w8a16()
+
+
+def rows(*shape):
+    return jax.random.normal(jax.random.key(1), shape)
+
+
+def tokens(*shape):
+    return jax.random.randint(jax.random.key(1), shape, 0, 7)
+
+
+IMAGE = rows(2, 6, 6, 4)
+MASK = jnp.tril(jnp.ones((1, 1, 5, 5), bool))
+LAYERS = {
+    "Dense": ("Dense", (3,), {}, (rows(4, 6),)),
+    "Dense, bfloat16": ("Dense", (3,), {"dtype": jnp.bfloat16, "use_bias": False}, (rows(4, 6),)),
+    "DenseGeneral": ("DenseGeneral", ((2, 3),), {"axis": (-2, -1)}, (rows(4, 5, 6),)),
+    "DenseGeneral, batch": ("DenseGeneral", (3,), {"batch_dims": (0,)}, (rows(4, 5, 6),)),
+    "Einsum": ("Einsum", ((6, 2, 3), "...d,dhk->...hk"), {}, (rows(4, 6),)),
+    "Conv": ("Conv", (3, (3, 3)), {}, (IMAGE,)),
+    "Conv, strided": ("Conv", (3, (3, 2)), {"strides": (2, 1), "padding": "VALID"}, (IMAGE,)),
+    "Conv, groups": ("Conv", (4, (3, 3)), {"feature_group_count": 2}, (IMAGE,)),
+    "Conv, dilated": (
+        "Conv",
+        (3, (2, 2)),
+        {"kernel_dilation": 2, "input_dilation": 2, "padding": 1},
+        (IMAGE,),
+    ),
+    "Conv, circular": ("Conv", (3, (3,)), {"padding": "CIRCULAR"}, (rows(2, 6, 4),)),
+    "Conv, causal": ("Conv", (3, (3,)), {"padding": "CAUSAL"}, (rows(2, 6, 4),)),
+    "Conv, one image": ("Conv", (3, (3, 3)), {"use_bias": False}, (IMAGE[0],)),
+    "ConvTranspose": ("ConvTranspose", (3, (3, 3)), {"strides": (2, 2)}, (IMAGE,)),
+    "Embed": ("Embed", (7, 4), {}, (tokens(2, 5),)),
+    "attention": ("MultiHeadAttention", (), {"num_heads": 2}, (rows(2, 5, 8),)),
+    "attention, crossed": (
+        "MultiHeadDotProductAttention",
+        (),
+        {"num_heads": 2, "qkv_features": 4, "out_features": 6},
+        (rows(2, 5, 8), rows(2, 3, 8)),
+    ),
+}
+
+
+def both(name, **options):
+    """The float layer, the quantized one, and arguments."""
+    kind, args, kwargs, inputs = LAYERS[name]
+    return (
+        getattr(nn, kind)(*args, **kwargs),
+        getattr(jqx.linen, kind)(*args, **kwargs, **options),
+        inputs,
+    )
+
+
+def policy_of(name):
+    return W8 if "Embed" in name else POLICY
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_float_is_flax(name):
+    plain, layer, inputs = both(name, policy=policy_of(name), mode=Mode.FLOAT)
+    variables = plain.init(jax.random.key(0), *inputs)
+    jax.tree.map(
+        lambda a, b: None if (a == b).all() else pytest.fail("parameters differ"),
+        layer.init(jax.random.key(0), *inputs),
+        variables,
+    )
+    out = layer.apply(variables, *inputs)
+    assert out.dtype == plain.apply(variables, *inputs).dtype
+    assert (out == plain.apply(variables, *inputs)).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_simulate_and_convert_are_the_transforms(name):
+    plain, layer, inputs = both(name, policy=policy_of(name))
+    variables = plain.init(jax.random.key(0), *inputs)
+
+    def function(params, *inputs):
+        return plain.apply({"params": params}, *inputs)
+
+    params = variables["params"]
+    plan = jqx.make_plan(function, policy_of(name))(params, *inputs)
+    assert plan.weights
+    assert str(jqx.linen.make_plan(layer, variables, *inputs)) == str(plan)
+    expected = jqx.simulate(function, plan)(params, *inputs)
+    assert (layer.apply(variables, *inputs) == expected).all()
+
+    integers = layer.clone(mode=Mode.CONVERT)
+    converted = jqx.linen.convert(integers, variables, *inputs)
+    quantized = jqx.quantize_params(params, plan)
+    assert jax.tree.structure(overlay(converted.get("params", {}), converted["qparams"])) == (
+        jax.tree.structure(quantized)
+    )
+    expected = jqx.convert(function, plan)(quantized, *inputs)
+    assert (integers.apply(converted, *inputs) == expected).all()
+    floats = layer.clone(mode=Mode.FLOAT).apply(converted, *inputs)
+    assert (floats == function(jqx.dequantize_params(quantized), *inputs)).all()
+
+
+def test_an_embedding_attends_with_the_codes_of_its_lookup():
+    plain, layer, (ids,) = both("Embed", policy=W8, mode=Mode.CONVERT)
+    variables = plain.init(jax.random.key(0), ids)
+    converted = jqx.linen.convert(layer, variables, ids)
+    query = rows(3, 4)
+    out = layer.apply(converted, query, method="attend")
+    table = converted["qparams"]["embedding"]
+    assert table.scale.shape == (7, 1)
+    assert (out == jqx.matmul(query, table.T)).all()
+    assert jnp.abs(out - plain.apply(variables, query, method="attend")).max() < 0.05
+
+
+def test_attention_decodes_with_a_cache_as_flax_does():
+    options = {"num_heads": 2, "decode": True}
+    plain = nn.MultiHeadDotProductAttention(**options)
+    x = rows(2, 5, 8)
+    variables = plain.init(jax.random.key(0), x)
+    layers = {
+        mode: jqx.linen.MultiHeadDotProductAttention(**options, policy=POLICY, mode=mode)
+        for mode in (Mode.FLOAT, Mode.SIMULATE)
+    }
+    whole = jqx.linen.quantize(plain, POLICY)
+    cache = {name: variables["cache"] for name in ("plain", "float", "simulate", "whole")}
+    for step in range(5):
+        one, outs = x[:, step : step + 1], {}
+        for name, module in {
+            "plain": plain,
+            "float": layers[Mode.FLOAT],
+            "simulate": layers[Mode.SIMULATE],
+            "whole": whole,
+        }.items():
+            known = {"params": variables["params"], "cache": cache[name]}
+            outs[name], new = module.apply(known, one, mutable=["cache"])
+            cache[name] = new["cache"]
+        assert (outs["plain"] == outs["float"]).all()
+        assert (outs["simulate"] == outs["whole"]).all()
+        assert 0 < jnp.abs(outs["plain"] - outs["simulate"]).max() < 0.05
+    assert int(cache["simulate"]["cache_index"]) == 5
+
+
+def test_a_mask_and_dropout_reach_attention():
+    options = {"num_heads": 2, "dropout_rate": 0.5}
+    plain = nn.MultiHeadDotProductAttention(**options)
+    layer = jqx.linen.MultiHeadDotProductAttention(**options, policy=POLICY, mode=Mode.FLOAT)
+    x = rows(2, 5, 8)
+    variables = plain.init(jax.random.key(0), x, deterministic=True)
+    call = functools.partial(
+        layer.apply,
+        variables,
+        x,
+        mask=MASK,
+        deterministic=False,
+        rngs={"dropout": jax.random.key(3)},
+    )
+    expected = plain.apply(
+        variables, x, mask=MASK, deterministic=False, rngs={"dropout": jax.random.key(3)}
+    )
+    assert (call() == expected).all()
+    simulated = layer.clone(mode=Mode.SIMULATE).apply(
+        variables, x, mask=MASK, deterministic=False, rngs={"dropout": jax.random.key(3)}
+    )
+    assert 0 < jnp.abs(simulated - expected).max() < 0.05
+
+
+def test_sown_intermediates_come_out():
+    class Sows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(3)(x)
+            self.sow("intermediates", "hidden", x)
+            return nn.Dense(2)(x)
+
+    quantized = jqx.linen.quantize(Sows(), POLICY)
+    variables = Sows().init(jax.random.key(0), rows(4, 6))
+    _, kept = quantized.apply(
+        {"params": variables["params"]}, rows(4, 6), mutable=["intermediates"]
+    )
+    assert kept["intermediates"]["hidden"][0].shape == (4, 3)
+
+
+def test_contractions_injected_into_attention():
+    """They are those of the quantized layer, but for the codes: attention takes no QTensor."""
+    x = rows(2, 5, 8)
+    plain = nn.MultiHeadDotProductAttention(num_heads=2)
+    variables = plain.init(jax.random.key(0), x)
+    for mode in (Mode.FLOAT, Mode.SIMULATE, Mode.CONVERT):
+        dot = functools.partial(jqx.linen.DotGeneral, policy=POLICY, mode=mode)
+        injected = nn.MultiHeadDotProductAttention(
+            num_heads=2, qkv_dot_general_cls=dot, out_dot_general_cls=dot
+        )
+        layer = jqx.linen.MultiHeadDotProductAttention(num_heads=2, policy=POLICY, mode=mode)
+        assert (injected.apply(variables, x) == layer.apply(variables, x)).all()
+    with pytest.raises(TypeError, match="does not take a QTensor") as error:
+        jqx.linen.convert(injected, variables, x)
+    assert "jqx.linen.MultiHeadAttention" in str(error.value)

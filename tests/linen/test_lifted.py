@@ -1,0 +1,164 @@
+"""Quantized modules under Flax's lifted transforms, and lifted transforms inside of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jqx
+import jqx.linen
+from jqx.linen import Mode
+from jqx.modules import flatten, nest, overlay
+
+LAYERS, WIDTH = 3, 8
+POLICY = jqx.presets.w8a8()
+ALL = {"params": 0, "qparams": 0, "quant_stats": 0, "quant_scales": 0, "learned_scales": 0}
+X = jax.random.normal(jax.random.key(1), (4, WIDTH))
+
+
+class Block(nn.Module):
+    """One residual layer, as a step of a scan."""
+
+    dense: object = nn.Dense
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + jnp.tanh(self.dense(WIDTH, name="dense")(x)), None
+
+
+class Stack(nn.Module):
+    """Blocks under a lifted transform, and a head."""
+
+    form: str
+    dense: object = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        dense = self.dense
+        if self.form == "scan":
+            kind = nn.scan(Block, variable_axes=ALL, split_rngs={"params": True}, length=LAYERS)
+            x, _ = kind(dense, name="blocks")(x, None)
+        elif self.form == "remat":
+            x, _ = nn.remat(Block)(dense, name="blocks")(x)
+        elif self.form == "remat_scan":
+            kind = nn.scan(
+                nn.remat(Block, prevent_cse=False),
+                variable_axes=ALL,
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
+            x, _ = kind(dense, name="blocks")(x, None)
+        elif self.form == "vmap":
+            kind = nn.vmap(
+                Block,
+                in_axes=(None,),
+                out_axes=0,
+                axis_size=LAYERS,
+                variable_axes=ALL,
+                split_rngs={"params": True},
+            )
+            x = kind(dense, name="blocks")(x)[0].sum(0)
+        elif self.form == "jit":
+            x, _ = nn.jit(Block)(dense, name="blocks")(x)
+        return dense(2, name="head")(x)
+
+
+FORMS = ("scan", "remat", "remat_scan", "vmap", "jit")
+
+
+@functools.cache
+def variables(form):
+    return Stack(form).init(jax.random.key(0), X)
+
+
+def of_layers(form, mode):
+    return Stack(form, functools.partial(jqx.linen.Dense, policy=POLICY, mode=mode))
+
+
+def of_whole(form, mode):
+    return jqx.linen.quantize(Stack(form), POLICY, mode=mode)
+
+
+@pytest.mark.parametrize("make", [of_layers, of_whole])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_of_lifted_layers(form, make):
+    """Both ways give what the transforms give; under vmap the layers see one member at a time."""
+    stack, known = Stack(form), variables(form)
+
+    def function(params, x):
+        return stack.apply({"params": params}, x)
+
+    plan = jqx.make_plan(function, POLICY)(known["params"], X)
+    stats = jqx.calibrate(function, plan)(known["params"], X)[1]
+    affines = jqx.affines(plan, stats)
+    made = make(form, Mode.SIMULATE).init(jax.random.key(0), X)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), made, known))
+
+    out, new = make(form, Mode.CALIBRATE).apply(known, X, mutable=["quant_stats"])
+    assert jnp.allclose(out, function(known["params"], X), rtol=1e-6)
+    each = form == "vmap" and make is of_layers  # a layer under vmap has statistics of its own
+    if not each:
+        assert flatten(new["quant_stats"]).keys() == stats.keys()
+        same = jax.tree.map(lambda a, b: (a == b).all(), new["quant_stats"], nest(stats))
+        assert jax.tree.all(same)
+
+    trained = make(form, Mode.SIMULATE).apply({**known, **new}, X)
+    expected = jqx.simulate(function, plan, affines)(known["params"], X)
+    if not each:
+        assert jnp.abs(trained - expected).max() <= 2.0**-20 * jnp.abs(expected).max()
+
+    def loss(params):
+        return (make(form, Mode.SIMULATE).apply({**known, **new, "params": params}, X) ** 2).sum()
+
+    gradient = jax.grad(loss)(known["params"])
+    assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+
+    module = make(form, Mode.CONVERT)
+    converted = jqx.linen.convert(module, {**known, **new}, X)
+    quantized = jqx.quantize_params(known["params"], plan)
+    weights = overlay(converted["params"], converted["qparams"])
+    same = jax.tree.map(lambda a, b: a.shape == b.shape and (a == b).all(), weights, quantized)
+    assert jax.tree.all(same)
+    out = jax.jit(module.apply)(converted, X)
+    assert jnp.abs(out - trained).max() <= 1e-5 * jnp.abs(out).max()
+
+
+@pytest.mark.parametrize("form", ["scan", "remat", "vmap", "jit"])
+def test_a_whole_quantized_module_under_a_lifted_transform(form):
+    """What `quantize` returns is a linen module, so it can be lifted itself."""
+
+    class Outer(nn.Module):
+        mode: Mode
+
+        @nn.compact
+        def __call__(self, x):
+            kind = type(jqx.linen.quantize(Block(parent=None), POLICY))
+            options = {"policy": POLICY, "mode": self.mode, "name": "blocks"}
+            if form == "scan":
+                lifted = nn.scan(kind, variable_axes=ALL, split_rngs={"params": True}, length=3)
+                return lifted(**options)(x, None)[0]
+            if form == "vmap":
+                lifted = nn.vmap(
+                    kind,
+                    in_axes=(None,),
+                    variable_axes=ALL,
+                    split_rngs={"params": True},
+                    axis_size=3,
+                )
+                return lifted(**options)(x)[0].sum(0)
+            lifted = {"remat": nn.remat, "jit": nn.jit}[form](kind)
+            return lifted(**options)(x)[0]
+
+    known = Outer(Mode.FLOAT).init(jax.random.key(0), X)
+    plain = Outer(Mode.FLOAT).apply(known, X)
+    _, new = Outer(Mode.CALIBRATE).apply(known, X, mutable=["quant_stats"])
+    simulated = Outer(Mode.SIMULATE).apply({**known, **new}, X)
+    assert 0 < jnp.abs(simulated - plain).max() < 0.1
+    converted = jqx.linen.convert(Outer(Mode.CONVERT), {**known, **new}, X)
+    kernel = converted["qparams"]["blocks"]["dense"]["kernel"]
+    stacked = (3,) if form in ("scan", "vmap") else ()
+    assert kernel.values.shape == (*stacked, WIDTH, WIDTH) and kernel.values.dtype == jnp.int8
+    out = Outer(Mode.CONVERT).apply(converted, X)
+    assert jnp.abs(out - simulated).max() <= 1e-5 * jnp.abs(out).max()

@@ -1,0 +1,246 @@
+"""From variables to variables: scales found, fixed and learned; and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jqx
+import jqx.linen
+from jqx.linen import Mode
+from jqx.modules import flatten
+
+from .networks import DOORS, POLICIES, Net, images, variables
+
+W8A8 = POLICIES["w8a8"]
+LSQ = jqx.presets.w8a8(
+    weight={"gradient": jqx.gradients.lsq}, activation={"gradient": jqx.gradients.lsq}
+)
+
+
+def calibrated(policy=W8A8, door="whole"):
+    module = DOORS[door](policy, Mode.CALIBRATE)
+    return {**variables(), **module.apply(variables(), images(), mutable=["quant_stats"])[1]}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_fixed_scales_are_those_of_statistics(door):
+    module, known = DOORS[door](W8A8, Mode.SIMULATE), calibrated(door=door)
+    fixed = jqx.linen.fix_scales(module, known, images(2))
+    assert set(fixed) == {"params", "quant_scales"}
+    assert (module.apply(fixed, images(3)) == module.apply(known, images(3))).all()
+
+
+def test_without_statistics_scales_are_fixed_at_the_values_of_the_call():
+    module = DOORS["whole"](W8A8, Mode.SIMULATE)
+    fixed = jqx.linen.fix_scales(module, variables(), images())
+    assert (module.apply(fixed, images()) == module.apply(calibrated(), images())).all()
+    converted = jqx.linen.convert(module.clone(mode=Mode.CONVERT), variables(), images())
+    scales = zip(*(jax.tree.leaves(v["quant_scales"]) for v in (converted, fixed)), strict=True)
+    assert all((a == b).all() for a, b in scales)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_scales_are_learned(door):
+    """They are parameters with gradients, start where statistics put them, and reach the codes."""
+    module, known = DOORS[door](LSQ, Mode.SIMULATE), calibrated(LSQ, door)
+    learned = jqx.linen.learn_scales(module, known, images())
+    assert set(learned) == {"params"}
+    assert (module.apply(learned, images(3)) == module.apply(known, images(3))).all()
+
+    def loss(variables):
+        return (module.apply(variables, images(3)) ** 2).sum()
+
+    gradient = jax.grad(loss)(learned)
+    scales = {key: g for key, g in flat(gradient["params"]).items() if ":" in key}
+    assert len(scales) == 6
+    assert all(jnp.abs(g.scale).max() > 0 for g in scales.values())
+
+    half = jax.tree_util.tree_map_with_path(
+        lambda path, x: x / 2 if ":" in str(path) else x, learned
+    )
+    integers = DOORS[door](LSQ, Mode.CONVERT)
+    converted = jqx.linen.convert(integers, half, images())
+    assert not any(":" in key for key in flat(converted["params"]))
+    kernels = {**flat(converted["params"]), **flat(converted.get("qparams", {}))}
+    given = {key: x for key, x in flat(half["params"]).items() if key.endswith("kernel:weight")}
+    for key, affine in given.items():
+        path = key.removesuffix(":weight").replace("DotGeneral_0/", "")
+        q = kernels[path.replace("ConvGeneralDilated_0/", "")]
+        assert (q.scale == affine.scale).all()
+    out = integers.apply(converted, images(3))
+    assert jnp.abs(out - module.apply(half, images(3))).max() <= 1e-5 * jnp.abs(out).max()
+
+
+def flat(tree, before=""):
+    """Leaves of nested dicts by path, affines and QTensors whole."""
+    if not isinstance(tree, dict):
+        return {before[:-1]: tree}
+    return {k: v for name, x in tree.items() for k, v in flat(x, f"{before}{name}/").items()}
+
+
+def test_the_backward_pass_may_run_beside_integers():
+    module = jqx.linen.quantize(Net(), W8A8, backward=jnp.float32)
+    integers = module.clone(mode=Mode.CONVERT)
+    known = jqx.linen.fix_scales(module, variables(), images())
+    assert (module.apply(known, images()) == integers.apply(known, images())).all()
+    plain = module.clone(backward=None)
+    gradients = [
+        jax.grad(lambda p, m=m: (m.apply({**known, "params": p}, images()) ** 2).sum())(
+            known["params"]
+        )
+        for m in (module, plain)
+    ]
+    close = jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
+    assert jax.tree.all(close)
+
+
+def test_random_estimators_draw_from_the_stream_quant():
+    spec = {"gradient": jqx.gradients.stochastic}
+    policy = jqx.presets.w8a16(weight={"qtype": jnp.int4, **spec})
+    module = jqx.linen.Dense(3, policy=policy)
+    x = images().reshape(4, -1)
+    known = module.init(jax.random.key(0), x)
+    outs = [module.apply(known, x, rngs={"quant": jax.random.key(i)}) for i in (1, 1, 2)]
+    assert (outs[0] == outs[1]).all() and (outs[0] != outs[2]).any()
+    with pytest.raises(ValueError, match="key"):
+        module.apply(known, x)
+
+
+def test_convert_gives_an_abstract_target():
+    module = DOORS["whole"](W8A8, Mode.CONVERT)
+    known = calibrated()
+    abstract = jax.eval_shape(lambda v: jqx.linen.convert(module, v, images()), known)
+    concrete = jqx.linen.convert(module, known, images())
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, abstract, concrete)
+    assert jax.tree.all(same)
+
+
+def test_partitioned_parameters_are_unboxed():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    module = jqx.linen.Dense(3, kernel_init=init, policy=W8A8)
+    x = images().reshape(4, -1)
+    boxed = module.init(jax.random.key(0), x)
+    assert isinstance(boxed["params"]["kernel"], nn.Partitioned)
+    plain = nn.meta.unbox(boxed)
+    assert (module.apply(boxed, x) == module.apply(plain, x)).all()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_statistics_need_a_mutable_collection(door):
+    module = DOORS[door](W8A8, Mode.CALIBRATE)
+    with pytest.raises(
+        ValueError, match=r"CALIBRATE.* writes the collection 'quant_stats'"
+    ) as error:
+        module.apply(variables(), images())
+    assert "mutable=['quant_stats']" in str(error.value)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_calibrating_with_fixed_scales_is_refused(door):
+    known = jqx.linen.fix_scales(DOORS[door](W8A8, Mode.SIMULATE), variables(), images())
+    with pytest.raises(ValueError, match="fixed already have no use") as error:
+        DOORS[door](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
+    assert "calibrate before" in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["convert", "fix_scales", "learn_scales"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_module_in_another_mode_is_refused(door, function):
+    module = DOORS[door](W8A8, Mode.FLOAT)
+    with pytest.raises(ValueError, match=f"jqx.{function}: no part of the module") as error:
+        getattr(jqx.linen, function)(module, variables(), images())
+    assert "Mode." in str(error.value)
+
+
+@pytest.mark.parametrize("door", ["layers", "whole"])
+def test_converting_twice_is_refused(door):
+    module = DOORS[door](W8A8, Mode.CONVERT)
+    converted = jqx.linen.convert(module, variables(), images())
+    with pytest.raises(ValueError, match="quantized already"):
+        jqx.linen.convert(module, converted, images())
+
+
+def test_zero_points_are_not_learned():
+    policy = jqx.presets.w8a8(activation={"qtype": jnp.uint8, "symmetric": False})
+    module = jqx.linen.quantize(Net(), policy)
+    with pytest.raises(ValueError, match="has no gradient") as error:
+        jqx.linen.learn_scales(module, variables(), images())
+    assert "fix_scales" in str(error.value)
+
+
+def test_a_rule_that_matches_nothing_is_an_error():
+    policy = jqx.Policy([jqx.Rule("decoder/.*", weight=jqx.QSpec(jnp.int8))])
+    with pytest.raises(ValueError, match="matches no contraction"):
+        jqx.linen.quantize(Net(), policy).apply(variables(), images())
+
+
+def test_what_is_no_policy_mode_or_module_is_refused():
+    with pytest.raises(TypeError, match="policy"):
+        jqx.linen.Dense(3, policy="w8a8")
+    with pytest.raises(TypeError, match="mode"):
+        jqx.linen.Dense(3, policy=W8A8, mode="convert")
+    with pytest.raises(TypeError, match="module"):
+        jqx.linen.quantize(lambda x: x, W8A8)
+    with pytest.raises(ValueError, match="cannot be quantized"):
+        jqx.linen.quantize(jqx.linen.quantize(Net(), W8A8), W8A8)
+    with pytest.raises(TypeError, match="module"):
+        jqx.linen.make_plan(Net(), variables(), images())
+
+    class Own(nn.Module):
+        policy: str = "mine"
+
+    with pytest.raises(ValueError, match="with fields policy"):
+        jqx.linen.quantize(Own(), W8A8)
+
+
+def test_a_quantized_module_is_a_value():
+    """Hashable, comparable, cloned with other fields; its float module is not changed."""
+    net = Net()
+    one, two = (jqx.linen.quantize(net, W8A8) for _ in range(2))
+    assert one == two and hash(one) == hash(two) and type(one) is type(two)
+    assert isinstance(one, Net) and type(net) is Net
+    assert one.clone(mode=Mode.FLOAT).mode is Mode.FLOAT
+    assert dataclasses.asdict(one.clone(name=None))["mode"] is Mode.SIMULATE
+
+
+def test_every_public_method_is_quantized():
+    class Coder(nn.Module):
+        def setup(self):
+            self.inner = nn.Dense(4)
+            self.outer = nn.Dense(6)
+
+        def encode(self, x):
+            return self.inner(x)
+
+        def decode(self, x, *, scale=1.0):
+            return self.outer(x) * scale
+
+        def __call__(self, x):
+            return self.decode(self.encode(x))
+
+    x = jax.random.normal(jax.random.key(0), (2, 6))
+    coder, policy = Coder(), POLICIES["w8a8_dynamic"]
+    known = coder.init(jax.random.key(1), x)
+    module = jqx.linen.quantize(coder, policy, mode=Mode.CONVERT)
+    converted = jqx.linen.convert(module, known, x)
+    y = module.apply(converted, x, method="encode")
+    assert (y != coder.apply(known, x, method="encode")).any()
+    z = module.apply(converted, y, scale=2.0, method=Coder.decode.__name__)
+    assert (z == 2.0 * module.apply(converted, y, method="decode")).all()
+    assert (module.apply(converted, x) * 2.0 == z).all()
+    plan = jqx.linen.make_plan(module, known, x, method="encode")
+    assert [site.path for site in plan.sites] == ["inner/kernel"]
+
+
+def test_scales_of_statistics_by_key():
+    """Entries stand beside the weight: the keys of the transforms, as nested dicts."""
+    keys = set(flatten(calibrated()["quant_stats"]))
+    assert keys == {
+        "conv/kernel:conv_general_dilated:lhs",
+        "hidden/kernel:dot_general:lhs",
+        "out/kernel:dot_general:lhs",
+    }

@@ -1,0 +1,82 @@
+"""Networks for the tests of nnx, whose layers are named by who makes them."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+import jqx
+import jqx.nnx
+
+POLICIES = {
+    "w8a8": jqx.presets.w8a8(),
+    "w8a8_dynamic": jqx.presets.w8a8_dynamic(),
+    "w4a16": jqx.presets.w4a16(block=4),
+    "fp8": jqx.presets.fp8(),
+}
+
+
+class Net(nnx.Module):
+    """A convolution, a perceptron and a head."""
+
+    def __init__(self, rngs, *, conv: Any = nnx.Conv, linear: Any = nnx.Linear):
+        self.conv = conv(2, 4, (3, 3), rngs=rngs)
+        self.hidden = linear(100, 8, rngs=rngs)
+        self.out = linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.conv(x))
+        x = nnx.relu(self.hidden(x.reshape(len(x), -1)))
+        return self.out(x)
+
+
+def of_layers(policy: jqx.Policy, mode: jqx.nnx.Mode) -> nnx.Module:
+    """The network made of jqx's layers."""
+
+    def conv(*args, **kwargs):
+        return jqx.nnx.Conv(*args, policy=policy, mode=mode, **kwargs)
+
+    def linear(*args, **kwargs):
+        return jqx.nnx.Linear(*args, policy=policy, mode=mode, **kwargs)
+
+    return Net(nnx.Rngs(0), conv=conv, linear=linear)
+
+
+def of_injected(policy: jqx.Policy, mode: jqx.nnx.Mode) -> nnx.Module:
+    """The network made of Flax's layers, with injected contractions."""
+    promote = {"promote_dtype": jqx.nnx.promote_dtype}
+
+    def conv(*args, **kwargs):
+        contraction = jqx.nnx.ConvGeneralDilated(policy=policy, mode=mode)
+        return nnx.Conv(*args, conv_general_dilated=contraction, **promote, **kwargs)
+
+    def linear(*args, **kwargs):
+        contraction = jqx.nnx.DotGeneral(policy=policy, mode=mode)
+        return nnx.Linear(*args, dot_general=contraction, **promote, **kwargs)
+
+    return Net(nnx.Rngs(0), conv=conv, linear=linear)
+
+
+def of_whole(policy: jqx.Policy, mode: jqx.nnx.Mode) -> nnx.Module:
+    """The float network, quantized from outside."""
+    return jqx.nnx.quantize(Net(nnx.Rngs(0)), policy, mode=mode)
+
+
+DOORS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
+
+
+def images(seed: int = 1) -> jax.Array:
+    """A batch of four images of 5 x 5 pixels with two channels."""
+    return jax.random.normal(jax.random.key(seed), (4, 5, 5, 2))
+
+
+def params() -> dict:
+    """The weights of the float network, as nested dicts."""
+    return nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
+
+
+def float_network(params, x):
+    """The network as a function."""
+    net = Net(nnx.Rngs(0))
+    nnx.update(net, params)
+    return net(x)
