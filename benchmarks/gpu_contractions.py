@@ -39,17 +39,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import _gpu_hlo as hlo
 import jax
+from _gpu_class import classify, launches
 from _gpu_program import Floor, abstract_arguments, arguments, error, program
 from _gpu_rows import BASELINE, GROUPS, PREFILL_SHAPES, SMOKE, Gemm, Group, Row, rows
 from _gpu_torch import TORCH, TorchVariant, reason_without_torch
 from _harness import environment, print_environment, print_table, write_json
-from jax.experimental import topologies
+
+from jqx.diagnostics import _targets as targets
+from jqx.diagnostics._hlo import Program
 
 START = time.perf_counter()
 WARM, REPETITIONS, CALLS_SECONDS = 3, 10, 5
-TARGET = Path(__file__).parent / "h200.textproto"
 NOISE = 1.05
 
 Record = dict[str, Any]
@@ -119,7 +120,7 @@ def measure(row: Row, sharding: Any = None) -> Record:
         stage = "compile"
         floor = Floor.of(row, (layers[0], jax.eval_shape(row.run, *layers[0])))
         rounds = floor.rounds(row.layers)
-        options: Any = None if sharding is None else {"xla_gpu_autotune_level": "0"}
+        options: Any = None if sharding is None else targets.TARGETS["h200"].options
         run = jax.jit(program(row, rounds)).lower(*given).compile(compiler_options=options)
         fields = {"rounds": rounds} | describe(run, row, rounds)
         if sharding is not None:
@@ -141,11 +142,11 @@ def measure(row: Row, sharding: Any = None) -> Record:
 
 def describe(run: Any, row: Row, rounds: int) -> Record:
     """Returns what the compiler says of a program."""
-    read = hlo.Program.parse(run.as_text())
+    read = Program.parse(run.as_text())
     memory = run.memory_analysis()
     return {
-        "hlo": hlo.classify(read, "ws", row.weight_size),
-        "kernels": hlo.launches(read) / (rounds * row.layers),
+        "hlo": classify(read, "ws", row.weight_size),
+        "kernels": launches(read) / (rounds * row.layers),
         "temp_mib": None if memory is None else memory.temp_size_in_bytes / 2**20,
     }
 
@@ -251,12 +252,9 @@ def _number(value: float | None, digits: int) -> str:
 def device_of_target() -> jax.sharding.Sharding:
     """Returns a place on an H200 that need not be there."""
     try:
-        topology = topologies.get_topology_desc(
-            *("", "cuda"), target_config=TARGET.read_text(), topology="1x1x1"
-        )
-    except (RuntimeError, NotImplementedError) as problem:
-        sys.exit(f"--check needs the CUDA plugin of jax {jax.__version__}: {problem}")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+        return targets.sharding_on("gpu_contractions --check", "h200")
+    except (ImportError, RuntimeError) as problem:
+        sys.exit(str(problem))
 
 
 def order_of(groups: Mapping[str, Group]) -> Callable[[Record], tuple[int, int]]:

@@ -4,8 +4,10 @@ import importlib
 import pathlib
 import sys
 
+from jqx.diagnostics._hlo import Program
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-hlo = importlib.import_module("_gpu_hlo")
+classes = importlib.import_module("_gpu_class")
 
 TRITON = """
 %gemm (p0: bf16[16,64], p1: s4[32,64]) -> f32[16,32] {
@@ -38,7 +40,7 @@ def entry(*lines, head=""):
     )
     body = "\n".join(f"  %{line}" for line in (*arguments, *lines))
     shape = "ENTRY %main (x: bf16[16,64], w: s4[32,64]) -> f32[16,32]"
-    return hlo.Program.parse(f"HloModule m\n{TRITON}{WIDEN}{SLICE}{head}\n{shape} {{\n{body}\n}}\n")
+    return Program.parse(f"HloModule m\n{TRITON}{WIDEN}{SLICE}{head}\n{shape} {{\n{body}\n}}\n")
 
 
 def gemm(w="w", kind="__triton_nested_gemm_fusion"):
@@ -46,7 +48,7 @@ def gemm(w="w", kind="__triton_nested_gemm_fusion"):
 
 
 def described(program, weight=32 * 64):
-    return hlo.classify(program, "ws", weight), hlo.launches(program)
+    return classes.classify(program, "ws", weight), classes.launches(program)
 
 
 def test_a_fused_conversion_is_no_copy():

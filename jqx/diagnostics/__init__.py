@@ -1,0 +1,34 @@
+"""Which layer hurts, is it really quantized, what will the chip run."""
+
+from ._accumulators import Accumulator as Accumulator
+from ._compare import Comparison as Comparison
+from ._compare import SiteError as SiteError
+from ._compare import compare as compare
+from ._contraction import Contraction as Contraction
+from ._explain import Explained as Explained
+from ._explain import Explanation as Explanation
+from ._explain import explain as explain
+from ._interval_notes import Overflow as Overflow
+from ._lowering import Lowering as Lowering
+from ._lowering import lowering as lowering
+from ._ranges import Ranges as Ranges
+from ._ranges import ranges as ranges
+from ._report import Report as Report
+from ._report import report as report
+from ._search import Assignment as Assignment
+from ._search import Bits as Bits
+from ._search import Bytes as Bytes
+from ._search import Error as Error
+from ._search import search as search
+from ._sensitivity import Sensitivities as Sensitivities
+from ._sensitivity import Sensitivity as Sensitivity
+from ._sensitivity import sensitivity as sensitivity
+from ._sweep import relative_error as relative_error
+from ._table import Table as Table
+from ._table import decibels as decibels
+from ._table import finite as finite
+from ._weights import WeightError as WeightError
+from ._weights import bits_of as bits_of
+from ._weights import measure as measure
+from ._weights import scheme_of as scheme_of
+from ._weights import sqnr as sqnr

@@ -1,0 +1,294 @@
+"""The accumulators of planned contractions: how large sums of integer codes may become."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._compat import Eqn
+from ..calibrators import Affine, per_tensor
+from ..contractions import longest
+from ..numerics import Block, Integer, format_of
+from ..ops import affine_dequantize, affine_quantize
+from ..tensor import QSpec, QTensor
+from ..transforms import Address, Site
+from ._interval_arrays import image, kernel_axes
+from ._interval_rules import RULES
+from ._intervals import (
+    Bounds,
+    Interval,
+    exactly,
+    least,
+    limits,
+    most,
+    of_value,
+    rounded,
+    sum_of_products,
+    wide,
+)
+
+_DTYPES = (8, 16, 32, 64)
+
+Ends = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """How large the sums of one site may become, the largest of its channels and layers.
+
+    Attributes:
+      path: that of its weight, or its name scope.
+      op: the operation.
+      lhs: the least and the largest code of the left operand, less its zero point; `None` where it
+        is in float.
+      rhs: those of the right operand.
+      products: how many are summed in integers: those of a block, where scales are in blocks.
+      sums: the least and the largest sum; `None` where the site does not sum integers.
+      how: what jqx does.
+    """
+
+    path: str
+    op: str
+    lhs: Ends | None
+    rhs: Ends | None
+    products: int
+    sums: Ends | None
+    how: str
+
+    @property
+    def bits(self) -> int | None:
+        """Bits that the sums take in two's complement."""
+        if self.sums is None:
+            return None
+        return 1 + max((x if x >= 0 else ~x).bit_length() for x in self.sums)
+
+    @property
+    def dtype(self) -> str | None:
+        """The smallest integer dtype that holds the sums."""
+        if self.bits is None:
+            return None
+        return next((f"int{n}" for n in _DTYPES if self.bits <= n), "more than int64")
+
+    @property
+    def used(self) -> float | None:
+        """The share of the range of an int32 that the sums take; above 1 they overflow it."""
+        if self.sums is None:
+            return None
+        low, high = limits(jnp.int32)
+        return max(self.sums[0] / low, self.sums[1] / high, 0.0)
+
+    def merge(self, other: "Accumulator") -> "Accumulator":
+        """Returns the larger of both, of two steps of a loop."""
+        return dataclasses.replace(
+            self,
+            lhs=_joined(self.lhs, other.lhs),
+            rhs=_joined(self.rhs, other.rhs),
+            sums=_joined(self.sums, other.sums),
+        )
+
+
+def _joined(a: Ends | None, b: Ends | None) -> Ends | None:
+    return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
+
+
+def not_reached(site: Site) -> Accumulator:
+    """Returns the row of a site in a branch that is never taken, or a loop that never runs."""
+    return Accumulator(site.path, site.op, None, None, 0, None, "not reached")
+
+
+class _Seen(NamedTuple):
+    """An operand as a site sees it.
+
+    Attributes:
+      real: the numbers that its codes stand for.
+      codes: less their zero points; `None` where they are no integers.
+      sizes: how many elements along each axis share a scale.
+      like: a QTensor of its format.
+    """
+
+    real: Interval
+    codes: Interval | None
+    sizes: Sequence[int]
+    like: QTensor | None
+
+
+def at_site(
+    site: Site,
+    eqn: Eqn,
+    xs: Sequence[Interval],
+    affines: Mapping[str, Affine],
+    found: dict[Address, Accumulator],
+) -> Bounds:
+    """Returns the ends of the result of a site, and notes its accumulator."""
+    seen = [
+        _seen(operand.spec, operand.role == "weight", affines.get(operand.key), x, v.aval)
+        for operand, x, v in zip(site.operands, xs, eqn.invars, strict=False)
+    ]
+    row = _accumulator(site, eqn, seen)
+    old = found.get(site.address)
+    found[site.address] = row if old is None else old.merge(row)
+    result = RULES[eqn.primitive.name](eqn, [*(s.real for s in seen), *xs[len(seen) :]])
+    if isinstance(result, list):
+        raise AssertionError("a contraction has one result")
+    if isinstance(result, Interval):
+        result = exactly(result.low, result.high)
+    if site.output is None:
+        return result
+    aval = eqn.outvars[0].aval
+    out = rounded(result, aval.dtype)
+    real = _seen(site.output, False, affines.get(site.output_key), out, aval).real
+    return exactly(real.low, real.high)
+
+
+def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
+    lhs, rhs = seen[0], seen[-1]
+    ends = [None if s.codes is None else (s.codes.low, s.codes.high) for s in (lhs, rhs)]
+    row = Accumulator(site.path, site.op, ends[0], ends[1], 0, None, "float")
+    if len(seen) == 1:
+        return dataclasses.replace(row, lhs=ends[0], rhs=None, how="lookup")
+    axes = _contracted(eqn)
+    sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
+    row = dataclasses.replace(row, products=math.prod(sizes))
+    if lhs.codes is None or rhs.codes is None or lhs.like is None or rhs.like is None:
+        return row
+    left = lhs.codes
+    if site.op == "conv_general_dilated":
+        left = image(eqn, left) if left.value is None else left
+    if site.op == "ragged_dot":
+        left = left.with_zero() if left.value is None else left
+    sums = sum_of_products(left, rhs.codes, axes, sizes)
+    how = _how(lhs.like, rhs.like, row.products)
+    return dataclasses.replace(row, sums=(int(sums.low), int(sums.high)), how=how)
+
+
+def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
+    limit = longest(lhs, rhs)
+    bits = max(format_of(q.qtype).bits for q in (lhs, rhs))
+    if bits > 16:
+        return "refused"
+    if bits > 8:
+        return "int8 digits, int32" if products <= limit else "int8 digits, float32"
+    parts = math.ceil(products / limit)
+    return "int32" if parts <= 1 else f"int32 in {parts} parts, float32"
+
+
+def _contracted(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the axes that are summed over, of either operand; of a kernel, for both."""
+    if eqn.primitive.name == "dot_general":
+        lhs, rhs = eqn.params["dimension_numbers"][0]
+        return tuple(lhs), tuple(rhs)
+    if eqn.primitive.name == "conv_general_dilated":
+        return kernel_axes(eqn), kernel_axes(eqn)
+    return (1,), (1,)
+
+
+def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
+    """Returns how many elements along an axis are summed before a scale changes."""
+    n = eqn.invars[1].aval.shape[j]
+    left = lhs.sizes[i]
+    if eqn.primitive.name == "conv_general_dilated":
+        axes = eqn.params["dimension_numbers"]
+        left = lhs.sizes[axes.lhs_spec[1]] if j == axes.rhs_spec[1] else n
+    return math.gcd(*(size for size in (left, rhs.sizes[j]) if 0 < size < n)) or n
+
+
+def _seen(
+    spec: QSpec | None, is_weight: bool, affine: Affine | None, x: Interval, aval: Any
+) -> _Seen:
+    whole = aval.shape
+    if is_weight and x.codes is not None:
+        q = x.codes
+        return _Seen(x, _less_zero_points(q), q.groups.sizes, q)
+    if spec is None:
+        return _Seen(x, None, whole, None)
+    like = _like(spec, affine) if isinstance(format_of(spec.qtype), Integer) else None
+    if is_weight:
+        return _Seen(x, _all_codes(spec, Interval(-math.inf, math.inf)), whole, like)
+    sizes = spec.granularity.groups(whole).sizes
+    if affine is not None and not isinstance(spec.qtype, Block):
+        real, codes = _static(x, spec, Affine(*affine), aval.dtype)
+        return _Seen(real, codes, sizes, like)
+    return _Seen(_near(x, spec), _all_codes(spec, x), sizes, like)
+
+
+def _like(spec: QSpec, affine: Affine | None) -> QTensor:
+    """Returns an abstract QTensor of the format of a spec."""
+    given = None
+    if affine is not None:
+        given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1,), leaf.dtype), Affine(*affine))
+    quantize = partial(QTensor.quantize, spec=_per_tensor(spec))
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return jax.eval_shape(lambda x, given: quantize(x, affine=given), x, given)
+
+
+def _per_tensor(spec: QSpec) -> QSpec:
+    return dataclasses.replace(spec, granularity=per_tensor())
+
+
+def _less_zero_points(q: QTensor) -> Interval | None:
+    """Returns the codes of a weight, each less its zero point, where they are integers."""
+    form = format_of(q.qtype)
+    if not isinstance(form, Integer):
+        return None
+    if form.bits > 16:
+        return Interval(int(form.low) - int(form.high), int(form.high) - int(form.low))
+    ones = dataclasses.replace(q, scale=jnp.ones(q.scale.shape), dtype=jnp.float32)
+    return of_value(ones.dequantize().astype(jnp.int32))
+
+
+def _all_codes(spec: QSpec, x: Interval) -> Interval | None:
+    """Returns the codes less zero points that a scale of the values at hand may give: they have the
+    signs of the values.
+    """
+    form = format_of(spec.qtype)
+    if not isinstance(form, Integer):
+        return None
+    low, high = int(form.low), int(form.high)
+    if not spec.symmetric:
+        low, high = low - high, high - low
+    return Interval(low if x.low < 0 else 0, high if x.high > 0 else 0)
+
+
+def _static(
+    x: Interval, spec: QSpec, affine: Affine, dtype: Any
+) -> tuple[Interval, Interval | None]:
+    """Returns the numbers and the codes less zero points at a given scale, which rise with `x`."""
+    scale, zero = affine
+    codes = [
+        affine_quantize(
+            jnp.full(scale.shape, end, dtype),
+            scale,
+            zero,
+            qtype=spec.qtype,
+            round_mode=spec.rounding,
+            numerics=spec.numerics,
+        )
+        for end in (x.low, x.high)
+    ]
+    low, high = (
+        wide(affine_dequantize(q, scale, zero, qtype=spec.qtype, dtype=dtype)) for q in codes
+    )
+    real = Interval(float(least(low)), float(most(high)))
+    if not isinstance(format_of(spec.qtype), Integer):
+        return real, None
+    offset = 0 if zero is None else wide(zero)
+    low, high = (wide(q) - offset for q in codes)
+    return real, Interval(int(least(low)), int(most(high)))
+
+
+def _near(x: Interval, spec: QSpec) -> Interval:
+    """Returns what values become that are rounded at a scale of their own: a step further out at
+    most, of a scale for the largest of them; in formats that are not uniform, twice as far.
+    """
+    if not isinstance(format_of(spec.qtype), Integer) or math.isinf(x.largest):
+        return Interval(2 * min(x.low, 0.0), 2 * max(x.high, 0.0))
+    ends = jnp.asarray([-x.largest, x.largest], jnp.float32)
+    step = float(QTensor.quantize(ends, _per_tensor(spec)).real_scale().max())
+    return Interval(
+        x.low - step if x.low < 0 else 0.0,
+        x.high + step if x.high > 0 else 0.0,
+    )

@@ -1,0 +1,327 @@
+"""`compare`: the error of a quantized function, site by site, in one pass.
+
+Two members of a `vmap` evaluate the function at the same time, one in float and one with rounded
+operands; at each site they exchange their results, and what is kept are a few sums, merged through
+loops and branches as statistics of calibration are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._checks import require_that
+from .._compat import Eqn
+from ..calibrators import Affine
+from ..policy import Policy
+from ..tensor import QSpec, QTensor
+from ..transforms import (
+    Address,
+    Call,
+    Plan,
+    Records,
+    Rules,
+    Site,
+    Trainable,
+    as_plan,
+    check_function,
+    codes_of,
+    interpret,
+    is_quantized,
+    params_of,
+    quantize_weight,
+    real_of,
+    trace_call,
+)
+from ._table import Table, Tabular, decibels, finite
+
+_MEMBERS = "jqx.compare"
+"""Name of the mapped axis: member 0 is in float, member 1 has rounded operands."""
+
+
+class _Sums(NamedTuple):
+    """What is kept of one result `y` in float, and of two others: rounded, `z`; and rounded from
+    operands in float, `local`.
+    """
+
+    seen: jax.Array
+    signal: jax.Array
+    power: jax.Array
+    product: jax.Array
+    noise: jax.Array
+    largest: jax.Array
+    local_noise: jax.Array
+    local_largest: jax.Array
+
+    @classmethod
+    def of(cls, y: jax.Array, z: jax.Array, local: jax.Array) -> "_Sums":
+        y, z, local = (x.astype(jnp.float32) for x in (y, z, local))
+        return cls(
+            seen=jnp.ones(()),
+            signal=jnp.sum(y * y),
+            power=jnp.sum(z * z),
+            product=jnp.sum(y * z),
+            noise=jnp.sum((z - y) ** 2),
+            largest=jnp.abs(z - y).max(initial=0),
+            local_noise=jnp.sum((local - y) ** 2),
+            local_largest=jnp.abs(local - y).max(initial=0),
+        )
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> "_Sums":
+        return cls(*(jnp.zeros(shape) for _ in cls._fields))
+
+    def merge(self, other: "_Sums") -> "_Sums":
+        both = zip(self._fields, self, other, strict=True)
+        return _Sums(*(jnp.maximum(a, b) if "largest" in name else a + b for name, a, b in both))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Both(Rules):
+    """Evaluates the function in both members; a weight is a pair of its codes and its floats."""
+
+    differentiable = False
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        plain, rounded = [real_of(x) for x in operands], [_floats(x) for x in operands]
+        for i, operand in enumerate(site.operands):
+            if operand.role == "activation" and operand.spec is not None:
+                rounded[i] = self._round(operands[i], operand.spec, operand.key)
+        (y,), (z,) = _compat.bind(eqn, plain), _compat.bind(eqn, rounded)
+        if site.output is not None:
+            z = self._round(z, site.output, site.output_key)
+        result = lax.select(jnp.broadcast_to(_is_rounded(), y.shape), z, y)
+        own, all_rounded = lax.all_gather(result, _MEMBERS), lax.all_gather(z, _MEMBERS)
+        return result, {site.output_key: _Sums.of(own[0], own[1], all_rounded[0])}
+
+    def _round(self, x: jax.Array, spec: QSpec, key: str) -> jax.Array:
+        return QTensor.quantize(x, spec, self.affines.get(key)).dequantize()
+
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
+
+    def dense(self, eqn: Eqn | None, x: Any) -> jax.Array:
+        if not isinstance(x, Trainable):
+            return x
+        return lax.select(jnp.broadcast_to(_is_rounded(), x.real.shape), _floats(x), x.real)
+
+    def unseen(self, here: Address) -> Records:
+        """Of those that stand in this equation, and do not step with it."""
+        return {
+            site.output_key: _Sums.empty(tuple(loop.length for loop in site.loops_in(here)))
+            for site in self.plan.sites
+            if site.address[: len(here)] == here
+            and not any(loop.address == here for loop in site.loops)
+        }
+
+    def merge(self, here: Address, a: Records, b: Records) -> Records:
+        return {key: a[key].merge(b[key]) for key in a}
+
+
+def _is_rounded() -> jax.Array:
+    return lax.axis_index(_MEMBERS) == 1
+
+
+def _floats(x: Any) -> Any:
+    """Returns the numbers that the codes of a weight stand for."""
+    codes = codes_of(x)
+    return codes.dequantize() if is_quantized(codes) else codes
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteError:
+    """The error of the results of one site, of one layer where it stands in a scan over layers.
+
+    Attributes:
+      path: that of its weight, or its name scope.
+      op: the operation.
+      layer: place in the scans that step over its weight; empty outside of them.
+      sqnr: signal to noise, in dB, of the quantized function beside the float one: the error that
+        has gathered up to here. Infinite where equal, NaN where the site never ran.
+      local_sqnr: that of this site alone: quantized operands that are in float up to here.
+      cosine: of both results.
+      max_error: largest difference between both results.
+      local_max_error: that of this site alone.
+    """
+
+    path: str
+    op: str
+    layer: tuple[int, ...]
+    sqnr: float
+    local_sqnr: float
+    cosine: float
+    max_error: float
+    local_max_error: float
+
+    @property
+    def name(self) -> str:
+        """Path, operation where there are several on it, and layer."""
+        return self.path + "".join(f"[{i}]" for i in self.layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Tabular):
+    """What `compare` found. Prints as a table; `to_dict`, `to_markdown` give it as data and text.
+
+    Attributes:
+      sites: one error for each site, and for each layer of a scan, in the order of the plan.
+      result: the error of the results of the function together.
+    """
+
+    sites: tuple[SiteError, ...]
+    result: SiteError
+
+    def worst(self, count: int = 5) -> tuple[SiteError, ...]:
+        """Returns the sites with the largest errors of their own, the worst first."""
+        ran = [site for site in self.sites if not math.isnan(site.local_sqnr)]
+        return tuple(sorted(ran, key=lambda site: site.local_sqnr)[:count])
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = [
+            (
+                row.name or "(argument)",
+                row.op,
+                decibels(row.local_sqnr),
+                decibels(row.sqnr),
+                f"{row.cosine:.6f}",
+                f"{row.local_max_error:.3g}",
+                f"{row.max_error:.3g}",
+            )
+            for row in (*self.sites, self.result)
+        ]
+        head = ("path", "op", "own SQNR dB", "SQNR dB", "cosine", "own max error", "max error")
+        note = "own: this site alone, on float operands; the rest: all quantized up to there"
+        return Table(head, tuple(rows), note, texts=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the rows as what `json.dumps` takes; infinite and NaN values as `None`."""
+        return finite(dataclasses.asdict(self))
+
+
+def compare(
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    affines: Mapping[str, Affine] | None = None,
+) -> Callable[..., Comparison]:
+    """Returns a function that compares `f` with its quantized self, at each site.
+
+    Both are evaluated side by side, in one pass, as the two members of a `jax.vmap`; through jit,
+    scans (one row a layer where a scan steps over a weight), loops and branches. What is quantized
+    is rounded as `simulate` does it. No result is kept, so a deep function fits in memory.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+      affines: scales from `jqx.affines`; `None` takes every activation's scale from the values at
+        hand.
+
+    Returns:
+      `compared(*args, **kwargs) -> Comparison`, of float parameters. It compiles, and computes.
+
+    Raises:
+      TypeError: `f` is no function or `plan` no plan.
+      ValueError: the plan was made for another function, `affines` does not fit it, or a parameter
+        is quantized already.
+
+    NaN, infinity: a result with a NaN has the SQNR NaN.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
+      >>> w = jax.random.normal(jax.random.key(0), (16, 16))
+      >>> p, x = {"a": w, "b": w.at[0, 0].set(1e3)}, w
+      >>> found = jqx.compare(f, jqx.presets.w8a8(weight={"granularity": jqx.per_tensor()}))(p, x)
+      >>> found.worst(1)[0].path
+      'b'
+    """
+    check_function("compare", f)
+    params = params_of("compare", plan)
+
+    def compared(*args: Any, **kwargs: Any) -> Comparison:
+        call = trace_call("compare", f, params, args, kwargs)
+        known = as_plan("compare", plan, call, params)
+        known.check_affines("compare", affines)
+        _check_floats(call)
+        given = dict(affines or {})
+        out, records = jax.jit(lambda leaves, given: _side_by_side(call, known, leaves, given))(
+            call.leaves, given
+        )
+        rows = tuple(row for site in known.sites for row in _rows(site, records[site.output_key]))
+        return Comparison(rows, _error("(result)", "", (), out))
+
+    return compared
+
+
+def _side_by_side(
+    call: Call, plan: Plan, leaves: Sequence[jax.Array], given: dict[str, Affine]
+) -> tuple[_Sums, Records]:
+    rules = _Both(plan, given)
+    both = [_pair(x, path, plan, given) for x, path in zip(leaves, call.paths, strict=True)]
+
+    def member() -> tuple[list[Any], Records]:
+        out, records = interpret(call.jaxpr, call.consts, both, rules)
+        return [rules.dense(None, x) for x in out], records
+
+    out, records = jax.vmap(member, axis_name=_MEMBERS, axis_size=2)()
+    found = _Sums.empty(())
+    for x in out:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            found = found.merge(_Sums.of(x[0], x[1], x[1]))
+    return found, jax.tree.map(lambda x: x[0], records)
+
+
+def _pair(x: jax.Array, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Any:
+    weight = plan.weight_at(path)
+    if weight is None:
+        return x
+    return Trainable(quantize_weight(x, weight.spec, given.get(weight.key)), x)
+
+
+def _check_floats(call: Call) -> None:
+    done = [path for path, x in zip(call.paths, call.leaves, strict=True) if is_quantized(x)]
+    require_that(
+        not done,
+        error=ValueError,
+        function="compare",
+        problem="a parameter is quantized already, so that its float values are not known.",
+        given=f"QTensors for {', '.join(map(repr, done[:4]))}",
+        expected="float parameters",
+        mend="pass the parameters as they were before jqx.quantize_params.",
+    )
+
+
+def _rows(site: Site, sums: _Sums) -> Iterator[SiteError]:
+    for layer in np.ndindex(np.shape(sums.seen)):
+        yield _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
+
+
+def _error(path: str, op: str, layer: tuple[int, ...], sums: _Sums) -> SiteError:
+    x: dict[str, float] = {name: float(value) for name, value in sums._asdict().items()}
+    if not x["seen"]:
+        x = dict.fromkeys(x, math.nan)
+    norms = math.sqrt(x["signal"] * x["power"])
+    return SiteError(
+        path=path,
+        op=op,
+        layer=tuple(map(int, layer)),
+        sqnr=_decibels(x["signal"], x["noise"]),
+        local_sqnr=_decibels(x["signal"], x["local_noise"]),
+        cosine=x["product"] / norms if norms else math.nan,
+        max_error=x["largest"],
+        local_max_error=x["local_largest"],
+    )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

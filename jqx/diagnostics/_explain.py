@@ -1,0 +1,255 @@
+"""`explain`: which contraction of the compiled program each site became, and whether on codes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from .._checks import check_instance, require_that
+from ..calibrators import Affine
+from ..policy import Policy
+from ..tensor import QTensor
+from ..transforms import Plan, convert, is_array, make_plan, quantize_params
+from ._contraction import Contraction
+from ._hlo import CODES
+from ._lowering import Lowering, lowering
+from ._lowering_table import multiplied, remarks, text_table
+from ._table import Table, Tabular
+
+HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
+
+Really = Literal["codes", "converted", "widened first", "float", "lookup", "gone"]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One contraction of a function, and what it became.
+
+    Attributes:
+      path: path of its weight, or its name scope.
+      op: the operation, such as `dot_general`.
+      plan: how the plan quantizes it, operand by operand, or why it leaves it in float.
+      really: what the compiled program does:
+
+        - `"codes"`: codes are multiplied by codes
+        - `"converted"`: the kernel reads codes, and converts them itself to multiply them
+        - `"widened first"`: another kernel writes the codes to memory in a wider type
+        - `"float"`: no codes are read
+        - `"lookup"`: rows of a table are taken; nothing is multiplied
+        - `"gone"`: the program has no contraction of that name; the compiler has merged it with
+          another or computed it beforehand, or it stands where jqx does not look
+      contractions: what it became; several where one product is computed in parts.
+    """
+
+    path: str
+    op: str
+    plan: str
+    really: Really
+    contractions: tuple[Contraction, ...]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether codes are what its kernels read."""
+        return self.really in ("codes", "converted")
+
+
+@dataclass(frozen=True)
+class Explanation(Tabular):
+    """What each contraction of a function became. Prints as a table.
+
+    Attributes:
+      sites: those of the plan, the skipped ones last; without a plan, those that a function from
+        `jqx.convert` names.
+      others: contractions of the program that belong to none of them.
+      lowering: the whole program.
+    """
+
+    sites: tuple[Explained, ...]
+    others: tuple[Contraction, ...]
+    lowering: Lowering
+
+    def __getitem__(self, path: str) -> tuple[Explained, ...]:
+        """Returns what stands on a path, in order; empty where nothing does."""
+        return tuple(site for site in self.sites if site.path == path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `json.dumps` takes."""
+        return {
+            "target": self.lowering.target,
+            "sites": [
+                {
+                    "path": site.path,
+                    "op": site.op,
+                    "plan": site.plan,
+                    "really": site.really,
+                    "contractions": [c.to_dict() for c in site.contractions],
+                }
+                for site in self.sites
+            ],
+            "others": [c.to_dict() for c in self.others],
+        }
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        return text_table(HEAD, _rows(self), _footer(self))
+
+
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    plan: Plan | Policy | None = None,
+    affines: Mapping[str, Affine] | None = None,
+    target: str = "cpu",
+) -> Explanation:
+    """Compiles a quantized function, and says of each of its sites what multiplies what.
+
+    With a plan, `f` is the float function, and what is compiled is `jqx.convert(f, plan, affines)`,
+    its weights quantized outside (float weights among `args` are taken as `quantize_params` makes
+    them). Without one, `f` is compiled as it is: then only sites of functions from `jqx.convert`
+    have names.
+
+    Args:
+      f: a function of arrays and pytrees of arrays.
+      *args: its arguments, as for `jqx.lowering`: any shapes and dtypes; arrays, QTensors or
+        `jax.ShapeDtypeStruct`s.
+      plan: a `Plan`, or a `Policy` to plan the call with.
+      affines: scales from `jqx.affines`; `None` takes every activation's from the values at hand.
+      target: as for `jqx.lowering`.
+
+    Raises:
+      TypeError: `plan` is no plan.
+      ValueError: the plan does not fit, the target is unknown, or `affines` is given without plan.
+      ImportError, RuntimeError: as for `jqx.lowering`.
+
+    Gradient: none; nothing is computed. NaN and infinities: likewise.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda p, x: (x @ p["w"]) @ p["v"]
+      >>> params = {"w": jnp.ones((256, 512)), "v": jnp.ones((512, 256))}
+      >>> policy = jqx.presets.w8a8_dynamic("w")
+      >>> found = jqx.explain(f, params, jnp.ones((32, 256)), plan=policy)
+      >>> [(site.path, site.really) for site in found.sites]
+      [('w', 'codes'), ('v', 'float')]
+      >>> found["v"][0].plan
+      'left in float: no rule matches'
+    """
+    if plan is None:
+        require_that(
+            affines is None,
+            error=ValueError,
+            function="explain",
+            problem="`affines` has no use without a plan.",
+            given="affines, and plan == None",
+            expected="a plan that they are the scales of",
+            mend="pass plan=, or the converted function alone.",
+        )
+        return _without_plan(lowering(f, *args, target=target))
+    mend = "make one with jqx.make_plan(f, policy)(*args)."
+    check_instance("explain", "plan", plan, (Plan, Policy), mend=mend)
+    known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
+    quantized = _with_codes(args, known)
+    return _with_plan(lowering(convert(f, known, affines), *quantized, target=target), known)
+
+
+def _with_codes(args: tuple[Any, ...], plan: Plan) -> list[Any]:
+    """Returns the arguments with the weights of a plan as abstract QTensors."""
+    given = list(args)
+    places = (plan.params,) if isinstance(plan.params, int) else plan.params
+    leaves = jax.tree.leaves([given[i] for i in places], is_leaf=_is_quantized)
+    if any(map(_is_quantized, leaves)):
+        return given
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x,
+        tuple(given[i] for i in places),
+    )
+    made = quantize_params(shapes[0] if isinstance(plan.params, int) else shapes, plan)
+    for i, params in zip(places, (made,) if isinstance(plan.params, int) else made, strict=True):
+        given[i] = params
+    return given
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QTensor)
+
+
+def _with_plan(low: Lowering, plan: Plan) -> Explanation:
+    found = _by_site(low)
+    sites = []
+    for site in plan.sites:
+        parts = tuple(found.pop(site.name, ()))
+        specs = " x ".join(
+            str(operand.spec) if operand.spec else "float" for operand in site.operands
+        )
+        sites.append(Explained(site.path, site.op, specs, _really(site.op, parts), parts))
+    for i, skip in enumerate(plan.skipped):
+        parts = tuple(found.pop(plan.name_of_skipped(i), ()))
+        reason = f"left in float: {skip.reason}"
+        sites.append(Explained(skip.path, skip.op, reason, _really(skip.op, parts), parts))
+    others = tuple(c for parts in found.values() for c in parts)
+    return Explanation(tuple(sites), others, low)
+
+
+def _without_plan(low: Lowering) -> Explanation:
+    found = _by_site(low)
+    others = tuple(found.pop("", ()))
+    sites = []
+    for name, parts in found.items():
+        path, _, op = name.rpartition(":")
+        op = op.partition("#")[0].partition("~")[0]
+        sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts)))
+    return Explanation(tuple(sites), others, low)
+
+
+def _by_site(low: Lowering) -> dict[str, list[Contraction]]:
+    found: dict[str, list[Contraction]] = {}
+    for contraction in low.contractions:
+        found.setdefault(contraction.site, []).append(contraction)
+    return found
+
+
+def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
+    """Says what a site does, by those of its contractions that codes reach: others sum scales."""
+    if not contractions:
+        return "lookup" if op == "gather" else "gone"
+    if any(c.widened for c in contractions):
+        return "widened first"
+    reached = [c for c in contractions if any(map(_are_codes, (c.dtypes, *c.reads)))]
+    if not reached:
+        return "float"
+    return "codes" if all(map(_multiplies_codes, reached)) else "converted"
+
+
+def _multiplies_codes(c: Contraction) -> bool:
+    """Whether both operands are codes; or integers, or elements read as codes, where no product for
+    matrices runs.
+    """
+    kinds = zip(c.dtypes, c.reads, strict=True)
+    if "by elements" in c.runs:
+        return all(_are_codes((dtype, *reads)) or dtype[0] in "su" for dtype, reads in kinds)
+    return all(_are_codes((dtype,)) for dtype in c.dtypes)
+
+
+def _are_codes(dtypes: tuple[str, ...]) -> bool:
+    return any(CODES.fullmatch(dtype) for dtype in dtypes)
+
+
+def _rows(explanation: Explanation) -> list[tuple[str, ...]]:
+    rows = []
+    for site in explanation.sites:
+        head = (site.path or "(unnamed)", site.plan or "-", site.really)
+        parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
+        rows += [(*head, *parts[0]), *(("", "", "", *part) for part in parts[1:])]
+    rows += [("(no site)", "-", "-", *_cells(c)) for c in explanation.others]
+    return rows
+
+
+def _cells(c: Contraction) -> tuple[str, ...]:
+    return multiplied(c), c.runs, "?" if c.times is None else str(c.times), remarks(c)
+
+
+def _footer(explanation: Explanation) -> str:
+    done = sum(site.is_quantized for site in explanation.sites)
+    count = len(explanation.sites)
+    return f"{done} of {count} contractions read codes on {explanation.lowering.target}"

@@ -1,0 +1,248 @@
+"""Following intervals through a jaxpr: its equations, the functions that they call, branches."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import Eqn
+from ..calibrators import Affine
+from ..tensor import QTensor
+from ..transforms import Address, Plan, is_marked, view
+from ._accumulators import at_site
+from ._interval_loops import NOWHERE, literal, scan, while_loop
+from ._interval_notes import Notes
+from ._interval_rules import RULES
+from ._intervals import (
+    Bounds,
+    Interval,
+    anything,
+    hull,
+    is_integer,
+    limits,
+    of_value,
+    rounded,
+    summed,
+)
+
+_BODY = {
+    **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint"), "jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
+}
+"""Where a primitive that calls one function, of its own operands, holds it."""
+
+_PLANNED_CALLS = frozenset(_BODY) - {"closed_call", "core_call"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """Follows intervals through the equations of a planned function.
+
+    Attributes:
+      plan: the sites.
+      affines: static scales, by key.
+      notes: gathers what is found.
+      axes: sizes of the mesh axes of the `shard_map`s around.
+      line: of the call around, for equations that JAX keeps no line of.
+    """
+
+    plan: Plan
+    affines: Mapping[str, Affine]
+    notes: Notes
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    line: str = ""
+
+    def run(
+        self,
+        jaxpr: Any,
+        args: Sequence[Interval],
+        address: Address = (),
+        also: Sequence[Any] = (),
+        consts: Sequence[Any] = (),
+    ) -> list[Interval]:
+        """Returns the intervals of the results of a jaxpr, and of further values inside."""
+        body, own = _compat.open_jaxpr(jaxpr)
+        env = dict(zip(body.constvars, map(of_value, own or consts), strict=True))
+        env.update(zip(body.invars, args, strict=True))
+
+        def read(atom: Any) -> Interval:
+            return literal(atom) if _compat.is_literal(atom) else env[atom]
+
+        marked = 0
+        for eqn in body.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            results = self._evaluate(eqn, operands, (*address, marked))
+            marked += is_marked(eqn)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in (*body.outvars, *also)]
+
+    def _evaluate(self, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+        name = eqn.primitive.name
+        site = self.plan.site_at(here) if is_marked(eqn) else None
+        if site is not None:
+            bounds = at_site(site, eqn, xs, self.affines, self.notes.sites)
+            return [rounded(bounds, eqn.outvars[0].aval.dtype)]
+        if name in _FORMS:
+            inside = dataclasses.replace(self, line=self._line(eqn))
+            return _FORMS[name](inside, eqn, xs, here)
+        if any(x.codes is not None for x in xs):
+            seen = _view(eqn, xs)
+            if seen is not None:
+                return seen
+        if name in _RELATED:
+            found = _RELATED[name](self, eqn, xs)
+            if found is not None:
+                return [found]
+        return self._plain(eqn, xs)
+
+    def _plain(self, eqn: Eqn, xs: list[Interval]) -> list[Interval]:
+        """Applies the rule of a primitive; where all operands are known, computes it as well."""
+        name = eqn.primitive.name
+        whole = all(x.is_known for x in xs) and not eqn.effects
+        if whole and name != "broadcast_in_dim" and not any(True for _ in _compat.sub_jaxprs(eqn)):
+            results = [of_value(x) for x in _computed(eqn, xs)]
+            if name in RULES and is_integer(eqn.outvars[0].aval.dtype):
+                self._ruled(eqn, xs)
+            return results
+        if name not in RULES:
+            self.notes.no_rule(eqn, self._line(eqn))
+            return [anything(v.aval) for v in eqn.outvars]
+        return self._ruled(eqn, xs)
+
+    def _ruled(self, eqn: Eqn, xs: list[Interval]) -> list[Interval]:
+        found = RULES[eqn.primitive.name](eqn, xs)
+        every = found if isinstance(found, list) else [found]
+        return [self._settled(eqn, x, v.aval) for x, v in zip(every, eqn.outvars, strict=True)]
+
+    def _line(self, eqn: Eqn) -> str:
+        return _compat.line_of(eqn) or self.line
+
+    def _settled(self, eqn: Eqn, found: Bounds | Interval, aval: Any) -> Interval:
+        """Rounds ends, or notes that an integer dtype does not hold them."""
+        if not is_integer(aval.dtype):
+            if isinstance(found, Interval):
+                return found
+            return rounded(found, aval.dtype)
+        low, high = limits(aval.dtype)
+        if low <= found.low and found.high <= high:
+            return found if isinstance(found, Interval) else Interval(found.low, found.high)
+        self.notes.overflow(eqn, self._line(eqn), found.low, found.high)
+        return Interval(low, high)
+
+    def aside(self) -> "Follower":
+        """Returns one that notes nothing: for steps that are tried."""
+        return dataclasses.replace(self, notes=Notes())
+
+
+def _computed(eqn: Eqn, xs: Sequence[Interval]) -> list[Any]:
+    with _compat.equation_context(eqn):
+        return _compat.bind(eqn, [_array(x, v) for x, v in zip(xs, eqn.invars, strict=True)])
+
+
+def _array(x: Interval, atom: Any) -> Any:
+    if x.value is not None:
+        return x.value
+    return jnp.full(atom.aval.shape, x.low, atom.aval.dtype)
+
+
+def _view(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval] | None:
+    """Evaluates a view of quantized weights; `None` where the equation is none."""
+    if not all(x.is_known for x in xs):
+        return None
+    operands = [
+        _array(x, v) if x.codes is None else x.codes for x, v in zip(xs, eqn.invars, strict=True)
+    ]
+    seen = view(eqn, operands)
+    if seen is None:
+        return None
+    return [
+        dataclasses.replace(of_value(real), codes=q if isinstance(q, QTensor) else None)
+        for q, real in zip(seen, _computed(eqn, xs), strict=True)
+    ]
+
+
+def _call(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+    name = eqn.primitive.name
+    where = here if name in _PLANNED_CALLS else (*here, NOWHERE)
+    return self.run(eqn.params[_BODY[name]], xs, where)
+
+
+def _cond(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+    """The branches that may be taken."""
+    which, *rest = xs
+    branches = eqn.params["branches"]
+    last = len(branches) - 1
+    first, end = (min(max(i, 0), last) for i in (which.low, which.high))
+    taken = [self.run(branches[i], rest, (*here, i)) for i in range(first, end + 1)]
+    return [hull(parts) for parts in zip(*taken, strict=True)]
+
+
+def _shard_map(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+    """Each device sees a part of what is split."""
+    sizes = dict(eqn.params["mesh"].shape)
+    parts = [
+        x if not any(spec) else x.hull_only()
+        for x, spec in zip(xs, eqn.params["in_specs"], strict=True)
+    ]
+    inside = dataclasses.replace(self, axes={**self.axes, **sizes})
+    return [x.hull_only() for x in inside.run(eqn.params["jaxpr"], parts, here)]
+
+
+def _less(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval:
+    (found,) = self._plain(eqn, xs)
+    zero = xs[1].low == xs[1].high == 0 and is_integer(eqn.invars[0].aval.dtype)
+    return dataclasses.replace(found, about=("negative", xs[0])) if zero else found
+
+
+def _plus(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval:
+    (found,) = self._plain(eqn, xs)
+    x, n = xs
+    counted = is_integer(eqn.outvars[0].aval.dtype) and n.low == n.high >= 0
+    return dataclasses.replace(found, about=("plus", x, n.low, id(eqn))) if counted else found
+
+
+def _from_the_end(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval | None:
+    """`where(i < 0, i + n, i)`, as JAX reads indices: the sum counts where `i` is negative alone,
+    and does not overflow there.
+    """
+    which, plain, *rest = xs
+    if len(rest) != 1 or which.about[:1] != ("negative",) or rest[0].about[:1] != ("plus",):
+        return None
+    _, x, n, overflow = rest[0].about
+    if which.about[1] is not x or plain is not x:
+        return None
+    self.notes.forget(overflow)
+    parts = [Interval(x.low + n, min(x.high, -1) + n)] if x.low < 0 else []
+    parts += [Interval(max(x.low, 0), x.high)] if x.high >= 0 else []
+    return None if x.is_known else hull(parts)
+
+
+_RELATED: dict[str, Callable[[Follower, Eqn, list[Interval]], Interval | None]] = {
+    "lt": _less,
+    "add": _plus,
+    "select_n": _from_the_end,
+}
+"""Primitives of which a later one may want to know what they were made of."""
+
+
+def _psum(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+    axes = [axis for axis in eqn.params["axes"] if axis in self.axes]
+    count = math.prod(self.axes[axis] for axis in axes)
+    return [
+        self._settled(eqn, summed(x.hull_only(), count), v.aval)
+        for x, v in zip(xs, eqn.outvars, strict=True)
+    ]
+
+
+_FORMS: dict[str, Callable[..., list[Interval]]] = {
+    **dict.fromkeys(_BODY, _call),
+    "cond": _cond,
+    "scan": scan,
+    "while": while_loop,
+    "shard_map": _shard_map,
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _psum),
+}

@@ -1,0 +1,249 @@
+"""Interval arithmetic: what all elements of an array lie in, and the array where it is known.
+
+Ends of integers are exact Python integers; ends of floats are float64, widened by what rounding to
+the dtype of a result may add. A NaN lies in every interval.
+
+Source: R. E. Moore, "Interval Analysis", 1966.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..tensor import QTensor
+
+ULPS = 4
+"""What a function such as `tanh` may be off, in units of the last place."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interval:
+    """What all elements of an array lie in.
+
+    Attributes:
+      low: the least that an element may be.
+      high: the most.
+      value: the array, where it is known.
+      codes: the same quantized, where it is a weight of the plan.
+      about: what it was made of, where a later equation may want to know; see `_relations`.
+    """
+
+    low: Any
+    high: Any
+    value: Any = None
+    codes: QTensor | None = None
+    about: tuple[Any, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all elements are; of a float zero the sign is not."""
+        one = self.low == self.high and (isinstance(self.low, int) or self.low != 0)
+        return self.value is not None or one
+
+    @property
+    def largest(self) -> Any:
+        """The largest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    def ends(self) -> tuple[Any, Any]:
+        """Returns what every element is at least, and at most: arrays where it is known."""
+        if self.value is not None:
+            return wide(self.value), wide(self.value)
+        return self.low, self.high
+
+    def hull_only(self) -> "Interval":
+        """Returns the interval of any part of the array."""
+        return Interval(self.low, self.high)
+
+    def with_zero(self) -> "Interval":
+        """Returns the interval of any part of the array, and of zeros."""
+        return Interval(min(self.low, 0), max(self.high, 0))
+
+    def holds(self, other: "Interval") -> bool:
+        """Whether all that the other may be lies in this one."""
+        if self.value is not None and self.value is not other.value:
+            return False
+        return self.low <= other.low and other.high <= self.high
+
+
+class Bounds(NamedTuple):
+    """The ends of a result in exact arithmetic, and by how many units of the last place of which
+    magnitude rounding may move them.
+    """
+
+    low: Any
+    high: Any
+    low_error: Any = 0
+    high_error: Any = 0
+
+
+def exactly(low: Any, high: Any) -> Bounds:
+    """The ends of a result that is not rounded."""
+    return Bounds(low, high)
+
+
+def roughly(low: Any, high: Any) -> Bounds:
+    """The ends of a result that is rounded by itself."""
+    return Bounds(low, high, ULPS * abs(low), ULPS * abs(high))
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether ends of a dtype are integers: of booleans too."""
+    return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def limits(dtype: Any) -> tuple[Any, Any]:
+    """Returns the range of a dtype."""
+    if dtype == jnp.bool_:
+        return 0, 1
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return int(info.min), int(info.max)
+    return -math.inf, math.inf
+
+
+def anything(aval: Any) -> Interval:
+    """Returns the interval of an array of which the dtype alone is known."""
+    return Interval(*limits(aval.dtype))
+
+
+def of_value(x: Any) -> Interval:
+    """Returns the interval of an array that is known."""
+    if not (is_integer(x.dtype) or jnp.issubdtype(x.dtype, jnp.floating)):
+        return Interval(-math.inf, math.inf)  # complex, or a random key
+    values = wide(x)
+    if not is_integer(x.dtype):
+        values = values[~np.isnan(values)]
+    if not values.size:
+        return Interval(0, 0, x)
+    ends = Interval(least(values), most(values))
+    ends = ends if is_integer(x.dtype) else flushed(ends.low, ends.high, x.dtype)
+    return dataclasses.replace(ends, value=x)
+
+
+def wide(x: Any) -> np.ndarray:
+    """Returns an array in a dtype in which its sums and products are exact, or float64."""
+    x = np.asarray(x)
+    if not is_integer(x.dtype):
+        return x.astype(np.float64)
+    return x.astype(np.int64 if x.dtype.itemsize < 4 or x.dtype == np.int32 else object)
+
+
+def least(*xs: Any) -> Any:
+    """Returns the least of arrays and numbers; of what has no sign, minus infinity."""
+    found = [x.min() if isinstance(x, np.ndarray) else x for x in xs]
+    return -math.inf if any(x != x for x in found) else _plain(min(found))
+
+
+def most(*xs: Any) -> Any:
+    """Returns the most of arrays and numbers; of what has no sign, infinity."""
+    found = [x.max() if isinstance(x, np.ndarray) else x for x in xs]
+    return math.inf if any(x != x for x in found) else _plain(max(found))
+
+
+def _plain(x: Any) -> Any:
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def times(a: Any, b: Any) -> Any:
+    """Returns a product, 0 where a factor is 0: an infinite end is a number that has no bound."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    with np.errstate(all="ignore"):
+        product = np.multiply(a, b)
+        return np.where((np.equal(a, 0)) | (np.equal(b, 0)), 0, product)[()]
+
+
+def corners(f: Callable[[Any, Any], Any], a: Interval, b: Interval) -> tuple[Any, Any]:
+    """Returns the ends of a function of two arrays that is monotone in each of them."""
+    values = [f(x, y) for x in a.ends() for y in b.ends()]
+    return least(*values), most(*values)
+
+
+def hull(parts: Iterable[Interval]) -> Interval:
+    """Returns the interval of what is one of several."""
+    first, *rest = parts
+    if all(part is first for part in rest):
+        return first
+    low, high = min(x.low for x in (first, *rest)), max(x.high for x in (first, *rest))
+    same = first.value is not None and all(part.value is first.value for part in rest)
+    return Interval(low, high, first.value, first.codes) if same else Interval(low, high)
+
+
+def summed(x: Interval, count: int) -> Bounds:
+    """Returns the ends of a sum of `count` elements."""
+    low, high = times(count, x.low), times(count, x.high)
+    if x.low >= 0 or x.high <= 0:
+        return Bounds(low, high, times(count, abs(low)), times(count, abs(high)))
+    error = times(count, times(count, x.largest))
+    return Bounds(low, high, error, error)
+
+
+def sum_of_products(
+    lhs: Interval,
+    rhs: Interval,
+    axes: tuple[Sequence[int], Sequence[int]],
+    sizes: Sequence[int],
+) -> Bounds:
+    """Returns the ends of a contraction, the widest of all its results.
+
+    With an operand `w` that is known, each result has ends of its own, which are attained:
+
+        high  =  sum max(w low, w high)  =  high sum max(w, 0) + low sum min(w, 0)
+
+    Args:
+      lhs: left operand.
+      rhs: right operand.
+      axes: contracted axes of either.
+      sizes: how many elements along each of them are summed: blocks are sums by themselves.
+    """
+    count = math.prod(sizes)
+    term = Interval(*corners(times, lhs.hull_only(), rhs.hull_only()))
+    plain = summed(term, count)
+    if rhs.value is not None:
+        known, other, contracted = rhs, lhs, axes[1]
+    elif lhs.value is not None:
+        known, other, contracted = lhs, rhs, axes[0]
+    else:
+        return plain
+    w = wide(known.value)
+    if w.size == 0 or count == 0:
+        return exactly(0, 0)
+    up = _block_sums(np.maximum(w, 0), contracted, sizes)
+    down = _block_sums(np.minimum(w, 0), contracted, sizes)
+    if is_integer(np.asarray(known.value).dtype) and isinstance(other.low, int):
+        up, down = up.astype(object), down.astype(object)
+    low = least(times(up, other.low) + times(down, other.high))
+    high = most(times(up, other.high) + times(down, other.low))
+    if term.low >= 0 or term.high <= 0:
+        return Bounds(low, high, times(count, abs(low)), times(count, abs(high)))
+    error = times(count, times(most(up - down), other.largest))
+    return Bounds(low, high, error, error)
+
+
+def _block_sums(w: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    for axis, size in zip(axes, sizes, strict=True):
+        w = np.add.reduceat(w, np.arange(0, w.shape[axis], size), axis)
+    return w
+
+
+def rounded(bounds: Bounds, dtype: Any) -> Interval:
+    """Returns the interval of a float result of a dtype."""
+    info = jnp.finfo(dtype)
+    eps, largest = float(info.eps), float(info.max)
+    with np.errstate(all="ignore"):
+        low = float(least(bounds.low - times(eps, bounds.low_error)))
+        high = float(most(bounds.high + times(eps, bounds.high_error)))
+    return flushed(
+        -math.inf if low < -largest else low, math.inf if high > largest else high, dtype
+    )
+
+
+def flushed(low: float, high: float, dtype: Any) -> Interval:
+    """Returns the interval of floats: hardware may take for 0 what is less than normal."""
+    tiny = float(jnp.finfo(dtype).tiny)
+    return Interval(0.0 if 0 < low < tiny else low, 0.0 if -tiny < high < 0 else high)

@@ -1,0 +1,120 @@
+"""`lowering`: what a compiler makes of a function, for a machine that need not be there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._contraction import Contraction, contractions_of
+from ._hlo import Program
+from ._lowering_table import lowering_table
+from ._table import Table, Tabular
+from ._targets import compiled_for, target_of
+
+_BYTES = ("argument", "output", "temp", "alias", "generated_code")
+
+
+@dataclass(frozen=True)
+class Lowering(Tabular):
+    """A compiled function. Prints as a table, one row for each contraction.
+
+    Attributes:
+      target: what it was compiled for.
+      contractions: of the optimized program, in order; those of a loop once.
+      memory: bytes of `argument`, `output`, `temp`, `alias` and `generated_code`, where the
+        compiler says.
+      cycles: what the compiler for TPUs expects all kernels to take, loops included, memory left
+        out; `None` on other targets, and where a loop runs until a condition fails.
+      hlo: the text of the optimized program.
+    """
+
+    target: str
+    contractions: tuple[Contraction, ...]
+    memory: dict[str, int] = field(hash=False)
+    cycles: int | None
+    hlo: str = field(repr=False)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Bytes beside arguments and results; 0 where the compiler does not say."""
+        return self.memory.get("temp", 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `json.dumps` takes; the text of the program left out."""
+        return {
+            "target": self.target,
+            "contractions": [contraction.to_dict() for contraction in self.contractions],
+            "memory": dict(self.memory),
+            "cycles": self.cycles,
+        }
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        return lowering_table(self)
+
+
+def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering:
+    """Compiles a function for a target, and returns what each of its contractions became.
+
+    Nothing runs, and no accelerator need be there: compilers for TPUs come with the extra
+    `aot-tpu`, that for NVIDIA GPUs with `aot-gpu`. Autotuning is off on the latter: what is fused
+    and which types are multiplied is as on the device, which library multiplies need not be.
+
+    Args:
+      f: any JAX function, such as one from `jqx.convert`. A jitted one is compiled as it is,
+        donation included; another is jitted.
+      *args: its arguments, of any shapes and dtypes: arrays, `jax.ShapeDtypeStruct`s, QTensors.
+        Where they lie does not count: one device holds them all. For a function that is not
+        jitted, leaves that are no arrays are static.
+      target: `"cpu"`, `"h200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
+
+    Returns:
+      A `Lowering`: for each contraction the types that are multiplied and those read from memory,
+      what runs it, whether codes were copied to memory in wider types first, whether it left the
+      matrix units, how often it runs; and memory and estimated cycles in total.
+
+    Raises:
+      ValueError: the target is unknown.
+      ImportError: its compiler is not installed.
+      RuntimeError: its compiler cannot be loaded.
+      And what `f` raises when traced, and the compiler when it refuses.
+
+    Gradient: none; nothing is computed. NaN and infinities: likewise.
+    State: the devices of this process stay what they are. While a compiler is loaded, variables of
+      the environment that it asks for are set where they are absent, and removed again: for TPUs
+      `TPU_SKIP_MDS_QUERY=1`, `TPU_WORKER_HOSTNAMES=localhost` and `ALLOW_MULTIPLE_LIBTPU_LOAD=1`,
+      for GPUs `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.ones((256, 512)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> x = jnp.ones((32, 256))
+      >>> (good,) = jqx.lowering(jqx.matmul, x, w).contractions
+      >>> good.dtypes, good.widened  # three int8 digits of x, on CPU
+      (('s8', 's8'), ())
+      >>> by_hand = lambda x, w: x @ (w.values.astype(jnp.float32) * w.scale)
+      >>> (bad,) = jqx.lowering(by_hand, x, w).contractions
+      >>> bad.dtypes, bad.widened
+      (('f32', 'f32'), ('f32[256,512] of w.scale and w.values',))
+    """
+    executable = compiled_for("lowering", target, f, args)
+    return read_executable(executable, target)
+
+
+def read_executable(executable: Any, target: str) -> Lowering:
+    """Reads what a compiled function runs."""
+    text = executable.as_text()
+    program = Program.parse(text)
+    kernels = program.kernels()
+    known = [kernel for kernel in kernels if kernel.cycles is not None]
+    cycles = None
+    if known and all(kernel.times is not None for kernel in known):
+        cycles = sum((kernel.cycles or 0) * (kernel.times or 0) for kernel in known)
+    stats = executable.memory_analysis()
+    sizes = {name: getattr(stats, f"{name}_size_in_bytes", None) for name in _BYTES}
+    return Lowering(
+        target=target,
+        contractions=tuple(contractions_of(program, target_of("lowering", target).platform)),
+        memory={name: size for name, size in sizes.items() if size is not None},
+        cycles=cycles,
+        hlo=text,
+    )

@@ -1,0 +1,284 @@
+"""`ranges`: what the accumulators of a function may become, found without running it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _compat
+from .._checks import require_that
+from ..calibrators import Affine
+from ..policy import Policy
+from ..transforms import (
+    Call,
+    Plan,
+    as_plan,
+    check_function,
+    is_array,
+    is_quantized,
+    params_of,
+    quantize_weight,
+    trace_call,
+)
+from ._accumulators import Accumulator, not_reached
+from ._interval_forms import Follower
+from ._interval_notes import Notes, Overflow
+from ._intervals import Interval, anything, flushed, is_integer, limits, of_value
+from ._table import Table, Tabular, finite
+
+Bound = tuple[float, float]
+"""The least and the largest that the elements of an argument may be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges(Tabular):
+    """What `ranges` found. Prints as a table; `to_dict`, `to_markdown` give it as data and text.
+
+    Attributes:
+      sites: an accumulator for each site, in the order of the plan.
+      overflows: integer results, of the function itself, that their dtype may not hold.
+      unknown: a line of code for each primitive that has no rule: its results may be anything that
+        their dtype holds.
+      results: the least and the largest of each array that the function returns.
+    """
+
+    sites: tuple[Accumulator, ...]
+    overflows: tuple[Overflow, ...]
+    unknown: Mapping[str, str]
+    results: tuple[tuple[Any, Any], ...]
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = [
+            (
+                row.path or "(argument)",
+                row.op,
+                _ends(row.lhs),
+                _ends(row.rhs),
+                f"{row.products:,}" if row.products else "-",
+                _ends(row.sums),
+                str(row.bits or "-"),
+                row.dtype or "-",
+                "-" if row.used is None else f"{100 * row.used:.3g} %",
+                row.how,
+            )
+            for row in self.sites
+        ]
+        head = ("path", "op", "lhs codes", "rhs codes", "products", "sums", "bits", "smallest")
+        lines = [
+            f"may overflow: {x.primitive} in {x.dtype}, {_ends((x.low, x.high))}, at {x.line}"
+            for x in self.overflows
+        ]
+        lines += [f"unknown: {name}, at {line}" for name, line in self.unknown.items()]
+        footer = "\n".join(lines) or "no integer of the function leaves its dtype"
+        return Table((*head, "of int32", "jqx sums in"), tuple(rows), footer, texts=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as what `json.dumps` takes; infinite values as `None`."""
+        sites = [
+            {**dataclasses.asdict(x), "bits": x.bits, "dtype": x.dtype, "used": x.used}
+            for x in self.sites
+        ]
+        overflows = [dataclasses.asdict(x) for x in self.overflows]
+        data = {"sites": sites, "overflows": overflows, "unknown": dict(self.unknown)}
+        return finite({**data, "results": self.results})
+
+
+def _ends(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:,} to {ends[1]:,}"
+
+
+def ranges(
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    affines: Mapping[str, Affine] | None = None,
+    *,
+    bounds: Mapping[int | str, Any] | None = None,
+) -> Callable[..., Ranges]:
+    """Returns a function that finds how large the accumulators of `f` may become, at each site and
+    in its own integer arithmetic. Nothing is run: intervals are followed through its jaxpr.
+
+    Weights are known, channel by channel; other arguments may be anything that their dtype holds,
+    or lie within `bounds`. The ends of one contraction are attained by some operands; further down
+    they may be too wide, since an interval does not tell that two values belong together. So what
+    is said to fit does fit, and what may overflow need not: say more with `bounds`, or `affines`.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+      affines: scales from `jqx.affines`; without them the codes of an activation may be any that
+        have its sign.
+      bounds: by position or name of an argument that holds no weights, the `(low, high)` of its
+        elements, or a pytree of such pairs that is a prefix of the argument.
+
+    Returns:
+      `found(*args, **kwargs) -> Ranges`. Arguments may be `jax.ShapeDtypeStruct`s; the codes of
+      abstract weights may be any. Only the shapes of other arguments are read.
+
+    Raises:
+      TypeError: `f` is no function, `plan` no plan, or `bounds` no mapping.
+      ValueError: the plan was made for another function, `affines` does not fit it, `bounds` names
+        no argument or one of weights, or does not fit it, or a weight is traced.
+
+    NaN, infinity: nothing is said of NaN. A float without bounds has infinite ends.
+    Rounding: ends of floats are widened by what rounding to the dtype of each result may add; a TPU
+      that multiplies float32 as bfloat16 may go beyond. Sums of codes are exact.
+    Integers: a final result counts, since partial sums that wrap around do no harm. The arithmetic
+      inside jqx, which wraps around on purpose, is not listed.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> from jqx.diagnostics import ranges
+      >>> w, x = jnp.eye(64) * 127.0, jax.ShapeDtypeStruct((1, 64), jnp.float32)
+      >>> f = lambda w, x: x @ w
+      >>> found = ranges(f, jqx.presets.w8a8_dynamic(), bounds={1: (0.0, 1.0)})(w, x)
+      >>> found.sites[0].sums, found.sites[0].dtype
+      ((0, 16129), 'int16')
+    """
+    check_function("diagnostics.ranges", f)
+    params = params_of("diagnostics.ranges", plan)
+    require_that(
+        bounds is None or isinstance(bounds, Mapping),
+        error=TypeError,
+        function="diagnostics.ranges",
+        problem="`bounds` is no mapping.",
+        given=f"an object of type {type(bounds).__name__}",
+        expected="positions or names of arguments, and what their elements lie in",
+        mend="pass for example bounds={1: (0.0, 1.0)}.",
+    )
+
+    def found(*args: Any, **kwargs: Any) -> Ranges:
+        call = trace_call("diagnostics.ranges", f, params, args, kwargs)
+        known = as_plan("diagnostics.ranges", plan, call, params)
+        known.check_affines("diagnostics.ranges", affines)
+        given = dict(affines or {})
+        notes = Notes()
+        leaves = _leaves(call, known, given, args, kwargs, bounds or {})
+        results = Follower(known, given, notes).run(call.jaxpr, leaves, consts=call.consts)
+        return Ranges(
+            sites=tuple(notes.sites.get(s.address, not_reached(s)) for s in known.sites),
+            overflows=tuple(notes.overflows.values()),
+            unknown=dict(notes.unknown),
+            results=tuple((x.low, x.high) for x in results),
+        )
+
+    return found
+
+
+def _leaves(
+    call: Call,
+    plan: Plan,
+    given: Mapping[str, Affine],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    bounds: Mapping[int | str, Any],
+) -> list[Interval]:
+    """Returns what is known of each array among the arguments."""
+    positions = (plan.params,) if isinstance(plan.params, int) else plan.params
+    named = {**dict(enumerate(args)), **kwargs}
+    for name in bounds:
+        _check_name(name, named, positions)
+    found: list[Interval] = []
+    for name in (*range(len(args)), *sorted(kwargs)):  # the order in which JAX flattens them
+        leaves = [x for x in jax.tree.leaves(named[name], is_leaf=is_quantized) if is_array(x)]
+        if name in bounds:
+            pairs = _pairs(name, bounds[name], named[name])
+            found += [_bounded(name, x, pair) for x, pair in zip(leaves, pairs, strict=True)]
+        elif name not in positions:
+            found += [anything(x) for x in leaves]
+        else:
+            paths = call.paths[len(found) : len(found) + len(leaves)]
+            found += [_parameter(x, p, plan, given) for x, p in zip(leaves, paths, strict=True)]
+    return found
+
+
+def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Interval:
+    """Returns a parameter that is known: a weight of the plan as its codes have it."""
+    arrays = jax.tree.leaves(x)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
+        return anything(x)
+    require_that(
+        all(map(_compat.is_concrete, arrays)),
+        error=ValueError,
+        function="diagnostics.ranges",
+        problem=f"the parameter {path!r} is traced, so that its values are not known.",
+        given="a call under jax.jit, or another transformation",
+        expected="arrays, or jax.ShapeDtypeStructs for weights that may be anything",
+        mend="call it outside of jax.jit.",
+    )
+    weight = plan.weight_at(path)
+    q = x if is_quantized(x) else None
+    if weight is not None and q is None:
+        q = quantize_weight(x, weight.spec, given.get(weight.key))
+    if q is None:
+        return of_value(x)
+    known = of_value(q.dequantize())
+    return known if weight is None else dataclasses.replace(known, codes=q)
+
+
+def _check_name(name: Any, named: Mapping[Any, Any], positions: Sequence[int]) -> None:
+    rest = [known for known in named if known not in positions]
+    require_that(
+        name in rest,
+        error=ValueError,
+        function="diagnostics.ranges",
+        problem=f"`bounds` names {'an argument of weights' if name in named else 'no argument'}.",
+        given=f"bounds[{name!r}]",
+        expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are known",
+        mend="count positions from 0, as in f(*args); pass the names of keyword arguments.",
+    )
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and all(map(_is_number, x))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+
+
+def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
+    """Returns the ends of each array of an argument."""
+    parts = jax.tree.map(lambda x: None if is_array(x) else _STATIC, argument, is_leaf=is_quantized)
+    try:
+        whole = jax.tree.broadcast(bounds, argument, lambda x: _is_pair(x) or is_quantized(x))
+    except ValueError:
+        whole = None
+    pairs = [] if whole is None else jax.tree.leaves(whole, is_leaf=_is_pair)
+    statics = jax.tree.leaves(parts, is_leaf=lambda x: x is None)
+    fits = len(pairs) == len(statics) and all(map(_is_pair, pairs))
+    pairs = [pair for pair, x in zip(pairs, statics, strict=False) if x is None]
+    require_that(
+        fits and pairs and all(low <= high for low, high in pairs),
+        error=ValueError,
+        function="diagnostics.ranges",
+        problem=f"`bounds` does not fit the argument {name!r}.",
+        given=f"bounds[{name!r}], and {len(statics)} leaves of which {statics.count(None)} arrays",
+        expected="a pair (low, high) with low <= high, or a pytree of them for its arrays",
+        mend=f"pass for example bounds={{{name!r}: (0.0, 1.0)}}.",
+    )
+    return pairs
+
+
+_STATIC = object()
+"""Stands for a leaf that is no array."""
+
+
+def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
+    low, high = (float(end) for end in pair)
+    if not is_integer(x.dtype):
+        return flushed(low, high, x.dtype)
+    least, largest = limits(x.dtype)
+    require_that(
+        least <= low and high <= largest,
+        error=ValueError,
+        function="diagnostics.ranges",
+        problem=f"`bounds` of the argument {name!r} are beyond its dtype.",
+        given=f"{pair} for {x.dtype}",
+        expected=f"at least {least} and at most {largest}",
+        mend="pass bounds that the dtype holds.",
+    )
+    return Interval(math.ceil(pair[0]), math.floor(pair[1]))

@@ -1,0 +1,148 @@
+"""`report`: what a plan does to the weights, in numbers."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._checks import check_instance, require_that
+from ..transforms import Plan, is_array, is_quantized, quantize_params
+from ._table import Table, Tabular, decibels, finite
+from ._weights import WeightError, measure
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Tabular):
+    """What `report` found. Prints as a table; in a notebook too.
+
+    Attributes:
+      weights: what quantization does to each weight, in the order of the plan.
+      kept: bytes of the parameters that stay as they are.
+      sites: how many contractions are quantized.
+      skipped: how many are not.
+      macs: share of the multiply-adds that is quantized; NaN where a size was symbolic.
+    """
+
+    weights: tuple[WeightError, ...]
+    kept: int
+    sites: int
+    skipped: int
+    macs: float
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all parameters in float."""
+        return self.kept + sum(weight.bytes_before for weight in self.weights)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all parameters, as they lie."""
+        return self.kept + sum(weight.bytes_after for weight in self.weights)
+
+    @property
+    def faults(self) -> tuple[WeightError, ...]:
+        """The weights with groups that stand for zeros alone, or with values that are clipped."""
+        return tuple(weight for weight in self.weights if weight.dead or weight.clipped)
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = [
+            (
+                w.path or "(argument)",
+                w.scheme,
+                f"{w.bits:.2f}",
+                f"{w.bytes_before:,}",
+                f"{w.bytes_after:,}",
+                f"{w.low:.3g} to {w.high:.3g}",
+                f"{100 * w.clipped:.2g} %" if w.clipped > 0 else "-",
+                str(w.dead or "-"),
+                decibels(w.sqnr),
+            )
+            for w in self.weights
+        ]
+        head = (
+            "path",
+            "scheme",
+            "bits",
+            "bytes",
+            "quantized",
+            "range",
+            "clipped",
+            "dead",
+            "SQNR dB",
+        )
+        before, after = self.bytes_before, self.bytes_after
+        footer = (
+            f"{before:,} bytes of parameters become {after:,} ({before / after:.2f} times fewer)"
+        )
+        count = self.sites + self.skipped
+        footer += f"; {self.sites} of {count} contractions quantized"
+        if not math.isnan(self.macs):
+            footer += f", {100 * self.macs:.1f} % of the multiply-adds"
+        return Table(head, tuple(rows), footer, texts=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as what `json.dumps` takes; infinite and NaN values as `None`."""
+        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {**finite(dataclasses.asdict(self)), **totals}
+
+
+def report(plan: Plan, params: Any) -> Report:
+    """Returns what a plan does to the weights: format, bits, bytes, range, error.
+
+    Args:
+      plan: from `make_plan`.
+      params: the float parameters that it was made for; a tuple of arguments where it was made with
+        several. They are quantized here, one after the other.
+
+    Raises:
+      TypeError: `plan` is no `Plan`.
+      ValueError: a parameter is missing, quantized already, or abstract.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> params = {"a": jnp.ones((64, 8)), "b": jnp.zeros((8, 64)), "bias": jnp.zeros(64)}
+      >>> f = lambda p, x: (x @ p["a"]) @ p["b"] + p["bias"]
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(params, jnp.ones((2, 64)))
+      >>> found = jqx.report(plan, params)
+      >>> found.bytes_before, found.bytes_after, [w.path for w in found.faults]
+      (4352, 1568, ['b'])
+    """
+    check_instance(
+        "report", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(...)."
+    )
+    given = _by_path(plan, params)
+    abstract = [path for path, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)]
+    require_that(
+        not abstract,
+        error=ValueError,
+        function="report",
+        problem="the parameters have no values.",
+        given=f"shapes alone for {', '.join(map(repr, abstract[:4]))}",
+        expected="float arrays",
+        mend="pass the parameters, or print the plan, which needs no values.",
+    )
+    quantized = _by_path(plan, quantize_params(params, plan))
+    macs = [item.macs for item in (*plan.sites, *plan.skipped)]
+    known = [n for n in macs if n is not None]
+    whole = len(known) == len(macs) and sum(known) > 0
+    return Report(
+        weights=tuple(measure(given[w.path], quantized[w.path], w.path) for w in plan.weights),
+        kept=sum(x.nbytes for path, x in given.items() if plan.weight_at(path) is None),
+        sites=len(plan.sites),
+        skipped=len(plan.skipped),
+        macs=sum(known[: len(plan.sites)]) / sum(known) if whole else math.nan,
+    )
+
+
+def _by_path(plan: Plan, params: Any) -> dict[str, Any]:
+    """Returns the leaves of parameters by path, which starts with the position where there are
+    several arguments.
+    """
+    if not isinstance(plan.params, int):
+        params = dict(zip(plan.params, params, strict=True))
+    flat, _ = tree_flatten_with_path(params, is_leaf=is_quantized)
+    named = ((keystr(path, simple=True, separator="/"), x) for path, x in flat)
+    return {path: x for path, x in named if is_quantized(x) or is_array(x)}

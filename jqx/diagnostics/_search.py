@@ -1,0 +1,354 @@
+"""`search`: which scheme for which weight, so that the error is least within a budget."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .._checks import check_instance, require_that
+from ..policy import Policy, Rule
+from ..transforms import Plan, check_function
+from ._sweep import Metric, Sweep, plan_of_batches, relative_error
+from ._table import Table, Tabular
+from ._weights import bits_of
+
+FLOAT = "float"
+"""Name of the scheme that leaves a weight as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """A budget: at most so many bytes for the weights of the plan, with their scales."""
+
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """A budget: at most so many bits for a weight of the plan, with its scales, on average."""
+
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """A budget: at most so large a metric."""
+
+    limit: float
+
+
+_MEASURED = 8
+"""How many of the assignments that are predicted best are measured."""
+
+
+class Point(NamedTuple):
+    """One assignment of the front: no other has fewer bytes and less error.
+
+    Attributes:
+      bytes: of the weights of the plan, with their scales.
+      error: the sum of the costs of its parts.
+      schemes: for each unit, in order.
+    """
+
+    bytes: float
+    error: float
+    schemes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment(Tabular):
+    """What `search` found. Prints as a table.
+
+    Attributes:
+      policy: rules for each path, and nothing else.
+      schemes: name of the scheme of each path.
+      bytes: of the weights of the plan, with their scales, packed.
+      predicted: the sum of the costs of its parts; where a candidate on all weights is best, or of
+        a greedy search, the metric of the whole.
+      measured: the metric of the whole.
+      uniform: bytes and measured metric of each candidate on all paths.
+      front: the best assignments of any number of bytes, by their predicted error; of a greedy
+        search those on its way.
+    """
+
+    policy: Policy
+    schemes: dict[str, str]
+    bytes: float
+    predicted: float
+    measured: float
+    uniform: dict[str, tuple[float, float]]
+    front: tuple[Point, ...]
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = [(path or "(argument)", scheme) for path, scheme in self.schemes.items()]
+        parts = [
+            f"{self.bytes:,.0f} bytes, metric {self.measured:.4g} ({self.predicted:.4g} predicted)"
+        ]
+        parts += [
+            f"{name} on all: {size:,.0f} bytes, {x:.4g}" for name, (size, x) in self.uniform.items()
+        ]
+        return Table(("path", "scheme"), tuple(rows), "; ".join(parts), texts=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as what `json.dumps` takes, without the policy."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        front = [point._asdict() for point in self.front]
+        return {**fields, "front": front, "policy": [str(rule) for rule in self.policy.rules]}
+
+
+def search(
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    candidates: Mapping[str, Policy],
+    budget: Bytes | Bits | Error,
+    *,
+    metric: Metric = relative_error,
+    additive: bool = True,
+) -> Callable[..., Assignment]:
+    """Returns a function that gives each weight one of several schemes, within a budget.
+
+    Costs are measured one weight at a time. Where they add up, `additive=True`, the assignment is
+    the best one: all assignments that no other beats in bytes and error are built up, weight by
+    weight (the multiple-choice knapsack, by dynamic programming). Of those that are predicted best,
+    and of the candidates on all weights, the one that is best when measured is taken.
+    `additive=False` starts with the
+    fewest bytes for every weight and measures the whole function at each step: it takes the change
+    that gains most for its bytes until the budget is met (greedy).
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`, or a `Policy` to plan the call with: its weights are those that are searched.
+      candidates: policies by name; of each the rule that matches a weight is its scheme there. A
+        weight that a candidate does not quantize is in float under it. `"float"` is always among
+        the schemes.
+      budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`.
+      metric: as for `sensitivity`.
+      additive: whether the costs of several weights add up.
+
+    Returns:
+      `searched(params, *batches) -> Assignment`; each batch is a tuple of the other arguments of
+      `f`, or a lone one. Static scales are calibrated on the batches. Activations of a weight are
+      quantized as its scheme says; sites without a weight stay in float.
+
+    Raises:
+      TypeError: `f` is no function, `candidates` is no dict of policies, `budget` no budget.
+      ValueError: no assignment meets the budget, there is no batch, no weight, or a candidate is
+        called "float".
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> from jqx.diagnostics import Bytes, search
+      >>> f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
+      >>> a, b, x = jax.random.normal(jax.random.key(0), (3, 64, 64))
+      >>> p = {"a": a, "b": b.at[:, 0].mul(20.0)}
+      >>> ways = {f"int{n}": jqx.presets.w8a16(weight={"qtype": f"int{n}"}) for n in (8, 4)}
+      >>> search(f, ways["int8"], ways, Bytes(64 * 64 * 1.5 + 512))(p, x).schemes
+      {'a': 'int8', 'b': 'int4'}
+    """
+    check_function("search", f)
+    check_instance("search", "plan", plan, (Plan, Policy), mend="pass one of jqx.presets.")
+    check_instance("search", "candidates", candidates, Mapping, mend="pass {name: policy}.")
+    for policy in candidates.values():
+        check_instance("search", "a candidate", policy, Policy, mend="pass one of jqx.presets.")
+    mend = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
+    check_instance("search", "budget", budget, (Bytes, Bits, Error), mend=mend)
+    require_that(
+        candidates and FLOAT not in candidates,
+        error=ValueError,
+        function="search",
+        problem="`candidates` are not named as they must be.",
+        given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
+        expected=f"one or more, none of them {FLOAT!r}, which is always there",
+        mend='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
+    )
+
+    def searched(params: Any, *batches: Any) -> Assignment:
+        base = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
+        known = [plan_of_batches(f, way, params, batches, base) for way in candidates.values()]
+        plans = [_restricted(way, base) for way in known]
+        sweep = Sweep("search", f, plans, metric, params, batches)
+        units = [unit for unit in sweep.units if sweep.paths(unit)]
+        require_that(
+            units,
+            error=ValueError,
+            function="search",
+            problem="there is no weight to search for.",
+            given="a plan without quantized weights",
+            expected="one or more",
+            mend="print the plan: it says why each contraction stays in float.",
+        )
+        sizes = {unit: _sizes(sweep, unit) for unit in units}
+        limit = budget
+        if isinstance(limit, Bits):
+            limit = Bytes(limit.limit / 8 * sum(w.size for w in sweep.weights.values()))
+        found = _Problem(sweep, units, sizes, [FLOAT, *candidates], limit)
+        uniform = {name: found.uniform(name) for name in candidates}
+        front = found.exact() if additive else found.greedy()
+        best = found.best(front, list(uniform.values()))
+        return _assignment(found, best, front, uniform, candidates, base)
+
+    return searched
+
+
+def _restricted(plan: Plan, base: Plan) -> Plan:
+    """Returns a plan less the weights that the base does not quantize, and sites without any."""
+    known = {weight.path for weight in base.weights}
+    weights = tuple(weight for weight in plan.weights if weight.path in known)
+    own = {weight.path for weight in weights}
+    sites = tuple(
+        site for site in plan.sites if any(operand.path in own for operand in site.operands)
+    )
+    return dataclasses.replace(plan, weights=weights, sites=sites)
+
+
+def _sizes(sweep: Sweep, unit: str) -> list[float]:
+    """Returns the bytes of a unit in float, and under each plan."""
+    sizes = [0.0] * (len(sweep.plans) + 1)
+    for path in sweep.paths(unit):
+        x = sweep.weights[path]
+        sizes[0] += x.nbytes
+        for i, q in enumerate(sweep.codes[path]):
+            sizes[i + 1] += x.nbytes if q is None else bits_of(q) / 8
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """Units, the bytes of each under every scheme, and what a choice costs."""
+
+    sweep: Sweep
+    units: Sequence[str]
+    sizes: Mapping[str, Sequence[float]]
+    names: Sequence[str]
+    budget: Bytes | Error
+
+    def exact(self) -> list[Point]:
+        """Returns all assignments that no other beats, fewest bytes first."""
+        front = [Point(0.0, 0.0, ())]
+        for unit in self.units:
+            costs = [0.0, *(self.sweep({unit: i}) for i in range(1, len(self.names)))]
+            longer = [
+                Point(p.bytes + size, p.error + cost, (*p.schemes, name))
+                for p in front
+                for size, cost, name in zip(self.sizes[unit], costs, self.names, strict=True)
+            ]
+            front = _undominated(longer)
+        return front
+
+    def greedy(self) -> list[Point]:
+        """Returns the assignments on the way from the fewest bytes to float."""
+        state = {unit: min(range(len(s)), key=s.__getitem__) for unit, s in self.sizes.items()}
+        front = [self._point(state)]
+        while not self._is_met(front[-1]) or isinstance(self.budget, Bytes):
+            steps = []
+            for unit, sizes in self.sizes.items():
+                for i, size in enumerate(sizes):
+                    more = size - sizes[state[unit]]
+                    if more > 0 and self._fits(front[-1].bytes + more):
+                        point = self._point({**state, unit: i})
+                        steps.append(
+                            ((front[-1].error - point.error) / more, point, {**state, unit: i})
+                        )
+            if not steps or max(steps, key=lambda step: step[0])[0] <= 0:
+                break
+            _, point, state = max(steps, key=lambda step: step[0])
+            front.append(point)
+        return front
+
+    def best(self, front: Sequence[Point], uniform: Sequence[Point]) -> tuple[Point, float]:
+        """Returns the assignment that meets the budget with the least error, or with the fewest
+        bytes, and its measured metric. Of the front those that are predicted best are measured.
+        """
+        met = [point for point in (*front, *uniform) if self._is_met(point)]
+        least = min(p.bytes for p in front), min(p.error for p in front)
+        require_that(
+            met,
+            error=ValueError,
+            function="search",
+            problem="no assignment meets the budget.",
+            given=f"{self.budget}",
+            expected=f"at least {least[0]:,.0f} bytes, or an error of at least {least[1]:.4g}",
+            mend="raise the budget, or add a candidate with fewer bits.",
+        )
+        if isinstance(self.budget, Bytes):
+            likely = sorted(met, key=lambda point: (point.error, point.bytes))[:_MEASURED]
+            tried = [
+                (p, self.measured(p.schemes)) for p in {*likely, *set(uniform).intersection(met)}
+            ]
+            return min(tried, key=lambda pair: (pair[1], pair[0].bytes))
+        for point in sorted(met, key=lambda point: (point.bytes, point.error)):
+            if (measured := self.measured(point.schemes)) <= self.budget.limit:
+                return point, measured
+        return front[-1], self.measured(front[-1].schemes)
+
+    def uniform(self, name: str) -> Point:
+        """Returns one scheme on all weights, with its measured metric."""
+        schemes = (name,) * len(self.units)
+        place = self.names.index(name)
+        size = sum(sizes[place] for sizes in self.sizes.values())
+        return Point(size, self.measured(schemes), schemes)
+
+    def measured(self, schemes: Sequence[str]) -> float:
+        """Returns the metric of an assignment."""
+        pairs = zip(self.units, schemes, strict=True)
+        return self.sweep({unit: self.names.index(name) for unit, name in pairs})
+
+    def _point(self, state: Mapping[str, int]) -> Point:
+        size = sum(self.sizes[unit][i] for unit, i in state.items())
+        return Point(size, self.sweep(dict(state)), tuple(self.names[i] for i in state.values()))
+
+    def _fits(self, size: float) -> bool:
+        return isinstance(self.budget, Error) or size <= self.budget.limit
+
+    def _is_met(self, point: Point) -> bool:
+        own = point.bytes if isinstance(self.budget, Bytes) else point.error
+        return own <= self.budget.limit
+
+
+def _undominated(points: Sequence[Point]) -> list[Point]:
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.bytes, p.error)):
+        if not kept or point.error < kept[-1].error:
+            kept.append(point)
+    return kept
+
+
+def _assignment(
+    problem: _Problem,
+    best: tuple[Point, float],
+    front: Sequence[Point],
+    uniform: Mapping[str, Point],
+    candidates: Mapping[str, Policy],
+    base: Plan,
+) -> Assignment:
+    point, measured = best
+    schemes = dict(zip(problem.units, point.schemes, strict=True))
+    rules = [
+        rule
+        for unit, name in schemes.items()
+        for rule in _rules(problem.sweep.paths(unit), candidates.get(name), base)
+    ]
+    return Assignment(
+        policy=Policy(rules),
+        schemes=schemes,
+        bytes=point.bytes,
+        predicted=point.error,
+        measured=measured,
+        uniform={name: (point.bytes, point.error) for name, point in uniform.items()},
+        front=tuple(front),
+    )
+
+
+def _rules(paths: Sequence[str], policy: Policy | None, base: Plan) -> list[Rule]:
+    """Returns a rule for each operation on a weight, or on several that one site joins."""
+    ops = dict.fromkeys(
+        site.op for site in base.sites for operand in site.operands if operand.path in paths
+    )
+    found = []
+    for op in ops:
+        choice = policy.first(paths[0], op, has_weight=True) if policy is not None else None
+        rule = choice[1] if choice else Rule()
+        path = "|".join(map(re.escape, paths))
+        found.append(dataclasses.replace(rule, path=path, op=op, optional=len(ops) > 1))
+    return found

@@ -1,0 +1,287 @@
+"""A function whose every weight and site is quantized in one of several ways, chosen at run time.
+
+One program is compiled for all choices, so that hundreds of them can be tried.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._checks import require_that
+from .._compat import Eqn
+from ..calibrators import Affine
+from ..policy import Policy
+from ..tensor import QSpec, QTensor
+from ..transforms import (
+    Plan,
+    Records,
+    Rules,
+    Site,
+    affines,
+    arguments_of,
+    as_plan,
+    calibrate_batches,
+    interpret,
+    is_array,
+    is_quantized,
+    make_plan,
+    quantize_weight,
+    trace_call,
+)
+
+Choice = dict[str, int]
+"""A way for each unit: 0 for float, i for the i-th plan."""
+
+Metric = Callable[[Any, Any], Any]
+
+
+def relative_error(quantized: Any, plain: Any) -> jax.Array:
+    """Returns the energy of the difference of two results over that of the second: the inverse of
+    the signal-to-noise ratio. Real leaves count.
+    """
+    pairs = zip(jax.tree.leaves(quantized), jax.tree.leaves(plain), strict=True)
+    real = [(z, y) for z, y in pairs if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
+    noise = sum(jnp.sum((z - y).astype(jnp.float32) ** 2) for z, y in real)
+    signal = sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for _, y in real)
+    return jnp.asarray(noise / signal)
+
+
+def plan_of_batches(
+    f: Callable[..., Any],
+    policy: Policy,
+    params: Any,
+    batches: Sequence[Any],
+    like: Plan | None = None,
+) -> Plan:
+    """Returns the plan of the first batch; parameters stand where those of another plan do, or
+    first.
+    """
+    first = batches[0] if batches else ()
+    if like is None or like.params == 0:
+        return make_plan(f, policy)(params, *(first if isinstance(first, tuple) else (first,)))
+    return make_plan(f, policy, params=like.params)(*arguments_of(like, params, first))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen(Rules):
+    """Rounds what reaches each site in the way chosen for it."""
+
+    sites: Mapping[tuple[int, ...], Sequence[Site | None]] = dataclasses.field(default_factory=dict)
+    choice: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    differentiable = False
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        ways = self.sites[site.address]
+        rounded = list(operands)
+        for i, operand in enumerate(site.operands):
+            if operand.role == "activation":
+                specs = [way and way.operands[i].spec for way in ways]
+                rounded[i] = self._round(operands[i], specs, operand.key, site.path)
+        (result,) = _compat.bind(eqn, rounded)
+        outputs = [way and way.output for way in ways]
+        return self._round(result, outputs, site.output_key, site.path), {}
+
+    def _round(self, x: jax.Array, specs: Sequence[QSpec | None], key: str, path: str) -> jax.Array:
+        if not any(specs):
+            return x
+        scales: Any = self.affines.get(key) or [None] * len(specs)
+        ways = [
+            functools.partial(_round, spec=s, affine=a) for s, a in zip(specs, scales, strict=True)
+        ]
+        return lax.switch(self.choice[path], [lambda x: x, *ways], x)
+
+
+def _round(x: jax.Array, spec: QSpec | None, affine: Affine | None) -> jax.Array:
+    return x if spec is None else QTensor.quantize(x, spec, affine).dequantize()
+
+
+class Sweep:
+    """A function at its weights and batches, to be evaluated in many choices.
+
+    Static scales are calibrated on the batches, for each plan by itself.
+
+    Attributes:
+      units: what is chosen for together: the path of a weight, or of several that are joined; or of
+        a site without one. In the order of the sites.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        f: Callable[..., Any],
+        plans: Sequence[Plan],
+        metric: Metric,
+        params: Any,
+        batches: Sequence[Any],
+    ):
+        require_that(
+            batches,
+            error=ValueError,
+            function=caller,
+            problem="there is no batch.",
+            given="parameters alone",
+            expected="one batch or more: a tuple of the other arguments, or a lone one",
+            mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
+        )
+        quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
+        require_that(
+            not quantized,
+            error=ValueError,
+            function=caller,
+            problem="a parameter is quantized already.",
+            given=f"{quantized[0]!r}" if quantized else "",
+            expected="float parameters",
+            mend="pass the parameters as they were before jqx.quantize_params.",
+        )
+        self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
+        self._params, self._batches = params, batches
+        leaves, tree = jax.tree.flatten(params)
+        self._arrays = [x for x in leaves if is_array(x)]
+        self._static = [None if is_array(x) else (x,) for x in leaves], tree
+        by_address = [{site.address: site for site in plan.sites} for plan in plans]
+        addresses = sorted({address for sites in by_address for address in sites})
+        self._sites = {a: [sites.get(a) for sites in by_address] for a in addresses}
+        known = [_together(ways) for ways in self._sites.values()]
+        self._plan = dataclasses.replace(plans[0], sites=tuple(known))
+        self._unit_of = _units(known, plans)
+        self.units = list(dict.fromkeys(self._unit_of[site.path] for site in known))
+        self.ops = {self._unit_of[site.path]: site.op for site in reversed(known)}
+        found = [
+            affines(plan, calibrate_batches(f, plan, params, batches, progress=False))
+            if plan.static_specs()
+            else {}
+            for plan in plans
+        ]
+        keys = {key for scales in found for key in scales}
+        self._scales = {key: [scales.get(key) for scales in found] for key in keys}
+        arguments = arguments_of(plans[0], params, batches[0])
+        self.weights = self._weights(trace_call(caller, f, plans[0].params, arguments, {}))
+        self._evaluate = jax.jit(self._metric_of_one_batch)
+        plain = jax.jit(lambda arrays, batch: f(*self._arguments(arrays, batch)))
+        self._plain = [plain(self._arrays, batch) for batch in batches]
+
+    def _weights(self, call: Any) -> dict[str, jax.Array]:
+        paths = {weight.path for plan in self.plans for weight in plan.weights}
+        return {
+            path: leaf for path, leaf in zip(call.paths, call.leaves, strict=True) if path in paths
+        }
+
+    @functools.cached_property
+    def codes(self) -> dict[str, list[QTensor | None]]:
+        """The weights as each plan quantizes them."""
+        return {
+            path: [
+                weight and jax.jit(functools.partial(quantize_weight, spec=weight.spec))(x)
+                for weight in (plan.weight_at(path) for plan in self.plans)
+            ]
+            for path, x in self.weights.items()
+        }
+
+    @functools.cached_property
+    def _rounded(self) -> dict[str, list[jax.Array]]:
+        return {
+            path: [self.weights[path] if q is None else q.dequantize() for q in ways]
+            for path, ways in self.codes.items()
+        }
+
+    def __call__(self, choice: Choice) -> float:
+        """Returns the metric, averaged over the batches."""
+        every = {unit: jnp.int32(choice.get(unit, 0)) for unit in self.units}
+        values = [
+            self._evaluate(every, self._arrays, self._rounded, self._scales, batch, plain)
+            for batch, plain in zip(self._batches, self._plain, strict=True)
+        ]
+        return float(sum(values) / len(values))
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Returns each batch and its float result."""
+        return list(zip(self._batches, self._plain, strict=True))
+
+    def loss_of_weights(self) -> Callable[[dict[str, jax.Array], Any, Any], jax.Array]:
+        """Returns the metric in float as a function of the weights, a batch and its result."""
+
+        nothing = dataclasses.replace(self._plan, sites=())
+
+        def loss(weights: dict[str, jax.Array], batch: Any, plain: Any) -> jax.Array:
+            arguments = self._arguments(self._arrays, batch)
+            call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+            leaves = [
+                weights.get(path, x) if path is not None else x
+                for path, x in zip(call.paths, call.leaves, strict=True)
+            ]
+            out, _ = interpret(call.jaxpr, call.consts, leaves, _Chosen(nothing))
+            return jnp.asarray(self._metric(jax.tree.unflatten(call.out_tree, out), plain))
+
+        return loss
+
+    def unit_of(self, path: str) -> str:
+        """Returns the unit that a weight belongs to."""
+        return self._unit_of[path]
+
+    def paths(self, unit: str) -> list[str]:
+        """Returns the weights of a unit."""
+        return [path for path in self.weights if self._unit_of[path] == unit]
+
+    def _arguments(self, arrays: Sequence[Any], batch: Any) -> list[Any]:
+        static, tree = self._static
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x[0] for x in static]
+        return arguments_of(self.plans[0], jax.tree.unflatten(tree, leaves), batch)
+
+    def _metric_of_one_batch(
+        self, choice: Any, arrays: Any, rounded: Any, scales: Any, batch: Any, plain: Any
+    ) -> jax.Array:
+        arguments = self._arguments(arrays, batch)
+        call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+        for plan in self.plans:
+            as_plan(self._caller, plan, call, plan.params)
+        by_path = {path: choice[unit] for path, unit in self._unit_of.items()}
+        leaves = [
+            x if path is None or path not in rounded else _select(by_path[path], x, rounded[path])
+            for path, x in zip(call.paths, call.leaves, strict=True)
+        ]
+        rules = _Chosen(self._plan, scales, sites=self._sites, choice=by_path)
+        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
+        return jnp.asarray(self._metric(jax.tree.unflatten(call.out_tree, out), plain))
+
+
+def _select(choice: jax.Array, x: jax.Array, ways: Sequence[jax.Array]) -> jax.Array:
+    values = [jnp.asarray(x), *ways]
+    return lax.switch(choice, [lambda i=i: values[i] for i in range(len(values))])
+
+
+def _together(ways: Sequence[Site | None]) -> Site:
+    """Returns a site that has the static scales of all ways."""
+    known = [way for way in ways if way is not None]
+
+    def of(specs: Iterable[QSpec | None]) -> QSpec | None:
+        given = [spec for spec in specs if spec is not None]
+        return next((spec for spec in given if not spec.dynamic), given[0] if given else None)
+
+    operands = tuple(
+        dataclasses.replace(operand, spec=of(way.operands[i].spec for way in known))
+        for i, operand in enumerate(known[0].operands)
+    )
+    output = of(way.output for way in known)
+    return dataclasses.replace(known[0], operands=operands, output=output)
+
+
+def _units(sites: Sequence[Site], plans: Sequence[Plan]) -> dict[str, str]:
+    """Returns the unit of each path; weights that one site joins belong together."""
+    weights = {weight.path for plan in plans for weight in plan.weights}
+    unit = {}
+    for site in sites:
+        parts = site.path.split("+")
+        together = parts if len(parts) > 1 and weights.issuperset(parts) else [site.path]
+        name = next((unit[part] for part in together if part in unit), site.path)
+        merged = {unit.get(part, part) for part in together}
+        unit.update({part: name for part in (*together, site.path)})
+        unit = {part: name if of in merged else of for part, of in unit.items()}
+    return {**{path: path for path in weights}, **unit}

@@ -1,0 +1,166 @@
+"""What quantization does to one weight: size, range, what is clipped, what is lost, how much noise.
+
+A number that is further out of the range of its group than half of the outermost step is clipped:
+its error is larger than rounding alone would make it. So the largest number of a group, on which
+its scale rests, is not clipped, whichever way the scale was rounded.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._checks import as_real, check_instance, require_that
+from ..numerics import QType, RoundMode, format_of
+from ..tensor import QTensor
+
+_CHUNK = 1 << 20
+"""Elements that are summed in float64 at a time."""
+
+_ULPS = 2.0**-20
+"""What a quotient and a sum in float32 may be off, relative to the largest number, and more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightError:
+    """What quantization does to one weight.
+
+    Attributes:
+      path: where the weight is.
+      scheme: its format, and who shares a scale.
+      bits: bits for each weight, with those of scales and zero points, were the codes packed.
+      bytes_before: bytes of the float array.
+      bytes_after: bytes that the QTensor takes as it lies; an int4 that is not packed takes one.
+      low: the smallest of the float values; NaN where one is NaN, or there is none.
+      high: the largest of them, likewise.
+      clipped: share of the elements that are further than half a step out of the range of their
+        group; infinities are, NaN is not.
+      dead: how many groups stand for zeros alone: their scale is 0, or all their codes.
+      sqnr: signal to noise, `10 log10(sum x**2 / sum (x - q)**2)`, in decibels; inf where the two
+        are equal, -inf where there is noise alone, NaN where `x` or `q` are not all finite.
+    """
+
+    path: str
+    scheme: str
+    bits: float
+    bytes_before: int
+    bytes_after: int
+    low: float
+    high: float
+    clipped: float
+    dead: int
+    sqnr: float
+
+
+def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
+    """Returns what quantization did to a weight.
+
+    Args:
+      x: the real array, floating point, of the shape of `q`.
+      q: what became of it.
+      path: where it is, to be kept beside the numbers.
+
+    Raises:
+      TypeError: `x` is not floating point, or `q` no QTensor.
+      ValueError: their shapes differ.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> from jqx.diagnostics import measure
+      >>> x = jnp.array([[1.0, -127.0], [0.0, 0.0]])
+      >>> error = measure(x, jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(0))), "w")
+      >>> error.scheme, error.bits, error.dead, error.sqnr
+      ('int8 per_axis(0)', 24.0, 1, inf)
+    """
+    x = as_real("diagnostics.measure", "x", x)
+    check_instance("diagnostics.measure", "q", q, QTensor, mend="pass QTensor.quantize(x, spec).")
+    require_that(
+        x.shape == q.shape,
+        error=ValueError,
+        function="diagnostics.measure",
+        problem="`x` and `q` have different shapes.",
+        given=f"x.shape == {x.shape}, q.shape == {q.shape}",
+        expected="equal shapes",
+        mend="pass the array that q was made of.",
+    )
+    clipped, dead = _count(x, q, *_limits(format_of(q.qtype)))
+    values = np.asarray(x)
+    return WeightError(
+        path=path,
+        scheme=scheme_of(q),
+        bits=bits_of(q) / x.size if x.size else 0.0,
+        bytes_before=x.nbytes,
+        bytes_after=q.nbytes,
+        low=float(values.min()) if x.size else math.nan,
+        high=float(values.max()) if x.size else math.nan,
+        clipped=_total(clipped) / max(x.size, 1),
+        dead=_total(dead) if x.size else 0,
+        sqnr=sqnr(values, np.asarray(q.dequantize())),
+    )
+
+
+def _total(counts: jax.Array) -> int:
+    return int(np.asarray(counts).sum(dtype=np.int64))
+
+
+def scheme_of(q: QTensor) -> str:
+    """Returns the format of a QTensor, who shares a scale, and whether there are zero points."""
+    asymmetric = "" if q.zero_point is None else " asymmetric"
+    return f"{format_of(q.qtype).name} {q.groups}{asymmetric}"
+
+
+def bits_of(q: QTensor) -> int:
+    """Returns how many bits a QTensor takes where all codes are packed."""
+    bits = format_of(q.qtype).bits
+    scale = q.scale
+    total = bits * q.size
+    total += bits_of(scale) if isinstance(scale, QTensor) else 8 * scale.nbytes
+    return total if q.zero_point is None else total + bits * q.zero_point.size
+
+
+def sqnr(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns signal to noise of `y` for `x`, in decibels; see `WeightError`. Sums are float64."""
+    signal = noise = 0.0
+    x, y = x.reshape(-1), y.reshape(-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, x.size, _CHUNK):
+            a = x[start : start + _CHUNK].astype(np.float64)
+            b = a - y[start : start + _CHUNK].astype(np.float64)
+            signal, noise = signal + float(a @ a), noise + float(b @ b)
+    if not math.isfinite(signal + noise):
+        return math.nan
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _limits(form: QType) -> tuple[float, float]:
+    """Returns the range of a format with half of its outermost steps on either side, and a few
+    units in the last place of float32: a zero point on a tie leaves a number just at half a step.
+    """
+    slack = _ULPS * max(abs(form.low), abs(form.high))
+    if form.uniform:
+        return form.low - 0.5 - slack, form.high + 0.5 + slack
+    ends = np.array([form.low, form.high], np.float32)
+    inside = jnp.asarray(np.nextafter(ends, ends[::-1]))
+    above = float(form.round(inside[:1], RoundMode.UP)[0])
+    below = float(form.round(inside[1:], RoundMode.DOWN)[0])
+    halves = (above - form.low) / 2, (form.high - below) / 2
+    return form.low - halves[0] - slack, form.high + halves[1] + slack
+
+
+@partial(jax.jit, static_argnames=("low", "high"))
+def _count(x: jax.Array, q: QTensor, low: float, high: float) -> tuple[Any, Any]:
+    """Returns how many elements of each group are clipped, and which groups are dead."""
+    groups, scale = q.groups, q.real_scale()
+    wide = jnp.dtype(jnp.float64 if jnp.float64 in (x.dtype, scale.dtype) else jnp.float32)
+    y = groups.split(x).astype(wide) / groups.split_scale(scale).astype(wide)
+    if q.zero_point is not None:
+        y += groups.split_scale(q.zero_point).astype(wide)
+    outside = groups.join((y < low) | (y > high)).astype(jnp.int32)
+    return groups.reduce(jnp.sum, outside, 0), groups.largest_magnitude(q.dequantize()) == 0

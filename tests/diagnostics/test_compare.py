@@ -1,0 +1,187 @@
+"""`compare` against both functions evaluated apart, through every control-flow form."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+
+from ..transforms.forms import FORMS, POLICIES, UNTAKEN, function, reference, rows, weights
+
+POLICY = POLICIES["weights and activations"]
+W8A8 = jqx.presets.w8a8_dynamic()
+
+
+def leaves(tree):
+    return [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+
+
+def expected(y, z):
+    """SQNR in dB, cosine and largest difference of two results, in float64."""
+    y, z = np.concatenate(leaves(y)), np.concatenate(leaves(z))
+    noise = ((z - y) ** 2).sum()
+    sqnr = math.inf if noise == 0 else 10 * math.log10((y * y).sum() / noise)
+    return sqnr, (y @ z) / math.sqrt((y @ y) * (z @ z)), abs(z - y).max()
+
+
+def assert_close(row, numbers):
+    """To the rounding of some hundred float32 squares."""
+    found = (row.sqnr, row.cosine, row.max_error)
+    np.testing.assert_allclose(found, numbers, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_error_of_the_result_in_every_form(name):
+    w, x = weights(), rows()
+    found = jqx.compare(function(name), POLICY)(w, x)
+    assert_close(
+        found.result,
+        expected(function(name)(w, x), reference(name, "weights and activations")(w, x)),
+    )
+    plan = jqx.make_plan(function(name), POLICY)(w, x)
+    rows_of = sum(math.prod(loop.length for loop in site.loops) for site in plan.sites)
+    assert len(found.sites) == rows_of
+    untaken = [row for row in found.sites if math.isnan(row.sqnr)]
+    assert bool(untaken) == (name in UNTAKEN)
+    assert all(row.local_sqnr > 0 for row in found.sites if row not in untaken)
+
+
+def layers(params, x):
+    """Two layers, one after the other."""
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def random(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+PARAMS = {"a": random(8, 8), "b": random(8, 3, seed=1)}
+X = random(5, 8, seed=2)
+
+
+def test_own_and_gathered_errors_of_two_layers():
+    found = jqx.compare(layers, W8A8)(PARAMS, X)
+    one = jqx.simulate(lambda p, x: x @ p["a"], W8A8)
+    two = jqx.simulate(lambda p, x: x @ p["b"], W8A8)
+    middle, rounded = X @ PARAMS["a"], one({"a": PARAMS["a"]}, X)
+    first, second = found.sites
+    assert (first.path, second.path) == ("a", "b")
+    assert_close(first, expected(middle, rounded))
+    assert (first.sqnr, first.max_error) == (first.local_sqnr, first.local_max_error)
+    hidden = jnp.tanh(middle)
+    end, own = hidden @ PARAMS["b"], two({"b": PARAMS["b"]}, hidden)
+    gathered = two({"b": PARAMS["b"]}, jnp.tanh(rounded))
+    assert_close(second, expected(end, gathered))
+    sqnr, _, largest = expected(end, own)
+    np.testing.assert_allclose(
+        (second.local_sqnr, second.local_max_error), (sqnr, largest), rtol=1e-5
+    )
+    assert_close(found.result, expected(end, gathered))
+
+
+def test_one_row_for_each_layer_of_a_scan():
+    """The layer with the planted outlier is the worst."""
+    w = random(4, 8, 8).at[2, 0, 0].set(500.0)
+    policy = jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_axis(0)})
+
+    def f(w, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    found = jqx.compare(f, policy)(w, X)
+    assert [row.layer for row in found.sites] == [(0,), (1,), (2,), (3,)]
+    assert found.worst(1)[0].layer == (2,)
+    each, x = (
+        jqx.simulate(
+            lambda w, x: x @ w, jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_tensor()})
+        ),
+        X,
+    )
+    for i, row in enumerate(found.sites):
+        sqnr, _, _ = expected(x @ w[i], each(w[i], x))
+        np.testing.assert_allclose(row.local_sqnr, sqnr, rtol=1e-4)
+        x = jnp.tanh(x @ w[i])
+
+
+def test_a_planted_outlier_channel_is_the_worst_site():
+    params = {name: random(8, 8, seed=i) for i, name in enumerate("abcd")}
+    params["c"] = params["c"].at[:, 3].mul(200.0)
+    policy = jqx.presets.w8a16(weight={"granularity": jqx.per_tensor()})
+
+    def f(p, x):
+        for name in "abcd":
+            x = jnp.tanh(x @ p[name])
+        return x
+
+    found = jqx.compare(f, policy)(params, X)
+    assert found.worst()[0].path == "c"
+    healthy = [row.local_sqnr for row in found.sites if row.path != "c"]
+    assert found.worst()[0].local_sqnr < min(healthy) - 1
+
+
+def test_static_scales_and_outputs_are_those_given():
+    int8 = jqx.QSpec(jnp.int8)
+    policy = jqx.Policy([jqx.Rule(weight=int8, activation=int8, output=int8)])
+    plan = jqx.make_plan(layers, policy)(PARAMS, X)
+    affines = jqx.affines(plan, jqx.calibrate(layers, plan)(PARAMS, X / 8)[1])  # too small
+    found = jqx.compare(layers, plan, affines)(PARAMS, X)
+    simulated = jqx.simulate(layers, plan, affines)(PARAMS, X)
+    assert_close(found.result, expected(layers(PARAMS, X), simulated))
+    assert found.result.sqnr < jqx.compare(layers, policy)(PARAMS, X).result.sqnr - 10
+
+
+def test_exact_sites_are_exact():
+    w = jnp.round(random(8, 8) * 20).at[0].set(127.0)
+    found = jqx.compare(lambda w, x: x @ w, jqx.presets.w8a16())(w, jnp.ones((2, 8)))
+    assert found.result.sqnr == math.inf and found.result.max_error == 0
+    assert "exact" in str(found)
+
+
+def test_a_float_weight_elsewhere_and_a_lookup():
+    def f(p, i):
+        return (p["t"][i] @ p["w"]) * p["w"].sum()
+
+    params = {"t": random(7, 8), "w": random(8, 4, seed=1)}
+    ids = jnp.array([1, 5, 2])
+    policy = jqx.presets.w8a16()
+    found = jqx.compare(f, policy)(params, ids)
+    assert [row.op for row in found.sites] == ["gather", "dot_general"]
+    assert_close(found.result, expected(f(params, ids), jqx.simulate(f, policy)(params, ids)))
+
+
+def test_under_jit_inside_and_with_static_arguments():
+    def f(p, x, *, depth):
+        for _ in range(depth):
+            x = jax.jit(lambda w, x: jnp.tanh(x @ w))(p, x)
+        return {"x": x, "n": depth, "i": jnp.arange(3)}
+
+    found = jqx.compare(f, W8A8)(PARAMS["a"], X, depth=3)
+    assert len(found.sites) == 3 and found.sites[0].sqnr > found.sites[2].local_sqnr - 60
+    assert found.result.path == "(result)"
+
+
+def test_it_prints_and_serializes():
+    found = jqx.compare(layers, W8A8)(PARAMS, X)
+    lines = str(found).splitlines()
+    assert lines[0].split()[:2] == ["path", "op"] and len(lines) == 2 + 3 + 1
+    data = json.loads(json.dumps(found.to_dict()))
+    assert [row["path"] for row in data["sites"]] == ["a", "b"]
+    assert data["result"]["sqnr"] == found.result.sqnr
+    assert found.to_markdown().startswith("| path | op |")
+    assert found._repr_html_().count("<tr>") == 4
+
+
+def test_quantized_parameters_are_refused():
+    plan = jqx.make_plan(layers, W8A8)(PARAMS, X)
+    with pytest.raises(ValueError, match="quantized already") as error:
+        jqx.compare(layers, plan)(jqx.quantize_params(PARAMS, plan), X)
+    assert "jqx.quantize_params" in str(error.value)
+
+
+def test_a_nan_is_told():
+    found = jqx.compare(layers, W8A8)({**PARAMS, "b": PARAMS["b"].at[0, 0].set(jnp.nan)}, X)
+    assert math.isnan(found.result.sqnr) and found.sites[0].sqnr > 0

@@ -1,0 +1,186 @@
+"""The assignment that `search` finds, against all assignments, and against uniform bits."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.diagnostics import Bits, Bytes, Error, relative_error, search
+
+WAYS = {f"int{n}": jqx.presets.w8a16(weight={"qtype": f"int{n}"}) for n in (2, 4, 8)}
+NAMES = "abc"
+
+
+def chain(p, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ p[name])
+    return x
+
+
+def random(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+PARAMS = {"a": random(16, 16), "b": random(16, 16, seed=1) / 16, "c": random(16, 16, seed=2)}
+X = random(8, 16, seed=7)
+
+
+def size_of(schemes):
+    bits = {"int2": 2, "int4": 4, "int8": 8}
+    return sum(16 * 16 * 4 if s == "float" else 16 * 16 * bits[s] / 8 + 16 * 4 for s in schemes)
+
+
+def policy_of(schemes):
+    rules = []
+    for name, scheme in zip(NAMES, schemes, strict=True):
+        weight = WAYS[scheme].rules[0].weight if scheme != "float" else None
+        rules.append(jqx.Rule(name, weight=weight))
+    return jqx.Policy(rules)
+
+
+def error_of(schemes):
+    return float(
+        relative_error(jqx.simulate(chain, policy_of(schemes))(PARAMS, X), chain(PARAMS, X))
+    )
+
+
+def every():
+    return list(itertools.product(["float", *WAYS], repeat=3))
+
+
+def alone(place, scheme):
+    return error_of(["float"] * place + [scheme] + ["float"] * (2 - place))
+
+
+def sums():
+    """The sum of the costs of each alone, of every assignment."""
+    cost = {
+        (i, s): alone(i, s) if s != "float" else 0.0 for i in range(3) for s in ["float", *WAYS]
+    }
+    return {schemes: sum(cost[i, s] for i, s in enumerate(schemes)) for schemes in every()}
+
+
+def test_the_front_is_that_of_all_assignments():
+    """No assignment has fewer bytes and less predicted error than one of the front."""
+    front = search(chain, WAYS["int8"], WAYS, Bytes(10_000))(PARAMS, X).front
+    for schemes, cost in sums().items():
+        size = size_of(schemes)
+        assert min(p.error for p in front if p.bytes <= size) <= cost * 1.001 + 1e-9
+    for point in front:
+        assert point.bytes == size_of(point.schemes)
+
+
+@pytest.mark.parametrize("limit", [400, 500, 700, 1000, 2000])
+def test_the_assignment_is_as_good_as_the_best_of_all(limit):
+    """Measured, within the bytes: at least as good as the best predicted one and as any uniform."""
+    found = search(chain, WAYS["int8"], WAYS, Bytes(limit))(PARAMS, X)
+    assert found.bytes == size_of(found.schemes.values()) <= limit
+    np.testing.assert_allclose(found.measured, error_of(found.schemes.values()), rtol=1e-3)
+    known = {s: cost for s, cost in sums().items() if size_of(s) <= limit}
+    best = [min(known, key=known.__getitem__), *((name,) * 3 for name in WAYS)]
+    for schemes in best:
+        if size_of(schemes) <= limit:
+            assert found.measured <= error_of(schemes) * 1.001
+
+
+def test_bits_are_bytes():
+    """Of 3 x 256 weights."""
+    one = search(chain, WAYS["int8"], WAYS, Bytes(500))(PARAMS, X)
+    assert one == search(chain, WAYS["int8"], WAYS, Bits(500 * 8 / 768))(PARAMS, X)
+
+
+def test_an_error_budget_takes_the_fewest_bytes_that_measure_well():
+    limit = 0.02
+    found = search(chain, WAYS["int8"], WAYS, Error(limit))(PARAMS, X)
+    assert found.measured <= limit
+    met = [size_of(s) for s, cost in sums().items() if cost <= limit and error_of(s) <= limit]
+    assert found.bytes <= min(met)
+
+
+def test_the_policy_gives_what_was_measured():
+    found = search(chain, WAYS["int8"], WAYS, Bytes(500))(PARAMS, X)
+    simulated = jqx.simulate(chain, found.policy)(PARAMS, X)
+    np.testing.assert_allclose(
+        found.measured, relative_error(simulated, chain(PARAMS, X)), rtol=1e-4
+    )
+    plan = jqx.make_plan(chain, found.policy)(PARAMS, X)
+    assert {w.path: str(w.spec.qtype) for w in plan.weights} == {
+        path: scheme for path, scheme in found.schemes.items() if scheme != "float"
+    }
+
+
+def test_it_beats_uniform_bits_at_equal_bytes():
+    """`b` is small and tanh nearly linear: it bears fewer bits than the others."""
+    four = size_of(["int4"] * 3)
+    found = search(chain, WAYS["int8"], WAYS, Bytes(four))(PARAMS, X)
+    assert found.uniform["int4"][0] == four
+    assert found.bytes <= four and found.measured <= found.uniform["int4"][1]
+
+
+def test_the_front_has_less_error_for_more_bytes():
+    front = search(chain, WAYS["int8"], WAYS, Bytes(10_000))(PARAMS, X).front
+    assert len(front) > 4
+    assert all(a.bytes < b.bytes and a.error > b.error for a, b in itertools.pairwise(front))
+    assert front[-1].schemes == ("float",) * 3 and front[-1].error == 0
+
+
+@pytest.mark.parametrize("budget", [Bytes(600), Error(0.02)])
+def test_a_greedy_search_measures_the_whole(budget):
+    found = search(chain, WAYS["int8"], WAYS, budget, additive=False)(PARAMS, X)
+    np.testing.assert_allclose(found.predicted, found.measured, rtol=1e-5)
+    assert (found.bytes if isinstance(budget, Bytes) else found.measured) <= budget.limit
+    assert found.front[0].schemes == ("int2",) * 3
+    assert all(a.bytes < b.bytes for a, b in itertools.pairwise(found.front))
+    errors = [error_of(s) for s in every() if size_of(s) <= found.bytes]
+    assert found.measured <= 3 * min(errors) + 1e-9
+
+
+def test_static_activations_are_calibrated_for_each_candidate():
+    ways = {"w8a8": jqx.presets.w8a8(), "w4a8": jqx.presets.w8a8(weight={"qtype": jnp.int4})}
+    found = search(chain, ways["w8a8"], ways, Bytes(size_of(["int8"] * 3)))(PARAMS, X)
+    assert set(found.schemes.values()) == {"w8a8"}
+    plan = jqx.make_plan(chain, ways["w8a8"])(PARAMS, X)
+    affines = jqx.affines(plan, jqx.calibrate(chain, plan)(PARAMS, X)[1])
+    whole = relative_error(jqx.simulate(chain, plan, affines)(PARAMS, X), chain(PARAMS, X))
+    np.testing.assert_allclose(found.measured, whole, rtol=1e-3)
+
+
+def test_joined_weights_get_one_scheme():
+    def f(p, x):
+        return jnp.tanh(x @ jnp.concatenate([p["q"], p["k"]], axis=1)) @ p["o"]
+
+    params = {"q": random(8, 8), "k": random(8, 8, seed=1), "o": random(16, 4, seed=2)}
+    found = search(f, WAYS["int8"], WAYS, Bytes(300))(params, X[:, :8])
+    assert list(found.schemes) == ["q+k", "o"]
+    plan = jqx.make_plan(f, found.policy)(params, X[:, :8])
+    named = {weight.path: str(weight.spec.qtype) for weight in plan.weights}
+    assert named.get("q") == named.get("k")
+    simulated = jqx.simulate(f, found.policy)(params, X[:, :8])
+    np.testing.assert_allclose(
+        found.measured, relative_error(simulated, f(params, X[:, :8])), rtol=1e-4
+    )
+
+
+def test_it_prints_and_serializes():
+    found = search(chain, WAYS["int8"], WAYS, Bytes(600))(PARAMS, X)
+    assert len(str(found).splitlines()) == 2 + 3 + 1
+    assert json.loads(json.dumps(found.to_dict()))["bytes"] == found.bytes
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="no assignment meets the budget") as error:
+        search(chain, WAYS["int8"], WAYS, Bytes(10))(PARAMS, X)
+    assert "at least 384 bytes" in str(error.value)
+    with pytest.raises(TypeError, match="budget"):
+        search(chain, WAYS["int8"], WAYS, 1000)
+    with pytest.raises(ValueError, match="always there"):
+        search(chain, WAYS["int8"], {"float": WAYS["int8"]}, Bytes(1))
+    with pytest.raises(TypeError, match="candidate"):
+        search(chain, WAYS["int8"], {"int8": "int8"}, Bytes(1))
+    with pytest.raises(ValueError, match="no weight to search for"):
+        lone = jqx.Policy([jqx.Rule(activation=jqx.QSpec(jnp.int8, dynamic=True))])
+        search(lambda p, x: x @ x.T, lone, {"a": lone}, Bytes(1))(PARAMS, X)
