@@ -1,0 +1,3 @@
+"""`python -m jqx`: one sub-command a file."""
+
+from ._main import main as main

@@ -1,0 +1,162 @@
+"""Which tensors of a file are quantized, and how: by rules, then by the policy.
+
+A file tells no contraction. So by convention a weight is a float tensor of two axes or more whose
+name ends in weight, weights, kernel, embedding or embeddings; a policy covers these, and a rule
+whatever it matches. In the layout of torch, [out, in, ...], each index of the first axis has its
+own scale; in that of flax, [..., in, out], of the last, and of embeddings of the first.
+"""
+
+import argparse
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import presets
+from .._checks import normalize_axes, require_that
+from .._errors import message
+from ..interop import Archive
+from ..numerics import format_of
+from ..tensor import QSpec, QTensor
+from ._scheme import FileRule, Scheme, parse_rule
+
+_SUFFIXES = ("weight", "weights", "kernel", "embedding", "embeddings")
+_PRESETS = [name for name in vars(presets) if not name.startswith("_")]
+
+
+class Choice(NamedTuple):
+    """What becomes of a tensor.
+
+    Attributes:
+      spec: how it is quantized; `None` leaves it as it is.
+      why: which rule says so, or why there is none.
+    """
+
+    spec: QSpec | None
+    why: str
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how tensors are quantized."""
+    parser.add_argument("--policy", choices=_PRESETS, help="a preset, for all weights")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="REGEX=SCHEME",
+        help="for tensors whose whole name matches; before the policy, the first one wins; "
+        "such as '.*mlp.*=int4:group=32', 'lm_head.*=float'",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=["torch", "flax"],
+        help="weights are [out, in, ...] or [..., in, out]; by default, names that end in kernel "
+        "are of flax",
+    )
+
+
+def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
+    """Returns what becomes of each leaf of a file.
+
+    Raises:
+      ValueError: a rule matches nothing, or what is quantized already, or a spec does not fit.
+    """
+    rules = [parse_rule(text) for text in args.rule]
+    policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
+    choices, used = {}, set()
+    for path in archive.paths:
+        leaf = archive.spec(path)
+        found = next((rule for rule in rules if rule.pattern.fullmatch(path)), None)
+        if isinstance(leaf, QTensor) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            choices[path] = Choice(None, _reason(path, leaf, found))
+            continue
+        if found is not None:
+            used.add(found)
+            choices[path] = _chosen(path, leaf, found.scheme, found.text, args.layout)
+        elif policy is not None and leaf.ndim >= 2 and path.endswith(_SUFFIXES):
+            choices[path] = _chosen(
+                path, leaf, Scheme(policy), f"policy {args.policy}", args.layout
+            )
+        else:
+            choices[path] = Choice(None, "no rule")
+    _check_used(rules, used)
+    return choices
+
+
+def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
+    """Quantizes an array; codes of less than 8 bits are packed along its last axis."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _abstract(x, spec)
+    packs = format_of(spec.qtype).bits < 8 and x.ndim > 0
+    return QTensor.quantize(x, spec, pack=-1 if packs else None)
+
+
+@cache
+def _abstract(x: jax.ShapeDtypeStruct, spec: QSpec) -> QTensor:
+    return jax.eval_shape(partial(quantize_leaf, spec=spec), x)
+
+
+def _reason(path: str, leaf: Any, found: FileRule | None) -> str:
+    """Returns why no rule is for a leaf, after checking that none is meant for codes."""
+    if not isinstance(leaf, QTensor):
+        return "no floats"
+    if found is not None and found.scheme.spec is not None:
+        raise ValueError(
+            message(
+                "quantize",
+                f"the tensor {path!r} is quantized already.",
+                given=f"the rule {found.text!r}",
+                expected="rules for float tensors",
+                mend="start from the float file, or narrow the regular expression.",
+            )
+        )
+    return "quantized already"
+
+
+def _chosen(path: str, leaf: Any, scheme: Scheme, why: str, layout: str | None) -> Choice:
+    if scheme.spec is None:
+        return Choice(None, why)
+    require_that(
+        leaf.dtype != jnp.float64 or jax.config.read("jax_enable_x64"),
+        error=ValueError,
+        function="quantize",
+        problem=f"the tensor {path!r} is float64, which JAX would cut to float32.",
+        given="float64, and no 64-bit numbers in JAX",
+        expected="float32, bfloat16 or float16",
+        mend="set JAX_ENABLE_X64=1 in the environment, or leave it alone with a rule '...=float'.",
+    )
+    spec = scheme.spec
+    try:
+        spec = spec.resolve(leaf.ndim, _kept_axes(path, leaf.ndim, scheme.contract, layout))
+        quantize_leaf(leaf, spec)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}\n  at: {path!r}, by {why!r}") from None
+    return Choice(spec, why)
+
+
+def _kept_axes(
+    path: str, rank: int, contract: tuple[int, ...] | None, layout: str | None
+) -> tuple[int, ...]:
+    """Returns the axes that the product of a weight keeps."""
+    if contract is not None:
+        summed = normalize_axes("scheme", contract, rank, argument="contract")
+        return tuple(axis for axis in range(rank) if axis not in summed)
+    if rank < 2:
+        return ()
+    flax = layout == "flax" or (layout is None and path.endswith("kernel"))
+    is_table = path.endswith(("embedding", "embeddings"))
+    return (rank - 1,) if flax and not is_table else (0,)
+
+
+def _check_used(rules: list[FileRule], used: set[FileRule]) -> None:
+    for rule in rules:
+        require_that(
+            rule in used,
+            error=ValueError,
+            function="quantize",
+            problem=f"the rule {rule.text!r} matches nothing.",
+            given="no float tensor of such a name, or none that an earlier rule leaves",
+            expected="a regular expression that matches whole names of float tensors",
+            mend="see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run.",
+        )

@@ -1,0 +1,58 @@
+"""`main`: reads the arguments, runs a sub-command, says in one line what went wrong."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import _diff, _plot, _quantize, _report
+
+_CODES = "Exit codes: 0 done, or equal; 1 the files of diff differ; 2 wrong usage, or a wrong file."
+
+
+class _UsageError(Exception):
+    """Arguments that cannot be read."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and leave."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `python -m jqx` and returns its exit code.
+
+    Args:
+      argv: the arguments; `None` takes those of the process.
+
+    Returns:
+      0 where all went well and, for `diff`, the files are equal; 1 where `diff` finds a
+      difference; 2 for wrong arguments or files, with one line on standard error.
+    """
+    parser = _Parser(prog="python -m jqx", description=__doc__, epilog=_CODES)
+    parser.description = "Quantize, measure, compare and draw files of weights (safetensors)."
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    for module in (_quantize, _report, _diff, _plot):
+        module.add(commands)
+    try:
+        args = parser.parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except _UsageError as error:
+        return _failed(str(error))
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, TypeError, ValueError) as error:
+        return _failed("; ".join(" ".join(line.split()) for line in str(error).splitlines()))
+    except KeyboardInterrupt:
+        return _failed("interrupted", 130)
+
+
+def _failed(text: str, code: int = 2) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,166 @@
+"""`python -m jqx plot`: a picture of the weights of a file."""
+
+import argparse
+import importlib
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import require_that
+from .._errors import message
+from ..diagnostics import Report, measure
+from ..interop import Archive
+from ..tensor import QTensor
+from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._output import print_json
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "plot",
+        help="draw the weights of a file",
+        description="Draws weights of a safetensors file, with matplotlib: their ranges as boxes, "
+        "the signal to noise that a policy and rules leave them, or how one of them lies on the "
+        "grid that it is rounded to.",
+    )
+    parser.add_argument("file", help="a safetensors file")
+    parser.add_argument("--out", required=True, metavar="PICTURE", help="such as picture.png")
+    parser.add_argument("--kind", choices=list(_KINDS), default="ranges", help="ranges by default")
+    parser.add_argument("--tensor", default=".*", metavar="REGEX", help="draw these alone")
+    add_choices(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs it and returns the exit code."""
+    plots = _plots()
+    with Archive(args.file) as archive:
+        chosen = {
+            path: choice
+            for path, choice in choose(archive, args).items()
+            if _matches(args.tensor, path) and _is_drawn(archive.spec(path))
+        }
+        require_that(
+            chosen,
+            error=ValueError,
+            function="plot",
+            problem="there is nothing to draw.",
+            given=f"--tensor {args.tensor!r}",
+            expected="a regular expression that matches whole names of float tensors or QTensors",
+            mend="leave --tensor out.",
+        )
+        figure, drawn = _KINDS[args.kind](plots, archive, chosen)
+        figure.savefig(args.out, dpi=150)
+    if args.json:
+        print_json({"written": args.out, "kind": args.kind, "tensors": drawn})
+    else:
+        print(f"{args.out}: {args.kind} of {len(drawn)} tensors")
+    return 0
+
+
+def _plots() -> Any:
+    """Returns the module that draws; it needs matplotlib, which jqx does not."""
+    require_that(
+        importlib.util.find_spec("matplotlib") is not None,
+        error=ValueError,
+        function="plot",
+        problem="matplotlib is not installed.",
+        given="no package of that name",
+        expected="matplotlib, of the extra `examples`",
+        mend='pip install "jqx[examples]".',
+    )
+    return importlib.import_module("..diagnostics.plots", __package__)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except (re.error, OverflowError) as error:
+        text = message(
+            "plot",
+            f"`--tensor` is not a valid regular expression: {error}.",
+            given=repr(pattern),
+            expected="a pattern that Python's re accepts",
+            mend="escape special characters with a backslash.",
+        )
+        raise ValueError(text) from None
+
+
+def _is_drawn(leaf: Any) -> bool:
+    return leaf.size > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+class _Reals(Mapping[str, Any]):
+    """The real arrays of tensors, each read when it is asked for."""
+
+    def __init__(self, archive: Archive, paths: Mapping[str, Choice]) -> None:
+        self._archive, self._paths = archive, paths
+
+    def __getitem__(self, path: str) -> Any:
+        if not isinstance(self._archive.spec(path), QTensor):
+            return self._archive.view(path)
+        q: Any = self._archive.read(path)
+        return q.dequantize()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def _ranges(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[Any, list[str]]:
+    return plots.ranges(_Reals(archive, chosen)), list(chosen)
+
+
+def _sqnr(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[Any, list[str]]:
+    drawn = {path: choice.spec for path, choice in chosen.items() if choice.spec is not None}
+    require_that(
+        drawn,
+        error=ValueError,
+        function="plot",
+        problem="no float tensor is quantized, so that there is no noise.",
+        given=f"{len(chosen)} tensors",
+        expected="a float file, and a policy or rules",
+        mend="pass --policy, or --rule 'regex=scheme'.",
+    )
+    weights = []
+    for path, spec in drawn.items():
+        x = jnp.array(archive.view(path))
+        weights.append(measure(x, quantize_leaf(x, spec), path))
+    report = Report(tuple(weights), 0, sites=0, skipped=0, macs=math.nan)
+    return plots.sqnr_bars(report), list(drawn)
+
+
+def _histogram(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[Any, list[str]]:
+    drawn = {
+        path: choice.spec
+        for path, choice in chosen.items()
+        if choice.spec is not None or isinstance(archive.spec(path), QTensor)
+    }
+    require_that(
+        len(drawn) == 1,
+        error=ValueError,
+        function="plot",
+        problem="a histogram is of one quantized tensor.",
+        given=f"{len(drawn)} of them: {', '.join(list(drawn)[:4]) or 'none'}",
+        expected="one that is quantized, or that a policy or rules quantize",
+        mend="narrow --tensor, or pass --policy or --rule.",
+    )
+    ((path, spec),) = drawn.items()
+    q: Any = archive.read(path)
+    x = q.dequantize() if spec is None else q
+    return plots.histogram(x, q if spec is None else quantize_leaf(x, spec), title=path), [path]
+
+
+_KINDS: dict[str, Callable[..., tuple[Any, list[str]]]] = {
+    "ranges": _ranges,
+    "sqnr": _sqnr,
+    "histogram": _histogram,
+}

@@ -1,0 +1,118 @@
+"""`python -m jqx quantize`: a file of floats to a file of QTensors, tensor by tensor."""
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ..diagnostics import Table, scheme_of
+from ..interop import Archive, save_leaves
+from ..tensor import QTensor
+from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._output import print_json, savings
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "quantize",
+        help="quantize the weights of a file",
+        description="Quantizes weights of a safetensors file, one at a time, and writes what "
+        "jqx.load reads.",
+    )
+    parser.add_argument("input", help="a safetensors file")
+    parser.add_argument("output", help="the file to write; an old one is replaced at the end")
+    add_choices(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs it and returns the exit code."""
+    with Archive(args.input) as archive:
+        choices = choose(archive, args)
+        require_that(
+            any(choice.spec for choice in choices.values()),
+            error=ValueError,
+            function="quantize",
+            problem="nothing would be quantized.",
+            given=f"{len(choices)} tensors, policy {args.policy}, {len(args.rule)} rules",
+            expected="a policy, for tensors named as weights are, or a rule",
+            mend="pass --policy, or --rule 'regex=scheme' for other names.",
+        )
+        specs = {path: _after(archive.spec(path), choices[path]) for path in archive.paths}
+        if not args.dry_run:
+            leaves = _shown(_leaves(archive, choices), archive)
+            save_leaves(args.output, archive.map(specs.get), leaves, metadata=archive.metadata)
+        _show(args, archive, choices, specs)
+    return 0
+
+
+def _after(leaf: Any, choice: Choice) -> Any:
+    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
+
+
+def _leaves(archive: Archive, choices: Mapping[str, Choice]) -> Iterator[Any]:
+    """Yields the leaves of the new file: each is made when it is asked for."""
+    for path, choice in choices.items():
+        leaf = archive.view(path)
+        yield leaf if choice.spec is None else quantize_leaf(jnp.array(leaf), choice.spec)
+
+
+def _shown(leaves: Iterable[Any], archive: Archive) -> Iterable[Any]:
+    """Shows in a terminal how many tensors are done, with tqdm (of the extra `examples`)."""
+    if importlib.util.find_spec("tqdm") is None:
+        return leaves
+    bar = importlib.import_module("tqdm").tqdm
+    return bar(leaves, desc="quantize", total=len(archive.paths), unit="tensor", disable=None)
+
+
+def _show(
+    args: argparse.Namespace,
+    archive: Archive,
+    choices: Mapping[str, Choice],
+    specs: Mapping[str, Any],
+) -> None:
+    tensors = [
+        {
+            "path": path,
+            "shape": list(specs[path].shape),
+            "dtype": specs[path].dtype.name,
+            "scheme": None if choice.spec is None else scheme_of(specs[path]),
+            "why": choice.why,
+            "bytes_before": _bytes(archive.spec(path)),
+            "bytes_after": _bytes(specs[path]),
+        }
+        for path, choice in choices.items()
+    ]
+    before, after = (sum(t[key] for t in tensors) for key in ("bytes_before", "bytes_after"))
+    count = sum(t["scheme"] is not None for t in tensors)
+    if args.json:
+        totals = {"quantized": count, "bytes_before": before, "bytes_after": after}
+        print_json({"written": None if args.dry_run else args.output, **totals, "tensors": tensors})
+        return
+    footer = f"{count} of {len(tensors)} tensors quantized; {savings(before, after)}"
+    if not args.dry_run:
+        print(f"{args.output}: {footer}")
+        return
+    rows = [
+        (
+            t["path"],
+            f"{t['dtype']}{t['shape']}",
+            t["scheme"] or "-",
+            t["why"],
+            f"{t['bytes_before']:,}",
+            f"{t['bytes_after']:,}",
+        )
+        for t in tensors
+    ]
+    print(Table(("path", "tensor", "scheme", "by", "bytes", "after"), tuple(rows), footer, texts=4))
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, QTensor) else leaf.size * leaf.dtype.itemsize

@@ -1,0 +1,72 @@
+"""`python -m jqx report`: what quantization does, or has done, to each weight of a file."""
+
+import argparse
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ..diagnostics import Report, WeightError, measure
+from ..interop import Archive
+from ..tensor import QTensor
+from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._output import print_json, savings
+
+_FIELDS = ("weights", "kept", "bytes_before", "bytes_after")
+"""What a report says of a file; of its contractions nothing is known."""
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "report",
+        help="measure what quantization does to each weight",
+        description="Measures what a policy and rules would do to each weight of a safetensors "
+        "file: bits with scales, bytes, range, clipped share, groups of zeros alone, signal to "
+        "noise. Of what is quantized already, the last and the clipped share are not known.",
+    )
+    parser.add_argument("file", help="a safetensors file")
+    add_choices(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs it and returns the exit code."""
+    with Archive(args.file) as archive:
+        choices = choose(archive, args)
+        found = {path: _measured(archive, path, choice) for path, choice in choices.items()}
+        specs = [archive.spec(path) for path in found if found[path] is None]
+    weights = tuple(weight for weight in found.values() if weight is not None)
+    require_that(
+        weights,
+        error=ValueError,
+        function="report",
+        problem="there is nothing to report.",
+        given=f"{len(found)} tensors, none of them quantized",
+        expected="quantized tensors, or a policy or rules to try",
+        mend="pass --policy, or --rule 'regex=scheme'.",
+    )
+    kept = sum(spec.size * spec.dtype.itemsize for spec in specs)
+    report = Report(weights, kept, sites=len(weights), skipped=len(specs), macs=math.nan)
+    if args.json:
+        fields = report.to_dict()
+        print_json({name: fields[name] for name in _FIELDS})
+        return 0
+    footer = f"{len(weights)} of {len(found)} tensors quantized; "
+    footer += savings(report.bytes_before, report.bytes_after)
+    print(dataclasses.replace(report.table(), footer=footer))
+    return 0
+
+
+def _measured(archive: Archive, path: str, choice: Choice) -> WeightError | None:
+    if isinstance(archive.spec(path), QTensor):
+        q: Any = archive.read(path)
+        error = measure(q.dequantize(), q, path)
+        return dataclasses.replace(error, clipped=math.nan, sqnr=math.nan)
+    if choice.spec is None:
+        return None
+    x = jnp.array(archive.view(path))
+    return measure(x, quantize_leaf(x, choice.spec), path)

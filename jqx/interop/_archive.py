@@ -1,0 +1,200 @@
+"""Files of trees, opened to be read leaf by leaf, or read whole."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
+
+from .._checks import require_that
+from ..tensor import NONE, QTensor, Values, check_values, check_version
+from ._safetensors import Path, Reader
+from ._tree import Stored, StoredArray, map_stored, parse
+
+KEY = "jqx"
+"""The entry of a file's metadata that describes its tree."""
+
+VERSION = 1
+
+
+class Archive:
+    """An open safetensors file, whose arrays and QTensors are read one by one. A context manager.
+
+    Args:
+      path: of a file that `jqx.save` wrote, or of any safetensors file: that is a dict of arrays.
+      values: formats of your own, by the names under which they were saved.
+
+    Attributes:
+      paths: where the leaves are, in order.
+      metadata: what the file says of itself beside the tree.
+
+    Raises:
+      OSError: the file cannot be opened.
+      ValueError: it is no safetensors file, has been cut short, is of another version, or lacks a
+        tensor.
+      TypeError: tensors do not fit the QTensor that they are to be.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> path = tempfile.mkdtemp() + "/model.safetensors"
+      >>> jqx.save(path, {"a": jnp.zeros((2, 3)), "b": [jnp.ones(4)]})
+      >>> with jqx.interop.Archive(path) as archive:
+      ...     archive.paths, archive.spec("a").shape, archive.read("b/0")
+      (('a', 'b/0'), (2, 3), Array([1., 1., 1., 1.], dtype=float32))
+    """
+
+    def __init__(self, path: Path, values: Values | None = None) -> None:
+        values = NONE if values is None else values
+        check_values("load", values)
+        self._reader = Reader(path)
+        try:
+            self.metadata = {k: v for k, v in self._reader.metadata.items() if k != KEY}
+            self._tree = self._parse(values)
+            self._leaves = self._named()
+        except BaseException:
+            self._reader.__exit__()
+            raise
+        self.paths = tuple(self._leaves)
+
+    def __enter__(self) -> "Archive":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.__exit__()
+
+    def spec(self, path: str) -> Any:
+        """Returns a leaf with `jax.ShapeDtypeStruct` in place of arrays; nothing is read."""
+        return self._leaf(path).make(self._spec)
+
+    def read(self, path: str) -> jax.Array | np.ndarray | QTensor:
+        """Returns a leaf; see `jqx.load`."""
+        return self._leaf(path).make(lambda name, dtype: as_jax(self._reader.read(name, dtype)))
+
+    def view(self, path: str) -> Any:
+        """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used."""
+        return self._leaf(path).make(self._reader.read)
+
+    def map(self, f: Callable[[str], Any]) -> Any:
+        """Returns the tree with what `f` returns for the path of each leaf."""
+        return map_stored(lambda leaf: f(leaf.path), self._tree)
+
+    def _leaf(self, path: str) -> Stored:
+        require_that(
+            path in self._leaves,
+            error=ValueError,
+            function="interop.Archive",
+            problem=f"there is no leaf {path!r}.",
+            given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
+            expected="one of archive.paths",
+            mend="look there.",
+        )
+        return self._leaves[path]
+
+    def _parse(self, values: Values) -> Any:
+        text = self._reader.metadata.get(KEY)
+        if text is None:
+            names = sorted(self._reader.entries, key=lambda name: self._reader.entries[name][2:])
+            return {name: StoredArray(name, self._reader.dtype(name)) for name in names}
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            data = None
+        return parse(check_version("load", data, VERSION).get("tree"), values)
+
+    def _named(self) -> dict[str, Stored]:
+        """Returns the leaves by path, after checking that they take every tensor once."""
+        leaves: dict[str, Stored] = {}
+        unused = set(self._reader.entries)
+
+        def take(name: str, dtype: np.dtype) -> Any:
+            spec = self._spec(name, dtype)
+            require_that(
+                name in unused,
+                error=ValueError,
+                function="load",
+                problem=f"the tensor {name!r} has two places in the tree.",
+                given="the same name for two arrays",
+                expected="a tensor for each array",
+                mend="write the file again, with jqx.save.",
+            )
+            unused.remove(name)
+            return spec
+
+        def add(leaf: Stored) -> None:
+            require_that(
+                leaf.path not in leaves,
+                error=ValueError,
+                function="load",
+                problem=f"the path {leaf.path!r} has two places in the tree.",
+                given="the same path for two leaves",
+                expected="a path for each leaf",
+                mend="write the file again, with jqx.save.",
+            )
+            leaf.make(take)
+            leaves[leaf.path] = leaf
+
+        map_stored(add, self._tree)
+        require_that(
+            not unused,
+            error=ValueError,
+            function="load",
+            problem=f"the tensor {min(unused, default='')!r} has no place in the tree.",
+            given=f"{len(unused)} tensors beside those of the tree",
+            expected="none",
+            mend="write the file again, with jqx.save.",
+        )
+        return leaves
+
+    def _spec(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        entries = self._reader.entries
+        require_that(
+            name in entries,
+            error=ValueError,
+            function="load",
+            problem=f"the tensor {name!r} is missing.",
+            given=f"a file of {len(entries)} tensors: {', '.join(list(entries)[:5])}, ...",
+            expected=f"a tensor {name!r}",
+            mend="write the file again: tensors that its tree names were removed.",
+        )
+        self._reader.check_dtype(name, dtype)
+        return jax.ShapeDtypeStruct(entries[name].shape, dtype)
+
+
+def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
+    """Returns a copy of an array as JAX's; of 64 bits, where JAX has none, as NumPy's."""
+    if dtypes.canonicalize_dtype(x.dtype) == x.dtype:
+        return jnp.array(x)
+    return x.copy()
+
+
+def load(path: Path, *, values: Values | None = None) -> Any:
+    """Reads a tree of arrays and QTensors from a safetensors file.
+
+    Args:
+      path: of a file that `jqx.save` wrote; or of any other safetensors file, which becomes a dict
+        of arrays by name.
+      values: formats of your own, by the names under which they were saved.
+
+    Returns:
+      The tree, equal to the one that was saved bit for bit. Arrays are JAX's; those of 64 bits are
+      NumPy's, unless `jax_enable_x64` is set.
+
+    Raises:
+      OSError: the file cannot be opened.
+      ValueError: it is no safetensors file, has been cut short, is of another version, or lacks a
+        tensor.
+      TypeError: tensors do not fit the QTensor that they are to be.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> path = tempfile.mkdtemp() + "/model.safetensors"
+      >>> q = jqx.QTensor.quantize(jnp.array([[1.0, -7.0]]), jqx.QSpec(jnp.int4))
+      >>> jqx.save(path, {"layer": (q, None)})
+      >>> jqx.load(path)["layer"][0]
+      QTensor(int4[1, 2] per_tensor, scale float32[1, 1], dtype=float32, 6 bytes)
+    """
+    with Archive(path, values) as archive:
+        return archive.map(archive.read)

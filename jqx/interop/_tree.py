@@ -1,0 +1,229 @@
+"""What a file says of the tree in it: its structure as JSON, and which tensors make each leaf.
+
+    null | {"dict": [[key, node], ...]} | {"list": [node, ...]} | {"tuple": [node, ...]}
+    {"array": name of the tensor, "dtype": dtype}
+    {"qtensor": path, "fields": static fields, "values": node, "scale": node, "zero_point": node}
+
+A leaf's path is its keys, joined with "/". An array is the tensor of that name; a QTensor is the
+tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; where its scale is quantized in
+turn, `<path>.scale.values` and `<path>.scale.scale`. Names that are taken get a "~" at the end.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Union
+
+import jax
+import numpy as np
+
+from .. import _compat
+from .._checks import as_dtype, require_that
+from .._errors import message
+from ..tensor import QTensor, Values, fields_from_json, fields_to_json
+from ._safetensors import stored_dtype
+
+Read = Callable[[str, np.dtype], Any]
+"""Makes an array of the name of a tensor and its dtype."""
+
+_EMPTY = "tree"
+"""The path of a leaf that is the whole tree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array of a file: the name of its tensor, and its dtype."""
+
+    path: str
+    dtype: np.dtype
+
+    def make(self, read: Read) -> Any:
+        """Returns the array."""
+        return read(self.path, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredQTensor:
+    """A QTensor of a file: its static fields, and what its arrays are stored as."""
+
+    path: str
+    fields: dict[str, Any]
+    values: StoredArray
+    scale: Union[StoredArray, "StoredQTensor"]
+    zero_point: StoredArray | None
+
+    def make(self, read: Read) -> QTensor:
+        """Returns the QTensor, of arrays from `read`."""
+        zero_point = None if self.zero_point is None else self.zero_point.make(read)
+        parts = self.values.make(read), self.scale.make(read), zero_point
+        try:
+            return QTensor(*parts, **self.fields)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}\n  at:       {self.path!r}") from None
+
+
+Stored = StoredArray | StoredQTensor
+
+
+def map_stored(f: Callable[[Stored], Any], tree: Any) -> Any:
+    """Applies a function to every leaf of a tree of what is stored."""
+    if isinstance(tree, dict):
+        return {key: map_stored(f, item) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_stored(f, item) for item in tree)
+    return tree if tree is None else f(tree)
+
+
+def tensors_of(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays of a leaf, each with the name of its tensor."""
+    if not isinstance(leaf, QTensor):
+        yield path, leaf
+        return
+    for field in ("values", "scale", "zero_point"):
+        if getattr(leaf, field) is not None:
+            yield from tensors_of(f"{path}.{field}", getattr(leaf, field))
+
+
+def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
+    """Returns the JSON of a tree, and its leaves in order, each with its path.
+
+    Raises:
+      TypeError: something in it is no dict, list, tuple, array, QTensor or None, or a key of a
+        dict is no string or integer.
+      ValueError: an array has a dtype that no file holds, or a QTensor a format of the user's that
+        is not among `values`.
+    """
+    leaves: list[tuple[str, Any]] = []
+    taken = {"__metadata__"}
+
+    def node_of(x: Any, keys: tuple[str, ...]) -> Any:
+        if x is None:
+            return None
+        if type(x) is dict:
+            _check_keys(x, keys)
+            return {"dict": [[key, node_of(x[key], (*keys, str(key)))] for key in x]}
+        if type(x) in (list, tuple):
+            items = [node_of(item, (*keys, str(i))) for i, item in enumerate(x)]
+            return {type(x).__name__: items}
+        _check_leaf(x, keys)
+        path = "/".join(keys) or _EMPTY
+        while taken & {path, *(name for name, _ in tensors_of(path, x))}:
+            path += "~"
+        taken.update([path, *(name for name, _ in tensors_of(path, x))])
+        leaves.append((path, x))
+        return _leaf_to_json(path, x, values)
+
+    return node_of(tree, ()), leaves
+
+
+def _leaf_to_json(path: str, x: Any, values: Values) -> Any:
+    if not isinstance(x, QTensor):
+        return {"array": path, "dtype": np.dtype(x.dtype).name}
+    fields = fields_to_json("save", x, values)
+    parts = {
+        name: part if part is None else _leaf_to_json(f"{path}.{name}", part, values)
+        for name in ("values", "scale", "zero_point")
+        for part in [getattr(x, name)]
+    }
+    return {"qtensor": path, "fields": fields, **parts}
+
+
+def _check_keys(x: dict[Any, Any], keys: tuple[str, ...]) -> None:
+    for key in x:
+        require_that(
+            type(key) in (str, int),
+            error=TypeError,
+            function="save",
+            problem=f"a key of the dict at {_place(keys)} is neither a string nor an integer.",
+            given=f"a key of type {type(key).__name__}",
+            expected="strings or integers",
+            mend="name its items by strings.",
+        )
+
+
+def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
+    kinds = (QTensor, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    require_that(
+        isinstance(x, kinds),
+        error=TypeError,
+        function="save",
+        problem=f"there is an object that is not stored, at {_place(keys)}.",
+        given=f"an object of type {type(x).__name__}",
+        expected="dicts, lists and tuples of arrays, QTensors and None",
+        mend="make numbers arrays, jnp.asarray(x), and other containers dicts.",
+    )
+    for name, array in tensors_of("/".join(keys) or _EMPTY, x):
+        require_that(
+            not isinstance(array, jax.Array) or _compat.is_concrete(array),
+            error=TypeError,
+            function="save",
+            problem=f"the array {name!r} has no values yet.",
+            given="a traced array",
+            expected="an array outside of jax.jit",
+            mend="return it from the jitted function, and save what is returned.",
+        )
+        require_that(
+            stored_dtype(array.dtype) is not None,
+            error=ValueError,
+            function="save",
+            problem=f"the array {name!r} has a dtype that no file holds.",
+            given=str(array.dtype),
+            expected="numbers of JAX, of 64 bits at most, or bool",
+            mend="convert it; of random keys, save jax.random.key_data(key).",
+        )
+
+
+def _place(keys: tuple[str, ...]) -> str:
+    return repr("/".join(keys)) if keys else "the root"
+
+
+def parse(node: Any, values: Values) -> Any:
+    """Returns the tree that JSON describes, of `Stored` leaves.
+
+    Raises:
+      ValueError: it is not what `describe` returns.
+    """
+    if node is None:
+        return None
+    if not isinstance(node, dict):
+        _refuse(node)
+    items = next(iter(node.values())) if len(node) == 1 else None
+    if "dict" in node and isinstance(items, list):
+        pairs = [pair if _is_pair(pair) else _refuse(pair) for pair in items]
+        return {key: parse(item, values) for key, item in pairs}
+    for kind in (list, tuple):
+        if kind.__name__ in node and isinstance(items, list):
+            return kind(parse(item, values) for item in items)
+    return _leaf_from_json(node, values)
+
+
+def _leaf_from_json(node: Any, values: Values) -> Stored:
+    keys = set(node) if isinstance(node, dict) else set()
+    if keys == {"array", "dtype"} and isinstance(node["array"], str):
+        return StoredArray(node["array"], as_dtype("load", "dtype", node["dtype"]))
+    if keys != {"qtensor", "fields", "values", "scale", "zero_point"}:
+        _refuse(node)
+    path = str(node["qtensor"])
+    fields = fields_from_json("load", node["fields"], values, path)
+    codes, scale = (_leaf_from_json(node[name], values) for name in ("values", "scale"))
+    zero_point = node["zero_point"]
+    zero_point = None if zero_point is None else _leaf_from_json(zero_point, values)
+    if isinstance(codes, StoredQTensor) or isinstance(zero_point, StoredQTensor):
+        _refuse(node)
+    return StoredQTensor(path, fields, codes, scale, zero_point)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and type(x[0]) in (str, int)
+
+
+def _refuse(node: Any) -> NoReturn:
+    what = f"an object of {', '.join(map(repr, node))}" if isinstance(node, dict) else repr(node)
+    raise ValueError(
+        message(
+            "load",
+            "the file describes its tree in a way that is not understood.",
+            given=what[:200],
+            expected="a dict, a list, a tuple, an array, a qtensor, or null",
+            mend="write the file again, with jqx.save.",
+        )
+    )

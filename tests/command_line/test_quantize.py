@@ -1,0 +1,254 @@
+"""`quantize`: what is quantized and how, what is refused, and how little memory it takes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import numerics
+
+from ..interop.trees import assert_same
+from ..tensor.tensors import spread_out
+from .files import error_of, run, run_json, saved, torch_weights
+
+
+@pytest.fixture
+def source(tmp_path):
+    return saved(tmp_path / "in.safetensors", torch_weights())
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.safetensors"
+
+
+def by_hand(x, qtype, granularity, **fields):
+    pack = -1 if numerics.format_of(qtype).bits < 8 else None
+    return jqx.QTensor.quantize(jnp.asarray(x), jqx.QSpec(qtype, granularity, **fields), pack=pack)
+
+
+def test_a_policy_quantizes_what_is_named_as_weights_are(capsys, source, out):
+    code, text, _ = run(capsys, "quantize", source, out, "--policy", "w8a16")
+    assert code == 0 and "4 of 7 tensors quantized" in text
+    weights, read = torch_weights(), jqx.load(out)
+    want = {
+        name: by_hand(x, jnp.int8, jqx.per_axis(0)) if name.endswith("weight") and x.ndim > 1 else x
+        for name, x in weights.items()
+    }
+    assert_same(read, want)
+
+
+def test_groups_run_along_what_is_contracted(capsys, source, out):
+    assert run(capsys, "quantize", source, out, "--policy", "w4a16")[0] == 0
+    weights, read = torch_weights(), jqx.load(out)
+    name = "layers.0.mlp.weight"
+    blocks = jqx.per_block({0: 1, 1: 32}, tail=True)  # of 16: one a row
+    assert_same(read[name], by_hand(weights[name], jnp.int4, blocks))
+    conv = read["layers.1.conv.weight"]  # 4 x 3 x 3 for 32: as many whole kernels as fit in, 9 x 3
+    assert conv.scale.shape == (8, 2, 1, 1) and conv.shape == (8, 4, 3, 3)
+
+
+def test_rules_come_before_the_policy_and_the_first_wins(capsys, source, out):
+    rules = [
+        "lm_head.*=float",
+        ".*mlp.weight=nf4:block=8",
+        ".*(mlp|embed).*weight=uint4:asymmetric",
+    ]
+    flags = [part for rule in rules for part in ("--rule", rule)]
+    code, done = run_json(capsys, "quantize", source, out, "--policy", "w8a16", *flags)
+    assert code == 0 and done["written"] == str(out)
+    schemes = {t["path"]: t["scheme"] for t in done["tensors"]}
+    assert schemes == {
+        "embed.weight": "uint4 per_axis(0) asymmetric",
+        "layers.0.mlp.weight": "nf4 per_block({0: 1, 1: 8})",
+        "layers.0.mlp.bias": None,
+        "layers.0.norm.weight": None,
+        "layers.1.conv.weight": "int8 per_axis(0)",
+        "lm_head.weight": None,
+        "position_ids": None,
+    }
+    read = jqx.load(out)
+    weight = torch_weights()["layers.0.mlp.weight"]
+    assert_same(
+        read["layers.0.mlp.weight"], by_hand(weight, numerics.nf4, jqx.per_block({0: 1, 1: 8}))
+    )
+
+
+def test_rules_reach_what_no_policy_does(capsys, source, out):
+    assert run(capsys, "quantize", source, out, "--rule", ".*bias=int8:group=32")[0] == 0
+    bias = torch_weights()["layers.0.mlp.bias"]
+    assert_same(jqx.load(out)["layers.0.mlp.bias"], by_hand(bias, jnp.int8, jqx.per_block({0: 32})))
+
+
+LAYOUTS = {
+    "torch": ("weight", (8, 6), ["--layout", "torch"], (8, 1)),
+    "torch by name": ("weight", (8, 6), [], (8, 1)),
+    "flax": ("weight", (8, 6), ["--layout", "flax"], (1, 6)),
+    "flax by name": ("kernel", (8, 6), [], (1, 6)),
+    "flax convolution": ("kernel", (3, 3, 8, 6), [], (1, 1, 1, 6)),
+    "flax embedding": ("embedding", (8, 6), ["--layout", "flax"], (8, 1)),
+    "torch convolution": ("weight", (8, 6, 3, 3), [], (8, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_says_which_axes_have_their_own_scale(capsys, tmp_path, out, name):
+    last, shape, flags, scale = LAYOUTS[name]
+    source = saved(tmp_path / "in", {f"block.{last}": spread_out(shape)})
+    assert run(capsys, "quantize", source, out, "--policy", "w8a16", *flags)[0] == 0
+    assert jqx.load(out)[f"block.{last}"].scale.shape == scale
+
+
+def test_a_rule_may_name_the_contracted_axes(capsys, tmp_path, out):
+    source = saved(tmp_path / "in", {"attention/query/kernel": spread_out((16, 4, 8))})
+    rule = ".*kernel=int8:contract=0"
+    assert run(capsys, "quantize", source, out, "--rule", rule)[0] == 0
+    assert jqx.load(out)["attention/query/kernel"].scale.shape == (1, 4, 8)
+
+
+def test_a_tree_keeps_its_structure_and_what_is_quantized_already(capsys, tmp_path, out):
+    q = by_hand(spread_out((4, 8)), jnp.int4, jqx.per_axis(0))
+    tree = {"b": ({"kernel": spread_out((8, 6))}, [None, q]), "a": jnp.arange(3)}
+    source = saved(tmp_path / "in", tree)
+    code, done = run_json(capsys, "quantize", source, out, "--policy", "w8a16")
+    assert code == 0
+    assert [t["why"] for t in done["tensors"]] == ["policy w8a16", "quantized already", "no floats"]
+    tree["b"][0]["kernel"] = by_hand(tree["b"][0]["kernel"], jnp.int8, jqx.per_axis(1))
+    assert_same(jqx.load(out), tree)
+
+
+def test_a_dry_run_prints_and_writes_nothing(capsys, source, out):
+    code, text, _ = run(capsys, "quantize", source, out, "--policy", "w4a16", "--dry-run")
+    assert code == 0 and not out.exists()
+    row = next(line for line in text.splitlines() if line.startswith("layers.0.mlp.weight"))
+    assert row.split() == [
+        *("layers.0.mlp.weight", "float32[64,", "16]", "int4", "per_axis(0)", "policy", "w4a16"),
+        *("4,096", f"{64 * 8 + 64 * 4}"),
+    ]
+    assert "4 of 7 tensors quantized" in text
+
+
+def test_bytes_are_those_of_the_file(capsys, source, out):
+    _, done = run_json(capsys, "quantize", source, out, "--policy", "w4a16")
+    assert done["bytes_before"] == sum(x.nbytes for x in torch_weights().values())
+    with open(out, "rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    assert done["bytes_after"] == os.path.getsize(out) - header
+
+
+def test_the_input_may_be_the_output(capsys, source):
+    assert run(capsys, "quantize", source, source, "--policy", "w8a16")[0] == 0
+    assert isinstance(jqx.load(source)["embed.weight"], jqx.QTensor)
+
+
+def test_metadata_of_the_input_is_kept(capsys, tmp_path, out):
+    like = jnp.ones((2, 2))
+    jqx.interop.save_leaves(tmp_path / "in", {"weight": like}, [like], metadata={"format": "pt"})
+    assert run(capsys, "quantize", tmp_path / "in", out, "--policy", "w8a16")[0] == 0
+    with jqx.interop.Archive(out) as archive:
+        assert archive.metadata == {"format": "pt"}
+
+
+ERRORS = {
+    "no rules": ([], "nothing would be quantized"),
+    "a rule for nothing": (["--rule", "mlp=int8"], "the rule 'mlp=int8' matches nothing"),
+    "a rule for integers": (["--rule", "position_ids=int8"], "matches nothing"),
+    "a shadowed rule": (["--rule", ".*=int8", "--rule", "embed.*=int4"], "'embed.*=int4' matches"),
+    "no rule": (["--rule", "mlp"], "the rule is not regex=scheme"),
+    "a regex": (["--rule", "(=int8"], "no valid regular expression"),
+    "a format": (["--rule", ".*=int9"], "the format is unknown"),
+    "an option": (["--rule", ".*=int8:size=3"], "the option 'size=3' is unknown"),
+    "a value": (["--rule", ".*=int8:group"], "the option 'group' is unknown, lacks a value"),
+    "a flag": (["--rule", ".*=int8:tensor=1"], "the option 'tensor=1'"),
+    "twice": (["--rule", ".*=int8:group=1:group=2"], "or is there twice"),
+    "both": (["--rule", ".*=int8:group=1:tensor"], "says twice who shares a scale"),
+    "a number": (["--rule", ".*=int8:group=x"], "a number of the scheme is none"),
+    "a size": (["--rule", ".*=int8:group=0"], "a group has no elements"),
+    "a calibrator": (["--rule", ".*=int8:calibrator=best"], "the calibrator is unknown"),
+    "float": (["--rule", ".*=float:group=3"], "`float` has no options"),
+    "unsigned": (["--rule", ".*=uint4"], "uint4"),
+    "an axis": (["--rule", "embed.*=int8:contract=2"], "at: 'embed.weight'"),
+    "blocks": (["--rule", "embed.*=mxfp4:tensor"], "mxfp4 has blocks of 32"),
+    "a policy": (["--policy", "w3"], "invalid choice: 'w3'"),
+    "an argument": (["--what"], "unrecognized arguments: --what"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_line_and_nothing_is_written(capsys, source, out, name):
+    flags, problem = ERRORS[name]
+    assert problem in error_of(capsys, "quantize", source, out, *flags)
+    assert not out.exists()
+
+
+def test_a_wrong_file_is_one_line(capsys, tmp_path, out):
+    assert "No such file" in error_of(capsys, "quantize", tmp_path / "no", out, "--policy", "w8a16")
+    (tmp_path / "bad").write_bytes(b"bad")
+    error = error_of(capsys, "quantize", tmp_path / "bad", out, "--policy", "w8a16")
+    assert "is not a safetensors file" in error and "; to mend: " in error
+
+
+def test_codes_are_not_quantized_again(capsys, tmp_path, out):
+    q = by_hand(spread_out((4, 8)), jnp.int8, jqx.per_axis(0))
+    source = saved(tmp_path / "in", {"weight": q})
+    assert "is quantized already" in error_of(capsys, "quantize", source, out, "--rule", ".*=int4")
+
+
+def test_float64_is_not_cut(capsys, tmp_path, out):
+    source = saved(tmp_path / "in", {"weight": np.ones((4, 4)), "x.weight": jnp.ones((4, 4))})
+    command = ["quantize", source, out, "--policy", "w8a16"]
+    assert "JAX_ENABLE_X64=1" in error_of(capsys, *command)
+    assert run(capsys, *command, "--rule", "weight=float")[0] == 0
+    assert jqx.load(out)["weight"].dtype == np.float64
+    with jax.enable_x64(True):
+        assert run(capsys, *command)[0] == 0
+        q = jqx.load(out)["weight"]
+        assert (q.dtype, q.dequantize().dtype) == (np.float64, np.float64)
+
+
+STATUS = pathlib.Path("/proc/self/status")
+PEAK = f"""
+import pathlib, re, sys
+from jqx._command_line import main
+code = main(sys.argv[1:])
+text = pathlib.Path("{STATUS}").read_text()
+print(code, int(re.search(r"VmHWM:\\s*(\\d+) kB", text)[1]) * 1024)
+"""
+"""Not `ru_maxrss`, which begins with what the parent has."""
+
+
+def peak(*argv):
+    """The most memory that a run of the command line takes, in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, argv)], capture_output=True, text=True, check=True
+    )
+    code, size = done.stdout.splitlines()[-1].split()
+    assert code == "0"
+    return int(size)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.exists(), reason="the kernel does not tell the peak of a process")
+def test_a_file_larger_than_the_memory_it_takes(tmp_path):
+    """A run on 512 MiB takes less than that in all, JAX included, and no more than 64 MiB above a
+    run on one hundredth of it.
+    """
+    x = spread_out((1024, 1024))
+    for name, count in (("small", 1), ("large", 128)):
+        tree = {f"{i}.weight": x for i in range(count)}
+        jqx.interop.save_leaves(tmp_path / name, tree, tree.values())
+    limit = os.path.getsize(tmp_path / "large")
+    small = peak("quantize", tmp_path / "small", tmp_path / "small.out", "--policy", "w8a16")
+    large = peak("quantize", tmp_path / "large", tmp_path / "large.out", "--policy", "w8a16")
+    (tmp_path / "large").unlink()
+    with jqx.interop.Archive(tmp_path / "large.out") as archive:
+        assert len(archive.paths) == 128
+        assert_same(archive.read("127.weight"), by_hand(x, jnp.int8, jqx.per_axis(0)))
+    (tmp_path / "large.out").unlink()
+    assert large < limit and large - small < limit / 8

@@ -1,0 +1,26 @@
+"""The session in the README is true."""
+
+import contextlib
+import io
+import pathlib
+import re
+import shlex
+
+from jqx._command_line import main
+
+KINDS = ("python", "console")
+README = pathlib.Path(__file__).parents[2] / "README.md"
+
+
+def test_the_session_prints_what_the_readme_says(tmp_path, monkeypatch):
+    text = README.read_text().split("## Files and command line")[1].split("\n## ")[0]
+    code, session = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in KINDS)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    commands = re.findall(r"\$ python -m jqx (.*)\n((?:[^$].*\n)*)", session)
+    assert len(commands) == 3
+    for command, printed in commands:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main(shlex.split(command))
+        assert out.getvalue() == printed
