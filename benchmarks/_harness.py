@@ -29,7 +29,7 @@ MIN_ROUNDS = 3
 SLOW = 4  # times the median variant; a slower one sits out rounds
 PACKAGES = (
     *("jqx", "jax", "jaxlib", "numpy", "qwix", "torch", "torchao", "onnx", "onnxruntime"),
-    "openvino",
+    *("openvino", "nncf", "transformers"),
 )
 VARIABLES = (
     *("XLA_FLAGS", "NPROC", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "LD_PRELOAD"),

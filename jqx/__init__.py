@@ -5,7 +5,9 @@ calibrate, simulate and convert any JAX function. Start with `make_plan`.
 """
 
 from . import calibrators as calibrators
+from . import diagnostics as diagnostics
 from . import gradients as gradients
+from . import interop as interop
 from . import numerics as numerics
 from . import presets as presets
 from .calibrators import per_axis as per_axis
@@ -27,6 +29,12 @@ from .contractions import ragged_dot as ragged_dot
 from .contractions import requantize as requantize
 from .contractions import take as take
 from .contractions import zeros as zeros
+from .diagnostics import compare as compare
+from .diagnostics import explain as explain
+from .diagnostics import lowering as lowering
+from .diagnostics import report as report
+from .interop import load as load
+from .interop import save as save
 from .numerics import RoundMode as RoundMode
 from .ops import affine_from_range as affine_from_range
 from .ops import dequantize as dequantize

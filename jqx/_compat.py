@@ -4,13 +4,15 @@ jax 0.11 merged ClosedJaxpr into Jaxpr and made `get_bind_params` return a dict 
 dispatches on the class. Supported: jax 0.10.2 to 0.12.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.typing import DTypeLike
@@ -149,3 +151,35 @@ def line_of(eqn: Eqn) -> str:
 def name_of_jit(eqn: Eqn) -> str:
     """Returns the name of the jitted function that an equation calls; else an empty string."""
     return eqn.params["name"] if is_jit(eqn) else ""
+
+
+def device_of_topology(platform: str, name: str, plugin: str = "", **options: str) -> Any:
+    """Returns the first device of a machine that need not be there, to compile for.
+
+    `plugin` is the module that JAX has the platform from. That of CUDA announces itself only where
+    it finds the libraries of CUDA, unless it is asked to (jax 0.10 to 0.12); compiling needs none.
+
+    Raises:
+      RuntimeError, NotImplementedError: the compiler of the platform cannot be loaded.
+    """
+    try:
+        return topologies.get_topology_desc(name, platform, **options).devices[0]
+    except NotImplementedError:
+        if not plugin:
+            raise
+    importlib.import_module(plugin).initialize()
+    return topologies.get_topology_desc(name, platform, **options).devices[0]
+
+
+@contextmanager
+def names_in_cache_key() -> Iterator[None]:
+    """Keeps programs that differ in the names of their operations alone apart in JAX's persistent
+    compilation cache, which else returns the first of them with its own names.
+    """
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)

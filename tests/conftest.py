@@ -1,4 +1,9 @@
-"""Strict promotion everywhere: a silent upcast or rank change fails a test. Four CPU devices."""
+"""Strict promotion everywhere: a silent upcast or rank change fails a test. Four CPU devices.
+
+What is compiled is kept in `.pytest_cache/jax` for the other process and for the next run.
+"""
+
+import pathlib
 
 import jax
 import pytest
@@ -6,6 +11,11 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
+
+CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True, scope="module")

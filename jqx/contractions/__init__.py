@@ -2,6 +2,7 @@
 
 from ..tensor import QTensor
 from ._blocks import can_leave_sum as can_leave_sum
+from ._bytes import longest as longest
 from ._cache import dynamic_slice as dynamic_slice
 from ._cache import dynamic_update_slice as dynamic_update_slice
 from ._cache import zeros as zeros

@@ -30,6 +30,17 @@ def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
+    "one row of floats beside scales in blocks, on GPUs and TPUs: a row of zeros is added below, "
+    "for of a single row XLA copies the weight to memory in float32"
+)
+def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    dimensions = how.dimensions
+    below = dimensions.lhs_free[0]
+    y = convert.compute(jnp.concatenate([x, jnp.zeros_like(x)], axis=below), q, how)
+    return lax.slice_in_dim(y, 0, 1, axis=len(dimensions.lhs_batch))
+
+
+@formulation(
     "a small operand beside 16-bit floats on CPU, which does not multiply those in every layout: "
     "both are converted to float32"
 )

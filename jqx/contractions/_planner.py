@@ -13,7 +13,7 @@ from ..numerics import Minifloat, bit_width, common_dtype, format_of
 from ..tensor import QTensor, is_flipped
 from ._blocks import find_block
 from ._bytes import ACCUMULATOR, is_byte, is_integer, largest
-from ._convert import FEW_ROWS, convert, convert_wide, dequantize, float8
+from ._convert import FEW_ROWS, convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._dimensions import Dimensions
 from ._formulation import Choice, Formulation
@@ -76,7 +76,11 @@ def _beside_floats(x: Any, q: QTensor, dimensions: Dimensions) -> Choice:
     block = find_block(x, q, dimensions)
     rows = dimensions.rows(x)
     many = is_at_least(rows, FEW_ROWS + 1)
-    elsewhere = dequantize if many and block is not None else convert
+    elsewhere = convert
+    if block is not None and many:
+        elsewhere = dequantize
+    elif block is not None and rows == 1 and dimensions.lhs_free:
+        elsewhere = convert_row
     if not _is_large(q) or x.size == 0:
         return Choice(convert if x.dtype.itemsize > 2 else convert_wide, convert)
     return Choice(_on_cpu(x, q, dimensions, block, rows), elsewhere)

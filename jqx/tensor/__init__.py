@@ -1,5 +1,7 @@
 """QSpec, QTensor, and the views through which a scale follows its values."""
 
+from ._export import fields_from_json as fields_from_json
+from ._export import fields_to_json as fields_to_json
 from ._fit import groups_of as groups_of
 from ._grid import fake_quantize_as as fake_quantize_as
 from ._json import NONE as NONE

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from .._checks import as_dtype, require_that
 from ..numerics import QType, as_qtype, format_of
-from ._json import NONE, check_version, record_from_json, to_json
+from ._json import NONE, Values, check_version, record_from_json, to_json
 from ._layout import Layout, values_dtype
 
 _VERSION = 1
@@ -35,6 +35,26 @@ def make_exportable(cls: type) -> None:
     )
 
 
+def fields_to_json(function: str, q: Any, values: Values = NONE) -> dict[str, Any]:
+    """Returns the static fields of a QTensor as JSON; `values` are the user's own objects."""
+    static = _Static(q.qtype, q.dtype, q.blocks, q.layout)
+    return {"version": _VERSION, **to_json(function, static, _Static, values)}
+
+
+def fields_from_json(
+    function: str, data: Any, values: Values = NONE, where: str = "QTensor"
+) -> dict[str, Any]:
+    """Inverts `fields_to_json`: returns the fields by name. `where` is told in errors."""
+    fields = check_version(function, data, _VERSION)
+    static = record_from_json(function, fields, _Static, values, where)
+    return {
+        "qtype": as_qtype(function, "qtype", static.qtype, "Quantized"),
+        "dtype": as_dtype(function, "dtype", static.dtype),
+        "blocks": static.blocks,
+        "layout": static.layout,
+    }
+
+
 def _write(fields: Any) -> bytes:
     static = _Static(*fields)
     form = format_of(static.qtype)
@@ -48,15 +68,8 @@ def _write(fields: Any) -> bytes:
         mend="pass q.pack() in place of q, when the function is exported and when it is called; "
         "with zero points, which stay unpacked, take another format, such as numerics.uint3.",
     )
-    return json.dumps({"version": _VERSION, **to_json("QTensor", static, _Static)}).encode()
+    return json.dumps(fields_to_json("QTensor", static)).encode()
 
 
 def _read(data: bytes) -> tuple:
-    fields = check_version("QTensor", json.loads(data), _VERSION)
-    static = record_from_json("QTensor", fields, _Static, NONE, "QTensor")
-    return (
-        as_qtype("QTensor", "qtype", static.qtype, "Quantized"),
-        as_dtype("QTensor", "dtype", static.dtype),
-        static.blocks,
-        static.layout,
-    )
+    return tuple(fields_from_json("QTensor", json.loads(data)).values())

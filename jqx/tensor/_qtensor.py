@@ -223,7 +223,8 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of values, scale and zero point, as JAX counts them: an unpacked int4 takes one."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        leaves = jax.tree.leaves(self)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def T(self) -> "QTensor":

@@ -56,16 +56,16 @@ def calibrate_batches(
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: tuple[Any, ...]) -> Stats:
+    def observe(arrays: list[Any], batch: Any) -> Stats:
         rest = iter(arrays)
         filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-        arguments = _arguments(plan, jax.tree.unflatten(tree, filled), batch)
+        arguments = arguments_of(plan, jax.tree.unflatten(tree, filled), batch)
         return calibrate(f, plan)(*arguments)[1]
 
     merge = jax.jit(partial(merge_stats, plan))
     stats: Stats | None = None
     for batch in _shown(batches) if progress else batches:
-        seen = observe(arrays, batch if isinstance(batch, tuple) else (batch,))
+        seen = observe(arrays, batch)
         stats = seen if stats is None else merge(stats, seen)
     require_that(
         stats is not None,
@@ -80,8 +80,11 @@ def calibrate_batches(
     return stats
 
 
-def _arguments(plan: Plan, params: Any, batch: tuple[Any, ...]) -> list[Any]:
-    """Returns the arguments of the function: the parameters at their positions, the batch."""
+def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
+    """Returns the arguments of the function: the parameters at their positions, and the batch, a
+    tuple or a lone argument.
+    """
+    batch = batch if isinstance(batch, tuple) else (batch,)
     places = (plan.params,) if isinstance(plan.params, int) else plan.params
     values = (params,) if isinstance(plan.params, int) else tuple(params)
     arguments = list(batch)

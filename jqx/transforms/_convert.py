@@ -1,7 +1,9 @@
 """`convert`: the quantized function on integers."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from ..policy import Policy
 from ..tensor import QTensor, groups_of
 from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
+from ._origin import Address
 from ._plan import Operand, Plan, Site, Weight
 from ._quantize_params import quantize_weight
 from ._trace import check_function, is_quantized, trace_call
@@ -38,6 +41,10 @@ class _Integers(Rules):
             affine = self.affines.get(site.output_key)
             result = QTensor.quantize(result, site.output, affine).dequantize()
         return result, {}
+
+    def scope(self, here: Address) -> AbstractContextManager[Any]:
+        name = self.plan.name_at(here)
+        return contextlib.nullcontext() if name is None else jax.named_scope(f"jqx[{name}]")
 
     def _quantized(self, operand: Operand, x: Any) -> Any:
         if operand.role == "weight" or operand.spec is None:
@@ -92,6 +99,7 @@ def convert(
     Returns:
       A function of the arguments of `f` with its result. Weights may be QTensors, as
       `quantize_params` makes them; a float weight is quantized on the fly. Wrap it in `jax.jit`.
+      In profiles and compiled programs, the name scope `jqx[path:op]` marks each contraction.
 
     Raises:
       TypeError: `f` is no function or `plan` no plan.

@@ -8,7 +8,8 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import jax
 
@@ -39,9 +40,16 @@ class Rules(abc.ABC):
     affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
 
+    differentiable: ClassVar[bool] = True
+    """Whether derivative rules of the user are kept."""
+
     @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         """Evaluates a planned contraction."""
+
+    def scope(self, here: Address) -> AbstractContextManager[Any]:
+        """Returns the name scope that the contraction at an address is evaluated in."""
+        return contextlib.nullcontext()
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates an equation that has no rule for the weight among its operands."""
@@ -84,8 +92,10 @@ def interpret(
     for i, eqn in enumerate(jaxpr.eqns):
         operands = [read(atom) for atom in eqn.invars]
         holds_site = is_marked(eqn)
-        with _compat.equation_context(eqn):
-            results, recorded = _evaluate(eqn, operands, rules, (*address, marked), holds_site)
+        here = (*address, marked)
+        scope = rules.scope(here) if holds_site else contextlib.nullcontext()
+        with _compat.equation_context(eqn), scope:
+            results, recorded = _evaluate(eqn, operands, rules, here, holds_site)
         marked += holds_site
         records.update(recorded)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -110,9 +120,10 @@ def _evaluate(
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
     if not quantized:
         return _compat.bind(eqn, operands), {}
-    if _is_view(eqn, quantized):
-        with _told(f"{name} of a quantized weight, scope {_compat.scope_of(eqn) or '(none)'}"):
-            return _view(eqn, operands), {}
+    with _told(f"{name} of a quantized weight, scope {_compat.scope_of(eqn) or '(none)'}"):
+        seen = view(eqn, operands)
+    if seen is not None:
+        return seen, {}
     return rules.unsupported(eqn, operands), {}
 
 
@@ -133,6 +144,10 @@ class _Runner:
     eqn: Eqn
     rules: Rules
     here: Address
+
+    @property
+    def differentiable(self) -> bool:
+        return self.rules.differentiable
 
     @property
     def given(self) -> Given:
@@ -176,8 +191,12 @@ class _Runner:
         return self.rules.dense(self.eqn, x) if is_weight(x) else x
 
 
-def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates a view of weights; where real values go with their codes, a view of both."""
+def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Evaluates a view of weights; where real values go with their codes, a view of both. Returns
+    `None` where the equation is no view of those among its operands.
+    """
+    if not _is_view(eqn, [i for i, operand in enumerate(operands) if is_weight(operand)]):
+        return None
     seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
     if not any(isinstance(x, Trainable) for x in operands):
         return seen

@@ -72,6 +72,14 @@ class Site:
     result: Shape = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
 
+    @property
+    def name(self) -> str:
+        """Its path and operation, such as `layer0/w:dot_general`, numbered where others have both.
+
+        What `convert` makes of it stands in a name scope of this name: `jqx[layer0/w:dot_general]`.
+        """
+        return self.output_key.removesuffix(":out")
+
     def scale_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of a static scale in one step of its loops."""
         shapes = dict(zip((o.key for o in self.operands), self.shapes, strict=False))
@@ -223,6 +231,16 @@ class Plan:
         """Returns the site that a static scale belongs to."""
         return self._by_key[key]
 
+    def name_at(self, address: Address) -> str | None:
+        """Returns what the contraction at an address is called, or `None` where there is none that
+        the transforms look into: a site by its name, a skipped one by its place among those.
+        """
+        return self._names.get(address)
+
+    def name_of_skipped(self, index: int) -> str:
+        """Returns what a contraction that stays in float is called."""
+        return f"{self.skipped[index].path}:{self.skipped[index].op}~{index}"
+
     def has_sites_in(self, here: Address) -> bool:
         """Whether a site stands inside an equation."""
         return here in self._around
@@ -234,6 +252,12 @@ class Plan:
     @functools.cached_property
     def _by_address(self) -> dict[Address, Site]:
         return {site.address: site for site in self.sites}
+
+    @functools.cached_property
+    def _names(self) -> dict[Address, str]:
+        names = {skip.address: self.name_of_skipped(i) for i, skip in enumerate(self.skipped)}
+        names.pop((), None)
+        return names | {site.address: site.name for site in self.sites}
 
     @functools.cached_property
     def _by_key(self) -> dict[str, Site]:

@@ -23,6 +23,8 @@ from ..tensor.tensors import BOX, CASES, made, spread_out, tensor
 from .blocks import magnitudes, real_values
 from .oracles import gamma
 
+pytestmark = pytest.mark.slow
+
 BATCH, TOKENS, HEADS, WIDTH = SHAPE = (2, 5, 3, 32)
 MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
 BLOCKS = {0: 1, 1: 1, 2: 1}

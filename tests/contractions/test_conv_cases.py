@@ -30,6 +30,8 @@ from .conv_cases import (
 from .convolutions import convolution
 from .oracles import gamma
 
+pytestmark = pytest.mark.slow
+
 TABLES = {
     "layout": LAYOUTS,
     "padding": PADDINGS,

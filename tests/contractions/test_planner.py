@@ -52,8 +52,8 @@ WEIGHTS = {
     "int8 in blocks, rows too many for digits": (5, "int8", {"size": 32}, ("tiles", "convert")),
     "int8 in large blocks": (8, "int8", {"size": 64}, ("block_digits", "convert")),
     "int8 in blocks, many rows": (9, "int8", {"size": 64}, ("tiles", "dequantize")),
-    "int8 in blocks and a tail": (1, "int8", {"size": 48}, ("tiles", "convert")),
-    "mxint8": (1, numerics.mxint8, {}, ("tiles", "convert")),
+    "int8 in blocks and a tail": (1, "int8", {"size": 48}, ("tiles", "convert_row")),
+    "mxint8": (1, numerics.mxint8, {}, ("tiles", "convert_row")),
     "mxfp4, many rows": (16, numerics.mxfp4, {}, ("tiles", "dequantize")),
 }
 
@@ -66,10 +66,10 @@ def test_a_large_weight_beside_floats(rows, qtype, options, expected, dtype):
 
 def test_blocks_along_another_axis_than_the_first_are_tiles():
     w = quantized("int8", (N, K), TURNED, size=32)
-    assert names(like((1, K)), w, TURNED) == ("tiles", "convert")
+    assert names(like((1, K)), w, TURNED) == ("tiles", "convert_row")
     numbers = (((2,), (1,)), ((0,), (0,)))
     w = quantized("int8", (4, K, N), numbers, size=32)
-    assert names(like((4, 1, K)), w, numbers) == ("tiles", "convert")
+    assert names(like((4, 1, K)), w, numbers) == ("tiles", "convert_row")
 
 
 def test_the_borders_of_what_the_planner_weighs():
@@ -191,10 +191,11 @@ def test_a_weight_on_the_left_is_planned_as_one_on_the_right():
     def left(w, x):
         return jqx.dot_general(w, x, (((0,), (1,)), ((), ())))
 
-    for options, cpu in [({}, "digits"), ({"size": 32}, "block_digits")]:
+    blocks = ("block_digits", "convert_row")
+    for options, expected in [({}, ("digits", "convert")), ({"size": 32}, blocks)]:
         w = quantized("int8", (K, N), **options)
         for f in (left, jax.jit(left)):
-            assert chosen(f, w, like((1, K))) == [(cpu, "convert")]
+            assert chosen(f, w, like((1, K))) == [expected]
 
 
 def test_the_larger_of_two_operands_keeps_its_codes():
@@ -205,14 +206,19 @@ def test_the_larger_of_two_operands_keeps_its_codes():
         assert chosen(jqx.matmul, x, w) == chosen(swapped, w, x) == [(cpu, "convert")]
 
 
+def test_a_vector_beside_blocks_has_no_axis_for_another_row():
+    w = quantized("int8", (K, N), size=32)
+    assert names(like((K,)), w, (((0,), (0,)), ((), ()))) == ("block_digits", "convert")
+
+
 def test_a_weight_is_planned_as_it_lies_in_memory():
     """`pack_for` brings blocks along the last axis to the first, where digits take them."""
     w = quantized("int8", (N, K), TURNED, size=32)
     contract = functools.partial(jqx.dot_general, dimension_numbers=TURNED)
-    assert chosen(contract, like((1, K)), w) == [("tiles", "convert")]
+    assert chosen(contract, like((1, K)), w) == [("tiles", "convert_row")]
     packed = jqx.pack_for(w, "cpu")
     assert packed.shape == w.shape and packed.values.shape == (K, N)
-    assert chosen(contract, like((1, K)), packed) == [("block_digits", "convert")]
+    assert chosen(contract, like((1, K)), packed) == [("block_digits", "convert_row")]
 
 
 ELSEWHERE = {
@@ -221,6 +227,8 @@ ELSEWHERE = {
     "convert, blocks": ("convert", "int8", {"size": 32, "zero_point": True}, "float32"),
     "convert, nf4": ("convert", numerics.nf4, {}, "float32"),
     "convert, e4m3 beside bfloat16": ("convert", E4M3, {}, "bfloat16"),
+    "convert_row": ("convert_row", "int8", {"size": 48, "zero_point": True}, "float32"),
+    "convert_row, mxfp4 beside bfloat16": ("convert_row", numerics.mxfp4, {}, "bfloat16"),
     "dequantize": ("dequantize", "int8", {"size": 48, "zero_point": True}, "float32"),
     "dequantize, mxfp4 packed": ("dequantize", numerics.mxfp4, {"pack": 1}, "float32"),
 }
@@ -229,7 +237,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name, qtype, options, dtype", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype):
     """Higham's bound on a float32 sum, of zero points apart, and on 12 roundings around it."""
-    layout = Layout((16, K), (K, N), MATRICES)
+    layout = Layout((1 if name == "convert_row" else 16, K), (K, N), MATRICES)
     w = weight(qtype, layout, **options)
     x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), dtype)
     how = HowTo(Dimensions.of(MATRICES, 2, 2))
@@ -268,3 +276,21 @@ def test_a_plan_does_not_depend_on_values():
         x = np.random.default_rng(seed).normal(size=(1, K)).astype(np.float32)
         f(x, weight("int8", LARGE["one row"]))
     assert traced == [[("digits", "convert")]]
+
+
+def test_the_row_that_is_added_stands_beside_batch_axes_too():
+    """Of a product with batch axes: the axis of the row is found, and cut off again."""
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    layout = Layout((3, 1, K), (3, K, N), numbers)
+    w = weight("int8", layout, size=32)
+    x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), "float32")
+    how = HowTo(Dimensions.of(numbers, 3, 3))
+    row, alone = (
+        jax.jit(form.compute, static_argnums=2)(x, w, how)
+        for form in (_planner.convert_row, _planner.convert)
+    )
+    assert row.shape == (3, 1, N)
+    expected = np.einsum("bmk,bkn->bmn", real_values(x), real_values(w))
+    bound = gamma(K + 12) * np.einsum("bmk,bkn->bmn", magnitudes(x), magnitudes(w))
+    assert np.all(np.abs(as_float64(row) - expected) <= bound)
+    assert np.all(np.abs(as_float64(alone) - expected) <= bound)

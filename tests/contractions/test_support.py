@@ -57,10 +57,15 @@ def test_every_kind_beside_float32_and_int8_is_right(op):
     assert wrong(op, K, 5, only=lambda c: plain(c) and near & {c.lhs.kind, c.rhs.kind}) == {}
 
 
+WHOLE = ("dot_general", "conv_general_dilated")
+"""Operations that are tried in every cell; the others come down to them: in every third."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_every_kind_sharing_and_layout_is_right(op):
-    assert wrong(op, K, 5) == {}
+    tried = set(cells(op) if op in WHOLE else list(cells(op))[list(OPS).index(op) % 3 :: 3])
+    assert wrong(op, K, 5, only=lambda cell: cell in tried) == {}
 
 
 @pytest.mark.slow

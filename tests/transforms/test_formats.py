@@ -13,6 +13,8 @@ from jqx.numerics import Block, format_of
 
 from .models import close, normal, plan_of
 
+pytestmark = pytest.mark.slow
+
 FORMATS = {
     "int3": numerics.int3,
     "int5": numerics.int5,

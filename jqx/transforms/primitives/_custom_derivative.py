@@ -1,7 +1,8 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule stays the user's.
 
 The rule sees what the function saw in float; scales that are used inside get no gradient from it.
-Where a QTensor is among the operands, the body is evaluated as if the rule were not there.
+Where a QTensor is among the operands, or nothing is to be differentiated, the body is evaluated as
+if the rule were not there.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from ._form import Form, Records, Runner, as_function, looks_into
 
 def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     run = as_function(runner, eqn.params["call_jaxpr"])
-    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
-    if any(isinstance(x, QTensor) for x in operands):
+    if not runner.differentiable or any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
+    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     function = jax.custom_jvp(run)
 
     @function.defjvp
@@ -37,9 +38,9 @@ def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 
 def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     run = as_function(runner, eqn.params["call_jaxpr"])
-    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
-    if any(isinstance(x, QTensor) for x in operands):
+    if not runner.differentiable or any(isinstance(x, QTensor) for x in operands):
         return run(runner.given, *operands)
+    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     function = jax.custom_vjp(run)
 
     def forward(given: Any, *args: Any) -> Any:

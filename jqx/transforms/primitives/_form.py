@@ -37,6 +37,11 @@ class Runner(Protocol):
     @property
     def given(self) -> Any: ...
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether derivative rules of the user are kept."""
+        ...
+
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Address = (), given: Any = None
     ) -> tuple[list[Any], Records]:
