@@ -3,7 +3,9 @@
 What is compiled is kept in `.pytest_cache/jax` for the other process and for the next run.
 """
 
+import collections
 import pathlib
+import zlib
 
 import jax
 import pytest
@@ -16,6 +18,23 @@ CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+FEW = 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leaves the first case of a test marked `many`, and about one in four of the others, to the
+    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter.
+    """
+    cases = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("many"):
+            test, _, case = item.nodeid.partition("[")
+            if cases[test] and zlib.crc32(case.encode()) % FEW:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -100,6 +100,7 @@ def part(tree, i):
     return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
+@pytest.mark.many
 @every_calibrator
 @law
 @given(x=values, y=values, z=values, granularity=granularities)
@@ -141,6 +142,7 @@ def test_the_order_and_grouping_of_devices_changes_nothing(calibrator):
     assert_same(decide(total, spec), whole, tolerance(calibrator))
 
 
+@pytest.mark.many
 @every_calibrator
 def test_statistics_are_carried_by_scan_and_mapped_by_vmap(calibrator):
     """A carry keeps its dtypes, weak ones included: scan refuses it otherwise."""
@@ -247,6 +249,7 @@ def test_statistics_keep_their_dtypes_where_64_bits_are_enabled(calibrator, dtyp
             assert (found.scale.dtype, found.zero_point.dtype) == (jnp.float32, jnp.uint8)
 
 
+@pytest.mark.many
 @every_calibrator
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_no_values_and_all_zeros_give_a_finite_scale(calibrator, symmetric):
@@ -385,6 +388,7 @@ def test_a_calibrator_may_be_anyones():
     np.testing.assert_array_equal(q.scale, np.ones((1, 3)))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("calibrator", [Widest(), *EVERY], ids=lambda c: type(c).__name__)
 def test_a_calibrator_serves_a_plan(calibrator):
     def f(w, x):

@@ -51,6 +51,7 @@ def test_no_factor_of_a_brute_force_search_is_better(qtype, symmetric):
     assert error_of(x, fit(x, spec), spec) <= errors.min() * (1 + 1e-4)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)
 @pytest.mark.parametrize("qtype, symmetric", [("int4", True), ("uint4", False), (nf4, True)])
 def test_each_scale_is_searched_by_itself(granularity, sizes, qtype, symmetric):

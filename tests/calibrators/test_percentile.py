@@ -44,6 +44,7 @@ def draw(shape, seed=0):
     return np.random.default_rng(seed).standard_t(3, size=shape).astype(np.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)
 @pytest.mark.parametrize("percent", [50.0, 87.5, 100.0])
 def test_fit_is_the_percentile_of_magnitudes_exactly(granularity, sizes, percent):

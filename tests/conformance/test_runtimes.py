@@ -99,6 +99,7 @@ def test_codes_are_those_of_the_model(name, qtype):
     sweep(model, PRESETS[name], qtype)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("qtype", "symmetric"),
     [(jnp.int8, True), (jnp.int4, True), (jnp.int8, False), (jnp.uint8, False), (jnp.uint4, False)],

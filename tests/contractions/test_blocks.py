@@ -139,6 +139,7 @@ INTEGER_BLOCKS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("qtypes", [("int8", "int8"), ("uint8", "int4"), ("int4", "uint8")])
 @pytest.mark.parametrize("blocks", INTEGER_BLOCKS)
@@ -209,6 +210,7 @@ def in_groups(rng, qtype, shape, contracted, size):
     return integers(rng, qtype, shape, groups.sizes)
 
 
+@pytest.mark.many
 @layouts
 @pytest.mark.parametrize("sizes", [(16, None), (None, 32), (8, 8), (32, 16)])
 def test_groups_follow_the_contraction_in_every_layout(layout, sizes):

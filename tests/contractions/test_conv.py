@@ -268,6 +268,7 @@ DIFFERENTIATED = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_are_as_near_the_float64_ones_as_float32_allows(name):
     """Of arrays and scales: along any direction, that of a linear function is the function itself.

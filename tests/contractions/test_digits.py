@@ -168,6 +168,7 @@ def contraction_of(layout, swap=False):
 layouts = pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
 
 
+@pytest.mark.many
 @layouts
 def test_digits_give_the_product_in_every_layout(layout):
     w = weight("uint8", layout, zero_point=True)

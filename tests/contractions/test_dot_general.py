@@ -63,6 +63,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.many
 @layouts
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def test_the_result_is_that_of_the_real_operands(layout, formats):

@@ -21,6 +21,7 @@ CASES = {  # shapes of both operands, dimension numbers
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradients_are_those_of_jax(name, dtype):

@@ -110,6 +110,7 @@ def operands(shapes, mask):
     ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_every_kind_of_pattern_is_contracted(pattern):
     """As NumPy has it: each operand is quantized, or some are."""

@@ -69,6 +69,7 @@ def assert_exact(lhs, rhs):
         assert_floats(result, expected.astype(np.float64), np.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("left, right", PAIRS)
 def test_the_product_of_every_pair_of_codes_is_exact(left, right):
     """Every pair of codes, each with zero points at both ends, near an end and in the middle."""
@@ -81,6 +82,7 @@ def test_the_product_of_every_pair_of_codes_is_exact(left, right):
     assert_exact(column(left), column(right).T)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("left, right", PAIRS)
 def test_sums_of_random_and_extreme_codes_are_exact(left, right):
     rng = np.random.default_rng([PAIRS.index((left, right))])

@@ -93,6 +93,7 @@ def product(turned):
     return functools.partial(jqx.dot_general, dimension_numbers=numbers)
 
 
+@pytest.mark.many
 @cases
 @ways
 def test_a_product_holds_no_copy_of_the_weight(case, way):
@@ -100,6 +101,7 @@ def test_a_product_holds_no_copy_of_the_weight(case, way):
     assert held(product(turned), rows(m), case.weight(turned)) < FORWARD
 
 
+@pytest.mark.many
 @cases
 @pytest.mark.parametrize("way", [(16, False), pytest.param((16, True), marks=slow)], ids=str)
 def test_a_gradient_holds_no_copy_of_the_weight(case, way):

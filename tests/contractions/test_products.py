@@ -51,6 +51,7 @@ class Asked(NamedTuple):
     right: bool = True
 
 
+@pytest.mark.many
 @layouts
 def test_both_forms_are_exact_in_every_layout(layout):
     lhs, rhs = codes(layout)
@@ -104,6 +105,7 @@ def test_sums_are_int32_where_JAX_has_int64():
             assert_sums(found, expected_sums(lhs, rhs, layout), True, True)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
 def test_integers_with_zero_points_are_multiplied_exactly_in_every_layout(layout):
     assert_exact(layout, "uint8", "int4", zero_point=True)

@@ -154,6 +154,7 @@ def test_scales_of_rows_are_shared_in_any_way_beside_an_array(granularity):
     assert_near(compute(x, w, SOME), x, w, SOME)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_an_operand(name):
     block = getattr(FORMATS[name]["qtype"], "size", 32)

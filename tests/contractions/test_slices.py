@@ -91,6 +91,7 @@ def product_in_slices(case, count):
     return w, y, contraction(real_values(x), real_values(w), layout.numbers), seen
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("count", [4, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_slices_give_the_whole(case, count):

@@ -70,6 +70,7 @@ MORE = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in SPECS]
 )

@@ -465,6 +465,7 @@ def test_the_sums_of_random_products_lie_in_their_interval(seed, bounds):
     assert_within(found.results, jqx.convert(matmul, plan, affines)(w, x))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FORMS)
 def test_results_lie_in_their_intervals_in_every_form(name, policy):
@@ -521,6 +522,7 @@ def test_weights_alone_and_lookups_have_no_sums():
     np.testing.assert_allclose((low, high), (-127, 127 + 1), rtol=1e-5)  # rounding of float32
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "policy",
     [

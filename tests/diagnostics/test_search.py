@@ -11,6 +11,8 @@ import pytest
 import jqx
 from jqx.diagnostics import Bits, Bytes, Error, relative_error, search
 
+from .errors import near
+
 WAYS = {f"int{n}": jqx.presets.w8a16(weight={"qtype": f"int{n}"}) for n in (2, 4, 8)}
 NAMES = "abc"
 
@@ -27,6 +29,15 @@ def random(*shape, seed=0):
 
 PARAMS = {"a": random(16, 16), "b": random(16, 16, seed=1) / 16, "c": random(16, 16, seed=2)}
 X = random(8, 16, seed=7)
+
+
+def slightly_above(error):
+    """What another program may measure instead of an error."""
+    return error * (1 + near(error, 3, 16)) if error else 0
+
+
+def assert_measured(found, error):
+    np.testing.assert_allclose(found, error, rtol=near(error, 3, 16))
 
 
 def size_of(schemes):
@@ -69,7 +80,7 @@ def test_the_front_is_that_of_all_assignments():
     front = search(chain, WAYS["int8"], WAYS, Bytes(10_000))(PARAMS, X).front
     for schemes, cost in sums().items():
         size = size_of(schemes)
-        assert min(p.error for p in front if p.bytes <= size) <= cost * 1.001 + 1e-9
+        assert min(p.error for p in front if p.bytes <= size) <= slightly_above(cost)
     for point in front:
         assert point.bytes == size_of(point.schemes)
 
@@ -79,12 +90,12 @@ def test_the_assignment_is_as_good_as_the_best_of_all(limit):
     """Measured, within the bytes: at least as good as the best predicted one and as any uniform."""
     found = search(chain, WAYS["int8"], WAYS, Bytes(limit))(PARAMS, X)
     assert found.bytes == size_of(found.schemes.values()) <= limit
-    np.testing.assert_allclose(found.measured, error_of(found.schemes.values()), rtol=1e-3)
+    assert_measured(found.measured, error_of(found.schemes.values()))
     known = {s: cost for s, cost in sums().items() if size_of(s) <= limit}
     best = [min(known, key=known.__getitem__), *((name,) * 3 for name in WAYS)]
     for schemes in best:
         if size_of(schemes) <= limit:
-            assert found.measured <= error_of(schemes) * 1.001
+            assert found.measured <= slightly_above(error_of(schemes))
 
 
 def test_bits_are_bytes():
@@ -104,9 +115,7 @@ def test_an_error_budget_takes_the_fewest_bytes_that_measure_well():
 def test_the_policy_gives_what_was_measured():
     found = search(chain, WAYS["int8"], WAYS, Bytes(500))(PARAMS, X)
     simulated = jqx.simulate(chain, found.policy)(PARAMS, X)
-    np.testing.assert_allclose(
-        found.measured, relative_error(simulated, chain(PARAMS, X)), rtol=1e-4
-    )
+    assert_measured(found.measured, relative_error(simulated, chain(PARAMS, X)))
     plan = jqx.make_plan(chain, found.policy)(PARAMS, X)
     assert {w.path: str(w.spec.qtype) for w in plan.weights} == {
         path: scheme for path, scheme in found.schemes.items() if scheme != "float"
@@ -131,12 +140,12 @@ def test_the_front_has_less_error_for_more_bytes():
 @pytest.mark.parametrize("budget", [Bytes(600), Error(0.02)])
 def test_a_greedy_search_measures_the_whole(budget):
     found = search(chain, WAYS["int8"], WAYS, budget, additive=False)(PARAMS, X)
-    np.testing.assert_allclose(found.predicted, found.measured, rtol=1e-5)
+    assert_measured(found.predicted, found.measured)
     assert (found.bytes if isinstance(budget, Bytes) else found.measured) <= budget.limit
     assert found.front[0].schemes == ("int2",) * 3
     assert all(a.bytes < b.bytes for a, b in itertools.pairwise(found.front))
     errors = [error_of(s) for s in every() if size_of(s) <= found.bytes]
-    assert found.measured <= 3 * min(errors) + 1e-9
+    assert found.measured <= 3 * slightly_above(min(errors))
 
 
 def test_static_activations_are_calibrated_for_each_candidate():
@@ -146,7 +155,7 @@ def test_static_activations_are_calibrated_for_each_candidate():
     plan = jqx.make_plan(chain, ways["w8a8"])(PARAMS, X)
     affines = jqx.affines(plan, jqx.calibrate(chain, plan)(PARAMS, X)[1])
     whole = relative_error(jqx.simulate(chain, plan, affines)(PARAMS, X), chain(PARAMS, X))
-    np.testing.assert_allclose(found.measured, whole, rtol=1e-3)
+    assert_measured(found.measured, whole)
 
 
 def test_joined_weights_get_one_scheme():
@@ -160,9 +169,7 @@ def test_joined_weights_get_one_scheme():
     named = {weight.path: str(weight.spec.qtype) for weight in plan.weights}
     assert named.get("q") == named.get("k")
     simulated = jqx.simulate(f, found.policy)(params, X[:, :8])
-    np.testing.assert_allclose(
-        found.measured, relative_error(simulated, f(params, X[:, :8])), rtol=1e-4
-    )
+    assert_measured(found.measured, relative_error(simulated, f(params, X[:, :8])))
 
 
 def test_it_prints_and_serializes():

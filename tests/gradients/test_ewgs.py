@@ -22,6 +22,7 @@ def paper(x, low, high, levels, g, delta):
     return g_xn / span, dlow, dhigh
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("delta", [0, 1e-3, 0.2, 3.0])
 @pytest.mark.parametrize("scale", SCALES)

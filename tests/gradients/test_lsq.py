@@ -24,6 +24,7 @@ def paper(v, qmin, qmax):
     return inside.astype(float), ds
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("qmin, qmax", RANGES)
@@ -91,6 +92,7 @@ def test_ds_is_the_derivative_of_the_expression_whose_rounding_is_a_constant_off
     np.testing.assert_allclose(got, expected, atol=4096 * 3 * 2.0**-53 / h)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "axes, shape, n", [((), (), 24), (0, (2,), 12), ((0, 2), (2, 4), 3), ((0, 1, 2), (2, 3, 4), 1)]
 )

@@ -61,6 +61,7 @@ def test_the_gradient_is_straight_through_and_the_slope_has_none():
     assert dr == 0
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("r", SLOPES)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("qmin, qmax", RANGES)

@@ -252,6 +252,7 @@ def affine_gradients(qtype, axes, form):
     return f if form == "eager" else jax.jit(f)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 @pytest.mark.parametrize("qtype", ["int8", "uint4", "int2"])

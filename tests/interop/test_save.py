@@ -30,6 +30,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path_factory, tree):
     assert_same(jqx.load(path), tree)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_qtensor_comes_back(path, name):
     q = kind(name)

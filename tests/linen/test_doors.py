@@ -82,6 +82,7 @@ def test_simulate_with_statistics(door, name):
     assert (module.apply(known, images(3)) == expected(known["params"], images(3))).all()
 
 
+@pytest.mark.many
 def test_gradients_with_values_at_hand(door, name):
     module = DOORS[door](POLICIES[name], Mode.SIMULATE)
     expected = jqx.simulate(float_network, POLICIES[name])
@@ -90,6 +91,7 @@ def test_gradients_with_values_at_hand(door, name):
     assert_equal(got, jax.grad(lambda p, x: (expected(p, x) ** 2).sum(), (0, 1))(params, x))
 
 
+@pytest.mark.many
 def test_convert(door, name):
     plan, affines = affines_of(name)
     expected = jqx.quantize_params(variables()["params"], plan)

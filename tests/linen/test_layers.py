@@ -70,6 +70,7 @@ def policy_of(name):
     return W8 if "Embed" in name else POLICY
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", LAYERS)
 def test_float_is_flax(name):
     plain, layer, inputs = both(name, policy=policy_of(name), mode=Mode.FLOAT)
@@ -84,6 +85,7 @@ def test_float_is_flax(name):
     assert (out == plain.apply(variables, *inputs)).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", LAYERS)
 def test_simulate_and_convert_are_the_transforms(name):
     plain, layer, inputs = both(name, policy=policy_of(name))

@@ -16,6 +16,8 @@ LAYERS, WIDTH = 3, 8
 POLICY = jqx.presets.w8a8()
 ALL = {"params": 0, "qparams": 0, "quant_stats": 0, "quant_scales": 0, "learned_scales": 0}
 X = jax.random.normal(jax.random.key(1), (4, WIDTH))
+ROUNDING = 2 * (LAYERS + 1) * WIDTH * 2.0**-24
+"""Between two programs: of the terms of each layer's float sums, relative to the largest result."""
 
 
 class Block(nn.Module):
@@ -81,6 +83,7 @@ def of_whole(form, mode):
     return jqx.linen.quantize(Stack(form), POLICY, mode=mode)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("make", [of_layers, of_whole])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_module_of_lifted_layers(form, make):
@@ -97,7 +100,8 @@ def test_a_module_of_lifted_layers(form, make):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), made, known))
 
     out, new = make(form, Mode.CALIBRATE).apply(known, X, mutable=["quant_stats"])
-    assert jnp.allclose(out, function(known["params"], X), rtol=1e-6)
+    plain = function(known["params"], X)
+    assert jnp.abs(out - plain).max() <= ROUNDING * jnp.abs(plain).max()
     each = form == "vmap" and make is of_layers  # a layer under vmap has statistics of its own
     if not each:
         assert flatten(new["quant_stats"]).keys() == stats.keys()
@@ -107,7 +111,7 @@ def test_a_module_of_lifted_layers(form, make):
     trained = make(form, Mode.SIMULATE).apply({**known, **new}, X)
     expected = jqx.simulate(function, plan, affines)(known["params"], X)
     if not each:
-        assert jnp.abs(trained - expected).max() <= 2.0**-20 * jnp.abs(expected).max()
+        assert jnp.abs(trained - expected).max() <= ROUNDING * jnp.abs(expected).max()
 
     def loss(params):
         return (make(form, Mode.SIMULATE).apply({**known, **new, "params": params}, X) ** 2).sum()
@@ -122,7 +126,7 @@ def test_a_module_of_lifted_layers(form, make):
     same = jax.tree.map(lambda a, b: a.shape == b.shape and (a == b).all(), weights, quantized)
     assert jax.tree.all(same)
     out = jax.jit(module.apply)(converted, X)
-    assert jnp.abs(out - trained).max() <= 1e-5 * jnp.abs(out).max()
+    assert jnp.abs(out - trained).max() <= ROUNDING * jnp.abs(out).max()
 
 
 @pytest.mark.parametrize("form", ["scan", "remat", "vmap", "jit"])
@@ -161,4 +165,4 @@ def test_a_whole_quantized_module_under_a_lifted_transform(form):
     stacked = (3,) if form in ("scan", "vmap") else ()
     assert kernel.values.shape == (*stacked, WIDTH, WIDTH) and kernel.values.dtype == jnp.int8
     out = Outer(Mode.CONVERT).apply(converted, X)
-    assert jnp.abs(out - simulated).max() <= 1e-5 * jnp.abs(out).max()
+    assert jnp.abs(out - simulated).max() <= ROUNDING * jnp.abs(out).max()

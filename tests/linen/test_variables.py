@@ -19,6 +19,9 @@ LSQ = jqx.presets.w8a8(
     weight={"gradient": jqx.gradients.lsq}, activation={"gradient": jqx.gradients.lsq}
 )
 
+ROUNDING = 2 * (18 + 100 + 8) * 2.0**-24
+"""Between two programs: of the terms of the three float sums, relative to the largest result."""
+
 
 def calibrated(policy=W8A8, door="whole"):
     module = DOORS[door](policy, Mode.CALIBRATE)
@@ -71,7 +74,7 @@ def test_scales_are_learned(door):
         q = kernels[path.replace("ConvGeneralDilated_0/", "")]
         assert (q.scale == affine.scale).all()
     out = integers.apply(converted, images(3))
-    assert jnp.abs(out - module.apply(half, images(3))).max() <= 1e-5 * jnp.abs(out).max()
+    assert jnp.abs(out - module.apply(half, images(3))).max() <= ROUNDING * jnp.abs(out).max()
 
 
 def flat(tree, before=""):
@@ -93,8 +96,8 @@ def test_the_backward_pass_may_run_beside_integers():
         )
         for m in (module, plain)
     ]
-    close = jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
-    assert jax.tree.all(close)
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):  # there and back
+        assert jnp.abs(a - b).max() <= 2 * ROUNDING * jnp.abs(b).max()
 
 
 def test_random_estimators_draw_from_the_stream_quant():

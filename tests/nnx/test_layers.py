@@ -80,6 +80,7 @@ def function_of(layer):
     return function
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("title", LAYERS)
 def test_a_layer_in_float_is_that_of_flax(title):
     plain, layer, inputs = pair(title, Mode.FLOAT)

@@ -369,6 +369,7 @@ def _saturating_float_sum(r, zero_point, qtype):
     return saturating_float_sum(r, zero_point, *code_range(qtype))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("form", ["op_by_op", "jit", "constants"])
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_saturating_sum_is_exact_and_saturates_in_every_format(qtype, form):

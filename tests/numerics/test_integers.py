@@ -150,6 +150,7 @@ def test_wide_formats_round_and_saturate_exactly(name, kind):
             assert_codes(qtype.encode(jnp.asarray(y), mode), expected, qtype.storage)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", RANGES)
 def test_a_zero_point_is_added_before_bits_saturate(name):
     qtype = format_named(name)

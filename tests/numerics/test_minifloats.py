@@ -151,6 +151,7 @@ def test_every_combination_of_widths_decodes_every_code_and_encodes_every_number
         np.testing.assert_array_equal(back[exact], padded[exact])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
 def test_every_combination_of_widths_rounds_as_its_table_in_all_nine_modes(combination):
     e, m, specials = combination

@@ -188,6 +188,7 @@ SURVIVING = [("float32", mode) for mode in NEAREST]
 SURVIVING += [(dtype, RoundMode.NEAREST_TOWARD_EVEN) for dtype in ("float16", "bfloat16")]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype, mode", SURVIVING)
 @pytest.mark.parametrize("qtype", BYTES)
 def test_every_code_and_zero_point_survives_dequantize_and_quantize(qtype, dtype, mode):
@@ -311,6 +312,7 @@ SPECIAL = [  # x, scale, and "max", "min", "zero_point" or the code itself
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", ["int8", "uint8", "int32", "int4"])
 @pytest.mark.parametrize("mode", RoundMode)
 def test_infinities_zero_scales_and_nan_follow_the_table(mode, qtype):
@@ -785,6 +787,7 @@ def points(name, dtype="float32"):
     return x
 
 
+@pytest.mark.many
 @each_format
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_format_rounds_to_its_nearest_number_and_saturates(name, dtype):
@@ -807,6 +810,7 @@ def test_every_format_rounds_to_its_nearest_number_and_saturates(name, dtype):
     assert_floats(jqx.quantize_dequantize(once, scale, qtype=qtype), real, dtype)
 
 
+@pytest.mark.many
 @each_format
 @pytest.mark.parametrize("axes", [(1,), (0, 2), (0, 1, 2)])
 def test_every_format_takes_scales_along_axes(name, axes):

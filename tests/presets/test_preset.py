@@ -192,6 +192,7 @@ def sites():
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in SITES]
 
 
+@pytest.mark.many
 @every_preset
 @pytest.mark.parametrize("name", sites())
 def test_a_preset_quantizes_every_kind_of_contraction(name, preset):

@@ -98,6 +98,7 @@ def test_a_relative_granularity_is_refused():
         fake_quantize_as(jnp.ones((2, 3)), jqx.QSpec(jnp.int8, jqx.per_channel()))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_and_granularity_is_simulated_as_it_is_quantized(name):
     x, spec = jnp.asarray(spread_out(CASES[name].shape)), CASES[name].spec

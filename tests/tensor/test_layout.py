@@ -64,6 +64,7 @@ def swap_last(x):
     return x.transpose((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_holds_the_same_array(name):
     q, real = made(name)

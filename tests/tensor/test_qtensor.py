@@ -628,6 +628,7 @@ OF_BLOCKS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name, shared", CHECKED)
 def test_each_block_is_quantized_as_if_it_were_alone(name, shared):
     granularity, sizes = (SHARED | OF_BLOCKS)[shared]
@@ -716,6 +717,7 @@ PACKED_BYTES = {"int4": 32, "int3": 24, "ternary": 16, "nf4": 32, "mxfp4": 32}
 PACKED_BYTES |= {"float6_e2m3fn": 48, "mxfp6_e3m2": 48, "nvfp4": 32}
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", PACKED_BYTES)
 def test_packing_loses_nothing_and_takes_the_bits_of_the_format(name):
     qtype = FORMATS[name][0]
@@ -887,6 +889,7 @@ def test_what_does_not_fit_is_refused_with_the_facts(f, error, function, facts):
     assert_refused(f, (), error, function, *facts)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_it_shows_format_shape_granularity_and_bytes(name):
     q, _ = made(name)

@@ -71,6 +71,7 @@ def assert_commutes(view, tensors):
         assert viewed.scale.ndim == viewed.ndim
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("index", INDICES, ids=repr)
 def test_indexing_takes_the_scale_along(index):
     assert_commutes(lambda x: x[index], tensors_of(SHAPE))
@@ -358,6 +359,7 @@ def along_axis(axis, index):
     return lambda x: x[(slice(None),) * axis + (index,)]
 
 
+@pytest.mark.many
 @names
 def test_a_slice_may_keep_blocks_cut_them_and_leave_a_tail(name):
     shape, groups = CASES[name].shape, made(name)[0].groups
@@ -500,6 +502,7 @@ MASKS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["int8 per axis, coarser zero point", "nv with a tail"])
 def test_a_mask_keeps_what_it_holds(name, mask):
@@ -695,6 +698,7 @@ BLOCK_RESHAPES = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", [jnp.int8, numerics.nf4, NV4], ids=str)
 @pytest.mark.parametrize("shape, sizes, new, after", BLOCK_RESHAPES)
 def test_blocks_stay_whole_where_axes_merge_or_split(qtype, shape, sizes, new, after):

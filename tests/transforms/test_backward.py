@@ -21,6 +21,7 @@ def gradients(f, *args):
     return jax.jit(jax.grad(total, (0, 1)))(*args)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", FORMS)
 def test_the_forward_pass_is_on_integers(name):
     """By jaxpr: no contraction of floats is left, but inside custom derivatives."""
@@ -33,6 +34,7 @@ def test_the_forward_pass_is_on_integers(name):
         assert products and not any("xf32" in line.split("->")[0] for line in products)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n] not in WHILES and n not in CUSTOM])
 @pytest.mark.parametrize("policy", [pytest.param("weights", marks=slow), BOTH])
 def test_gradients_are_those_of_what_is_quantized_by_hand(name, policy):

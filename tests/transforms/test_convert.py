@@ -49,6 +49,7 @@ def prepared(model, policy):
     return f, params, plan, affines
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_converted_and_simulated_agree_eagerly_and_under_jit(model, policy):

@@ -207,6 +207,7 @@ def batch(sizes, *rest, constraints=()):
     return jax.ShapeDtypeStruct((n, *rest), jnp.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("specs", ["weights", "weights and activations"])
 @pytest.mark.parametrize("name", SYMBOLIC)

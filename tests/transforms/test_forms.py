@@ -75,6 +75,7 @@ def test_every_contraction_is_planned(name):
     assert plan.weights[0].spec.granularity == jqx.per_axis(0, 2)
 
 
+@pytest.mark.many
 @forms
 @modes
 def test_calibration_returns_the_float_result_and_sees_every_activation(name, mode):
@@ -170,6 +171,7 @@ def test_scales_learned_for_each_layer_get_gradients_through_a_scan():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.many
 @forms
 @ways
 def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
@@ -177,6 +179,7 @@ def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
     assert_same(MODES[mode](f)(w, x), reference(name, policy)(w, x))
 
 
+@pytest.mark.many
 @forms
 @ways
 def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
@@ -189,6 +192,7 @@ def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
         assert_same(jax.jit(f)(w, x), expected)
 
 
+@pytest.mark.many
 @forms
 @pytest.mark.parametrize("transform", [jqx.simulate, jqx.convert])
 def test_a_mapped_function_is_that_of_each_row(name, transform):
@@ -198,6 +202,7 @@ def test_a_mapped_function_is_that_of_each_row(name, transform):
     assert_same(found, jax.tree.map(lambda *parts: jnp.stack(parts), *each))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "name", [name for name in FORMS if FORMS[name] not in WHILES and name not in CUSTOM]
 )

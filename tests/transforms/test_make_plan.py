@@ -52,6 +52,7 @@ CHANNELS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CHANNELS)
 def test_per_channel_finds_the_kept_axes_of_the_weight(name):
     f, shape, axes = CHANNELS[name]

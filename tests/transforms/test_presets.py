@@ -62,6 +62,7 @@ def operands(plan, affines, params):
                 yield operand.spec, affines.get(operand.key), 2 * normal(i, *shape)
 
 
+@pytest.mark.many
 @every_preset
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_equal_inputs_have_equal_codes_simulated_and_converted(preset, dtype):
@@ -91,6 +92,7 @@ def cases():
             yield pytest.param(preset, name, marks=marks, id=f"{preset.__name__}-{name}")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("preset", "name"), list(cases()))
 def test_simulated_and_converted_agree_end_to_end(preset, name):
     f, make, shape = MODELS[name]
@@ -136,6 +138,7 @@ def test_weights_reach_their_contractions_as_codes(preset):
     assert codes == [q["layers"].values.dtype]
 
 
+@pytest.mark.many
 @every_preset
 @pytest.mark.parametrize("inside", ["jit", "scan"])
 def test_a_weight_that_reaches_an_operation_without_a_quantized_form_is_refused(preset, inside):

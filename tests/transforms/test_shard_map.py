@@ -125,6 +125,7 @@ def reference(name, policy):
     return lambda w, x: FORMS[name](dot, rounded(w), x)
 
 
+@pytest.mark.many
 @forms
 @pytest.mark.parametrize("policy", [pytest.param("weights", marks=pytest.mark.slow), BOTH])
 def test_what_runs_on_devices_is_what_is_quantized_by_hand(name, policy):
@@ -150,6 +151,7 @@ def test_gradients_on_devices_are_those_of_what_is_quantized_by_hand(name):
     assert_same(gradients(jqx.simulate(f, plan)), gradients(reference(name, BOTH)))
 
 
+@pytest.mark.many
 @forms
 def test_statistics_of_all_devices_are_merged(name):
     spec = jqx.QSpec(jnp.int8)

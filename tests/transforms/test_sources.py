@@ -85,6 +85,7 @@ SLOW = (
 )
 
 
+@pytest.mark.many
 @cases(PRODUCTS, SLOW)
 def test_every_way_to_write_a_product_is_a_site(name):
     f, shape, axes = PRODUCTS[name]

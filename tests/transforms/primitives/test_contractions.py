@@ -77,6 +77,7 @@ CASES = {
 cases = pytest.mark.parametrize("name", CASES)
 
 
+@pytest.mark.many
 @cases
 @pytest.mark.parametrize("policy", POLICIES)
 def test_simulated_and_converted_are_what_is_quantized_by_hand(name, policy):
@@ -109,6 +110,7 @@ def test_calibration_returns_the_float_result(name):
     assert all(int(seen.observed) == 1 for seen in stats.values())
 
 
+@pytest.mark.many
 @cases
 @pytest.mark.parametrize("backward", [None, jnp.float32])
 def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name, backward):

@@ -64,6 +64,7 @@ def evaluate(view, q):
     return out
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("fields", [{}, ASYMMETRIC], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", VIEWS)
