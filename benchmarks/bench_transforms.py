@@ -219,9 +219,6 @@ def steps() -> dict[str, Callable[[], object]]:
         found[f"fake quantization, {name}"] = step(simulate())
         found[f"integers, float32 backward, {name}"] = step(simulate(backward=jnp.float32))
         found[f"integers, bfloat16 backward, {name}"] = step(simulate(backward=jnp.bfloat16))
-    unclipped = {"gradient": jqx.gradients.ste_unclipped}  # as qwix: no clip mask
-    policy = jqx.presets.w8a8_dynamic(weight=unclipped, activation=unclipped)
-    found["fake quantization, dynamic, no clip mask"] = step(jqx.simulate(model.apply, policy))
     try:
         qwix = import_module("qwix")
     except ImportError:

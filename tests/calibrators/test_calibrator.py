@@ -116,6 +116,7 @@ def test_statistics_are_a_commutative_monoid(calibrator, x, y, z, granularity):
     assert_same(plus(empty, empty), empty)
 
 
+@pytest.mark.many
 @every_calibrator
 @law
 @given(x=values, cut=st.sampled_from([0, 1, 3, 6]))
@@ -128,6 +129,7 @@ def test_merged_shards_are_one_pass(calibrator, x, cut):
     assert_same(stats._replace(observed=whole.observed), whole, tolerance(calibrator))
 
 
+@pytest.mark.many
 @every_calibrator
 def test_the_order_and_grouping_of_devices_changes_nothing(calibrator):
     spec, rng = spec_of(calibrator), np.random.default_rng(0)
@@ -266,6 +268,7 @@ def test_no_values_and_all_zeros_give_a_finite_scale(calibrator, symmetric):
     np.testing.assert_array_equal(q.dequantize(), np.zeros(SHAPE))
 
 
+@pytest.mark.many
 @every_calibrator
 @law
 @given(x=values)
@@ -329,6 +332,7 @@ def test_every_format_and_granularity_has_finite_scales_under_jit(calibrator):
             assert np.abs(real - x).max() < 1.5, "the scale is of the order of the values"
 
 
+@pytest.mark.many
 @every_calibrator
 def test_a_constant_stays_within_a_few_percent(calibrator):
     """Whatever its sign and order of magnitude; a fixed range knows nothing of it."""

@@ -85,6 +85,7 @@ def test_the_largest_magnitude_is_that_of_numpy(found):
     )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("length", [1, 8, 31, 32, 100, 1024, 4096])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_nan_makes_the_largest_magnitude_nan_in_any_place(length, dtype):

@@ -91,6 +91,7 @@ def test_one_zero_point_may_serve_many_scales():
         assert_floats(contract(x, w, MATRICES), expected, np.float32)
 
 
+@pytest.mark.many
 @layouts
 def test_operands_whose_codes_lie_swapped_give_the_same(layout):
     """Whatever their last two axes are: contracted, batched, or both of them kept."""

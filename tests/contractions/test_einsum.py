@@ -204,6 +204,7 @@ FULL = {
 PAIRS = list(itertools.product(["float32", *FULL], repeat=2))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "names", [pytest.param(p, marks=[pytest.mark.slow] * ("int8" not in p)) for p in PAIRS]
 )

@@ -134,6 +134,7 @@ def rows(qtype, has_zero_point, terms):
     return tensor(codes, qtype, np.ones((3, 1)), zero)
 
 
+@pytest.mark.many
 @widest
 def test_the_longest_sum_that_an_int32_holds_is_exact(left, left_zero, right, right_zero):
     """Intermediate sums wrap around in int32 here; the total, near 2**31, must not show it."""
@@ -145,6 +146,7 @@ def test_the_longest_sum_that_an_int32_holds_is_exact(left, left_zero, right, ri
     assert_floats(product(lhs, rhs), expected.astype(np.float32), np.float32)
 
 
+@pytest.mark.many
 @widest
 def test_a_longer_sum_is_split_into_exact_parts(left, left_zero, right, right_zero):
     """Of bytes, each part is rounded to float32 and added: two roundings for two parts. Digits of
@@ -320,6 +322,7 @@ def scaled(left, right, left_axes, right_axes):
     return one(left, (6, 29), left_axes), one(right, (29, 5), right_axes)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("left_axes", [(), (0,)])
 @pytest.mark.parametrize("right_axes", [(), (1,)])
 @pytest.mark.parametrize("left, right", [("int8", "int8"), ("uint8", "int4"), ("int4", "uint8")])

@@ -62,6 +62,7 @@ BROADCAST = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("left, right", BROADCAST, ids=str)
 def test_the_result_is_that_of_the_real_matrices(left, right):
     """Integer and weight-only, with a scale and a zero point for each row or column."""

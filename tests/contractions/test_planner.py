@@ -234,6 +234,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name, qtype, options, dtype", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype):
     """Higham's bound on a float32 sum, of zero points apart, and on 12 roundings around it."""

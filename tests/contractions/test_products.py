@@ -85,6 +85,7 @@ SIZES = {
 WAYS = [(asked, turned) for asked in (Asked(), Asked(False, False)) for turned in (False, True)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("m, k, n", SIZES.values(), ids=SIZES)
 def test_rows_are_added_and_taken_away_again(m, k, n):
     layout = Layout((m, k), (k, n), MATRICES)

@@ -71,6 +71,7 @@ CASES = [(jnp.int8, shapes, extras) for shapes in SHAPES for extras in (False, T
 CASES += [(qtype, SHAPES[3], True) for qtype in FORMATS[1:]]
 
 
+@pytest.mark.many
 @both_roundings
 @pytest.mark.parametrize("qtype, shapes, extras", CASES)
 def test_codes_are_those_of_tflite(qtype, shapes, extras, rounding):

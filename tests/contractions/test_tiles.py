@@ -53,6 +53,7 @@ def product(x, w, layout, name="tiles", swap=False, exact=True, **options):
     return jax.jit(contract)(*operands), contraction(*values, numbers), sizes
 
 
+@pytest.mark.many
 @layouts
 def test_tiles_give_the_product_in_every_layout(layout):
     w = weight(jnp.float8_e4m3fn, layout, small=True)
@@ -79,6 +80,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype, size, zero_point", FORMATS.values(), ids=FORMATS)
 def test_tiles_give_the_product_of_many_rows_in_every_format(qtype, size, zero_point):
     w = weight(qtype, ROWS, size, zero_point, small=True)

@@ -79,6 +79,7 @@ def test_a_zero_point_moves_the_range():
     assert measure(x, q).clipped == 2 / 4
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_found_from_the_weight_clip_nothing_but_by_the_rule_of_mx(name, seed):

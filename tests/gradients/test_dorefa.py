@@ -19,6 +19,7 @@ def quantized(w, k):
     return jqx.fake_quantize(dorefa_weights(w), -1.0, 1.0, -1.0, 1.0, levels=2**k, gradient=dorefa)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_weights_are_quantized_as_in_the_paper_forward_and_backward(k, dtype):

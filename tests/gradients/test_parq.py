@@ -75,6 +75,7 @@ def test_the_surrogate_is_the_map_on_the_levels(qmin, qmax, scale, r):
     assert np.all((y >= low) & (y <= high))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("scale", [0.25, 0.3, 0.0171])
 @pytest.mark.parametrize("qtype, z", [("int2", None), ("int4", None), ("int8", None), ("uint4", 3)])
 def test_inverse_slope_0_is_the_quantizer_and_1_the_clamp(qtype, z, scale):

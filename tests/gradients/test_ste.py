@@ -113,6 +113,7 @@ def fake_quantize_gradients(name, form):
 INVERSIONS = list(itertools.product([False, True], repeat=2))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("inputs_inverted, outputs_inverted", INVERSIONS)
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_fake_quantize_has_the_derivative_of_its_formula_without_round(

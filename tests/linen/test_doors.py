@@ -66,6 +66,7 @@ def test_init_and_float_are_those_of_the_float_module(door, name):
     assert (out == float_network(variables()["params"], images())).all()
 
 
+@pytest.mark.many
 def test_statistics_are_those_of_the_transforms(door, name):
     plan = plan_of(name)
     batches = [
@@ -75,6 +76,7 @@ def test_statistics_are_those_of_the_transforms(door, name):
     assert_equal(calibrated(door, name).get("quant_stats", {}), expected)
 
 
+@pytest.mark.many
 def test_simulate_with_statistics(door, name):
     plan, affines = affines_of(name)
     expected = jqx.simulate(float_network, plan, affines)

@@ -74,6 +74,7 @@ def test_every_code_decodes_to_its_entry_and_what_lies_outside_to_the_last(name,
     assert_same_numbers(decoded, np.append(numbers, beyond).astype(np.float64))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TABLES)
 def test_every_entry_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
     table = table_named(name)
@@ -90,6 +91,7 @@ def test_jit_and_vmap_change_nothing_in_any_mode(name, mode):
     check_under_jit_and_vmap(name, mode)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TABLES)
 def test_jit_and_vmap_change_nothing_in_any_table(name):
     check_under_jit_and_vmap(name, NEAREST_EVEN)

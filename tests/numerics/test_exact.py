@@ -192,6 +192,7 @@ def test_the_split_reciprocal_gives_every_quotient_however_it_is_fused():
 STEPS = [1, 2, 3, 7, 15, 100, 255, 511, 1022, 1023, 1024, 4095, 65535, 2**24 - 1, 2**24 + 1]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("steps", STEPS)
 def test_divide_by_steps_is_a_true_division(steps):
     k = np.unique(np.linspace(0, steps, 5001).round()).astype(np.float32)
@@ -279,6 +280,7 @@ NUMPY_READERS = READERS | {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_rounds_whatever_reads_the_result(name, reader):
@@ -493,6 +495,7 @@ def _assert_difference_is_rounded_once(q, zero_point, dtype):
         assert_floats(jax.jit(lambda: difference(*operands, dtype))(), expected, wide)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_difference_is_exact_and_rounded_once(qtype, dtype):

@@ -108,12 +108,14 @@ def test_nearest_even_is_the_cast_of_ml_dtypes(name):
     np.testing.assert_array_equal(codes, expected, strict=True)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mode", RoundMode)
 @pytest.mark.parametrize("name", ["int4", "uint5"])
 def test_jit_and_vmap_change_nothing_in_any_mode(name, mode):
     check_under_jit_and_vmap(name, mode)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", RANGES)
 def test_jit_and_vmap_change_nothing_in_any_format(name):
     check_under_jit_and_vmap(name, NEAREST_EVEN)
@@ -164,6 +166,7 @@ def test_a_zero_point_is_added_before_bits_saturate(name):
     assert qtype.sum_to_bits(jnp.asarray(r), None).dtype == np.uint8
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", INTEGERS)
 def test_the_oracle_of_the_integer_dtypes_agrees(name):
     y = np.array([-3e9, -1.5, 0.5, 1.5, 2.5, 5e9, np.nan], np.float32)

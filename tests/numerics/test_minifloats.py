@@ -97,6 +97,7 @@ def test_the_minifloat_dtypes_of_jax_are_listed():
     assert len(MINIFLOATS) == 8
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", STANDARD)
 def test_every_code_decodes_as_in_ml_dtypes(name):
     qtype = standard(name)
@@ -108,6 +109,7 @@ def test_every_code_decodes_as_in_ml_dtypes(name):
     assert_same_numbers(qtype.decode(qtype.widen_bits(jnp.asarray(codes))), expected)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", STANDARD)
 def test_nearest_even_that_saturates_is_the_clipped_cast_of_ml_dtypes(name):
     largest, qtype = STANDARD[name][4], standard(name)
@@ -187,6 +189,7 @@ def mapped_every_way(qtype, y, mode):
     return jax.vmap(lambda row: every_way(qtype, row, mode))(y)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mode", RoundMode)
 @pytest.mark.parametrize("saturate", [True, False])
 def test_jit_and_vmap_change_nothing_in_any_mode(saturate, mode):
@@ -205,6 +208,7 @@ def test_jit_and_vmap_change_nothing_in_any_standard_format(name):
     assert_conforms(standard(name), found, y, table.rounded(y, NEAREST_EVEN))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", STANDARD)
 def test_float64_is_rounded_once(name):
     table = minifloat_table(*STANDARD[name][:4])

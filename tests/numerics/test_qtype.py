@@ -131,6 +131,7 @@ def test_a_format_says_what_it_holds(qtype):
     assert qtype.uniform is isinstance(qtype, Integer)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_bits_and_codes_invert_each_other(qtype):
     bits = jnp.asarray(bits_that_are_codes(qtype))
@@ -151,6 +152,7 @@ def test_codes_in_a_byte_each_decode_alike(qtype):
     assert_same_numbers(qtype.decode(wide), np.asarray(numbers).astype(np.float64))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_every_finite_number_is_the_code_that_it_decodes_from(qtype):
     numbers = np.asarray(qtype.decode(qtype.from_bits(jnp.asarray(bits_that_are_codes(qtype)))))

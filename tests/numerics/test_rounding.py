@@ -53,6 +53,7 @@ def test_the_nine_modes_carry_the_attribute_strings_of_ngraph():
     assert all(mode.value == f"ROUND_{mode.name}" for mode in RoundMode)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_float16_is_rounded_as_specified(mode, evaluate):
@@ -96,6 +97,7 @@ def test_the_float32_just_below_a_half_becomes_zero(mode, evaluate):
         np.testing.assert_array_equal(np.asarray(codes).astype(int), [0, 0])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
 @pytest.mark.parametrize("mode", RoundMode)
 def test_odd_float32_integers_between_2_to_23_and_2_to_24_stay_themselves(mode, evaluate):

@@ -85,6 +85,7 @@ def test_limits_line_up_with_x_as_the_broadcast_says(name):
     assert_floats(jax.jit(f)(x, *limits), expected, np.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("levels", [2, 3, 16, 255, 256, 65536, 2**24, 2**24 + 2, 2**31])
 def test_every_level_is_the_formula_evaluated_left_to_right(levels):
     rng = np.random.default_rng(2)

@@ -43,6 +43,7 @@ def test_onednn_dequantize_gives_every_code_its_value(qtype):
     assert_floats(jax.jit(f)(q), expected, np.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("qtype", ["int8", "uint8", "int4", "uint4"])
 def test_dynamic_dequantize_multiplies_in_float32_and_narrows_once(qtype, dtype):

@@ -54,6 +54,7 @@ def test_the_zero_point_is_added_before_the_one_rounding():
     assert jqx.onednn_quantize(x, [1.0], [3]).tolist() == [4, 4, 6, 2, 2]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("zps", ["int8", "uint8", "int32", None])
 @pytest.mark.parametrize("qtype", ["int8", "uint8"])
 def test_dynamic_quantize_gives_the_specified_codes_per_tensor(qtype, zps):

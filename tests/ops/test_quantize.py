@@ -352,6 +352,7 @@ def test_nan_is_code_zero_whatever_the_zero_point_and_so_not_real_zero():
     assert y.tolist() == [-5, 0]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("qtype", BYTES)
 def test_dequantize_multiplies_the_exact_difference_once(qtype, dtype):
@@ -444,6 +445,7 @@ def test_the_gradient_of_dequantize_in_the_scale_is_the_difference():
     np.testing.assert_array_equal(gradient, [1 + 3 - 2 * 4, -2 + 100 + 2 * 28])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mode", [RoundMode.NEAREST_TOWARD_EVEN, RoundMode.TOWARD_ZERO])
 def test_quantize_dequantize_is_the_composition(mode, dtype):
@@ -838,6 +840,7 @@ def test_nan_and_zero_by_zero_in_float_formats(name):
     assert_floats(y, expected, np.float32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", FLOAT_FORMATS)
 def test_ste_in_a_float_format_is_the_derivative_of_clamp(name):
     """For `x` and for the scale, whose multiples the ends of the range are."""

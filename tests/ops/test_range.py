@@ -63,6 +63,7 @@ def assert_affine(result, expected, qtype, dtype):
         assert_codes(zero_point, expected[1], qtype)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "qtype, symmetric", [(qtype, False) for qtype in INTEGERS] + [(q, True) for q in SIGNED]
 )

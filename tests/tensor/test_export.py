@@ -43,6 +43,7 @@ def quantized(qtype):
     return jqx.QTensor.quantize(X, spec(qtype, jqx.per_axis(0), symmetric))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_a_qtensor_of_any_granularity_crosses(name):
     shape, spec, _ = CASES[name]
@@ -50,6 +51,7 @@ def test_a_qtensor_of_any_granularity_crosses(name):
     assert_equal(returned(q), q)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", [q for q in QTYPES if "int2" not in str(q)], ids=str)
 def test_a_qtensor_of_any_format_crosses(qtype):
     q = quantized(qtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx import RoundMode, calibrators
+from jqx import RoundMode, calibrators, numerics
 from jqx.calibrators import Affine
 from jqx.tensor import fake_quantize_as
 
@@ -29,6 +29,7 @@ def normal(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.many
 @specs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_gives_the_values_of_the_qtensor(spec, dtype):
@@ -56,6 +57,37 @@ def test_a_scale_that_is_found_is_a_constant_of_the_gradient(spec):
         return jax.grad(lambda x: fake_quantize_as(x, spec, affine).sum())(x)
 
     assert_floats(gradient(x, False), np.asarray(gradient(x, True)), np.float32)
+
+
+FORMATS = [
+    *("int2", "int4", "int8", "int16", "int32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    *(numerics.int3, numerics.ternary, numerics.Integer(8, True, narrow=True)),
+    *(numerics.float6_e2m3fn, numerics.nf4, numerics.binary, numerics.Codebook((-1.0, 0.1, 0.5))),
+    *(numerics.Codebook((0.0, 1.0)), numerics.nvfp4, numerics.mxfp8_e4m3),
+]
+EXTREMES = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 1e-38, -1e-30, 3e38, -3.4e38)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("qtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qtype, dtype):
+    """With the clip mask or without: every format, each row one magnitude and one extreme. Of rows
+    below 2^-106 the share of the range that the mask forgives is subnormal, and so it is 0.
+    """
+    size = 16 if qtype == numerics.nvfp4 else 32
+    spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: size}))
+    x = normal(64, 32) * 2.0 ** np.linspace(-100, 112, 64).round()[:, None]
+    x[: 2 * len(EXTREMES) : 2, 3] = EXTREMES
+    with np.errstate(over="ignore"):  # of what is too large for float16
+        x = jnp.asarray(x.astype(dtype))
+    pull = jnp.asarray(normal(64, 32), dtype)
+    q = jqx.QTensor.quantize(x, spec)
+    given = Affine(q.scale, q.zero_point)
+    found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
+    same, again = jax.vjp(lambda x: fake_quantize_as(x, spec, given), x)
+    assert_floats(found, np.asarray(same), dtype)
+    assert_floats(back(pull)[0], np.asarray(again(pull)[0]), dtype)
 
 
 def test_no_value_is_clipped_by_the_symmetric_scale_that_it_set():

@@ -45,6 +45,7 @@ def weight(granularity, qtype=jnp.int4, shape=(K, N), symmetric=True):
     return jqx.QTensor.quantize(spread_out(shape), spec(qtype, granularity, symmetric))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SCALES)
 def test_the_layout_is_that_of_the_target_and_the_scale(name, target):

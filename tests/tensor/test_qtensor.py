@@ -666,6 +666,7 @@ def every_spec():
 each_format = pytest.mark.parametrize("name, spec", list(every_spec()))
 
 
+@pytest.mark.many
 @each_format
 def test_blocks_of_zeros_and_of_one_value_stay_finite(name, spec):
     x = normal((2, 64))
@@ -695,6 +696,7 @@ def test_a_nan_poisons_its_own_block_alone(name, spec):
     assert_floats(jnp.asarray(y[kept]), clean[kept], np.float32)
 
 
+@pytest.mark.many
 @each_format
 def test_a_scale_of_zero_that_is_given_gives_finite_values(name, spec):
     scale = jnp.zeros((2, 64 // spec.granularity.sizes[1][1]))
@@ -923,6 +925,7 @@ def test_scaling_by_a_power_of_two_commutes_with_dequantizing(name, exponent, ne
     np.testing.assert_array_equal(as_float64(scaled.values), as_float64(q.values))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_format_is_narrowed_after_dequantizing(name, dtype):

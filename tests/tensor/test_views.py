@@ -187,6 +187,7 @@ RESHAPES = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape, axes, new, scale", RESHAPES)
 def test_reshaping_takes_the_scale_along(shape, axes, new, scale):
     """Axes that merge or split share a scale, or have their own, or keep whole blocks."""

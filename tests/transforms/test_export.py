@@ -220,6 +220,7 @@ def test_a_plan_serves_a_symbolic_batch(name, specs, transform):
         assert_same(read.call(w, rows(n)), g(w, rows(n)))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("granularity", [jqx.per_channel(), jqx.per_group(32)], ids=str)
 def test_large_weights_serve_a_symbolic_number_of_rows(specs, granularity):
