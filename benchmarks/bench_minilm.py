@@ -211,7 +211,7 @@ def main() -> None:
         keys = [key for key in embeddings if key[1] == scheme]
         rows = []
         for key in keys:
-            measured = accuracy.get(key, (np.nan,) * 4)
+            measured = tuple(map(float, accuracy.get(key, (np.nan,) * 4)))
             mean, least, spearman, kept = measured
             row = [key[0], f"{mean:.5f}", f"{least:.4f}", f"{spearman:.4f}", f"{100 * kept:.1f}"]
             taken = {shape: found[key] for shape, found in timings.items() if key in found}
