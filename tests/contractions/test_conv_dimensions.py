@@ -78,7 +78,7 @@ def test_any_window_is_moved_over_the_image(window):
 
 
 @pytest.mark.slow
-@settings(law, max_examples=500)
+@settings(law, max_examples=200)
 @given(window=windows())
 def test_many_windows_are_moved_over_the_image(window):
     check_window(window)

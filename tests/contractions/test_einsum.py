@@ -187,7 +187,7 @@ def test_any_pattern_of_one_to_four_operands_is_contracted(case):
 
 
 @pytest.mark.slow
-@settings(law, max_examples=1000)
+@settings(law, max_examples=400)
 @given(case=cases())
 def test_many_patterns_are_contracted(case):
     check_case(*case)
