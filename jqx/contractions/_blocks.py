@@ -1,6 +1,8 @@
-"""Scales in blocks along a contracted axis: the blocks become a batch axis, to be summed after.
+"""Scales in blocks along a contracted axis: a contraction of each block, to be summed after.
 
 sum_k l[k] r[k]  =  sum_g scale[g] * sum_{k in block g} ...
+
+The blocks become a batch axis (`sum_of_blocks`), or are contracted in turn (`sum_in_turn`).
 """
 
 import functools
@@ -16,7 +18,7 @@ from .._checks import is_at_least
 from ..calibrators import Groups
 from ..tensor import QTensor, refine
 from ._dimensions import Dimensions
-from ._slices import slice_along
+from ._slices import item_along, slice_along
 
 AT_ONCE = 2**22
 """Elements of the results of blocks that are held before they are summed."""
@@ -121,6 +123,31 @@ def _sum_of_part(
 
     total, _ = lax.scan(add, run_at(0), jnp.arange(1, count // run))
     return total
+
+
+def sum_in_turn(
+    lhs: Any,
+    rhs: Any,
+    dimensions: Dimensions,
+    compute: Callable[[Any, Any, Dimensions], jax.Array],
+) -> jax.Array:
+    """Returns what `sum_of_blocks` does, one block after another, each contracted as if alone."""
+    block = find_block(lhs, rhs, dimensions)
+    if block is None:
+        return sum_of_blocks(lhs, rhs, dimensions, compute)
+
+    def in_turn(lhs: Any, rhs: Any) -> jax.Array:
+        def block_at(i: Any) -> jax.Array:
+            items = item_along(lhs, block.lhs, i), item_along(rhs, block.rhs, i)
+            return sum_in_turn(*items, dimensions, compute)
+
+        def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return total + block_at(i), None
+
+        return lax.scan(add, block_at(0), jnp.arange(1, lhs.shape[block.lhs]))[0]
+
+    parts = [in_turn(lhs, rhs) for lhs, rhs, _ in _split_block(lhs, rhs, block)]
+    return functools.reduce(jnp.add, parts)
 
 
 def _split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimensions]]:

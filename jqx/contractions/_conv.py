@@ -20,9 +20,7 @@ from ._convert import is_exact_in, numbers_of
 from ._formulation import formulation
 from ._integer import digits_of
 from ._slices import slice_along
-
-TILES = 8
-"""Slices of the output features, converted one after another."""
+from ._tiles import count_of
 
 MOST_TAPS = 64
 """Taps up to which a depthwise convolution is written out, one product a tap."""
@@ -94,13 +92,14 @@ def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     x, axis = x.astype(wide), window.outputs
     q = with_own_scales(q.unpack(), (axis,))
     n, at = q.shape[axis], window.axes.out_spec[1]
-    size = math.ceil(n / TILES)
+    count = count_of(q, x.size)
+    size = math.ceil(n / count)
 
     @jax.checkpoint
     def compute(x: jax.Array, tile: QTensor) -> jax.Array:
         return _float_conv(x, tile.astype(wide).dequantize(), window, wide)
 
-    if window.groups > 1 or window.batch_groups > 1 or n < 2 * TILES:
+    if window.groups > 1 or window.batch_groups > 1 or not 1 < count <= n / 2:
         return compute(x, q)
     full = n // size
     steps = jnp.arange(full) * size

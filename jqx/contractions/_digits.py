@@ -4,7 +4,7 @@
 
 that is 2**-24 of the largest magnitude: half the last place of a float32. So a product of floats
 with int8 codes becomes one of int8 with three times the rows, exact but for that rounding. On CPU
-this is faster than float32, where converted codes are many times slower.
+this is faster than float32 of few rows, where converted codes are many times slower.
 
 Cf. the split of floats for integer units in H. Ootomo, K. Ozaki, R. Yokota, "DGEMM on Integer
 Matrix Multiplication Unit", arXiv:2306.11975.
@@ -44,7 +44,7 @@ COPIES = 8
 
 @formulation(
     linear=tiles,
-    reason="a float operand beside integers on CPU: split into three int8 digits, so that the "
+    reason="few float rows beside integers on CPU: split into three int8 digits, so that the "
     "codes are multiplied as they are and no float copy of them is made",
 )
 def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:

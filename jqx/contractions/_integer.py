@@ -11,11 +11,11 @@ from jax import export
 from .._checks import is_at_least, require_that
 from ..numerics import common_dtype, format_of, name_of_qtype
 from ..tensor import QTensor
-from ._blocks import sum_of_blocks
+from ._blocks import sum_in_turn, sum_of_blocks
 from ._bytes import as_int8, longest, planes
 from ._dimensions import Dimensions
 from ._formulation import formulation
-from ._products import Products, plain, shaped
+from ._products import Products, fitting, plain, shaped
 from ._scales import HowTo, with_scales
 
 Multiply = Callable[..., Products]
@@ -33,6 +33,14 @@ def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 )
 def integer_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _integer(lhs, rhs, how.dimensions, shaped)
+
+
+@formulation(
+    "integers with scales in blocks: on CPU, where products of a batch leave the int8 library, one "
+    "block after another"
+)
+def integer_blocks(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how.dimensions, fitting, sum_in_turn)
 
 
 @formulation(
@@ -103,7 +111,13 @@ def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
         )
 
 
-def _integer(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
+def _integer(
+    lhs: QTensor,
+    rhs: QTensor,
+    dimensions: Dimensions,
+    multiply: Multiply,
+    in_blocks: Callable[..., jax.Array] = sum_of_blocks,
+) -> jax.Array:
     limit = longest(lhs, rhs)
 
     def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
@@ -113,7 +127,7 @@ def _integer(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multi
         ]
         return with_scales(functools.reduce(jnp.add, parts), lhs, rhs, dimensions)
 
-    return sum_of_blocks(as_int8(lhs), as_int8(rhs), dimensions, compute)
+    return in_blocks(as_int8(lhs), as_int8(rhs), dimensions, compute)
 
 
 def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:

@@ -22,6 +22,7 @@ from ._integer import (
     accumulator_shaped,
     check_splittable,
     integer,
+    integer_blocks,
     integer_digits,
     integer_shaped,
 )
@@ -58,10 +59,12 @@ def _integers(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
     large = _is_large(lhs, rhs)
     # Of one row, XLA on GPUs does not compile a product of 4-bit codes that are widened in it.
     widened = any(bit_width(q.values.dtype) < 8 for q in (lhs, rhs))
-    return Choice(
-        integer_shaped if (corrected or narrow) and large else integer,
-        integer_shaped if widened and narrow else integer,
-    )
+    on_cpu = integer
+    if large and find_block(lhs, rhs, dimensions) is not None:
+        on_cpu = integer_blocks
+    elif large and (corrected or narrow):
+        on_cpu = integer_shaped
+    return Choice(on_cpu, integer_shaped if widened and narrow else integer)
 
 
 def plan_accumulator(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> Choice:
@@ -93,7 +96,7 @@ def _on_cpu(x: Any, q: QTensor, dimensions: Dimensions, block: Any, rows: int) -
     if summed > ACCUMULATOR // (128 * largest(q)):
         return tiles
     if block is None:
-        return digits
+        return tiles if is_at_least(rows, FEW_ROWS + 1) else digits
     first = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
     whole = q.shape[0] % block.size == 0
     few = not is_at_least(rows * SHARE, block.size + 1)

@@ -1,7 +1,7 @@
 """Sums of products of int8 arrays in int32, with the sums of either operand that zero points need.
 
-Two forms of one function. `plain` says what it means, and is what compilers for GPUs and TPUs make
-the most of. `shaped` brings operands into the shapes that XLA on CPU hands to its int8 library
+Forms of one function. `plain` says what it means, and is what compilers for GPUs and TPUs make the
+most of. `shaped` brings operands into the shapes that XLA on CPU hands to its int8 library
 (measured on jaxlib 0.10.2): a left operand contracted along its last axes, two or more rows and
 columns, and no reduction of int8 outside of a product, which is 20 times slower than one.
 """
@@ -74,6 +74,14 @@ def shaped(
         None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
         None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
     )
+
+
+def fitting(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies as written where that is fast on CPU, else in other shapes."""
+    form = shaped if left or right or needs_shape(lhs, rhs, dimensions) else plain
+    return form(lhs, rhs, dimensions, left=left, right=right)
 
 
 def must_turn(dimensions: Dimensions) -> bool:

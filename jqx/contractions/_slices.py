@@ -97,6 +97,11 @@ def slice_along(x: Any, axis: int, start: Any, size: int) -> Any:
     return jax.tree.map(sliced, x)
 
 
+def item_along(x: Any, axis: int, i: Any) -> Any:
+    """Returns an item of an axis of an array, or of a QTensor without blocks along the axis."""
+    return slice_along(x, axis, i, 1).reshape(*x.shape[:axis], *x.shape[axis + 1 :])
+
+
 def item_at(x: jax.Array, i: Any) -> jax.Array:
     """Returns an item of the first axis; `i` may be traced."""
     return lax.dynamic_index_in_dim(*_tied(x, i), keepdims=False)

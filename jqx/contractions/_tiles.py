@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from ..numerics import common_dtype, format_of
 from ..ops import affine_dequantize
@@ -21,7 +21,7 @@ TILE = 2**20
 """Elements of a tile, which the cache holds."""
 
 TILES = 8
-"""At least so many tiles."""
+"""At least so many tiles, unless one that is larger is no larger than the arrays beside it."""
 
 
 @formulation(
@@ -56,8 +56,19 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         )
         return with_scales(y, None, tile, dimensions) if scale_after else y
 
+    result = x.size // dimensions.contracted_size(x) * dimensions.columns(q)
+    return in_slices(x, q, dimensions, count_of(q, x.size, result), compute)
+
+
+def count_of(q: QTensor, *beside: Any) -> int:
+    """Returns in how many tiles to convert codes, from the sizes of the arrays beside them.
+
+    Few where those are large, for each tile passes over all of them; a symbolic size counts as a
+    small one.
+    """
+    sizes = [size for size in beside if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))
-    return in_slices(x, q, dimensions, count, compute)
+    return min(count, math.ceil(q.size / max(1, *sizes)))
 
 
 def _real(q: QTensor, dtype: Any) -> jax.Array:

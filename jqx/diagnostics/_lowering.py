@@ -87,7 +87,7 @@ def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering
     Example:
       >>> import jqx, jax.numpy as jnp
       >>> w = jqx.QTensor.quantize(jnp.ones((256, 512)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
-      >>> x = jnp.ones((32, 256))
+      >>> x = jnp.ones((8, 256))
       >>> (good,) = jqx.lowering(jqx.matmul, x, w).contractions
       >>> good.dtypes, good.widened  # three int8 digits of x, on CPU
       (('s8', 's8'), ())

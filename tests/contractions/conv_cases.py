@@ -97,7 +97,7 @@ OF_KERNELS = {
     "taps": "iHWD",
 }
 TAPS = {"window": (3, 2, 2), "one": (1, 1, 1)}
-SIZES = {"small": (4, 6), "large": (0, 36)}
+SIZES = {"small": (4, 6), "large": (0, 38)}
 """By name: features, 0 for as many as make a kernel of 2**14 elements, and outputs."""
 
 

@@ -67,7 +67,7 @@ LAYOUTS = {
 LARGE = {
     "matrices": Layout((3, 131), (131, 127), MATRICES),
     "right transposed": Layout((3, 131), (127, 131), (((1,), (1,)), ((), ()))),
-    "both transposed": Layout((128, 17), (160, 128), (((0,), (1,)), ((), ()))),
+    "both transposed": Layout((128, 7), (160, 128), (((0,), (1,)), ((), ()))),
     "one row": Layout((1, 128), (128, 160), MATRICES),
     "vector": Layout((128,), (128, 160), (((0,), (0,)), ((), ()))),
     "one column": Layout((3, 2**14), (2**14, 1), MATRICES),

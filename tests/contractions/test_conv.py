@@ -40,7 +40,7 @@ CHOSEN = {
     ),
     "two formats": (case("e4m3", "int8"), ["conv_convert"] * 2),
     "one tap, integers": (case("int8", "uint8", taps="one"), ["integer"] * 2),
-    "one tap, large": (case("float32", "int8", taps="one", size="large"), ["digits", "convert"]),
+    "one tap, large": (case("float32", "int8", taps="one", size="large"), ["tiles", "convert"]),
     "one tap, padded": (
         case("int8", "int8", taps="one", padding="pairs"),
         ["conv_integer", "conv_integer"],

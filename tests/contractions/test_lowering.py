@@ -83,6 +83,12 @@ INTEGERS = {
         ("uint8", (128, K), 1, {}),
         ("int4", (K, N), 0, {"pack": 0}),
     ),
+    "in blocks": (MATRICES, ("int8", (64, K), 1, {}), ("int8", (K, N), 0, {"size": 32})),
+    "in blocks on both sides, one row, zero points": (
+        TURNED,
+        ("uint8", (1, K), 1, {"size": 64, **ZERO}),
+        ("int8", (N, K), 1, {"size": 32, **ZERO}),
+    ),
     "one column": (MATRICES, ("int8", (16, 2**14), 1, {}), ("int8", (2**14, 1), 0, {})),
     "left transposed": (
         (((0,), (0,)), ((), ())),
@@ -114,8 +120,8 @@ def test_integers_are_multiplied_in_the_library(numbers, left, right):
 DIGITS = {
     "one row": (MATRICES, 1, "int8", {}),
     "one row by [N, K]": (TURNED, 1, "uint8", ZERO),
-    "16 rows": (MATRICES, 16, "int8", {}),
-    "16 rows by packed int4": (TURNED, 16, "int4", {"pack": 1}),
+    "8 rows": (MATRICES, 8, "int8", {}),
+    "8 rows by packed int4": (TURNED, 8, "int4", {"pack": 1}),
 }
 
 
@@ -203,6 +209,7 @@ EXPORTED = {
     "block_digits": ("float32", "uint8", {"size": 32, "zero_point": True}),
     "tiles": ("float32", numerics.nf4, {"pack": 0}),
     "integer_shaped": ("int8", "int8", {}),
+    "integer_blocks": ("int8", "uint8", {"size": 32, "zero_point": True}),
 }
 
 

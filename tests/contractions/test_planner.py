@@ -41,9 +41,10 @@ def names(lhs, rhs, numbers=MATRICES):
 
 
 WEIGHTS = {
-    "int8": (16, "int8", {}, ("digits", "convert")),
-    "uint8 with a zero point": (16, "uint8", {"zero_point": True}, ("digits", "convert")),
-    "int4 packed": (16, "int4", {"pack": 0}, ("digits", "convert")),
+    "int8": (8, "int8", {}, ("digits", "convert")),
+    "uint8 with a zero point": (8, "uint8", {"zero_point": True}, ("digits", "convert")),
+    "int4 packed": (8, "int4", {"pack": 0}, ("digits", "convert")),
+    "int8, rows too many for digits": (9, "int8", {}, ("tiles", "convert")),
     "int3": (1, numerics.int3, {}, ("digits", "convert")),
     "int16": (1, "int16", {}, ("tiles", "convert")),
     "nf4": (1, numerics.nf4, {}, ("tiles", "convert")),
@@ -75,8 +76,8 @@ def test_blocks_along_another_axis_than_the_first_are_tiles():
 def test_the_borders_of_what_the_planner_weighs():
     """The sizes at which the choice changes, and one below or above."""
     for n, expected in [(SMALL // K - 1, "convert"), (SMALL // K, "digits")]:
-        assert names(like((999, K)), quantized("int8", (K, n))) == (expected, "convert")
-        assert names(like((999, K)), quantized("int8", (n, K), TURNED), TURNED)[0] == expected
+        assert names(like((8, K)), quantized("int8", (K, n))) == (expected, "convert")
+        assert names(like((8, K)), quantized("int8", (n, K), TURNED), TURNED)[0] == expected
     size = SHARE * FEW_ROWS
     for rows, expected in [
         (FEW_ROWS, ("block_digits", "convert")),
@@ -138,7 +139,9 @@ INTEGERS = {
     "small": ((1, K), "int8", (K, 5), "int8", {"zero_point": True}, "integer"),
     "16 bits": ((16, K), "int16", (K, N), "int8", {}, "integer_digits"),
     "16 bits on the right": ((16, K), "int4", (K, N), "uint16", {}, "integer_digits"),
-    "in blocks": ((16, K), "int8", (K, N), "int8", {"size": 32}, "integer"),
+    "in blocks": ((16, K), "int8", (K, N), "int8", {"size": 32}, "integer_blocks"),
+    "in blocks, one row": ((1, K), "int8", (K, N), "uint8", {"size": 32}, "integer_blocks"),
+    "in blocks, small": ((3, K), "int8", (K, 5), "int8", {"size": 32}, "integer"),
 }
 
 
@@ -152,7 +155,8 @@ def test_two_integer_operands(left, lq, right, rq, options, cpu):
     if cpu != "integer_digits":
         sums = plan_accumulator(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
         assert sums.elsewhere.name == "accumulator"
-        assert sums.cpu.name == cpu.replace("integer", "accumulator")
+        shaped = "accumulator_shaped" if cpu == "integer_shaped" else "accumulator"
+        assert sums.cpu.name == shaped
 
 
 def test_one_row_beside_codes_of_4_bits_gets_another_on_every_platform():

@@ -65,7 +65,7 @@ def test_a_fault_by_hand_is_no_site_and_is_listed_beside():
 
 
 def test_a_weight_whose_codes_are_converted_before_the_product_is_widened_first():
-    found = jqx.explain(two_layers, PARAMS, X, plan=w8a16())
+    found = jqx.explain(two_layers, PARAMS, shape(8, 256), plan=w8a16())
     assert [site.really for site in found.sites] == ["codes", "codes"]  # digits of x, on CPU
     blocks = jqx.explain(two_layers, PARAMS, X, plan=jqx.presets.w4a16())
     assert [site.really for site in blocks.sites] == ["widened first", "widened first"]

@@ -22,10 +22,10 @@ def only(low):
 
 
 def test_a_quantized_product_multiplies_codes_and_copies_none():
-    q = only(lowering(jqx.matmul, shape(32, 256), codes(256, 512)))
-    assert q.operands == ("s8[96,256]", "s8[256,512]")  # three digits of x
+    q = only(lowering(jqx.matmul, shape(8, 256), codes(256, 512)))
+    assert q.operands == ("s8[24,256]", "s8[256,512]")  # three digits of x
     assert (q.reads, q.widened, q.left) == ((("s8",), ("s8",)), (), "")
-    assert q.result == "s32[96,512]"
+    assert q.result == "s32[24,512]"
 
 
 def test_a_weight_that_is_dequantized_first_is_named_with_its_copy():
@@ -52,10 +52,10 @@ def test_a_widened_activation_is_no_weight():
 def test_int4_codes_are_widened_on_cpu_unless_packed_for_it():
     """XLA on CPU multiplies no 4-bit integers; `jqx.pack_for` lays them out as int8 once."""
     plain = codes(256, 512, qtype=jnp.int4)
-    tiles = lowering(jqx.matmul, shape(32, 256), plain).contractions
+    tiles = lowering(jqx.matmul, shape(8, 256), plain).contractions
     assert {c.widened for c in tiles} == {("s8[32,512] of rhs.values",)}
     assert sum(c.times for c in tiles) == 8
-    packed = only(lowering(jqx.matmul, shape(32, 256), jqx.pack_for(plain, "cpu")))
+    packed = only(lowering(jqx.matmul, shape(8, 256), jqx.pack_for(plain, "cpu")))
     assert (packed.dtypes, packed.widened) == (("s8", "s8"), ())
 
 
