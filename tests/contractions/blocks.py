@@ -10,6 +10,7 @@ import numpy as np
 
 import jqx
 from jqx import numerics
+from jqx.calibrators import Groups
 from jqx.numerics import E8M0, Block, Codebook, Integer, format_of
 
 from ..numerics.oracles import as_float64, as_int64
@@ -107,16 +108,28 @@ def weight(
     size = form.size if isinstance(form, Block) else size
     sharing = jqx.per_channel() if size is None else jqx.per_group(size, tail=True)
     groups = sharing.resolve(len(shape), layout.rhs_kept).groups(shape)
-    entries = groups.scale_shape
-    q = jqx.QTensor(
-        _random_codes(rng, form, shape, small),
+    q = random_tensor(rng, qtype, groups, zero_point, small, **fields)
+    return q if pack is None else q.pack(pack)
+
+
+def random_tensor(
+    rng: np.random.Generator,
+    qtype: Any,
+    groups: Groups,
+    zero_point: bool = False,
+    small: bool = False,
+    **fields: Any,
+) -> jqx.QTensor:
+    """Any codes, and any scales of the size of 1 (`small`: as for `weight`)."""
+    form, entries = format_of(qtype), groups.scale_shape
+    return jqx.QTensor(
+        _random_codes(rng, form, groups.shape, small),
         _random_scale(rng, form, entries, powers=small),
         _random_codes(rng, form, entries, small) if zero_point else None,
         qtype=qtype,
         blocks=groups.blocks,
         **fields,
     )
-    return q if pack is None else q.pack(pack)
 
 
 def in_pairs(q: jqx.QTensor, axis: int) -> jqx.QTensor:

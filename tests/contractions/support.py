@@ -20,7 +20,7 @@ from jax import lax
 import jqx
 from jqx import numerics
 
-from .blocks import magnitudes, real_values
+from .blocks import magnitudes, random_tensor, real_values
 from .oracles import contraction
 
 K = 64
@@ -208,23 +208,18 @@ def usual(kind: str) -> Operand:
 
 @functools.cache
 def operand(op: str, side: int, described: Operand, k: int, n: int) -> Any:
-    """Makes an operand of a cell, random, of different magnitudes from place to place."""
+    """Makes an operand of a cell: random codes, and scales and numbers of different magnitudes."""
     shape = OPS[op].shapes(k, n)[side]
     kind = KINDS[described.kind]
     rng = np.random.default_rng([side, len(shape), len(described.kind)])
-    x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 3, shape) + 0.25
-    x = jnp.asarray(x, kind.dtype)
     if kind.qtype is None:
-        return x
+        x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 3, shape) + 0.25
+        return jnp.asarray(x, kind.dtype)
     contracted, kept = OPS[op].contracted[side], OPS[op].kept[side]
-    spec = jqx.QSpec(
-        kind.qtype,
-        _granularity(described.sharing, kind, contracted, kept, len(shape)),
-        symmetric=not kind.zero_point,
-        calibrator=jqx.calibrators.minmax if kind.zero_point else jqx.calibrators.absmax,
-    )
-    pack = contracted if described.layout == "packed" else None
-    q = jqx.QTensor.quantize(x, spec, pack=pack)
+    granularity = _granularity(described.sharing, kind, contracted, kept, len(shape))
+    q = random_tensor(rng, kind.qtype, granularity.groups(shape), kind.zero_point)
+    if described.layout == "packed":
+        return q.pack(contracted)
     return jqx.pack_for(q, "cpu") if described.layout == "pack_for" else q
 
 
