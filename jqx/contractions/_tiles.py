@@ -68,7 +68,7 @@ def count_of(q: QTensor, *beside: Any) -> int:
     """
     sizes = [size for size in beside if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))
-    return min(count, math.ceil(q.size / max(1, *sizes)))
+    return min(count, math.ceil(q.size / max([1, *sizes])))
 
 
 def _real(q: QTensor, dtype: Any) -> jax.Array:

@@ -25,6 +25,7 @@ from ._ste import StraightThrough as StraightThrough
 from ._ste import StraightThroughUnclipped as StraightThroughUnclipped
 from ._ste import ste as ste
 from ._ste import ste_unclipped as ste_unclipped
+from ._ste import straight_through as straight_through
 from ._stochastic import StochasticRounding as StochasticRounding
 from ._stochastic import stochastic as stochastic
 from ._stochastic import stochastic_round as stochastic_round

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ..calibrators import Affine, Groups, absmax, per_tensor
-from ..gradients import Gradient, check_key, ste, ste_unclipped
+from ..gradients import check_key, ste, ste_unclipped, straight_through
 from ..numerics import E8M0, Block, RoundMode, format_of, ngraph
 from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._fields import check_zero_point
@@ -77,37 +77,41 @@ def _fake_quantize(
     x: jax.Array, affine: Affine | None, key: jax.Array | None, *, spec: QSpec
 ) -> jax.Array:
     """One function for each spec and shape: tracing it again would cost more than the model."""
-    grid = grid_of("simulate", x, spec, affine)
+    covered = _is_covered(spec, affine)
+    given = jax.lax.stop_gradient(x) if covered else x
+    grid = grid_of("simulate", given, spec, affine)
     scale, zero_point = grid.lined_up()
     if affine is None:
         scale, zero_point = jax.lax.stop_gradient((scale, zero_point))
     y = affine_fake_quantize(
-        grid.groups.split(x),
+        grid.groups.split(given),
         scale,
         zero_point,
         key,
         qtype=spec.qtype,
         round_mode=spec.rounding,
-        gradient=_gradient(spec, affine),
+        gradient=spec.gradient,
         numerics=spec.numerics,
     )
-    return grid.groups.join(y)
+    y = grid.groups.join(y)
+    return straight_through(y, x) if covered else y
 
 
-def _gradient(spec: QSpec, affine: Affine | None) -> Gradient:
-    """Returns the estimator. A scale from the largest magnitude of the array itself clips nothing,
-    so the mask of `ste` holds everywhere, and a backward pass need not compute it.
+def _is_covered(spec: QSpec, affine: Affine | None) -> bool:
+    """Whether `ste` is the derivative of the identity. A scale from the largest magnitude of the
+    array itself clips nothing, so a backward pass need not compute the mask; a NaN makes its whole
+    group NaN, and the mask would be of no use.
     """
     form = format_of(spec.qtype)
-    covered = (
+    return (
         affine is None
+        and spec.gradient in (ste, ste_unclipped)
         and spec.symmetric
         and spec.calibrator == absmax
         and spec.numerics == ngraph
         and form.low < 0 < form.high
         and not isinstance(form, Block)
     )
-    return ste_unclipped if covered and spec.gradient == ste else spec.gradient
 
 
 def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:

@@ -131,8 +131,10 @@ def simulate(
         something else than the integers.
 
     Gradient: with respect to all float arguments, and to given scales; scales from the values at
-      hand count as constants. Inside `jax.custom_jvp` and `jax.custom_vjp` the rule of the user
-      holds, evaluated in float: scales that are used there alone get a gradient of zero.
+      hand count as constants. A symmetric scale by `absmax` clips nothing, so `ste` is the identity
+      there: also for a NaN, which makes all NaN that its scale covers. Inside `jax.custom_jvp` and
+      `jax.custom_vjp` the rule of the user holds, evaluated in float: scales that are used there
+      alone get a gradient of zero.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp

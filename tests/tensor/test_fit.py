@@ -73,7 +73,8 @@ EXTREMES = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 1e-38, -1e-30, 3e38, -3.4
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qtype, dtype):
     """With the clip mask or without: every format, each row one magnitude and one extreme. Of rows
-    below 2^-106 the share of the range that the mask forgives is subnormal, and so it is 0.
+    below 2^-106 the share of the range that the mask forgives is subnormal, and so it is 0. What a
+    NaN itself gets is told below.
     """
     size = 16 if qtype == numerics.nvfp4 else 32
     spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: size}))
@@ -87,7 +88,20 @@ def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qty
     found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
     same, again = jax.vjp(lambda x: fake_quantize_as(x, spec, given), x)
     assert_floats(found, np.asarray(same), dtype)
-    assert_floats(back(pull)[0], np.asarray(again(pull)[0]), dtype)
+    known = ~np.isnan(np.asarray(x))
+    assert_floats(back(pull)[0][known], np.asarray(again(pull)[0])[known], dtype)
+
+
+def test_a_nan_makes_all_nan_that_its_scale_covers_and_the_gradient_is_of_the_identity():
+    """No mask is computed there. A scale that is given is not its, and it gets no gradient."""
+    x = jnp.asarray(normal(2, 5)).at[1, 3].set(jnp.nan)
+    spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
+    found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
+    np.testing.assert_array_equal(jnp.isnan(found), [[False] * 5, [True] * 5])
+    np.testing.assert_array_equal(back(found.at[1].set(2.0))[0][1], np.full(5, 2.0))
+    given = Affine(jnp.ones((2, 1)))
+    gradient = jax.grad(lambda x: fake_quantize_as(x, spec, given).sum())(x)
+    np.testing.assert_array_equal(gradient[1], [1, 1, 1, 0, 1])
 
 
 def test_no_value_is_clipped_by_the_symmetric_scale_that_it_set():
