@@ -9,10 +9,10 @@ unrolled functions, and under scan the same cost for 24 layers as for 6. "step":
 of an MLP 768-3072-768 at batch 128 with respect to parameters and input; the peer is qwix's
 `QtProvider`, which takes Flax modules alone and is traced last, as it patches `jax.lax`.
 
-Floors: "by hand" is the function with the five textbook lines of fake quantization written into it
-(`by_hand`: no NaN kept, no range checked, no plan), below which no library can be expected to come.
-That of a step with integers is its three products at the rate of int8 and bfloat16, about half of
-float32.
+"by hand" is the function with the five textbook lines of fake quantization written into it
+(`by_hand`: no NaN kept, no range checked, no plan): what quantization costs without a library, near
+which traces and compilations of unrolled functions can be expected to stay. The floor of a step
+with integers is its three products at the rate of int8 and bfloat16, about half of float32.
 """
 
 import argparse

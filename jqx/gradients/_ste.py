@@ -55,7 +55,22 @@ ste_unclipped = StraightThroughUnclipped()
 
 @jax.custom_jvp
 def straight_through(value: jax.Array, through: jax.Array) -> jax.Array:
-    """Returns `value`, with the derivative of `through`; both have one shape and dtype."""
+    """Returns `value`, with the derivative of `through`.
+
+    Args:
+      value: array of any shape and dtype; no gradient passes through it.
+      through: array of the same shape and dtype.
+
+    Gradient: the cotangent, to `through`.
+    NaN and infinities: those of `value`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jqx.gradients import straight_through
+      >>> f = lambda x: straight_through(jnp.round(x), x)
+      >>> f(1.7), jax.grad(f)(1.7)
+      (Array(2., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
+    """
     return value
 
 

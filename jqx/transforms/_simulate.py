@@ -40,13 +40,10 @@ class _FakeQuantize(Rules):
         return Trainable(leaf if given else self.quantize(leaf, weight.spec, weight.key), real)
 
     def quantize(self, x: Any, spec: QSpec, name: str) -> QTensor:
-        """Returns the codes of what `round` returns, which gradients do not pass.
-
-        They are kept: XLA on CPU would rather keep the quotients, four times as large, and round
-        them again where they are dequantized.
-        """
+        """Returns the codes of what `round` returns, which gradients do not pass."""
         fixed = jax.lax.stop_gradient((jnp.asarray(x), self.affines.get(name)))
-        return jax.lax.optimization_barrier(QTensor.quantize(fixed[0], spec, fixed[1]))
+        q = QTensor.quantize(fixed[0], spec, fixed[1])
+        return dataclasses.replace(q, values=_kept(q.values))
 
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with random numbers of its own for each name."""
@@ -168,6 +165,21 @@ def simulate(
         return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
 
     return simulated
+
+
+def _kept(codes: jax.Array) -> jax.Array:
+    """Returns codes that are kept for the backward pass, as codes.
+
+    XLA on CPU would rather keep the quotients, four times as large, and round them again where they
+    are dequantized. It removes barriers before it fuses, but moves nothing through a condition that
+    it cannot decide: one behind a barrier.
+    """
+
+    def on_cpu(codes: jax.Array) -> jax.Array:
+        yes = jax.lax.optimization_barrier(jnp.bool_(True))
+        return jax.lax.cond(yes, lambda codes: codes, jax.lax.neg, codes)
+
+    return jax.lax.platform_dependent(codes, cpu=on_cpu, default=jax.lax.optimization_barrier)
 
 
 def _specs_of(plan: Plan) -> list[QSpec]:

@@ -1,5 +1,7 @@
 """`simulate(..., backward=)`: forward on integers, backward in float."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,21 @@ def test_the_backward_pass_contracts_in_the_dtype_asked_for():
         "".join(k for k in ("xi8>", "xbf16>", "xf32>") if k in p.split("->")[0]) for p in products
     ]
     assert sorted(kinds) == ["xbf16>"] * 3 + ["xi8>"] * 2
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of what XLA on CPU keeps")
+def test_codes_are_kept_for_the_backward_pass_not_their_quotients():
+    """Of a weight that no other operation divides: its quotients would be the root of a fusion."""
+
+    def f(w, x):
+        return jax.nn.relu(x @ w)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
+    simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), backward=jnp.float32)
+    step = jax.value_and_grad(lambda w, x: simulated(w, x).sum(), (0, 1))
+    program = jax.jit(step).lower(*shapes).compile().as_text()
+    assert re.search(r"s8\[256,512\]\S* (fusion|convert)", program)
+    assert not re.search(r"ROOT \S+ = f32\[256,512\]\S* divide", program)
 
 
 def test_learned_scales_get_the_same_gradients():
