@@ -519,7 +519,7 @@ def test_weights_alone_and_lookups_have_no_sums():
         ("dot_general", "float", None),
     ]
     low, high = found.results[0]
-    units = 3 * 3 * 2.0**-23  # three for each of 3 terms
+    units = 3 * 3 * 2.0**-23  # product, scale and sum of each of 3 terms
     np.testing.assert_allclose((low, high), (-127, 127 + 1), rtol=units)
 
 

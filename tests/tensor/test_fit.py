@@ -93,7 +93,7 @@ def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qty
 
 
 def test_a_nan_makes_all_nan_that_its_scale_covers_and_the_gradient_is_of_the_identity():
-    """No mask is computed there. A scale that is given is not its, and it gets no gradient."""
+    """No mask is computed there. Beside a scale that is given, `ste` gives a NaN no gradient."""
     x = jnp.asarray(normal(2, 5)).at[1, 3].set(jnp.nan)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
     found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
