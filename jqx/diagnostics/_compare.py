@@ -24,6 +24,7 @@ from ..tensor import QSpec, QTensor
 from ..transforms import (
     Address,
     Call,
+    GivenAffines,
     Plan,
     Records,
     Rules,
@@ -208,7 +209,7 @@ class Comparison(Tabular):
 def compare(
     f: Callable[..., Any],
     plan: Plan | Policy,
-    affines: Mapping[str, Affine] | None = None,
+    affines: GivenAffines = None,
 ) -> Callable[..., Comparison]:
     """Returns a function that compares `f` with its quantized self, at each site.
 
@@ -219,16 +220,16 @@ def compare(
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`; `None` takes every activation's scale from the values at
-        hand.
+      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
+        them from the values at hand instead. `None` where the plan has no static ones.
 
     Returns:
       `compared(*args, **kwargs) -> Comparison`, of float parameters. It compiles, and computes.
 
     Raises:
       TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function, `affines` does not fit it, or a parameter
-        is quantized already.
+      ValueError: the plan was made for another function, `affines` does not fit it, a static
+        activation or output has no scale, or a parameter is quantized already.
 
     NaN, infinity: a result with a NaN has the SQNR NaN.
 
@@ -247,9 +248,8 @@ def compare(
     def compared(*args: Any, **kwargs: Any) -> Comparison:
         call = trace_call("compare", f, params, args, kwargs)
         known = as_plan("compare", plan, call, params)
-        known.check_affines("compare", affines)
+        given = known.scales_of("compare", affines)
         _check_floats(call)
-        given = dict(affines or {})
         out, records = jax.jit(lambda leaves, given: _side_by_side(call, known, leaves, given))(
             call.leaves, given
         )

@@ -1,16 +1,15 @@
 """`explain`: which contraction of the compiled program each site became, and whether on codes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
 from .._checks import check_instance, require_that
-from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QTensor
-from ..transforms import Plan, convert, is_array, make_plan, quantize_params
+from ..transforms import GivenAffines, Plan, convert, is_array, make_plan, quantize_params
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
@@ -99,7 +98,7 @@ def explain(
     f: Callable[..., Any],
     *args: Any,
     plan: Plan | Policy | None = None,
-    affines: Mapping[str, Affine] | None = None,
+    affines: GivenAffines = None,
     target: str = "cpu",
 ) -> Explanation:
     """Compiles a quantized function, and says of each of its sites what multiplies what.
@@ -114,7 +113,8 @@ def explain(
       *args: its arguments, as for `jqx.lowering`: any shapes and dtypes; arrays, QTensors or
         `jax.ShapeDtypeStruct`s.
       plan: a `Plan`, or a `Policy` to plan the call with.
-      affines: scales from `jqx.affines`; `None` takes every activation's from the values at hand.
+      affines: scales from `jqx.affines`; without them every activation's scale is found in
+        the program, from the values at hand.
       target: as for `jqx.lowering`.
 
     Raises:
@@ -150,7 +150,12 @@ def explain(
     check_instance("explain", "plan", plan, (Plan, Policy), mend=mend)
     known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
     quantized = _with_codes(args, known)
-    return _with_plan(lowering(convert(f, known, affines), *quantized, target=target), known)
+    return _with_plan(
+        lowering(
+            convert(f, known, "dynamic" if affines is None else affines), *quantized, target=target
+        ),
+        known,
+    )
 
 
 def _with_codes(args: tuple[Any, ...], plan: Plan) -> list[Any]:

@@ -153,8 +153,7 @@ def ranges(
     def found(*args: Any, **kwargs: Any) -> Ranges:
         call = trace_call("diagnostics.ranges", f, params, args, kwargs)
         known = as_plan("diagnostics.ranges", plan, call, params)
-        known.check_affines("diagnostics.ranges", affines)
-        given = dict(affines or {})
+        given = known.check_affines("diagnostics.ranges", affines)
         notes = Notes()
         leaves = _leaves(call, known, given, args, kwargs, bounds or {})
         results = Follower(known, given, notes).run(call.jaxpr, leaves, consts=call.consts)

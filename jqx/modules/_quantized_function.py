@@ -14,6 +14,7 @@ from ..gradients import draws
 from ..policy import Policy
 from ..tensor import QTensor
 from ..transforms import (
+    GivenAffines,
     Plan,
     affines,
     calibrate,
@@ -71,7 +72,7 @@ class QuantizedFunction:
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
             params = _fit(params, plan)
-            transform = convert(self.function, plan, self._scales_of(plan) or None)
+            transform = convert(self.function, plan, self._scales_of(plan) or "dynamic")
         else:
             params, transform = dequantize_params(params), self.function
         return transform(params, *self.args, **self.kwargs)
@@ -126,10 +127,10 @@ class QuantizedFunction:
         plan = self.plan(params)
         return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
 
-    def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, dict[str, Affine] | None]:
+    def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, GivenAffines]:
         """Returns what a transform needs; where no scales are known, the policy: one trace less."""
         if not self.stats and not self.scales:
-            return self.policy, None
+            return self.policy, "dynamic"
         plan = self.plan(params)
         return plan, self._scales_of(plan)
 

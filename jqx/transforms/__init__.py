@@ -1,5 +1,6 @@
 """Functional transforms: plan, calibrate, simulate, quantize, convert any JAX function."""
 
+from ._affines import GivenAffines as GivenAffines
 from ._calibrate import Affines as Affines
 from ._calibrate import affines as affines
 from ._calibrate import calibrate as calibrate

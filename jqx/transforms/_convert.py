@@ -16,6 +16,7 @@ from ..calibrators import Affine
 from ..numerics import name_of_qtype
 from ..policy import Policy
 from ..tensor import QTensor, groups_of
+from ._affines import GivenAffines
 from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._origin import Address
@@ -82,7 +83,7 @@ class _Integers(Rules):
 def convert(
     f: Callable[..., Any],
     plan: Plan | Policy,
-    affines: Mapping[str, Affine] | None = None,
+    affines: GivenAffines = None,
     *,
     unsupported: str = "error",
 ) -> Callable[..., Any]:
@@ -91,8 +92,8 @@ def convert(
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`; `None` takes every activation's scale from the values at
-        hand.
+      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
+        them from the values at hand instead. `None` where the plan has no static ones.
       unsupported: what to do where a quantized weight reaches an operation without a quantized
         form: `"error"`, or `"dequantize"` to go on in float.
 
@@ -104,7 +105,7 @@ def convert(
     Raises:
       TypeError: `f` is no function or `plan` no plan.
       ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
-        `unsupported` is unknown.
+        a static activation or output has no scale; `unsupported` is unknown.
       NotImplementedError: a quantized weight reaches an operation without a quantized form.
 
     Example:
@@ -130,8 +131,8 @@ def convert(
     def converted(*args: Any, **kwargs: Any) -> Any:
         call = trace_call("convert", f, params, args, kwargs)
         known = as_plan("convert", plan, call, params)
-        known.check_affines("convert", affines)
-        rules = _Integers(known, affines or {}, dequantize=unsupported == "dequantize")
+        scales = known.scales_of("convert", affines)
+        rules = _Integers(known, scales, dequantize=unsupported == "dequantize")
         leaves = [
             _leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)

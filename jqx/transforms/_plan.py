@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .._errors import message
+from ..calibrators import Affine
 from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
+from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
 from ._plan_table import as_rich_table, as_text
 from ._trace import Params
@@ -178,7 +180,7 @@ class Plan:
                     "Plan",
                     "no contraction is on that path.",
                     given=repr(path),
-                    expected=f"one of {len(known)} paths, such as {_some(close)}",
+                    expected=f"one of {len(known)} paths, such as {some(close)}",
                     mend="print the plan: it lists every path.",
                 )
             )
@@ -299,26 +301,19 @@ class Plan:
         rest = [line for line in self.signature if not line.startswith("parameter ")]
         self.check_signature(function, (*lines, *rest))
 
-    def check_affines(self, function: str, affines: Mapping[str, Any] | None) -> None:
-        """Raises where scales are given for what the plan does not know, or miss what it needs."""
-        if affines is None:
-            return
-        static = set(self.static_specs())
-        unknown = sorted(set(affines) - static - {weight.key for weight in self.weights})
-        missing = sorted(static - set(affines))
-        if not unknown and not missing:
-            return
-        raise ValueError(
-            message(
-                function,
-                "`affines` does not fit the plan.",
-                given=f"{len(affines)} entries; unknown: {_some(unknown)}; "
-                f"missing: {_some(missing)}",
-                expected="an entry for every static activation of the plan, and none beside",
-                mend="compute it with jqx.affines(plan, stats), or pass None for scales from the "
-                "values at hand.",
-            )
-        )
+    def check_affines(
+        self, function: str, affines: Mapping[str, Affine] | None
+    ) -> dict[str, Affine]:
+        """Returns the scales given, none for `None`, after checking that the plan knows each of
+        them, and that none of a static activation or output is missing among them.
+        """
+        return check_affines(function, self, affines)
+
+    def scales_of(self, function: str, affines: GivenAffines) -> dict[str, Affine]:
+        """Returns the scales that a function runs with: those given, all that the plan needs; or
+        none for `"dynamic"`, which takes every scale from the values at hand.
+        """
+        return required_affines(function, self, affines)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -326,9 +321,3 @@ class Plan:
     def __rich__(self) -> Any:
         """What rich prints in place of `str(plan)`: a table."""
         return as_rich_table(self)
-
-
-def _some(names: list[str]) -> str:
-    return (
-        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
-    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
-from ..calibrators import Affine
 from ..gradients import Surrogate, draws
 from ..policy import Policy
 from ..tensor import QSpec, QTensor, fake_quantize_as
+from ._affines import GivenAffines
 from ._integer_forward import integer_forward
 from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
@@ -95,7 +95,7 @@ class _FakeQuantize(Rules):
 def simulate(
     f: Callable[..., Any],
     plan: Plan | Policy,
-    affines: Mapping[str, Affine] | None = None,
+    affines: GivenAffines = None,
     *,
     backward: DTypeLike | None = None,
     key: jax.Array | None = None,
@@ -110,8 +110,9 @@ def simulate(
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`; `None` takes every scale from the values at hand. Weights
-        take theirs from the values at hand too, unless `affines` has an entry `<path>:weight`.
+      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
+        them from the values at hand instead. `None` where the plan has no static ones. Weights
+        take theirs from the values at hand, unless `affines` has an entry `<path>:weight`.
       backward: `None`, or the float dtype that operands of the contractions of the backward pass
         are rounded to, such as `jnp.bfloat16`: the forward pass then runs on integers and has
         the bits of `convert`. Inside `jax.custom_jvp` and `jax.custom_vjp` it stays in float.
@@ -123,9 +124,9 @@ def simulate(
 
     Raises:
       TypeError: `f` is no function, `plan` no plan or `backward` no float dtype.
-      ValueError: the plan was made for another function, `affines` does not fit it, `key` is
-        missing or has no use, or `backward` is given and the gradient estimator of a spec sees
-        something else than the integers.
+      ValueError: the plan was made for another function, `affines` does not fit it, a static
+        activation or output has no scale, `key` is missing or has no use, or `backward` is given
+        and the gradient estimator of a spec sees something else than the integers.
 
     Gradient: with respect to all float arguments, and to given scales; scales from the values at
       hand count as constants. A symmetric scale by `absmax` clips nothing, so `ste` is the identity
@@ -153,10 +154,10 @@ def simulate(
     def simulated(*args: Any, **kwargs: Any) -> Any:
         call = trace_call("simulate", f, params, args, kwargs)
         known = as_plan("simulate", plan, call, params)
-        known.check_affines("simulate", affines)
+        scales = known.scales_of("simulate", affines)
         _check_key_is_used(known, key)
         _check_estimators(known, backward)
-        rules = _FakeQuantize(known, affines or {}, key, backward)
+        rules = _FakeQuantize(known, scales, key, backward)
         leaves = [
             rules.weight(leaf, known.weight_at(path))
             for leaf, path in zip(call.leaves, call.paths, strict=True)

@@ -43,7 +43,7 @@ def assert_close(row, numbers):
 @pytest.mark.parametrize("name", FORMS)
 def test_the_error_of_the_result_in_every_form(name):
     w, x = weights(), rows()
-    found = jqx.compare(function(name), POLICY)(w, x)
+    found = jqx.compare(function(name), POLICY, "dynamic")(w, x)
     assert_close(
         found.result,
         expected(function(name)(w, x), reference(name, "weights and activations")(w, x)),
@@ -70,9 +70,9 @@ X = random(5, 8, seed=2)
 
 
 def test_own_and_gathered_errors_of_two_layers():
-    found = jqx.compare(layers, W8A8)(PARAMS, X)
-    one = jqx.simulate(lambda p, x: x @ p["a"], W8A8)
-    two = jqx.simulate(lambda p, x: x @ p["b"], W8A8)
+    found = jqx.compare(layers, W8A8, "dynamic")(PARAMS, X)
+    one = jqx.simulate(lambda p, x: x @ p["a"], W8A8, "dynamic")
+    two = jqx.simulate(lambda p, x: x @ p["b"], W8A8, "dynamic")
     middle, rounded = X @ PARAMS["a"], one({"a": PARAMS["a"]}, X)
     first, second = found.sites
     assert (first.path, second.path) == ("a", "b")
@@ -97,12 +97,14 @@ def test_one_row_for_each_layer_of_a_scan():
     def f(w, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    found = jqx.compare(f, policy)(w, X)
+    found = jqx.compare(f, policy, "dynamic")(w, X)
     assert [row.layer for row in found.sites] == [(0,), (1,), (2,), (3,)]
     assert found.worst(1)[0].layer == (2,)
     each, x = (
         jqx.simulate(
-            lambda w, x: x @ w, jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_tensor()})
+            lambda w, x: x @ w,
+            jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_tensor()}),
+            "dynamic",
         ),
         X,
     )
@@ -123,7 +125,7 @@ def test_a_planted_outlier_channel_is_the_worst_site():
             x = jnp.tanh(x @ p[name])
         return x
 
-    found = jqx.compare(f, policy)(params, X)
+    found = jqx.compare(f, policy, "dynamic")(params, X)
     assert found.worst()[0].path == "c"
     healthy = [row.local_sqnr for row in found.sites if row.path != "c"]
     assert found.worst()[0].local_sqnr < min(healthy) - 1
@@ -137,12 +139,12 @@ def test_static_scales_and_outputs_are_those_given():
     found = jqx.compare(layers, plan, affines)(PARAMS, X)
     simulated = jqx.simulate(layers, plan, affines)(PARAMS, X)
     assert_close(found.result, expected(layers(PARAMS, X), simulated))
-    assert found.result.sqnr < jqx.compare(layers, policy)(PARAMS, X).result.sqnr - 10
+    assert found.result.sqnr < jqx.compare(layers, policy, "dynamic")(PARAMS, X).result.sqnr - 10
 
 
 def test_exact_sites_are_exact():
     w = jnp.round(random(8, 8) * 20).at[0].set(127.0)
-    found = jqx.compare(lambda w, x: x @ w, jqx.presets.w8a16())(w, jnp.ones((2, 8)))
+    found = jqx.compare(lambda w, x: x @ w, jqx.presets.w8a16(), "dynamic")(w, jnp.ones((2, 8)))
     assert found.result.sqnr == math.inf and found.result.max_error == 0
     assert "exact" in str(found)
 
@@ -154,9 +156,11 @@ def test_a_float_weight_elsewhere_and_a_lookup():
     params = {"t": random(7, 8), "w": random(8, 4, seed=1)}
     ids = jnp.array([1, 5, 2])
     policy = jqx.presets.w8a16()
-    found = jqx.compare(f, policy)(params, ids)
+    found = jqx.compare(f, policy, "dynamic")(params, ids)
     assert [row.op for row in found.sites] == ["gather", "dot_general"]
-    assert_close(found.result, expected(f(params, ids), jqx.simulate(f, policy)(params, ids)))
+    assert_close(
+        found.result, expected(f(params, ids), jqx.simulate(f, policy, "dynamic")(params, ids))
+    )
 
 
 def test_under_jit_inside_and_with_static_arguments():
@@ -165,13 +169,13 @@ def test_under_jit_inside_and_with_static_arguments():
             x = jax.jit(lambda w, x: jnp.tanh(x @ w))(p, x)
         return {"x": x, "n": depth, "i": jnp.arange(3)}
 
-    found = jqx.compare(f, W8A8)(PARAMS["a"], X, depth=3)
+    found = jqx.compare(f, W8A8, "dynamic")(PARAMS["a"], X, depth=3)
     assert len(found.sites) == 3 and found.sites[0].sqnr > found.sites[2].local_sqnr - 60
     assert found.result.path == "(result)"
 
 
 def test_it_prints_and_serializes():
-    found = jqx.compare(layers, W8A8)(PARAMS, X)
+    found = jqx.compare(layers, W8A8, "dynamic")(PARAMS, X)
     lines = str(found).splitlines()
     assert lines[0].split()[:2] == ["path", "op"] and len(lines) == 2 + 3 + 1
     data = json.loads(json.dumps(found.to_dict()))
@@ -184,10 +188,12 @@ def test_it_prints_and_serializes():
 def test_quantized_parameters_are_refused():
     plan = jqx.make_plan(layers, W8A8)(PARAMS, X)
     with pytest.raises(ValueError, match="quantized already") as error:
-        jqx.compare(layers, plan)(jqx.quantize_params(PARAMS, plan), X)
+        jqx.compare(layers, plan, "dynamic")(jqx.quantize_params(PARAMS, plan), X)
     assert "jqx.quantize_params" in str(error.value)
 
 
 def test_a_nan_is_told():
-    found = jqx.compare(layers, W8A8)({**PARAMS, "b": PARAMS["b"].at[0, 0].set(jnp.nan)}, X)
+    found = jqx.compare(layers, W8A8, "dynamic")(
+        {**PARAMS, "b": PARAMS["b"].at[0, 0].set(jnp.nan)}, X
+    )
     assert math.isnan(found.result.sqnr) and found.sites[0].sqnr > 0

@@ -98,7 +98,7 @@ def test_simulate_and_convert_are_the_transforms(name):
     plan = jqx.make_plan(function, policy_of(name))(params, *inputs)
     assert plan.weights
     assert str(jqx.linen.make_plan(layer, variables, *inputs)) == str(plan)
-    expected = jqx.simulate(function, plan)(params, *inputs)
+    expected = jqx.simulate(function, plan, "dynamic")(params, *inputs)
     assert (layer.apply(variables, *inputs) == expected).all()
 
     integers = layer.clone(mode=Mode.CONVERT)
@@ -107,7 +107,7 @@ def test_simulate_and_convert_are_the_transforms(name):
     assert jax.tree.structure(overlay(converted.get("params", {}), converted["qparams"])) == (
         jax.tree.structure(quantized)
     )
-    expected = jqx.convert(function, plan)(quantized, *inputs)
+    expected = jqx.convert(function, plan, "dynamic")(quantized, *inputs)
     assert (integers.apply(converted, *inputs) == expected).all()
     floats = layer.clone(mode=Mode.FLOAT).apply(converted, *inputs)
     assert (floats == function(jqx.dequantize_params(quantized), *inputs)).all()

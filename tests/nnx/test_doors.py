@@ -92,7 +92,7 @@ def test_simulate_with_statistics(door, name):
 
 def test_gradients_with_values_at_hand(door, name):
     model = DOORS[door](POLICIES[name], Mode.SIMULATE)
-    expected = jqx.simulate(float_network, POLICIES[name])
+    expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     got = nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, images())
     want = jax.grad(lambda p, x: (expected(p, x) ** 2).sum())(params(), images())
     assert_equal(named(nnx.to_pure_dict(got)), named(want))

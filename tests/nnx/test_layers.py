@@ -102,13 +102,13 @@ def test_a_layer_on_integers_is_the_transform_of_that_of_flax(title):
     plan = jqx.make_plan(function, POLICY)(params, *inputs)
     assert plan.weights
     assert jqx.nnx.make_plan(layer, *inputs).to_dict() == plan.to_dict()
-    expected = jqx.simulate(function, plan)(params, *inputs)
+    expected = jqx.simulate(function, plan, "dynamic")(params, *inputs)
     assert (layer(*inputs) == expected).all()
     codes = jqx.quantize_params(params, plan)
     jqx.nnx.convert(layer, *inputs)
     found = nnx.to_flat_state(nnx.state(layer, QParam))
     assert ["/".join(path) for path, _ in found] == sorted(w.path for w in plan.weights)
-    assert (layer(*inputs) == jqx.convert(function, plan)(codes, *inputs)).all()
+    assert (layer(*inputs) == jqx.convert(function, plan, "dynamic")(codes, *inputs)).all()
     layer.set_attributes(mode=Mode.FLOAT)
     assert (layer(*inputs) == function(jqx.dequantize_params(codes), *inputs)).all()
 

@@ -27,7 +27,7 @@ def gradients(f, *args):
 @pytest.mark.parametrize("name", FORMS)
 def test_the_forward_pass_is_on_integers(name):
     """By jaxpr: no contraction of floats is left, but inside custom derivatives."""
-    f = jqx.simulate(function(name), plan_of(name), backward=jnp.float32)
+    f = jqx.simulate(function(name), plan_of(name), "dynamic", backward=jnp.float32)
     w, x = weights(), rows()
     assert_same(jax.jit(f)(w, x), reference(name, BOTH)(w, x))
     text = jax.jit(f).lower(w, x).as_text()
@@ -40,7 +40,7 @@ def test_the_forward_pass_is_on_integers(name):
 @pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n] not in WHILES and n not in CUSTOM])
 @pytest.mark.parametrize("policy", [pytest.param("weights", marks=slow), BOTH])
 def test_gradients_are_those_of_what_is_quantized_by_hand(name, policy):
-    f = jqx.simulate(function(name), plan_of(name, policy), backward=jnp.float32)
+    f = jqx.simulate(function(name), plan_of(name, policy), "dynamic", backward=jnp.float32)
     w, x = weights(), rows()
     assert_same(gradients(f, w, x), gradients(reference(name, policy), w, x))
 
@@ -49,13 +49,13 @@ def test_gradients_are_those_of_what_is_quantized_by_hand(name, policy):
 def test_the_derivative_rule_of_the_user_is_kept(name):
     f, w, x = function(name), weights(), rows()
     plan = plan_of(name)
-    found = gradients(jqx.simulate(f, plan, backward=jnp.float32), w, x)
-    assert_same(found, gradients(jqx.simulate(f, plan), w, x))
+    found = gradients(jqx.simulate(f, plan, "dynamic", backward=jnp.float32), w, x)
+    assert_same(found, gradients(jqx.simulate(f, plan, "dynamic"), w, x))
 
 
 def test_the_backward_pass_contracts_in_the_dtype_asked_for():
     plan = jqx.make_plan(mlp, jqx.presets.w8a8())(mlp_params(), normal(3, 4, 16))
-    f = jqx.simulate(mlp, plan, backward=jnp.bfloat16)
+    f = jqx.simulate(mlp, plan, "dynamic", backward=jnp.bfloat16)
     loss = lambda p, x: jnp.sum(f(p, x) ** 2)  # noqa: E731
     text = jax.jit(jax.grad(loss)).lower(mlp_params(), normal(3, 4, 16)).as_text()
     products = [line.split(":")[-1] for line in text.splitlines() if "dot_general" in line]
@@ -73,7 +73,7 @@ def test_codes_are_kept_for_the_backward_pass_not_their_quotients():
         return jax.nn.relu(x @ w)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
-    simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), backward=jnp.float32)
+    simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), "dynamic", backward=jnp.float32)
     step = jax.value_and_grad(lambda w, x: simulated(w, x).sum(), (0, 1))
     program = jax.jit(step).lower(*shapes).compile().as_text()
     assert re.search(r"s8\[256,512\]\S* (fusion|convert)", program)
@@ -108,7 +108,7 @@ def test_learned_scales_get_the_same_gradients():
 def test_devices_each_contract_integers(name):
     f, w, x = devices.function(name), devices.weights(), eighths(1, devices.ROWS, devices.K)
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
-    run = jqx.simulate(f, plan, backward=jnp.float32)
+    run = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)
     assert_same(jax.jit(run)(w, x), jax.jit(devices.reference(name, BOTH))(w, x))
     if name != "loops_inside":
         assert_same(gradients(run, w, x), gradients(devices.reference(name, BOTH), w, x))
@@ -116,7 +116,7 @@ def test_devices_each_contract_integers(name):
 
 def test_quantized_weights_may_be_given():
     w, x, plan = weights(), rows(), plan_of("scan_xs")
-    f = jqx.simulate(function("scan_xs"), plan, backward=jnp.float32)
+    f = jqx.simulate(function("scan_xs"), plan, "dynamic", backward=jnp.float32)
     assert_same(jax.jit(f)(jqx.quantize_params(w, plan), x), reference("scan_xs", BOTH)(w, x))
 
 
@@ -124,16 +124,16 @@ def test_weights_used_elsewhere_are_real_there():
     f = lambda w, x: (jnp.sum(x @ w[0]) + jnp.sum(w**2), w)  # noqa: E731
     w, x = weights(), rows()
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
-    found = jqx.simulate(f, plan, backward=jnp.float32)(w, x)
-    assert_same(found, jqx.simulate(f, plan)(w, x))
+    found = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)(w, x)
+    assert_same(found, jqx.simulate(f, plan, "dynamic")(w, x))
 
 
 def test_bad_arguments_are_refused():
     plan = plan_of("jitted")
     for dtype, fact in [(jnp.int8, "floating point"), ("fast", "not a dtype")]:
         with pytest.raises(TypeError, match=fact):
-            jqx.simulate(function("jitted"), plan, backward=dtype)
+            jqx.simulate(function("jitted"), plan, "dynamic", backward=dtype)
     noisy = jqx.QSpec(jnp.int8, gradient=jqx.gradients.stochastic)
     policy = jqx.Policy([jqx.Rule(activation=noisy)])
     with pytest.raises(ValueError, match="which an estimator does not see"):
-        jqx.simulate(function("jitted"), policy, backward=jnp.float32)(weights(), rows())
+        jqx.simulate(function("jitted"), policy, "dynamic", backward=jnp.float32)(weights(), rows())

@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,10 @@ def converted(name, calls):
     policy = jqx.Policy([jqx.Rule(weight=weight, activation=CALLS[calls])])
     w, x = eighths(0, K, 8), rows()
     plan = jqx.make_plan(product, policy)(w, x)
-    return jax.jit(jqx.convert(product, plan)), (laid_out(jqx.quantize_params(w, plan)), x)
+    return jax.jit(jqx.convert(product, plan, "dynamic")), (
+        laid_out(jqx.quantize_params(w, plan)),
+        x,
+    )
 
 
 def simulated():
@@ -145,7 +149,7 @@ def test_what_is_written_computes_the_same_bits_here_and_elsewhere(name, elsewhe
 def test_every_control_flow_form_is_exported(name):
     w, x = weights(), rows()
     plan = jqx.make_plan(function(name), POLICIES["weights"])(w, x)
-    f, q = jax.jit(jqx.convert(function(name), plan)), jqx.quantize_params(w, plan)
+    f, q = jax.jit(jqx.convert(function(name), plan, "dynamic")), jqx.quantize_params(w, plan)
     read = export.deserialize(export.export(f)(q, x).serialize())
     assert_same(read.call(q, x), f(q, x))
 
@@ -154,7 +158,7 @@ def test_quantized_weights_may_be_closed_over():
     w, x = weights()[0], rows()
     plan = jqx.make_plan(product, POLICIES["weights"])(w, x)
     q = jqx.quantize_params(w, plan)
-    f = jax.jit(lambda x: jqx.convert(product, plan)(q, x))
+    f = jax.jit(lambda x: jqx.convert(product, plan, "dynamic")(q, x))
     read = export.deserialize(export.export(f)(x).serialize())
     assert_same(read.call(x), f(x))
 
@@ -199,7 +203,11 @@ SPECS = {
     ),
     "uint4 and tokens": (jqx.Rule(weight=spec(jnp.uint4, symmetric=False), activation=TOKENS),),
 }
-TRANSFORMS = {"convert": jqx.convert, "simulate": jqx.simulate, "calibrate": jqx.calibrate}
+TRANSFORMS = {
+    "convert": partial(jqx.convert, affines="dynamic"),
+    "simulate": partial(jqx.simulate, affines="dynamic"),
+    "calibrate": jqx.calibrate,
+}
 
 
 def batch(sizes, *rest, constraints=()):
@@ -229,7 +237,7 @@ def test_large_weights_serve_a_symbolic_number_of_rows(specs, granularity):
     policy = jqx.Policy([jqx.Rule(weight=weight, activation=rule.activation)])
     w = normal(0, 128, 144)
     plan = plan_of(product, policy, w, normal(1, 2, 128))
-    g, q = jax.jit(jqx.convert(product, plan)), jqx.quantize_params(w, plan)
+    g, q = jax.jit(jqx.convert(product, plan, "dynamic")), jqx.quantize_params(w, plan)
     for sizes, bounds, numbers in (
         ("b", (), (8, 24)),
         ("8*b", (), (8,)),
@@ -248,14 +256,14 @@ def test_a_plan_of_symbolic_sizes_is_that_of_any_sizes(name):
     assert plan == plan_of(f, policy, w, rows(3))
     assert all(site.macs in (None, 0) for site in plan.sites)
     assert "[b" in str(plan) and "multiply-adds" not in str(plan)
-    f, x = jax.jit(jqx.convert(f, policy)), rows(2)
+    f, x = jax.jit(jqx.convert(f, policy, "dynamic")), rows(2)
     exported = export.export(f)(w, batch("b", *rows().shape))
     assert_same(exported.call(w, x), f(w, x))
 
 
 def test_a_sum_of_symbolic_length_needs_a_bound():
     policy = jqx.Policy([jqx.Rule(activation=ACTIVATION)])
-    f = jax.jit(jqx.convert(lambda p, x: x.T @ x, policy))
+    f = jax.jit(jqx.convert(lambda p, x: x.T @ x, policy, "dynamic"))
     with pytest.raises(ValueError, match="sums of a symbolic length may not fit") as info:
         export.export(f)((), batch("t", K))
     assert 'constraints=["t <= 4096"]' in str(info.value)

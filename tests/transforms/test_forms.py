@@ -175,7 +175,7 @@ def test_scales_learned_for_each_layer_get_gradients_through_a_scan():
 @forms
 @ways
 def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
-    f, w, x = jqx.simulate(function(name), plan_of(name, policy)), weights(), rows()
+    f, w, x = jqx.simulate(function(name), plan_of(name, policy), "dynamic"), weights(), rows()
     assert_same(MODES[mode](f)(w, x), reference(name, policy)(w, x))
 
 
@@ -184,7 +184,7 @@ def test_what_is_simulated_is_what_is_quantized_by_hand(name, policy, mode):
 @ways
 def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
     plan, w, x = plan_of(name, policy), weights(), rows()
-    f, q = jqx.convert(function(name), plan), jqx.quantize_params(w, plan)
+    f, q = jqx.convert(function(name), plan, "dynamic"), jqx.quantize_params(w, plan)
     assert isinstance(q, jqx.QTensor)
     expected = reference(name, policy)(w, x)
     assert_same(MODES[mode](f)(q, x), expected)
@@ -196,7 +196,7 @@ def test_what_is_converted_is_what_is_quantized_by_hand(name, policy, mode):
 @forms
 @pytest.mark.parametrize("transform", [jqx.simulate, jqx.convert])
 def test_a_mapped_function_is_that_of_each_row(name, transform):
-    f, w, x = transform(function(name), plan_of(name)), weights(), rows(2)
+    f, w, x = transform(function(name), plan_of(name), "dynamic"), weights(), rows(2)
     found = jax.jit(jax.vmap(f, (None, 0)))(w, x)
     each = [reference(name, BOTH)(w, row) for row in x]
     assert_same(found, jax.tree.map(lambda *parts: jnp.stack(parts), *each))
@@ -208,7 +208,7 @@ def test_a_mapped_function_is_that_of_each_row(name, transform):
 )
 @policies
 def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(name, policy):
-    f = jqx.simulate(function(name), plan_of(name, policy))
+    f = jqx.simulate(function(name), plan_of(name, policy), "dynamic")
 
     def gradients(f):
         total = lambda w, x: sum(jnp.sum(y) for y in jax.tree.leaves(f(w, x)))  # noqa: E731
@@ -220,7 +220,7 @@ def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(n
 @pytest.mark.parametrize("name", CUSTOM)
 def test_the_derivative_rule_of_the_user_is_kept(name):
     """It doubles the derivative, and sees what the function sees: rounded weights, float rows."""
-    f, w, x = jqx.simulate(function(name), plan_of(name)), weights(), rows()
+    f, w, x = jqx.simulate(function(name), plan_of(name), "dynamic"), weights(), rows()
     dw, dx = jax.jit(jax.grad(lambda w, x: f(w, x).sum(), (0, 1)))(w, x)
     on_grid = jnp.round(w * 4) / 4
     np.testing.assert_array_equal(dx, jnp.broadcast_to(2 * on_grid[0].sum(axis=1), x.shape))
@@ -242,8 +242,10 @@ def test_a_contraction_in_the_condition_of_a_loop_is_no_site_of_its_body():
     assert [skip.reason for skip in plan.skipped] == ["it stands in the condition of a while loop"]
     expected = f(by_hand(True), jnp.round(w * 4) / 4, x)
     assert not np.array_equal(expected, x)
-    assert_same(jax.jit(jqx.simulate(real, plan))(w, x), expected)
-    assert_same(jax.jit(jqx.convert(real, plan))(jqx.quantize_params(w, plan), x), expected)
+    assert_same(jax.jit(jqx.simulate(real, plan, "dynamic"))(w, x), expected)
+    assert_same(
+        jax.jit(jqx.convert(real, plan, "dynamic"))(jqx.quantize_params(w, plan), x), expected
+    )
 
 
 def test_what_is_differentiated_inside_is_quantized():
@@ -257,5 +259,7 @@ def test_what_is_differentiated_inside_is_quantized():
     assert plan.sites and plan.skipped == ()
     expected = f(by_hand(True), jnp.round(w * 4) / 4, x)
     assert not np.array_equal(expected, real(w, x))
-    assert_same(jax.jit(jqx.simulate(real, plan))(w, x), expected)
-    assert_same(jax.jit(jqx.convert(real, plan))(jqx.quantize_params(w, plan), x), expected)
+    assert_same(jax.jit(jqx.simulate(real, plan, "dynamic"))(w, x), expected)
+    assert_same(
+        jax.jit(jqx.convert(real, plan, "dynamic"))(jqx.quantize_params(w, plan), x), expected
+    )

@@ -71,7 +71,7 @@ def test_a_jitted_function_is_traced_once_and_gives_the_same_bits_after():
     before, size = f(params, X), f._cache_size()
     text = f.lower(params, X).as_text()
     everything(f, w8a8(), params, X)
-    jax.jit(jax.grad(lambda p: jqx.simulate(f, w8a8())(p, X).sum()))(params)
+    jax.jit(jax.grad(lambda p: jqx.simulate(f, w8a8(), "dynamic")(p, X).sum()))(params)
     assert_same(f(params, X), before)
     assert len(traces) == 1 and f._cache_size() == size == 1
     assert f.lower(params, X).as_text() == text
@@ -86,7 +86,7 @@ def test_a_plain_function_is_traced_once_by_each_call_and_not_kept():
 
     params = mlp_params()
     plan = jqx.make_plan(f, w8a8())(params, X)
-    converted = jax.jit(jqx.convert(f, plan))
+    converted = jax.jit(jqx.convert(f, plan, "dynamic"))
     assert len(traces) == 1
     q = jqx.quantize_params(params, plan)
     for _ in range(3):
@@ -167,7 +167,7 @@ def test_an_array_that_also_stays_in_float_is_not_deleted(path):
     plan = jqx.make_plan(f, jqx.presets.w8a16(path))({"a": w, "b": w}, x)
     q = jqx.quantize_params({"a": w, "b": w}, plan, donate=True)
     assert not w.is_deleted()
-    assert jnp.all(jnp.isfinite(jqx.convert(f, plan)(q, x)))
+    assert jnp.all(jnp.isfinite(jqx.convert(f, plan, "dynamic")(q, x)))
 
 
 def test_donating_under_jit_is_refused():
@@ -215,4 +215,4 @@ def test_a_checkpoint_is_restored_into_the_abstract_parameters(name):
     )
     assert_same(restored, q)
     assert [*map(jax.typeof, jax.tree.leaves(restored))] == [*map(jax.typeof, jax.tree.leaves(q))]
-    assert_same(jqx.convert(f, plan)(restored, x), jqx.convert(f, plan)(q, x))
+    assert_same(jqx.convert(f, plan, "dynamic")(restored, x), jqx.convert(f, plan, "dynamic")(q, x))

@@ -57,7 +57,10 @@ def test_weights_that_are_joined_are_quantized_each_by_itself(name):
     assert not np.array_equal(jax.tree.leaves(expected)[0], jax.tree.leaves(f(p, x))[0])
     q = jqx.quantize_params(p, plan)
     np.testing.assert_array_equal(q["b"].dequantize(), on_grid(p)["b"])
-    for found in (jax.jit(jqx.simulate(f, plan))(p, x), jax.jit(jqx.convert(f, plan))(q, x)):
+    for found in (
+        jax.jit(jqx.simulate(f, plan, "dynamic"))(p, x),
+        jax.jit(jqx.convert(f, plan, "dynamic"))(q, x),
+    ):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -66,9 +69,9 @@ def test_activations_beside_joined_weights_are_quantized():
     plan = jqx.make_plan(fused, BOTH)(p, x)
     assert list(plan.static_specs()) == ["a+b:dot_general:lhs"]
     expected = fused(on_grid(p), on_steps(x))
-    np.testing.assert_array_equal(jqx.simulate(fused, plan)(p, x), expected)
+    np.testing.assert_array_equal(jqx.simulate(fused, plan, "dynamic")(p, x), expected)
     np.testing.assert_array_equal(
-        jax.jit(jqx.convert(fused, plan))(jqx.quantize_params(p, plan), x), expected
+        jax.jit(jqx.convert(fused, plan, "dynamic"))(jqx.quantize_params(p, plan), x), expected
     )
 
 
@@ -82,7 +85,9 @@ def test_scales_that_differ_along_the_sum_stay_apart():
     q = jqx.quantize_params(p, plan)
     joined = jqx.QTensor.concatenate([q["a"], q["b"]])
     assert joined.scale.shape == (2, K)
-    np.testing.assert_array_equal(jax.jit(jqx.convert(above_each_other, plan))(q, x), expected)
+    np.testing.assert_array_equal(
+        jax.jit(jqx.convert(above_each_other, plan, "dynamic"))(q, x), expected
+    )
 
 
 def test_rules_that_part_joined_weights_leave_them_in_float():
@@ -110,5 +115,5 @@ def test_views_of_one_weight_that_are_joined_are_that_weight():
     )
     assert [(weight.path, weight.sites) for weight in plan.weights] == [("", 1)]
     w = weights()[0]
-    found = jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), rows())
+    found = jax.jit(jqx.convert(f, plan, "dynamic"))(jqx.quantize_params(w, plan), rows())
     np.testing.assert_array_equal(found, f(jnp.round(w * 4) / 4, on_steps(rows())))

@@ -129,7 +129,7 @@ def test_weights_reach_their_contractions_as_codes(preset):
     params, x = stacked_params(), normal(2, 4, 144)
     plan = jqx.make_plan(stacked, preset())(params, x)
     q = jqx.quantize_params(params, plan)
-    equations = equations_of(jax.jit(jqx.convert(stacked, plan)), q, x)
+    equations = equations_of(jax.jit(jqx.convert(stacked, plan, "dynamic")), q, x)
     stacks = [v for eqn in equations for v in eqn.outvars if v.aval.shape == (3, 144, 144)]
     assert not any(map(is_wide, stacks))
     scans = [eqn for eqn in equations if eqn.primitive.name == "scan"]
@@ -154,6 +154,6 @@ def test_a_weight_that_reaches_an_operation_without_a_quantized_form_is_refused(
     plan = jqx.make_plan(f, preset())(w, x)
     q = jqx.quantize_params(w, plan)
     with pytest.raises(NotImplementedError, match="a quantized weight reaches `sin`"):
-        jax.eval_shape(jqx.convert(f, plan), q, x)
-    float_form = jqx.convert(f, plan, unsupported="dequantize")
+        jax.eval_shape(jqx.convert(f, plan, "dynamic"), q, x)
+    float_form = jqx.convert(f, plan, "dynamic", unsupported="dequantize")
     assert jax.eval_shape(float_form, q, x).shape == x.shape

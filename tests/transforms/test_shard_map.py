@@ -134,8 +134,8 @@ def test_what_runs_on_devices_is_what_is_quantized_by_hand(name, policy):
     assert plan.sites and plan.skipped == ()
     expected = jax.jit(reference(name, policy))(w, x)
     assert not np.array_equal(jax.tree.leaves(expected)[0], jax.tree.leaves(jax.jit(f)(w, x))[0])
-    assert_same(jax.jit(jqx.simulate(f, plan))(w, x), expected)
-    assert_same(jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), x), expected)
+    assert_same(jax.jit(jqx.simulate(f, plan, "dynamic"))(w, x), expected)
+    assert_same(jax.jit(jqx.convert(f, plan, "dynamic"))(jqx.quantize_params(w, plan), x), expected)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_gradients_on_devices_are_those_of_what_is_quantized_by_hand(name):
         total = lambda w, x: sum(jnp.sum(y) for y in jax.tree.leaves(f(w, x)))  # noqa: E731
         return jax.jit(jax.grad(total, (0, 1)))(w, x)
 
-    assert_same(gradients(jqx.simulate(f, plan)), gradients(reference(name, BOTH)))
+    assert_same(gradients(jqx.simulate(f, plan, "dynamic")), gradients(reference(name, BOTH)))
 
 
 @pytest.mark.many
@@ -198,7 +198,7 @@ def test_a_weight_that_is_parted_within_a_block_is_refused():
     for size in (4, 2):
         blocks = jqx.QSpec(jnp.int4, jqx.per_group(size))
         plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(weight=blocks)]))(w, x)
-        q, run = jqx.quantize_params(w, plan), jax.jit(jqx.convert(f, plan))
+        q, run = jqx.quantize_params(w, plan), jax.jit(jqx.convert(f, plan, "dynamic"))
         if size == 4:  # a device has 2 rows
             with pytest.raises(ValueError, match="within blocks that share a scale"):
                 run(q, x)
@@ -210,7 +210,7 @@ def test_weights_are_laid_out_or_refused():
     plan = jqx.make_plan(f, POLICIES["weights"])(w, x)
     q = jqx.quantize_params(w, plan)
     expected = jax.jit(reference("columns", "weights"))(w, x)
-    run = jax.jit(jqx.convert(f, plan))
+    run = jax.jit(jqx.convert(f, plan, "dynamic"))
     assert_same(run(jqx.pack_for(q, "gpu"), x), expected)
     assert_same(run(q.pack(-2), x), expected)
     with pytest.raises(ValueError, match="along which codes are packed"):
@@ -239,9 +239,9 @@ def test_shardings_inside_a_function_hold_for_each_array_of_a_weight():
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     expected = on_steps(x) @ rounded(w)[0]
     for found in (
-        jax.jit(jqx.simulate(f, plan))(w, x),
-        jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), x),
-        jqx.convert(f, plan)(jqx.quantize_params(w, plan), x),
+        jax.jit(jqx.simulate(f, plan, "dynamic"))(w, x),
+        jax.jit(jqx.convert(f, plan, "dynamic"))(jqx.quantize_params(w, plan), x),
+        jqx.convert(f, plan, "dynamic")(jqx.quantize_params(w, plan), x),
     ):
         np.testing.assert_array_equal(found, expected)
         assert found.sharding.is_equivalent_to(sharding("d", "m"), 2)
@@ -253,5 +253,5 @@ def test_a_sharded_qtensor_is_what_jit_computes_with():
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     q = jqx.quantize_params(jax.device_put(w, sharding(None, None, "m")), plan)
     assert q.scale.sharding.is_equivalent_to(sharding(None, None, "m"), 3)
-    found = jax.jit(jqx.convert(f, plan))(q, jax.device_put(x, sharding("d")))
+    found = jax.jit(jqx.convert(f, plan, "dynamic"))(q, jax.device_put(x, sharding("d")))
     np.testing.assert_array_equal(found, on_steps(x) @ rounded(w)[0])

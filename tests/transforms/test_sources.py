@@ -145,7 +145,7 @@ def test_outputs_of_any_structure_come_out_as_they_do_of_the_function(transform)
 
 def test_outputs_that_are_no_arrays_come_out_as_they_are():
     f = lambda w, x: {"y": x @ w, "name": "tanh", "f": jnp.tanh}  # noqa: E731
-    found = jqx.convert(f, POLICY)(normal(0, 8, 6), X)
+    found = jqx.convert(f, POLICY, "dynamic")(normal(0, 8, 6), X)
     assert found["name"] == "tanh" and found["f"] is jnp.tanh
     _, stats = jqx.calibrate(f, w8a8())(normal(0, 8, 6), X)
     assert list(stats) == [":dot_general:lhs"]
@@ -155,7 +155,7 @@ def test_outputs_that_are_no_arrays_come_out_as_they_are():
 def test_dtypes_are_static_arguments(dtype):
     f = lambda w, x, dtype: (x @ w).astype(dtype)  # noqa: E731
     w = normal(0, 8, 6)
-    assert_same(jqx.convert(f, POLICY)(w, X, dtype=dtype), f(rounded(w), X, dtype))
+    assert_same(jqx.convert(f, POLICY, "dynamic")(w, X, dtype=dtype), f(rounded(w), X, dtype))
 
 
 def layers(w, x, kind, count=1, *, scale=1.0, mask=None, f=jnp.abs):
@@ -169,12 +169,12 @@ def test_static_and_keyword_arguments_reach_the_function_as_they_are():
     w = normal(0, 8, 8)
     plan = jqx.make_plan(layers, POLICY)(w, X, "deep", 2, scale=2.0, f=jax.nn.relu)
     assert len(plan.sites) == 2
-    found = jqx.convert(layers, plan)(w, X, "deep", 2, scale=2.0, f=jax.nn.relu)
+    found = jqx.convert(layers, plan, "dynamic")(w, X, "deep", 2, scale=2.0, f=jax.nn.relu)
     assert_same(found, layers(rounded(w), X, "deep", 2, scale=2.0, f=jax.nn.relu))
     deep = functools.partial(layers, kind="deep", count=2, mask=X)
-    assert_same(jqx.convert(deep, POLICY)(w, X), deep(rounded(w), X))
+    assert_same(jqx.convert(deep, POLICY, "dynamic")(w, X), deep(rounded(w), X))
     inner = lambda w, x, kind: jax.jit(layers, static_argnames=("kind", "f"))(w, x, kind)  # noqa: E731
-    assert_same(jqx.convert(inner, POLICY)(w, X, "deep"), inner(rounded(w), X, "deep"))
+    assert_same(jqx.convert(inner, POLICY, "dynamic")(w, X, "deep"), inner(rounded(w), X, "deep"))
 
 
 @pytest.mark.parametrize("number", [2.0, 2, True, np.float32(2), jnp.float32(2)], ids=repr)
@@ -189,8 +189,8 @@ def test_a_number_among_the_parameters_may_be_traced_or_not(number):
     assert q["s"] is number
     expected = f({**params, "w": rounded(params["w"])}, X)
     for wrap in (jax.jit, lambda f: f):
-        assert_same(wrap(jqx.convert(f, plan))(q, X), expected)
-        assert_same(wrap(jqx.simulate(f, plan))(params, X), expected)
+        assert_same(wrap(jqx.convert(f, plan, "dynamic"))(q, X), expected)
+        assert_same(wrap(jqx.simulate(f, plan, "dynamic"))(params, X), expected)
 
 
 def test_two_parameters_of_one_path_are_refused():
@@ -207,12 +207,12 @@ def test_parameters_of_16_bits_give_results_of_16_bits(dtype):
     w, x = normal(0, 8, 6).astype(dtype), jnp.round(X).astype(dtype)
     plan = jqx.make_plan(f, POLICY)(w, x)
     q = jqx.quantize_params(w, plan)
-    found = jqx.convert(f, plan)(q, x)
+    found = jqx.convert(f, plan, "dynamic")(q, x)
     assert found.dtype == dtype and q.dtype == dtype
     on_grid = rounded(w.astype(jnp.float32))
     exact = (x.astype(jnp.float32) @ on_grid).astype(dtype)  # sums of 8 products of 10 bits: exact
     assert_same(found, exact)
-    assert_same(jqx.simulate(f, plan)(w, x), f(on_grid.astype(dtype), x))
+    assert_same(jqx.simulate(f, plan, "dynamic")(w, x), f(on_grid.astype(dtype), x))
 
 
 def test_float64_functions_stay_float64():
@@ -220,7 +220,7 @@ def test_float64_functions_stay_float64():
         w, x = (jnp.asarray(np.float64(np.asarray(a))) for a in (normal(0, 2, 8, 8), X))
         f = lambda w, x: lax.fori_loop(0, 2, lambda i, x: x @ w[i], x)  # noqa: E731
         assert_quantized(f, {"": (0, 2)}, w, x)
-        assert jqx.convert(f, POLICY)(w, x).dtype == jnp.float64
+        assert jqx.convert(f, POLICY, "dynamic")(w, x).dtype == jnp.float64
 
 
 @pytest.mark.parametrize("policy", [w8a8(), w8a8_dynamic(), w8a16()], ids=["", "dynamic", "w"])
@@ -230,8 +230,10 @@ def test_empty_arrays_give_what_the_function_gives(policy, shape):
     f = lambda w, x: x @ w  # noqa: E731
     w, x = jnp.zeros((k, columns)), jnp.zeros((rows, k))
     plan = jqx.make_plan(f, policy)(w, x)
-    assert_same(jqx.convert(f, plan)(jqx.quantize_params(w, plan), x), jnp.zeros((rows, columns)))
-    assert_same(jqx.simulate(f, plan)(w, x), jnp.zeros((rows, columns)))
+    assert_same(
+        jqx.convert(f, plan, "dynamic")(jqx.quantize_params(w, plan), x), jnp.zeros((rows, columns))
+    )
+    assert_same(jqx.simulate(f, plan, "dynamic")(w, x), jnp.zeros((rows, columns)))
 
 
 def test_random_keys_are_arguments_parameters_carries_and_results():
@@ -250,8 +252,8 @@ def test_random_keys_are_arguments_parameters_carries_and_results():
     q = jqx.quantize_params(params, plan)
     expected = jax.jit(f)({**params, "w": rounded(params["w"])}, X, jax.random.key(0))
     for found in (
-        jax.jit(jqx.convert(f, plan))(q, X, jax.random.key(0)),
-        jax.jit(jqx.simulate(f, plan))(params, X, jax.random.key(0)),
+        jax.jit(jqx.convert(f, plan, "dynamic"))(q, X, jax.random.key(0)),
+        jax.jit(jqx.simulate(f, plan, "dynamic"))(params, X, jax.random.key(0)),
     ):
         assert_same((found[0], found[2]), (expected[0], expected[2]))
         assert jnp.array_equal(*(jax.random.key_data(out[1]) for out in (found, expected)))
@@ -269,7 +271,7 @@ def test_integer_parameters_get_no_gradient_and_float_ones_theirs():
     f = lambda p, x: jnp.sum(x @ p["w"]) * p["n"].sum().astype(x.dtype)  # noqa: E731
     params = {"w": jnp.clip(normal(0, 8, 6), -1, 1), "n": jnp.array([2])}
     plan = jqx.make_plan(f, POLICY)(params, X)
-    found = jax.jit(jax.grad(jqx.simulate(f, plan), allow_int=True))(params, X)
+    found = jax.jit(jax.grad(jqx.simulate(f, plan, "dynamic"), allow_int=True))(params, X)
     assert found["n"].dtype == jax.dtypes.float0
     assert_same(found["w"], jax.jit(jax.grad(f, allow_int=True))(params, X)["w"])
 
@@ -331,8 +333,8 @@ def test_rules_for_sites_and_operands_hold_inside_of_loops():
 
     expected = reference(by_hand, X)
     assert not np.array_equal(expected, reference(params, X))
-    np.testing.assert_array_equal(jax.jit(jqx.simulate(f, plan))(params, X), expected)
-    np.testing.assert_array_equal(jax.jit(jqx.convert(f, plan))(q, X), expected)
+    np.testing.assert_array_equal(jax.jit(jqx.simulate(f, plan, "dynamic"))(params, X), expected)
+    np.testing.assert_array_equal(jax.jit(jqx.convert(f, plan, "dynamic"))(q, X), expected)
 
 
 def test_the_step_of_the_grid_is_that_of_the_calibrator():

@@ -92,10 +92,10 @@ def test_simulated_and_converted_are_what_is_quantized_by_hand(name, policy):
     q = jqx.quantize_params(w, plan)
     np.testing.assert_array_equal(q.scale, np.full_like(q.scale, STEP))
     for found in (
-        jax.jit(jqx.simulate(f, plan))(w, x),
-        jax.jit(jqx.simulate(f, plan, backward=jnp.float32))(w, x),
-        jax.jit(jqx.convert(f, plan))(q, x),
-        jqx.convert(f, plan)(q, x),
+        jax.jit(jqx.simulate(f, plan, "dynamic"))(w, x),
+        jax.jit(jqx.simulate(f, plan, "dynamic", backward=jnp.float32))(w, x),
+        jax.jit(jqx.convert(f, plan, "dynamic"))(q, x),
+        jqx.convert(f, plan, "dynamic")(q, x),
     ):
         np.testing.assert_array_equal(found, expected, strict=True)
 
@@ -118,7 +118,7 @@ def test_gradients_of_what_is_simulated_are_those_of_what_is_quantized_by_hand(n
     plan = jqx.make_plan(f, POLICIES["weights and activations"])(w, x)
     real = lambda w, x: f(w, x, lambda x: on_grid(x, True))  # noqa: E731
     straight = w + lax.stop_gradient(jnp.round(w * 4) / 4 - w)
-    simulated = jqx.simulate(f, plan, backward=backward)
+    simulated = jqx.simulate(f, plan, "dynamic", backward=backward)
     found = jax.grad(lambda w: jnp.sum(simulated(w, x)))(w)
     expected = jax.grad(lambda s: jnp.sum(real(s, x)))(straight)
     np.testing.assert_array_equal(found, expected)
@@ -143,8 +143,8 @@ def test_what_is_no_lookup_along_one_axis_is_listed_and_refused_beside_a_site():
     ]
     q = jqx.quantize_params(args[0], plan)
     with pytest.raises(NotImplementedError, match="reaches a `gather`"):
-        jqx.convert(f, plan)(q, *args[1:])
-    found = jqx.convert(f, plan, unsupported="dequantize")(q, *args[1:])
+        jqx.convert(f, plan, "dynamic")(q, *args[1:])
+    found = jqx.convert(f, plan, "dynamic", unsupported="dequantize")(q, *args[1:])
     np.testing.assert_array_equal(found, f(q.dequantize(), *args[1:]))
 
 

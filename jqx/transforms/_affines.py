@@ -1,0 +1,84 @@
+"""What is given as `affines=`: checked against the plan, before anything is traced."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from .._checks import require_that
+from .._errors import message
+from ..calibrators import Affine
+from ..tensor import QSpec
+
+GivenAffines = Mapping[str, Affine] | Literal["dynamic"] | None
+"""What `affines=` of a transform takes."""
+
+DYNAMIC = "dynamic"
+"""Asks for scales from the values at hand where a spec is static."""
+
+
+class _Plan(Protocol):
+    """What is read of a plan."""
+
+    @property
+    def weights(self) -> tuple[Any, ...]: ...
+
+    def static_specs(self) -> dict[str, QSpec]: ...
+
+
+def check_affines(
+    function: str, plan: _Plan, affines: Mapping[str, Affine] | None
+) -> dict[str, Affine]:
+    """Returns the scales given, none for `None`; raises where the plan does not know one, or where
+    one of a static activation or output is missing among them.
+    """
+    if affines is None:
+        return {}
+    require_that(
+        isinstance(affines, Mapping),
+        error=TypeError,
+        function=function,
+        problem="`affines` is no dict of scales.",
+        given=f"affines == {affines!r}" if isinstance(affines, str) else type(affines).__name__,
+        expected="what jqx.affines(plan, stats) returns",
+        mend="compute it with jqx.affines(plan, stats).",
+    )
+    static = set(plan.static_specs())
+    unknown = sorted(set(affines) - static - {weight.key for weight in plan.weights})
+    missing = sorted(static - set(affines))
+    if unknown or missing:
+        raise ValueError(
+            message(
+                function,
+                "`affines` does not fit the plan.",
+                given=f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}",
+                expected="an entry for every static activation of the plan, and none beside",
+                mend="compute it with jqx.affines(plan, stats).",
+            )
+        )
+    return dict(affines)
+
+
+def required_affines(function: str, plan: _Plan, affines: GivenAffines) -> dict[str, Affine]:
+    """Returns the scales that a function runs with: none for `"dynamic"`, else those given; raises
+    where a static activation or output has none.
+    """
+    if isinstance(affines, str) and affines == DYNAMIC:
+        return {}
+    given = check_affines(function, plan, affines)
+    missing = sorted(set(plan.static_specs()) - set(given))
+    require_that(
+        not missing,
+        error=ValueError,
+        function=function,
+        problem="static activations or outputs have no scale.",
+        given=f"affines == None; without a scale: {some(missing)}",
+        expected="an entry for every static activation and output of the plan",
+        mend="calibrate, and pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, "
+        'batches)); or pass affines="dynamic" to take every scale from the values at hand.',
+    )
+    return given
+
+
+def some(names: list[str]) -> str:
+    """Returns the first few of many names."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more or "none"
