@@ -238,7 +238,8 @@ def compare(
       >>> f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
       >>> w = jax.random.normal(jax.random.key(0), (16, 16))
       >>> p, x = {"a": w, "b": w.at[0, 0].set(1e3)}, w
-      >>> found = jqx.compare(f, jqx.presets.w8a8(weight={"granularity": jqx.per_tensor()}))(p, x)
+      >>> policy = jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_tensor()})
+      >>> found = jqx.compare(f, policy)(p, x)
       >>> found.worst(1)[0].path
       'b'
     """
