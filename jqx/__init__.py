@@ -60,6 +60,7 @@ from .transforms import dequantize_params as dequantize_params
 from .transforms import make_plan as make_plan
 from .transforms import merge_stats as merge_stats
 from .transforms import quantize_params as quantize_params
+from .transforms import quantize_state as quantize_state
 from .transforms import simulate as simulate
 
 __version__ = "0.1.0"

@@ -17,6 +17,9 @@ from ._matmul import matmul as matmul
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._requantize import Requantization as Requantization
 from ._requantize import requantize as requantize
+from ._select import is_like as is_like
+from ._select import quantized_like as quantized_like
+from ._select import select as select
 from ._take import take as take
 
 QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, as_real, check_instance, check_real, require_that
-from ..calibrators import Affine, absmax, minmax, per_block, per_tensor
+from ..calibrators import Affine, Groups, absmax, minmax, per_block, per_tensor
 from ..numerics import E8M0, Block, Integer, format_of
 from ..tensor import QSpec, QTensor, groups_of, refine, to_int8
 from ._dot_general import Operand
@@ -216,18 +216,25 @@ def _shared_axes(q: QTensor, window: Window) -> list[int]:
     ]
 
 
-def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
-    """Quantizes what is written, with scales found anew or with those that it shares."""
-    old, form = affine_in(q, window), format_of(q.qtype)
+def spec_like(q: QTensor, groups: Groups) -> QSpec:
+    """Returns how to quantize an array, in groups of its own, to the format of a QTensor: from the
+    largest magnitude, or with zero points from the range.
+    """
+    form = format_of(q.qtype)
     unsigned = isinstance(form, Integer) and not form.signed
     symmetric = q.zero_point is None and not unsigned
-    sizes = {axis: max(b, 1) for axis, b in enumerate(groups_in(q.groups, window).sizes)}
+    sizes = {axis: max(b, 1) for axis, b in enumerate(groups.sizes)}
     granularity = per_block(sizes, tail=True) if sizes else per_tensor()
-    spec = QSpec(q.qtype, granularity, symmetric, absmax if symmetric else minmax)
+    return QSpec(q.qtype, granularity, symmetric, absmax if symmetric else minmax)
+
+
+def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
+    """Quantizes what is written, with scales found anew or with those that it shares."""
+    old, spec = affine_in(q, window), spec_like(q, groups_in(q.groups, window))
     affine = old
     if not _shared_axes(q, window):
         found = spec.calibrator.fit(x, spec)
-        _check_zero_points(q, found.zero_point, old.zero_point)
+        check_zero_points(q, found.zero_point, old.zero_point)
         affine = Affine(_kept_as(found.scale, old.scale), found.zero_point)
     packing = None if q.layout is None else q.layout.packing
     pack = None if packing is None else packing.axis + q.ndim
@@ -277,7 +284,7 @@ def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
     if q.zero_point is not None and zero_point is None:
         zero_point = jnp.zeros(update.scale.shape, q.zero_point.dtype)
     old = affine_in(q, window).zero_point
-    _check_zero_points(q, zero_point, old)
+    check_zero_points(q, zero_point, old)
     if old is not None:
         zero_point = jnp.broadcast_to(zero_point, old.shape)
     return dataclasses.replace(update, zero_point=zero_point)
@@ -298,7 +305,7 @@ def _check_format(q: QTensor, update: QTensor) -> None:
     )
 
 
-def _check_zero_points(q: QTensor, new: Any, old: Any) -> None:
+def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
     """Checks that there is a place for each zero point that is to be written."""
     fits = new is None or (
         old is not None and all(m in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
@@ -327,13 +334,13 @@ def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:
     starts, _ = place_of_values(q, window)
     return dataclasses.replace(
         q,
-        values=lax.dynamic_update_slice(q.values, _values_as(update, q), starts),
+        values=lax.dynamic_update_slice(q.values, values_as(update, q), starts),
         scale=write(q.scale, update.scale),
         zero_point=None if q.zero_point is None else write(q.zero_point, update.zero_point),
     )
 
 
-def _values_as(update: QTensor, q: QTensor) -> jax.Array:
+def values_as(update: QTensor, q: QTensor) -> jax.Array:
     """Returns codes as those of another QTensor are laid out."""
     if update.layout == q.layout:
         return update.values

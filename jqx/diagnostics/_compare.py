@@ -92,7 +92,7 @@ class _Both(Rules):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         plain, rounded = [real_of(x) for x in operands], [_floats(x) for x in operands]
         for i, operand in enumerate(site.operands):
-            if operand.role == "activation" and operand.spec is not None:
+            if operand.role == "activation" and operand.spec and not is_quantized(operands[i]):
                 rounded[i] = self._round(operands[i], operand.spec, operand.key)
         (y,), (z,) = _compat.bind(eqn, plain), _compat.bind(eqn, rounded)
         if site.output is not None:
@@ -104,12 +104,9 @@ class _Both(Rules):
     def _round(self, x: jax.Array, spec: QSpec, key: str) -> jax.Array:
         return QTensor.quantize(x, spec, self.affines.get(key)).dequantize()
 
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
-
-    def dense(self, eqn: Eqn | None, x: Any) -> jax.Array:
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
         if not isinstance(x, Trainable):
-            return x
+            return real_of(x)
         return lax.select(jnp.broadcast_to(_is_rounded(), x.real.shape), _floats(x), x.real)
 
     def unseen(self, here: Address) -> Records:
@@ -250,7 +247,7 @@ def compare(
         call = trace_call("compare", f, params, args, kwargs)
         known = as_plan("compare", plan, call, params)
         given = known.scales_of("compare", affines)
-        _check_floats(call)
+        _check_floats(call, known)
         out, records = jax.jit(lambda leaves, given: _side_by_side(call, known, leaves, given))(
             call.leaves, given
         )
@@ -285,8 +282,9 @@ def _pair(x: jax.Array, path: str | None, plan: Plan, given: Mapping[str, Affine
     return Trainable(quantize_weight(x, weight.spec, given.get(weight.key)), x)
 
 
-def _check_floats(call: Call) -> None:
-    done = [path for path, x in zip(call.paths, call.leaves, strict=True) if is_quantized(x)]
+def _check_floats(call: Call, plan: Plan) -> None:
+    both = zip(call.paths, call.leaves, strict=True)
+    done = [path for path, x in both if is_quantized(x) and plan.weight_at(path) is not None]
     require_that(
         not done,
         error=ValueError,

@@ -32,6 +32,7 @@ from ..transforms import (
     is_quantized,
     make_plan,
     quantize_weight,
+    real_of,
     trace_call,
 )
 
@@ -79,9 +80,9 @@ class _Chosen(Rules):
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         ways = self.sites[site.address]
-        rounded = list(operands)
+        rounded = [real_of(x) for x in operands]
         for i, operand in enumerate(site.operands):
-            if operand.role == "activation":
+            if operand.role == "activation" and not is_quantized(operands[i]):
                 specs = [way and way.operands[i].spec for way in ways]
                 rounded[i] = self._round(operands[i], specs, operand.key, site.path)
         (result,) = _compat.bind(eqn, rounded)

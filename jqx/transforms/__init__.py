@@ -22,6 +22,7 @@ from ._plan import Weight as Weight
 from ._quantize_params import dequantize_params as dequantize_params
 from ._quantize_params import quantize_params as quantize_params
 from ._quantize_params import quantize_weight as quantize_weight
+from ._quantize_state import quantize_state as quantize_state
 from ._simulate import simulate as simulate
 from ._trace import Call as Call
 from ._trace import check_function as check_function

@@ -17,7 +17,8 @@ from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._origin import Address, Loop
 from ._plan import Plan, Site
-from ._trace import check_function, is_quantized, trace_call
+from ._trace import check_function, trace_call
+from ._weight import real_of
 from .primitives import Records
 
 Stats = dict[str, Any]
@@ -30,6 +31,7 @@ Affines = dict[str, Affine]
 @dataclasses.dataclass(frozen=True)
 class _Observe(Rules):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        operands = [real_of(x) for x in operands]
         (result,) = _compat.bind(eqn, operands)
         seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=False)}
         seen[site.output_key] = result
@@ -71,6 +73,7 @@ def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple
     Returns:
       `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and statistics of this one
       batch. Pure, so it may be jitted; merge the statistics of several batches with `merge_stats`.
+      A QTensor that is no weight, such as a cache, stays one, as in `convert`.
 
     Raises:
       TypeError: `f` is no function or `plan` no plan.
@@ -91,7 +94,10 @@ def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple
     def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         call = trace_call("calibrate", f, params, args, kwargs)
         known = as_plan("calibrate", plan, call, params)
-        leaves = [leaf.dequantize() if is_quantized(leaf) else leaf for leaf in call.leaves]
+        leaves = [
+            leaf if known.weight_at(path) is None else real_of(leaf)
+            for leaf, path in zip(call.leaves, call.paths, strict=True)
+        ]
         out, stats = interpret(call.jaxpr, call.consts, leaves, _Observe(known))
         return jax.tree.unflatten(call.out_tree, out), stats
 

@@ -22,7 +22,8 @@ from ._make_plan import as_plan, params_of
 from ._origin import Address
 from ._plan import Operand, Plan, Site, Weight
 from ._quantize_params import quantize_weight
-from ._trace import check_function, is_quantized, trace_call
+from ._trace import Call, check_function, is_quantized, trace_call
+from ._weight import real_of
 from .primitives import CONTRACTIONS, FORMS, Records
 
 UNSUPPORTED = ("error", "dequantize")
@@ -48,34 +49,33 @@ class _Integers(Rules):
         return contextlib.nullcontext() if name is None else jax.named_scope(f"jqx[{name}]")
 
     def _quantized(self, operand: Operand, x: Any) -> Any:
-        if operand.role == "weight" or operand.spec is None:
+        if operand.role == "weight" or operand.spec is None or is_quantized(x):
             return x
         return QTensor.quantize(x, operand.spec, self.affines.get(operand.key))
 
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        return _compat.bind(eqn, [self.dense(eqn, x) if is_quantized(x) else x for x in operands])
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return [CONTRACTIONS[eqn.primitive.name].apply(eqn, operands)]
 
-    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
-        if self.dequantize:
-            return x.dequantize()
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
+        if self.dequantize or not is_quantized(x):
+            return real_of(x)
+        assert eqn is not None
         name = eqn.primitive.name
-        problem = f"a quantized weight reaches `{name}`, which has no quantized form."
+        problem = f"a quantized array reaches `{name}`, which has no quantized form."
         if name in FORMS:
-            problem = f"a quantized weight is carried or returned by `{name}`, which holds arrays."
-        if name in CONTRACTIONS:
-            problem = f"a quantized weight reaches a `{name}` that the plan leaves in float."
+            problem = f"a quantized array is carried by `{name}` in place of an array."
         paths = [weight.path for weight in self.plan.weights if weight.spec.qtype == x.qtype]
         rule = f"jqx.Rule({paths[0]!r})" if len(paths) == 1 else 'jqx.Rule("its/path")'
+        mend = f"leave a weight in float with {rule} first in the policy, or " if paths else ""
         more = "" if len(paths) < 5 else f" and {len(paths) - 4} more"
         raise NotImplementedError(
             message(
                 "convert",
                 problem,
-                given=f"{x!r} of {' or '.join(map(repr, paths[:4]))}{more}, "
+                given=f"{x!r} of {' or '.join(map(repr, paths[:4])) or 'an argument'}{more}, "
                 f"at {_compat.line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
-                expected="planned contractions, and views such as transpose, reshape and slice",
-                mend=f"leave that weight in float with {rule} first in the policy, or "
-                'pass unsupported="dequantize".',
+                expected="contractions, views such as transpose, reshape and slice, and updates",
+                mend=f'{mend}pass unsupported="dequantize".',
             )
         )
 
@@ -94,19 +94,22 @@ def convert(
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
         them from the values at hand instead. `None` where the plan has no static ones.
-      unsupported: what to do where a quantized weight reaches an operation without a quantized
-        form: `"error"`, or `"dequantize"` to go on in float.
+      unsupported: what to do where a QTensor reaches an operation without a quantized form:
+        `"error"`, or `"dequantize"` to go on in float.
 
     Returns:
       A function of the arguments of `f` with its result. Weights may be QTensors, as
-      `quantize_params` makes them; a float weight is quantized on the fly. Wrap it in `jax.jit`.
-      In profiles and compiled programs, the name scope `jqx[path:op]` marks each contraction.
+      `quantize_params` makes them; a float weight is quantized on the fly. Any other argument may
+      hold QTensors too, such as a cache from `quantize_state`: `f` sees arrays of its shape and
+      dtype; contractions read the codes, `dynamic_update_slice` and `select` quantize what they
+      write, and what loops carry, and results, stay quantized. Wrap it in `jax.jit`. In profiles
+      and compiled programs, the name scope `jqx[path:op]` marks each contraction.
 
     Raises:
       TypeError: `f` is no function or `plan` no plan.
       ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
         a static activation or output has no scale; `unsupported` is unknown.
-      NotImplementedError: a quantized weight reaches an operation without a quantized form.
+      NotImplementedError: a QTensor reaches an operation without a quantized form.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -138,7 +141,7 @@ def convert(
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jax.tree.unflatten(call.out_tree, [_result(x, rules.dequantize) for x in out])
+        return jax.tree.unflatten(call.out_tree, _results(call, out, rules))
 
     return converted
 
@@ -146,53 +149,49 @@ def convert(
 def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
     """Returns a leaf as the plan wants it: a planned weight quantized, all else as it is."""
     weight = plan.weight_at(path)
+    if weight is None:
+        return leaf
     if is_quantized(leaf):
         _check_weight(leaf, path, weight)
-        return leaf
-    if weight is None:
         return leaf
     return quantize_weight(leaf, weight.spec, affines.get(weight.key))
 
 
-def _check_weight(leaf: QTensor, path: str | None, weight: Weight | None) -> None:
-    where = "an argument that holds no weights" if path is None else f"the parameter {path!r}"
-    given = f"{leaf!r} for {where}"
-    if weight is None:
-        expected = "a float array; the plan does not quantize it"
-        fits = False
-    else:
-        groups = groups_of("convert", weight.spec, leaf.shape)
-        zero = "without" if weight.spec.symmetric else "with"
-        expected = (
-            f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
-            f"one for each {list(groups.sizes)} elements, {zero} zero point"
-        )
-        fits = (
-            leaf.qtype == weight.spec.qtype
-            and leaf.groups == groups
-            and (leaf.zero_point is None) == weight.spec.symmetric
-        )
+def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
+    groups = groups_of("convert", weight.spec, leaf.shape)
+    zero = "without" if weight.spec.symmetric else "with"
     require_that(
-        fits,
+        leaf.qtype == weight.spec.qtype
+        and leaf.groups == groups
+        and (leaf.zero_point is None) == weight.spec.symmetric,
         error=ValueError,
         function="convert",
         problem="a QTensor does not fit the plan.",
-        given=given,
-        expected=expected,
+        given=f"{leaf!r} for the parameter {path!r}",
+        expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
+        f"one for each {list(groups.sizes)} elements, {zero} zero point",
         mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
     )
 
 
-def _result(x: Any, dequantize: bool) -> Any:
-    if not is_quantized(x):
-        return x
-    require_that(
-        dequantize,
-        error=NotImplementedError,
-        function="convert",
-        problem="`f` returns a quantized weight.",
-        given=repr(x),
-        expected="results that are computed",
-        mend='return it outside of f, or pass unsupported="dequantize".',
-    )
-    return x.dequantize()
+def _results(call: Call, out: Sequence[Any], rules: _Integers) -> list[Any]:
+    """Returns results in the form of the arguments: an argument that is handed on is itself, and
+    there are QTensors among the results only where there are among the arguments.
+    """
+    given = dict(zip(call.jaxpr.invars, call.leaves, strict=True))
+    places = [None if _compat.is_literal(atom) else atom for atom in call.jaxpr.outvars]
+    results = [given.get(atom, x) for atom, x in zip(places, out, strict=True)]
+    if any(map(is_quantized, call.leaves)):
+        return results
+    for x in filter(is_quantized, results):
+        require_that(
+            rules.dequantize,
+            error=NotImplementedError,
+            function="convert",
+            problem="`f` returns a float weight that is quantized on the fly.",
+            given=repr(x),
+            expected="weights from jqx.quantize_params, which are returned quantized",
+            mend="quantize the parameters first, return the weight outside of f, or pass "
+            'unsupported="dequantize".',
+        )
+    return [real_of(x) for x in results]

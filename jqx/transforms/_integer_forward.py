@@ -16,16 +16,16 @@ def integer_forward(
     eqn: Eqn,
     codes: Sequence[Any],
     real: Sequence[jax.Array],
-    others: Sequence[Any],
+    count: int,
     dtype: DTypeLike,
 ) -> jax.Array:
     """Evaluates a contraction of QTensors, or of arrays beside them.
 
     Args:
       eqn: the contraction.
-      codes: the operands that can be quantized, as they are contracted.
-      real: the same as arrays; gradients are with respect to them.
-      others: the other operands.
+      codes: the operands, as they are contracted.
+      real: the same as arrays; gradients are with respect to the first of them.
+      count: how many operands can be quantized; these come first.
       dtype: of the operands of the contractions of the backward pass.
     """
 
@@ -44,4 +44,5 @@ def integer_forward(
         return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)], None, None
 
     contract.defvjp(forward, backward)
-    return contract(*_compat.vary_alike(list(real), list(codes), list(others)))
+    parts = real[:count], codes[:count], real[count:]
+    return contract(*_compat.vary_alike(*map(list, parts)))

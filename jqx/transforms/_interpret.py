@@ -19,8 +19,8 @@ from ..calibrators import Affine
 from ._find import is_marked
 from ._origin import Address, Origin
 from ._plan import Plan, Site
-from ._weight import Trainable, codes_of, is_weight, real_of
-from .primitives import CONTRACTIONS, FORMS, VIEWS, Records
+from ._weight import Trainable, as_like, codes_of, is_weight, real_of, with_codes
+from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records
 
 Given = tuple[dict[str, Affine], jax.Array | None]
 """What sites read beside their operands: scales by key, and a random key."""
@@ -51,13 +51,17 @@ class Rules(abc.ABC):
         """Returns the name scope that the contraction at an address is evaluated in."""
         return contextlib.nullcontext()
 
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates an equation that has no rule for the weight among its operands."""
-        raise AssertionError("no weight is bound")
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates a contraction of quantized arrays that is no site of the plan."""
+        return self.unsupported(eqn, operands)
 
-    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
-        """Makes an array of a weight, where an equation can have none."""
-        raise AssertionError("no weight is bound")
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates an equation that has no quantized form of the arrays among its operands."""
+        return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
+
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
+        """Makes an array of a quantized one, where an equation, or a result, can have no other."""
+        return real_of(x)
 
     def unseen(self, here: Address) -> Records:
         """Returns the empty records of the sites inside an equation, but of those whose weight it
@@ -116,15 +120,27 @@ def _evaluate(
             with _told(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], _compat.vary(records, _compat.manual_axes())
+        if quantized and CONTRACTIONS[name].excuse(eqn) is None:
+            with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
+                return rules.contract(eqn, operands), {}
     if name in FORMS and (quantized or (holds_site and rules.plan.has_sites_in(here))):
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
     if not quantized:
         return _compat.bind(eqn, operands), {}
-    with _told(f"{name} of a quantized weight, scope {_compat.scope_of(eqn) or '(none)'}"):
+    with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
         seen = view(eqn, operands)
+        if seen is None and name in UPDATES:
+            seen = _updated(eqn, operands)
     if seen is not None:
         return seen, {}
     return rules.unsupported(eqn, operands), {}
+
+
+def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Writes to a quantized array, and, where real values go with its codes, to both."""
+    codes = UPDATES[eqn.primitive.name](eqn, [codes_of(x) for x in operands])
+    real = lambda: _compat.bind(eqn, [real_of(x) for x in operands])[0]  # noqa: E731
+    return None if codes is None else [with_codes(codes, real, operands)]
 
 
 @contextlib.contextmanager
@@ -190,10 +206,13 @@ class _Runner:
     def dense(self, x: Any) -> Any:
         return self.rules.dense(self.eqn, x) if is_weight(x) else x
 
+    def like(self, x: Any, other: Any) -> Any:
+        return as_like(x, other, self.dense)
+
 
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Evaluates a view of weights; where real values go with their codes, a view of both. Returns
-    `None` where the equation is no view of those among its operands.
+    """Evaluates a view of quantized arrays; where real values go with their codes, a view of both.
+    Returns `None` where the equation is no view of those among its operands.
     """
     if not _is_view(eqn, [i for i, operand in enumerate(operands) if is_weight(operand)]):
         return None
@@ -201,7 +220,9 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     if not any(isinstance(x, Trainable) for x in operands):
         return seen
     real = _compat.bind(eqn, [real_of(x) for x in operands])
-    return [Trainable(q, x) if is_weight(q) else q for q, x in zip(seen, real, strict=True)]
+    is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
+    both = zip(seen, real, strict=True)
+    return [Trainable(q, x, is_state) if is_weight(q) else q for q, x in both]
 
 
 def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:

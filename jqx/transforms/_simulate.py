@@ -21,8 +21,8 @@ from ._interpret import Rules, interpret
 from ._make_plan import as_plan, params_of
 from ._plan import Plan, Site, Weight
 from ._trace import check_function, is_quantized, trace_call
-from ._weight import Trainable, codes_of, real_of
-from .primitives import Records
+from ._weight import Trainable, codes_of, is_weight, real_of
+from .primitives import CONTRACTIONS, Records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _FakeQuantize(Rules):
         """Rounds a weight; keeps its codes beside it where contractions run on integers."""
         given = is_quantized(leaf)
         if weight is None:
-            return leaf.dequantize() if given else leaf
+            return Trainable.state(leaf) if given else leaf
         real = leaf.dequantize() if given else self.round(leaf, weight.spec, weight.key)
         if self.backward is None:
             return real
@@ -57,7 +57,7 @@ class _FakeQuantize(Rules):
         observed = [  # weights were rounded before their first use
             (i, operand.spec, operand.key)
             for i, operand in enumerate(site.operands)
-            if operand.role == "activation" and operand.spec is not None
+            if operand.role == "activation" and operand.spec and not is_weight(operands[i])
         ]
         rounded = [real_of(x) for x in operands]
         for i, spec, name in observed:
@@ -66,8 +66,7 @@ class _FakeQuantize(Rules):
             codes = [codes_of(x) for x in operands]
             for i, spec, name in observed:
                 codes[i] = self.quantize(operands[i], spec, name)
-            real, others = rounded[:count], operands[count:]
-            result = integer_forward(eqn, codes[:count], real, others, self.backward)
+            result = integer_forward(eqn, codes, rounded, count, self.backward)
         else:
             (result,) = _compat.bind(eqn, rounded)
         if site.output is not None:
@@ -85,11 +84,12 @@ class _FakeQuantize(Rules):
         ]
         return all(isinstance(x, Trainable) for x in weights)
 
-    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        return _compat.bind(eqn, [real_of(x) for x in operands])
-
-    def dense(self, eqn: Eqn, x: Any) -> jax.Array:
-        return real_of(x)
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        if self.backward is None:
+            return self.unsupported(eqn, operands)
+        codes, real = [codes_of(x) for x in operands], [real_of(x) for x in operands]
+        count = len(CONTRACTIONS[eqn.primitive.name].kept(eqn))
+        return [integer_forward(eqn, codes, real, count, self.backward)]
 
 
 def simulate(
@@ -119,8 +119,9 @@ def simulate(
       key: random key, for specs whose gradient estimator draws numbers; a new one for each step.
 
     Returns:
-      A function of the arguments of `f` with its result. QTensors among the arguments are
-      dequantized.
+      A function of the arguments of `f` with its result. QTensors that are weights of the plan are
+      dequantized; all others, such as a cache, stay quantized, as in `convert`: what is written to
+      them is quantized, and its gradient passes straight through.
 
     Raises:
       TypeError: `f` is no function, `plan` no plan or `backward` no float dtype.
@@ -163,9 +164,14 @@ def simulate(
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
+        return jax.tree.unflatten(call.out_tree, [_result(x) for x in out])
 
     return simulated
+
+
+def _result(x: Any) -> Any:
+    """Returns what the caller passed as codes as codes, and a weight as the floats it is."""
+    return x.codes if isinstance(x, Trainable) and x.is_state else real_of(x)
 
 
 def _kept(codes: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""What stands for a weight while a function is evaluated: codes, with or without real values."""
+"""What stands for a quantized array while a function is evaluated: codes, with or without real
+values. It is a weight of the plan, or quantized state: a QTensor that the caller passed.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,38 +9,76 @@ from typing import Any
 
 import jax
 
+from ..contractions import is_like, quantized_like
+from ..gradients import straight_through
 from ..tensor import QTensor
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("codes", "real"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("codes", "real"), meta_fields=("is_state",))
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """A weight in training on integers.
+    """A quantized array in training.
 
     Attributes:
-      codes: what contractions see.
+      codes: what contractions on integers see.
       real: the same numbers as an array, through which gradients pass.
+      is_state: whether the caller passed codes, and gets codes where it is a result.
     """
 
     codes: QTensor
     real: jax.Array
+    is_state: bool = False
+
+    @classmethod
+    def state(cls, q: QTensor) -> "Trainable":
+        """Quantized state that the caller passed."""
+        return cls(q, q.dequantize(), is_state=True)
 
 
 def is_weight(x: Any) -> bool:
-    """Whether a value stands for a weight, and is no array."""
+    """Whether a value stands for a quantized array, and is no array itself."""
     return isinstance(x, (QTensor, Trainable))
 
 
 def codes_of(x: Any) -> Any:
-    """Returns the codes of a weight; arrays as they are."""
+    """Returns the codes of a quantized array; arrays as they are."""
     return x.codes if isinstance(x, Trainable) else x
 
 
 def real_of(x: Any) -> Any:
-    """Returns the real values of a weight in training; all else as it is."""
+    """Returns the real values of a quantized array; all else as it is."""
+    if isinstance(x, QTensor):
+        return x.dequantize()
     return x.real if isinstance(x, Trainable) else x
 
 
-def map_codes(f: Callable[[QTensor], Any], x: Any, real: Any) -> Any:
-    """Applies `f` to the codes of a weight, and puts `real` in the place of its real values."""
-    return Trainable(f(x.codes), real) if isinstance(x, Trainable) else f(x)
+def map_codes(f: Callable[[QTensor], Any], x: Any, real: Any = None) -> Any:
+    """Applies `f` to the codes of a quantized array; its real values, where it has them, stay, or
+    `real` takes their place.
+    """
+    if not isinstance(x, Trainable):
+        return f(x)
+    return dataclasses.replace(x, codes=f(x.codes), real=x.real if real is None else real)
+
+
+def with_codes(codes: Any, real: Callable[[], jax.Array], operands: Any) -> Any:
+    """Returns what was made of operands: codes alone, or, where one of the operands has real values
+    beside its codes, both; `real` computes them in float, and gives the gradient.
+    """
+    beside = [x for x in operands if isinstance(x, Trainable)]
+    if not beside or not isinstance(codes, QTensor):
+        return codes
+    is_state = any(x.is_state for x in beside)
+    return Trainable(codes, straight_through(codes.dequantize(), real()), is_state)
+
+
+def as_like(x: Any, like: Any, dense: Callable[[Any], jax.Array]) -> Any:
+    """Returns a value in the form of another: an array made by `dense`, or quantized to the format
+    of the other.
+    """
+    if not is_weight(like):
+        return dense(x) if is_weight(x) else x
+    if type(x) is type(like) and is_like(codes_of(x), codes_of(like)):
+        return dataclasses.replace(x, is_state=like.is_state) if isinstance(x, Trainable) else x
+    real = dense(x) if is_weight(x) else x
+    return with_codes(quantized_like(codes_of(like), real), lambda: real, [like])

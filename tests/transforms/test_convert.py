@@ -210,7 +210,7 @@ def test_what_a_contraction_or_a_view_refuses_is_told_with_its_place():
 
     cases = {
         "at path 'kernel', rule 0": (convolve, (3, 3, 64, 8), (1, 4, 4, 64), int8),
-        "reshape of a quantized weight, scope head": (merge, (2, 48, 6), (3, 96), None),
+        "reshape of a quantized array, scope head": (merge, (2, 48, 6), (3, 96), None),
     }
     for place, (f, shape, x_shape, activation) in cases.items():
         spec = jqx.QSpec(jnp.int4, jqx.per_group(32, tail=True))
@@ -242,16 +242,18 @@ def test_scaling_by_an_array_is_no_view():
     assert "no weight reaches it" in plan_of(f, policy, w, X).skipped[0].reason
 
 
-def test_returning_a_quantized_weight_is_an_error_or_dequantizes():
+def test_a_quantized_weight_is_returned_as_it_was_given():
     def f(w, x):
         return x @ w, w
 
     w = normal(0, 16, 4)
     plan = plan_of(f, w8a16(), w, X)
     q = jqx.quantize_params(w, plan)
-    with pytest.raises(NotImplementedError, match="returns a quantized weight"):
-        jqx.convert(f, plan)(q, X)
-    _, seen = jqx.convert(f, plan, unsupported="dequantize")(q, X)
+    for unsupported in ("error", "dequantize"):
+        _, seen = jax.jit(jqx.convert(f, plan, unsupported=unsupported))(q, X)
+        assert jax.tree.structure(seen) == jax.tree.structure(q)
+        assert jnp.array_equal(seen.values, q.values) and jnp.array_equal(seen.scale, q.scale)
+    _, seen = jqx.simulate(f, plan)(w, X)
     assert jnp.array_equal(seen, q.dequantize())
 
 
@@ -266,7 +268,7 @@ def test_foreign_quantized_weights_are_refused():
             jqx.convert(mlp, plan)({**q, "w": wrong}, X)
         assert "'w'" in str(info.value) and "int8 with scale [1, 24]" in str(info.value)
     bias = jqx.QTensor.quantize(params["b"], jqx.QSpec(jnp.int8))
-    with pytest.raises(ValueError, match="the plan does not quantize it"):
+    with pytest.raises(NotImplementedError, match="a quantized array reaches `add`"):
         jqx.convert(mlp, plan)({**q, "b": bias}, X)
 
 

@@ -153,7 +153,7 @@ def test_a_weight_that_reaches_an_operation_without_a_quantized_form_is_refused(
     f, x = forms[inside], normal(1, 3, 64)
     plan = jqx.make_plan(f, preset())(w, x)
     q = jqx.quantize_params(w, plan)
-    with pytest.raises(NotImplementedError, match="a quantized weight reaches `sin`"):
+    with pytest.raises(NotImplementedError, match="a quantized array reaches `sin`"):
         jax.eval_shape(jqx.convert(f, plan, "dynamic"), q, x)
     float_form = jqx.convert(f, plan, "dynamic", unsupported="dequantize")
     assert jax.eval_shape(float_form, q, x).shape == x.shape

@@ -5,5 +5,6 @@ from ._contractions import Contraction as Contraction
 from ._form import Form as Form
 from ._form import Records as Records
 from ._forms import FORMS as FORMS
+from ._updates import UPDATES as UPDATES
 from ._view import View as View
 from ._views import VIEWS as VIEWS

@@ -1,4 +1,4 @@
-"""What a loop carries: arrays that its steps change, and weights that it hands on as they are."""
+"""What a loop carries: what its steps change, and quantized arrays that it hands on as they are."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from ._form import Runner
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """The carried values of a loop; weights that no step changes are shared by all.
+    """The carried values of a loop; quantized ones that no step changes are shared by all.
 
     Attributes:
-      init: the values before the first step.
-      shared: places of those weights.
-      runner: makes arrays of all others.
+      init: the values before the first step; each keeps its format.
+      shared: places of those that are shared.
+      runner: brings what a step has changed to that format.
     """
 
     init: Sequence[Any]
@@ -31,11 +31,12 @@ class Carry:
 
     def start(self) -> list[Any]:
         """Returns what changes, before the first step."""
-        return self.changing(self.init)
+        return [x for i, x in enumerate(self.init) if i not in self.shared]
 
     def changing(self, state: Sequence[Any]) -> list[Any]:
         """Returns what changes, of all that is carried."""
-        return [self.runner.dense(x) for i, x in enumerate(state) if i not in self.shared]
+        both = enumerate(zip(state, self.init, strict=True))
+        return [self.runner.like(x, init) for i, (x, init) in both if i not in self.shared]
 
     def state(self, values: Sequence[Any]) -> list[Any]:
         """Returns all that is carried, given what changes."""

@@ -1,13 +1,18 @@
-"""`cond` and `switch`: each branch is looked into; what a branch not taken records is nothing."""
+"""`cond` and `switch`: each branch is looked into; what a branch not taken records is nothing.
+
+A result that one branch gives quantized has that format from all.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from jax import lax
 
 from ..._compat import Eqn
 from .._origin import Origin
+from .._weight import is_weight
 from ._form import Finder, Form, Records, Runner
 
 
@@ -22,12 +27,25 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
     def take(place: int, branch: Any, given: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(branch, args, (place,), given)
-        return [runner.dense(x) for x in results], runner.unseen() | records
+        return results, runner.unseen() | records
 
     branches: list[Callable[..., Any]] = [
         partial(take, i, branch) for i, branch in enumerate(eqn.params["branches"])
     ]
+    if any(map(is_weight, rest)):
+        forms = [jax.eval_shape(branch, runner.given, *rest)[0] for branch in branches]
+        each = zip(*forms, strict=True)
+        common = [next(filter(is_weight, results), results[0]) for results in each]
+        branches = [partial(_as_common, branch, common, runner) for branch in branches]
     return lax.switch(index, branches, runner.given, *rest)
+
+
+def _as_common(
+    branch: Callable[..., Any], common: Sequence[Any], runner: Runner, *args: Any
+) -> tuple[list[Any], Records]:
+    """Evaluates a branch; its results have the format of those of all branches."""
+    results, records = branch(*args)
+    return [runner.like(x, form) for x, form in zip(results, common, strict=True)], records
 
 
 COND = {"cond": Form(_track, _apply)}

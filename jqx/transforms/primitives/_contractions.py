@@ -15,12 +15,16 @@ from ... import _compat
 from ..._compat import Eqn
 from ...contractions import (
     Dimensions,
+    can_leave_sum,
     conv_general_dilated,
     dot_general,
     dot_gradients,
+    einsum,
     ragged_dot,
     take,
 )
+from ...tensor import QTensor
+from .._weight import real_of
 
 Axes = tuple[int, ...]
 
@@ -81,6 +85,11 @@ def _macs(eqn: Eqn) -> int:
 
 def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs = operands
+    dimensions = _dimensions(eqn)
+    if _sums_scales(rhs, dimensions.rhs_contracting):
+        return _scaled_first(eqn, real_of(lhs), rhs)
+    if _sums_scales(lhs, dimensions.lhs_contracting):
+        return _scaled_first(eqn, lhs, real_of(rhs))
     return dot_general(
         lhs,
         rhs,
@@ -88,6 +97,29 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
         precision=eqn.params["precision"],
         preferred_element_type=eqn.outvars[0].aval.dtype,
     )
+
+
+def _sums_scales(x: Any, contracting: Axes) -> bool:
+    """Whether the scale of an operand varies along the sum, as that of cached values does."""
+    return isinstance(x, QTensor) and not can_leave_sum(x.groups, contracting)
+
+
+def _scaled_first(eqn: Eqn, lhs: Any, rhs: Any) -> jax.Array:
+    """Multiplies the array by the scale of the other operand before both are contracted."""
+    dimensions = _dimensions(eqn)
+    left = list(range(lhs.ndim))
+    right = [lhs.ndim + axis for axis in range(rhs.ndim)]
+    for ours, theirs in zip(
+        (*dimensions.lhs_contracting, *dimensions.lhs_batch),
+        (*dimensions.rhs_contracting, *dimensions.rhs_batch),
+        strict=True,
+    ):
+        right[theirs] = left[ours]
+    out = [left[axis] for axis in (*dimensions.lhs_batch, *dimensions.lhs_free)]
+    out += [right[axis] for axis in dimensions.rhs_free]
+    dtype = eqn.outvars[0].aval.dtype
+    precision = eqn.params["precision"]
+    return einsum(lhs, left, rhs, right, out, precision=precision, preferred_element_type=dtype)
 
 
 def _gradients(

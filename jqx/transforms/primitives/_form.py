@@ -72,6 +72,10 @@ class Runner(Protocol):
         """Returns a value that must be an array here; raises, or dequantizes, where it is not."""
         ...
 
+    def like(self, x: Any, other: Any) -> Any:
+        """Returns a value in the form of another: an array, or quantized to the same format."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Form:

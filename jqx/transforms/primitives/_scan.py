@@ -1,4 +1,6 @@
-"""`scan`: weights among its xs give each step a slice; among its constants they are shared."""
+"""`scan`: quantized xs give each step a slice; constants are shared; what is carried keeps its
+format.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +11,7 @@ from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor, refine
 from .._origin import Loop, Origin
-from .._weight import is_weight, map_codes, real_of
+from .._weight import is_weight, map_codes
 from ._carry import Carry, unchanged
 from ._form import Finder, Form, Records, Runner
 
@@ -47,8 +49,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
         ours = {key: record for key, record in records.items() if key in seen}
         each = {key: record for key, record in records.items() if key not in seen}
         values = carry.changing(results[:count])
-        ys = [runner.dense(y) for y in results[count:]]
-        return (values, runner.merge(seen, ours)), (ys, each)
+        return (values, runner.merge(seen, ours)), (results[count:], each)
 
     (values, seen), (ys, each) = lax.scan(
         step,
@@ -67,7 +68,7 @@ def _sliceable(x: Any) -> Any:
     def each(q: QTensor) -> QTensor:
         return refine(q, 0) if q.scale.shape[0] != q.shape[0] else q
 
-    return map_codes(each, x, real_of(x)) if is_weight(x) else x
+    return map_codes(each, x) if is_weight(x) else x
 
 
 SCAN = {"scan": Form(_track, _apply)}

@@ -36,7 +36,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
     def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(eqn.params["jaxpr"], args, given=given)
-        return [runner.dense(x) for x in results], jax.tree.map(lambda x: x[None], records)
+        return results, jax.tree.map(lambda x: x[None], records)
 
     results, records = jax.shard_map(
         run,

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from ..._compat import Eqn
 from ...tensor import QTensor
 from .._origin import Origin
@@ -52,6 +55,17 @@ def of_one(
 
 def _positions(known: Sequence[Any]) -> list[int]:
     return [i for i, origin in enumerate(known) if origin is not None]
+
+
+def starts_of(starts: Sequence[Any]) -> list[Any]:
+    """Returns where a dynamic slice starts, as jqx reads it: to the primitive a negative start is
+    0, to `jqx.dynamic_slice` it counts from the end.
+    """
+    return [max(int(x), 0) if _is_known(x) else jnp.maximum(x, 0) for x in starts]
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, (int, np.integer, np.ndarray))
 
 
 def same(eqn: Eqn, position: int, origin: Origin) -> Origin:

@@ -12,7 +12,7 @@ from ...contractions import dynamic_slice
 from ...tensor import QTensor, axis_groups
 from .._origin import Origin
 from ._shardings import SHARDINGS
-from ._view import Known, View, of_one, same
+from ._view import Known, View, of_one, same, starts_of
 
 
 def _identity(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
@@ -78,7 +78,7 @@ def _track_dynamic_slice(eqn: Eqn, position: int, origin: Origin) -> Origin | No
 
 def _apply_dynamic_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
     q, *starts = operands
-    return dynamic_slice(q, starts, eqn.params["slice_sizes"])
+    return dynamic_slice(q, starts_of(starts), eqn.params["slice_sizes"])
 
 
 def _track_convert(eqn: Eqn, position: int, origin: Origin) -> Origin | None:

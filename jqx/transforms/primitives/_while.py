@@ -1,4 +1,6 @@
-"""`while`: weights among its constants, or carried as they are, are shared by its steps."""
+"""`while`: weights among its constants, or carried as they are, are shared by its steps; what is
+carried keeps its format.
+"""
 
 from collections.abc import Sequence
 from typing import Any

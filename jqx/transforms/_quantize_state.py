@@ -1,0 +1,166 @@
+"""`quantize_state`: arrays that a function reads and writes, such as caches, become QTensors."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .. import _compat
+from .._checks import check_instance, require_that
+from .._errors import message
+from ..calibrators import Affine
+from ..tensor import QSpec, QTensor
+from ._quantize_params import quantize_weight
+from ._trace import is_array, is_quantized
+
+
+def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]]) -> Any:
+    """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
+
+    Every transform takes such a tree in place of the float one: the function still sees arrays of
+    the same shape and dtype, contractions read the codes, and what is written is quantized.
+
+    Args:
+      tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
+        arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      specs: how to quantize the leaves whose path, its keys joined by `/`, a regular expression
+        matches in full; the first that matches wins. A `QSpec`, or a pair of it and an `Affine`
+        where many writes share a scale. Of relative granularities, `per_token()` and
+        `per_channel()` give each vector along the last axis a scale of its own, and
+        `per_group(size)` each of its blocks.
+
+    Returns:
+      The same tree; leaves that nothing matches are the very same objects.
+
+    Raises:
+      TypeError: `specs` is no dict of specs, or a leaf that one matches is not of floats.
+      ValueError: a regular expression is invalid or matches nothing that is left; a leaf is
+        quantized already; a spec does not fit a leaf; or a scale that many writes share would come
+        from an array of zeros.
+
+    Gradient: by JAX, of scales; none of codes.
+    NaN and infinities: as in `QTensor.quantize`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> cache = {"keys": jnp.zeros((2, 128, 4, 64)), "length": jnp.int32(0)}
+      >>> jqx.quantize_state(cache, {"keys": jqx.QSpec(jnp.int8, jqx.per_token())})["keys"]
+      QTensor(int8[2, 128, 4, 64] per_axis(0, 1, 2), scale float32[2, 128, 4, 1], dtype=float32, \
+69,632 bytes)
+    """
+    rules = _rules(specs)
+    flat, treedef = tree_flatten_with_path(tree, is_leaf=is_quantized)
+    used: set[str] = set()
+    leaves = []
+    for path, leaf in flat:
+        name = keystr(path, simple=True, separator="/")
+        found = next((text for text, (regex, _) in rules.items() if regex.fullmatch(name)), None)
+        if found is None:
+            leaves.append(leaf)
+            continue
+        used.add(found)
+        leaves.append(_quantized(name, leaf, *rules[found][1]))
+    unused = [text for text in rules if text not in used]
+    if unused:
+        names = [repr(keystr(path, simple=True, separator="/")) for path, _ in flat[:8]]
+        raise ValueError(
+            message(
+                "quantize_state",
+                f"{unused[0]!r} matches no leaf that an earlier entry has not taken.",
+                given=f"{len(rules)} regular expressions",
+                expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
+                mend="correct it, move it up, or drop it.",
+            )
+        )
+    return jax.tree.unflatten(treedef, leaves)
+
+
+Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]
+
+
+def _rules(specs: Any) -> Rules:
+    """Returns the entries, compiled, after checking their types."""
+    check_instance(
+        "quantize_state",
+        "specs",
+        specs,
+        Mapping,
+        mend='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
+    )
+    rules: Rules = {}
+    for text, given in specs.items():
+        pair: Any = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        spec, affine = pair
+        require_that(
+            isinstance(text, str) and isinstance(spec, QSpec),
+            error=TypeError,
+            function="quantize_state",
+            problem="`specs` has an entry that is no spec.",
+            given=f"{text!r}: {given!r}",
+            expected="a regular expression: a QSpec, or a pair of it and an Affine",
+            mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
+        )
+        try:
+            rules[text] = re.compile(text), (spec, affine and Affine(*affine))
+        except re.error as error:
+            raise ValueError(
+                message(
+                    "quantize_state",
+                    "a regular expression is invalid.",
+                    given=f"{text!r}: {error}",
+                    expected="what re.fullmatch takes",
+                    mend="escape special characters with a backslash.",
+                )
+            ) from None
+    return rules
+
+
+def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
+    require_that(
+        not is_quantized(leaf),
+        error=ValueError,
+        function="quantize_state",
+        problem=f"the leaf {name!r} is quantized already.",
+        given=repr(leaf),
+        expected="a float array",
+        mend="quantize the float state, or leave this leaf out.",
+    )
+    require_that(
+        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating),
+        error=TypeError,
+        function="quantize_state",
+        problem=f"the leaf {name!r} is no array of floats.",
+        given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
+        expected="float16, bfloat16, float32 or float64",
+        mend="write a regular expression that does not match it, such as '.*(key|value)'.",
+    )
+    resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
+    try:
+        q = quantize_weight(leaf, resolved, affine)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"  at:       the leaf {name!r} of the state")
+        raise
+    require_that(
+        affine is not None or not _shares_a_scale(q) or not _is_zero(leaf),
+        error=ValueError,
+        function="quantize_state",
+        problem=f"the scale of {name!r} would come from zeros, and writes would share it.",
+        given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
+        expected="a scale for each part that is written at once, or one that is given",
+        mend="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
+    )
+    return q
+
+
+def _shares_a_scale(q: QTensor) -> bool:
+    """Whether an axis before one with scales of its own, or all axes, share a scale."""
+    own = [m > 1 for m, n in zip(q.scale.shape, q.shape, strict=True) if n > 1]
+    return (bool(own) and own != sorted(own, reverse=True)) or (len(own) > 1 and not any(own))
+
+
+def _is_zero(x: Any) -> bool:
+    known = not isinstance(x, jax.ShapeDtypeStruct) and _compat.is_concrete(x)
+    return known and not bool(jnp.any(x != 0))

@@ -1,0 +1,388 @@
+"""Quantized state: QTensors that are no weights, as arguments, carries and results."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx import numerics
+
+from ..contractions.test_cache import assert_equal
+from .models import eighths, relative
+
+BATCH, TIME, HEADS, WIDTH = SHAPE = (2, 6, 2, 32)
+OWN = {0: 1, 1: 1, 2: 1}
+FORMATS = {
+    "int8": jqx.QSpec(jnp.int8, jqx.per_token()),
+    "uint8 with zero points": jqx.QSpec(
+        jnp.uint8, jqx.per_token(), symmetric=False, calibrator=jqx.calibrators.minmax
+    ),
+    "int4": jqx.QSpec(jnp.int4, jqx.per_token()),
+    "nf4": jqx.QSpec(numerics.nf4, jqx.per_token()),
+    "e4m3": jqx.QSpec(jnp.float8_e4m3fn, jqx.per_token()),
+    "mxfp8": jqx.QSpec(numerics.mxfp8_e4m3, jqx.per_group(32)),
+    "int8, one scale": (jqx.QSpec(jnp.int8), jqx.calibrators.Affine(jnp.full((1,) * 4, 1 / 32))),
+}
+W4 = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int4, jqx.per_group(16)))])
+TRANSFORMS = {
+    "convert": jqx.convert,
+    "simulate": jqx.simulate,
+    "simulate on integers": partial(jqx.simulate, backward=jnp.float32),
+    "calibrate": lambda f, plan: lambda *args: jqx.calibrate(f, plan)(*args)[0],
+}
+
+
+def fourth_bits(seed, *shape):
+    """Multiples of 1/8 that int4 holds exactly, in groups of 16 rows."""
+    codes = np.random.default_rng(seed).integers(-7, 8, shape)
+    codes[..., ::16, :] = 7
+    return jnp.asarray(codes / 8, jnp.float32)
+
+
+def params():
+    return {"qkv": fourth_bits(0, 3, 64, HEADS * WIDTH), "out": fourth_bits(1, HEADS * WIDTH, 64)}
+
+
+def xs(steps=TIME):
+    return eighths(2, steps, BATCH, 64)
+
+
+def empty(name, shape=SHAPE):
+    return jqx.quantize_state({"k": jnp.zeros(shape), "v": jnp.zeros(shape)}, {".*": FORMATS[name]})
+
+
+def heads(p, x):
+    """Query, key and value of one token, each (batch, 1, heads, width)."""
+    return [(x @ w).reshape(BATCH, 1, HEADS, WIDTH) for w in p["qkv"]]
+
+
+def attend(q, cache, t):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, cache["k"]) / 8
+    shares = jax.nn.softmax(jnp.where(jnp.arange(TIME) <= t, scores, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, cache["v"]).reshape(BATCH, HEADS * WIDTH)
+
+
+def step(p, x, cache, t):
+    """One token through attention over a cache: plain JAX, that knows of no QTensor."""
+    q, k, v = heads(p, x)
+    new = {"k": k, "v": v}
+    cache = {name: lax.dynamic_update_slice(cache[name], new[name], (0, t, 0, 0)) for name in cache}
+    return attend(q, cache, t) @ p["out"], cache
+
+
+def by_hand(p, x, cache, t):
+    """The same written with QTensors."""
+    q, k, v = heads(p, x)
+    new = {"k": k, "v": v}
+    cache = {name: jqx.dynamic_update_slice(cache[name], new[name], (0, t, 0, 0)) for name in cache}
+    real = {name: x.dequantize() for name, x in cache.items()}
+    return attend(q, real, t) @ p["out"], cache
+
+
+def loop(f, p, inputs, cache):
+    """All tokens, one compiled step."""
+
+    def body(carry, x):
+        cache, t = carry
+        y, cache = f(p, x, cache, t)
+        return (cache, t + 1), y
+
+    (cache, _), ys = lax.scan(body, (cache, jnp.int32(0)), inputs)
+    return ys, cache
+
+
+def planned():
+    return jqx.make_plan(step, W4)(params(), xs()[0], empty("int8"), 0), params()
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_decoder_reads_and_writes_a_quantized_cache(name, transform):
+    """Results as by hand, the cache code for code, in a scan of one compiled step."""
+    plan, p = planned()
+    want, expected = jax.jit(partial(loop, by_hand))(p, xs(), empty(name))
+    f = TRANSFORMS[transform](step, plan)
+    found, cache = jax.jit(partial(loop, f))(p, xs(), empty(name))
+    assert relative(found, want) < 2e-6  # float32 sums of at most 64 products, in another order
+    for key in expected:
+        assert_equal(cache[key], expected[key])
+
+
+def test_a_function_that_handles_qtensors_itself_may_be_transformed():
+    plan, p = planned()
+
+    def own(p, x, cache, t):
+        q, k, v = heads(p, x)
+        new = {"k": k, "v": v}
+        at = (0, t, 0, 0)
+        cache = {name: jqx.dynamic_update_slice(cache[name], new[name], at) for name in cache}
+        scores = jqx.einsum("bqhd,bkhd->bhqk", q, cache["k"]) / 8
+        shares = jax.nn.softmax(jnp.where(jnp.arange(TIME) <= t, scores, -jnp.inf))
+        mixed = jqx.einsum("bhqk,bkhd->bqhd", shares, cache["v"])
+        return mixed.reshape(BATCH, -1) @ p["out"], cache
+
+    want, expected = jax.jit(partial(loop, own))(p, xs(), empty("int8"))
+    for transform in TRANSFORMS.values():
+        found, cache = jax.jit(partial(loop, transform(own, plan)))(p, xs(), empty("int8"))
+        assert relative(found, want) < 2e-6
+        for key in cache:
+            assert_equal(cache[key], expected[key])
+
+
+# What a function may do with state, each beside the same on QTensors.
+
+
+def carried_by_scan(c, x):
+    return lax.scan(lambda c, t: (put(c, x[t], t), t), c, jnp.arange(3))[0]
+
+
+def carried_by_while(c, x):
+    def body(s):
+        return put(s[0], x[s[1]], s[1]), s[1] + 1
+
+    return lax.while_loop(lambda s: s[1] < 3, body, (c, jnp.int32(0)))[0]
+
+
+def carried_by_fori(c, x):
+    return lax.fori_loop(0, 3, lambda t, c: put(c, x[t], t), c)
+
+
+def stepped_over(c, x):
+    """Each step of the scan has one index of the batch."""
+    rows = x.transpose(1, 0, *range(2, x.ndim))
+    one = lambda _, part: (None, put_row(*part))  # noqa: E731
+    return lax.scan(one, None, (c, rows))[1]
+
+
+def chosen_by_cond(c, x):
+    return lax.cond(x[0, 0, 0, 0] > 0, lambda c: put(c, x[0], 0), lambda c: put(c, x[1], 1), c)
+
+
+def written_or_not(c, x):
+    return lax.cond(x[0, 0, 0, 0] > 9, lambda c: put(c, x[0], 0), lambda c: c, c)
+
+
+def reset_or_not(c, x):
+    return lax.cond(x[0, 0, 0, 0] > 9, jnp.zeros_like, lambda c: put(c, x[0], 0), c)
+
+
+def chosen_by_select(c, x):
+    return jnp.where(x[0, 0, 0, 0] > 9, c, put(c, x[0], 0))
+
+
+def in_jit(c, x):
+    return jax.jit(put)(c, x[0], 2)
+
+
+def in_remat(c, x):
+    return jax.checkpoint(put, static_argnums=2)(c, x[0], 2)
+
+
+def seen_through_views(c, x):
+    c = tokens_of(c)
+    return jnp.stack([c[:4], c[4:8]])[1] * 2
+
+
+def tokens_of(c):
+    return c.transpose(1, 0, 2, 3).reshape(TIME * BATCH, HEADS, WIDTH)
+
+
+def sliced(c, x):
+    return lax.dynamic_slice_in_dim(c, jnp.int32(x[0, 0, 0, 0] > 9), 2, axis=1)
+
+
+def before_the_start(c, x):
+    return put(lax.dynamic_slice_in_dim(c, -9, 3, axis=1), x[0], -5)
+
+
+def put(c, x, t):
+    return lax.dynamic_update_slice(c, x[:, None], (0, t, 0, 0))
+
+
+def put_row(c, x):
+    return lax.dynamic_update_slice(c, x[:1], (0, 0, 0))
+
+
+def write(places):
+    """What is to come of a cache: the tokens at some places written, one after another."""
+
+    def expected(c, x):
+        for t, row in places:
+            c = jqx.dynamic_update_slice(c, x[row][:, None], (0, t, 0, 0))
+        return c
+
+    return expected
+
+
+FLOWS = {
+    carried_by_scan: write([(0, 0), (1, 1), (2, 2)]),
+    carried_by_while: write([(0, 0), (1, 1), (2, 2)]),
+    carried_by_fori: write([(0, 0), (1, 1), (2, 2)]),
+    stepped_over: write([(0, 0)]),
+    chosen_by_cond: write([(0, 0)]),
+    written_or_not: write([]),
+    reset_or_not: write([(0, 0)]),
+    chosen_by_select: write([(0, 0)]),
+    in_jit: write([(2, 0)]),
+    in_remat: write([(2, 0)]),
+    seen_through_views: lambda c, x: (
+        c.transpose(1, 0, 2, 3).reshape(-1, HEADS, WIDTH)[4:8].scaled(2.0)
+    ),
+    sliced: lambda c, x: c[:, :2],
+    before_the_start: lambda c, x: write([(0, 0)])(c[:, :3], x),
+}
+NOTHING = jqx.Policy([])
+
+
+def filled(name):
+    """A cache with numbers in it."""
+    q = empty(name)["k"]
+    return jqx.dynamic_update_slice(q, eighths(7, *SHAPE), (0, 0, 0, 0))
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["int8", "uint8 with zero points", "nf4"])
+def test_state_flows_through_every_form(name):
+    """All flows in one compiled program for each transform."""
+    c, x = filled(name), eighths(3, 3, BATCH, HEADS, WIDTH).at[0, 0, 0, 0].set(1.0)
+    want = {flow.__name__: expected(c, x) for flow, expected in FLOWS.items()}
+
+    def f(p, c, x):
+        return {flow.__name__: flow(c, x) for flow in FLOWS}
+
+    for transform in TRANSFORMS.values():
+        found = jax.jit(transform(f, NOTHING))({}, c, x)
+        for key, q in want.items():
+            assert_equal(found[key], q)
+
+
+def test_a_mask_chooses_codes_where_it_cuts_no_scale():
+    """A token comes from the array or from the cache; both as they are by themselves."""
+    c, x = filled("int8"), eighths(4, *SHAPE)
+    mask = jnp.arange(TIME)[None, :, None, None] == jnp.array([1, 3])[:, None, None, None]
+    f = lambda p, c, x: jnp.where(mask, x, c)  # noqa: E731
+    whole = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
+    place = np.broadcast_to(mask, SHAPE)
+    for transform in TRANSFORMS.values():
+        found = jax.jit(transform(f, NOTHING))({}, c, x)
+        np.testing.assert_array_equal(found.values, np.where(place, whole.values, c.values))
+        np.testing.assert_array_equal(found.scale, np.where(place[..., :1], whole.scale, c.scale))
+
+
+def test_a_mask_that_cuts_a_scale_keeps_it_beside_an_array():
+    c, x = filled("int8, one scale"), eighths(4, *SHAPE)
+    mask = eighths(5, *SHAPE) > 0
+    found = jqx.convert(lambda p, c, x: jnp.where(mask, x, c), NOTHING)({}, c, x)
+    own = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8), jqx.calibrators.Affine(c.scale))
+    want = np.where(mask, own.values, c.values)
+    np.testing.assert_array_equal(found.values, want)
+    np.testing.assert_array_equal(found.scale, c.scale)
+    both = dataclasses.replace(c, scale=c.scale * 2)
+    found = jqx.convert(lambda p, c, d: jnp.where(mask, c, d), NOTHING)({}, c, both)
+    real = np.where(mask, c.dequantize(), both.dequantize())
+    np.testing.assert_allclose(found.dequantize(), real, atol=np.abs(real).max() / 254, rtol=1e-6)
+
+
+def test_each_member_of_a_vmap_has_its_own_state():
+    c = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), filled("int8"))
+    x = eighths(3, 2, 3, BATCH, HEADS, WIDTH)
+    f = jax.vmap(jqx.convert(lambda p, c, x, t: put(c, x[0], t), NOTHING), (None, 0, 0, 0))
+    found = jax.jit(f)({}, c, x, jnp.array([1, 4]))
+    for i, t in enumerate((1, 4)):
+        assert_equal(
+            jax.tree.map(lambda leaf, i=i: leaf[i], found),
+            jqx.dynamic_update_slice(filled("int8"), x[i, 0][:, None], (0, t, 0, 0)),
+        )
+
+
+def test_what_has_no_quantized_form_is_an_error_or_goes_on_in_float():
+    c = filled("int8")
+    f = lambda p, c: jnp.tanh(c).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="a quantized array reaches `tanh`") as error:
+        jqx.convert(f, NOTHING)({}, c)
+    assert "of an argument" in str(error.value) and "Rule" not in str(error.value)
+    want = jnp.tanh(c.dequantize()).sum()
+    assert relative(jqx.convert(f, NOTHING, unsupported="dequantize")({}, c), want) < 1e-6
+    assert relative(jqx.simulate(f, NOTHING)({}, c), want) < 1e-6
+    g = lambda p, c: lax.fori_loop(0, 2, lambda _, c: c + 1, c)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="a quantized array reaches `add`"):
+        jqx.convert(g, NOTHING)({}, c)
+    kept = jqx.convert(g, NOTHING, unsupported="dequantize")({}, c)
+    assert jax.tree.structure(kept) == jax.tree.structure(c)
+
+
+def test_gradients_pass_what_is_written_straight_through():
+    """As though the cache held floats whose values were rounded."""
+    plan, p = planned()
+
+    def rounds(p, x, cache, t):
+        q, k, v = heads(p, x)
+        new = {}
+        for name, y in (("k", k), ("v", v)):
+            codes = jqx.QTensor.quantize(y, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
+            y = jqx.gradients.straight_through(codes.dequantize(), y)
+            new[name] = lax.dynamic_update_slice(cache[name].dequantize(), y, (0, t, 0, 0))
+        return attend(q, new, t) @ p["out"]
+
+    cache = jax.tree.map(
+        lambda q: jqx.dynamic_update_slice(q, eighths(7, *SHAPE), (0, 0, 0, 0)),
+        empty("int8"),
+        is_leaf=lambda x: isinstance(x, jqx.QTensor),
+    )
+    want = jax.grad(lambda p: rounds(p, xs()[0], cache, 2).sum())(p)
+    for transform in ("simulate", "simulate on integers"):
+        f = TRANSFORMS[transform](step, plan)
+        found = jax.grad(lambda p, f=f: f(p, xs()[0], cache, 2)[0].sum())(p)
+        assert relative(found["qkv"], want["qkv"]) < 1e-5
+        assert relative(found["out"], want["out"]) < 1e-5
+
+
+def test_a_step_holds_no_float_copy_of_the_cache():
+    shape = (1, 2048, 4, 64)
+    cache = jqx.zeros(shape, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
+    assert cache.nbytes / (4 * cache.size) <= 0.27
+
+    def f(p, q, k, c, t):
+        c = lax.dynamic_update_slice(c, k, (0, t, 0, 0))
+        return jnp.einsum("bqhd,bkhd->bhqk", q, c), c
+
+    x = jnp.ones((1, 1, 4, 64))
+    g = jax.jit(jqx.convert(f, NOTHING), donate_argnums=3)
+    memory = g.lower({}, x, x, cache, jnp.int32(0)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.size * 4 / 2
+
+
+def test_compare_takes_state_as_it_is():
+    plan, _ = planned()
+    found = jqx.compare(step, plan)(params(), xs()[0], empty("int8"), jnp.int32(0))
+    assert len(found.sites) == len(plan.sites)
+
+
+def test_bad_state_is_refused():
+    tree = {"k": jnp.zeros((2, 4)), "index": jnp.int32(0), "one": jnp.zeros(())}
+    spec = jqx.QSpec(jnp.int8, jqx.per_token())
+    cases = [
+        ({"K": spec}, ValueError, "'K' matches no leaf"),
+        ({"k": spec, ".*k": spec}, ValueError, "'.*k' matches no leaf that an earlier"),
+        ({".*": spec}, TypeError, "'index' is no array of floats"),
+        ({"k": jnp.int8}, TypeError, "an entry that is no spec"),
+        ({"(": spec}, ValueError, "a regular expression is invalid"),
+        ([spec], TypeError, "specs"),
+        ({"k": jqx.QSpec(jnp.int8)}, ValueError, "would come from zeros"),
+        ({"k": jqx.QSpec(jnp.int8, jqx.per_axis(1))}, ValueError, "would come from zeros"),
+    ]
+    for specs, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            jqx.quantize_state(tree, specs)
+    done = jqx.quantize_state(tree, {"k": spec})
+    assert done["index"] is tree["index"]
+    with pytest.raises(ValueError, match="quantized already"):
+        jqx.quantize_state(done, {"k": spec})
+    abstract = jqx.quantize_state({"k": jax.ShapeDtypeStruct((2, 4), jnp.float32)}, {"k": spec})
+    assert jax.tree.structure(abstract["k"]) == jax.tree.structure(done["k"])
