@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._checks import is_at_least
 from ..numerics import common_dtype
 from ..tensor import QTensor
 from ._blocks import with_own_scales
@@ -190,7 +191,7 @@ def in_runs(rhs: QTensor, window: Window, limit: int) -> list[QTensor]:
 def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     """Returns the int32 convolution of int8 codes, each less its zero point."""
     a, b = lhs.zero_point, rhs.zero_point
-    codes, inner = padded(lhs.values, a, window), window.without_padding()
+    codes, inner = _under_window(lhs, rhs, window)
     total = _int8_conv(codes, rhs.values, inner)
     outputs = rhs.shape[window.outputs]
     if a is not None:
@@ -208,7 +209,30 @@ def _per_output(rhs: QTensor, window: Window) -> tuple[int, ...]:
     return tuple(n if i == window.outputs else 1 for i, n in enumerate(rhs.shape))
 
 
+def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array, Window]:
+    """Returns the codes of an image and the window over them, which pads them itself where that is
+    as fast: with zeros, and where XLA on CPU still gives the sums to its int8 library.
+
+    It does not where there are more taps than pixels, which it then exchanges, nor where padding
+    makes the image larger by the reach of the window.
+    """
+    pixels = math.prod(lhs.shape[axis] for axis in window.spatial)
+    taps = math.prod(rhs.shape[axis] for axis in window.taps)
+    few = all(
+        min(pair) >= 0 and sum(pair) < reach
+        for pair, reach in zip(window.padding, window.reach(rhs), strict=True)
+    )
+    plain = few and all(n == 1 for n in window.lhs_dilation)
+    if lhs.zero_point is None and plain and not is_at_least(taps, pixels + 1):
+        return lhs.values, window
+    return padded(lhs.values, lhs.zero_point, window), window.without_padding()
+
+
 def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
+    # XLA on CPU (jaxlib 0.10.2) decides whether its library sums these products, and folds padding
+    # into the window after that: sums that the library does not take any more are then wrong.
+    codes, kernel = lax.optimization_barrier((codes, kernel))
+
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
         # GPU libraries convolve int8 into int32 inside and return it as float32.
         return lax_conv(codes, kernel, window, jnp.float32).astype(jnp.int32)
@@ -252,9 +276,7 @@ def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     outputs = rhs.shape[window.outputs]
     zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
     times = outputs // codes.shape[window.features]
-    reach = [
-        (rhs.shape[t] - 1) * d + 1 for t, d in zip(window.taps, window.rhs_dilation, strict=True)
-    ]
+    reach = window.reach(rhs)
     total = None
     for place in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps)):
         start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim

@@ -69,6 +69,11 @@ class Window(NamedTuple):
         """Returns how many products each element of the result sums."""
         return math.prod(kernel.shape[axis] for axis in (self.inputs, *self.taps))
 
+    def reach(self, kernel: Any) -> list[int]:
+        """Returns how many pixels the kernel spans along each spatial axis."""
+        pairs = zip(self.taps, self.rhs_dilation, strict=True)
+        return [(kernel.shape[axis] - 1) * n + 1 for axis, n in pairs]
+
     def is_depthwise(self, lhs: Any) -> bool:
         """Whether each output feature reads one input feature."""
         return self.groups == lhs.shape[self.features] and self.batch_groups == 1
