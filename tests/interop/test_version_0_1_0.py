@@ -1,0 +1,172 @@
+"""Files and plans as jqx 0.1.0 wrote them are read, and mean what they meant.
+
+`tree.npz` has the codes, scales and real values of the QTensors of `tree.safetensors`, and the
+bytes of its arrays; `converted.safetensors` the quantized parameters, scales, arguments and results
+of the plans of `plans.json`. They were written once, and are not to be written again.
+"""
+
+import dataclasses
+import enum
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import calibrators, numerics
+
+from .planned import FUNCTIONS
+
+FOLDER = pathlib.Path(__file__).with_name("version_0_1_0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(calibrators.AbsMax):
+    """A calibrator of the user."""
+
+
+class Book(numerics.Codebook):
+    """A format of the user."""
+
+
+OWN = {"calibrator": Mine(), "format": Book((-1.0, 0.5, 2.0), "mine")}
+
+
+def unsigned(x):
+    """The bits of an array, an element a row of bytes; of what is smaller than a byte, codes."""
+    if x.dtype.itemsize == 1 and x.dtype.name[-1] in "24" and "int" in x.dtype.name:
+        x = x.astype(np.int8 if x.dtype.name.startswith("i") else np.uint8)
+    return np.frombuffer(x.tobytes(), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return jqx.load(FOLDER / "tree.safetensors", values=OWN)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with np.load(FOLDER / "tree.npz") as file:
+        return dict(file)
+
+
+def test_the_containers_are_those_that_were_saved(tree):
+    assert list(tree) == ["qtensors", "arrays", "nested"] and len(tree["qtensors"]) == 78
+    items, seven, own = tree["nested"].values()
+    assert list(tree["nested"]) == ["list", 7, "own"]
+    assert [type(item) for item in items[1:]] == [type(None), tuple] and items[2][1:] == ({}, [])
+    np.testing.assert_array_equal(items[0], [0, 1, 2])
+    assert items[2][0].shape == () and items[2][0] == 1.5
+    assert seven["a/b"].shape == (0, 3) and seven[""].tolist() == [1]
+    assert own.qtype is OWN["format"] and own.dtype == jnp.float32
+
+
+def test_arrays_have_the_bytes_that_were_saved(tree, expected):
+    for name, x in tree["arrays"].items():
+        assert (x.dtype.name, x.shape) == (name, (2, 3))
+    found = [unsigned(np.asarray(x)) for x in tree["arrays"].values()]
+    np.testing.assert_array_equal(np.concatenate(found), expected["arrays"])
+
+
+def test_qtensors_have_the_codes_and_scales_that_were_saved(tree, expected):
+    leaves = jax.tree.leaves(list(tree["qtensors"].values()))
+    found = [np.asarray(leaf).tobytes() for leaf in leaves]
+    assert b"".join(found) == expected["leaves"].tobytes()
+
+
+def real_values(tree, expected, names):
+    """Asserts that QTensors of these names stand for the values that were saved."""
+    tensors = tree["qtensors"]
+    ends = np.cumsum([q.size for q in tensors.values()])
+    want = dict(zip(tensors, np.split(expected["real"], ends[:-1]), strict=True))
+    assert ends[-1] == expected["real"].size
+    found = jax.jit(lambda tensors: [q.dequantize() for q in tensors])([tensors[n] for n in names])
+    for name, real in zip(names, found, strict=True):
+        # The codes of 32 bits are rounded to float32 before they are multiplied, or are not.
+        rtol = 2.0**-22 if numerics.format_of(tensors[name].qtype).bits == 32 else 0
+        real = np.asarray(real, np.float32).reshape(-1)
+        np.testing.assert_allclose(real, want[name], rtol=rtol, err_msg=name)
+
+
+def test_qtensors_have_the_values_that_were_saved(tree, expected):
+    real_values(tree, expected, [name for name in tree["qtensors"] if " " in name][::2])
+
+
+@pytest.mark.slow
+def test_all_qtensors_have_the_values_that_were_saved(tree, expected):
+    real_values(tree, expected, list(tree["qtensors"]))
+
+
+LAYOUTS = {
+    " packed": "packed along axis -1",
+    " packed and turned": "packed along axis -1 and swapped",
+    "uint8 for cpu": "as int8",
+    "int4 for cpu": "as int8",
+    "fp4 for cpu": "swapped",
+}
+
+
+def test_qtensors_lie_as_they_were_laid_out(tree):
+    for name, q in tree["qtensors"].items():
+        known = [text for end, text in LAYOUTS.items() if name.endswith(end)]
+        assert str(q.layout or "") == (known[0] if known else ""), name
+        assert q.dtype == (jnp.bfloat16 if "bfloat16" in name else jnp.float32)
+        assert bool(q.blocks) == ("with a tail" in name or "100 in blocks of 32" in name), name
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return json.loads((FOLDER / "plans.json").read_text())
+
+
+def assert_holds(value, data):
+    """Asserts that a value has every field that JSON says, whatever else it has."""
+    if isinstance(value, numerics.QType) and isinstance(data, str):
+        value = value.name
+    if isinstance(data, dict):
+        for field, item in data.items():
+            if field == "value":
+                assert value is OWN[item]
+            elif field.startswith("jqx."):
+                assert field.rpartition(".")[2] == type(value).__name__
+                assert_holds(value, item)
+            else:
+                assert_holds(getattr(value, field), item)
+    elif isinstance(data, list):
+        assert isinstance(value, tuple) and len(value) == len(data)
+        for item, part in zip(value, data, strict=True):
+            assert_holds(item, part)
+    elif isinstance(value, (enum.Enum, np.dtype)):
+        assert value.name == data
+    else:
+        assert value == data
+
+
+def test_plans_say_what_was_written(plans):
+    for name, data in plans.items():
+        found = jqx.Plan.from_dict(data, OWN)
+        assert data["version"] == 1
+        if name != "specs":
+            assert [site.op for site in found.sites]
+        assert_holds(found, {key: data[key] for key in data if key != "version"})
+
+
+def test_plans_convert_what_was_quantized_with_them(plans):
+    kept = jqx.load(FOLDER / "converted.safetensors")
+    assert {*kept, "specs"} == set(plans)
+    converted = {}
+    for name in kept:
+        f, plan = FUNCTIONS[name.split()[0]], jqx.Plan.from_dict(plans[name], OWN)
+        affines = {key: calibrators.Affine(*pair) for key, pair in kept[name]["affines"].items()}
+        converted[name] = jqx.convert(f, plan, affines)
+    run = jax.jit(lambda f, case: f(case["params"], case["x"]), static_argnums=0)
+    found = {name: run(f, kept[name]) for name, f in converted.items()}
+    for name, case in kept.items():
+        # Sums of at most 64 products, in any order: each is a rounding of the largest result.
+        # What is rounded to 8 bits after an exponential may become the next code.
+        rounding = 2.0**-6 if name.startswith("attended") else 64 * 2.0**-23
+        allowed = rounding * float(np.max(np.abs(case["out"])))
+        np.testing.assert_allclose(found[name], case["out"], rtol=0, atol=allowed, err_msg=name)
