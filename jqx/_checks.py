@@ -60,6 +60,14 @@ def check_instance(
     )
 
 
+def shown(value: Any, limit: int = 200) -> str:
+    """Returns a value as messages show it: an array by its type, anything long cut short."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an object of type {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def _with_article(kind: type) -> str:
     if kind is type(None):
         return "None"
@@ -70,7 +78,7 @@ def name_of(dtype: DTypeLike) -> str:
     """The name of a dtype, for messages; anything that is not a dtype is shown by its type."""
     try:
         return jnp.dtype(dtype).name
-    except TypeError:
+    except Exception:  # NumPy asks the object, and parses what it says
         return f"an object of type {type(dtype).__name__}"
 
 
@@ -78,14 +86,14 @@ def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
     """Returns `dtype` as a dtype object, or raises a TypeError that names the argument."""
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
+    except Exception:  # NumPy asks the object, and parses what it says
         found = None
     # NumPy reads None as float64, and "i4" as an int32: neither is what a user of jqx means.
     if found is None or dtype is None or (isinstance(dtype, str) and dtype != found.name):
         text = message(
             function,
             f"`{argument}` is not a dtype.",
-            given=f"{argument} = {dtype!r}",
+            given=f"{argument} = {shown(dtype)}",
             expected="a JAX dtype, such as jnp.int8",
             mend="pass the dtype object itself.",
         )

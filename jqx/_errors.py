@@ -1,5 +1,9 @@
 """The four-part error message: what is wrong, what was given, what was expected, how to mend it."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 
 def message(function: str, problem: str, *, given: str, expected: str, mend: str) -> str:
     """Returns the text of an error that `jqx.<function>` raises.
@@ -12,3 +16,19 @@ def message(function: str, problem: str, *, given: str, expected: str, mend: str
         f"  expected: {expected}\n"
         f"  to mend:  {mend}"
     )
+
+
+@contextlib.contextmanager
+def nesting(function: str) -> Iterator[None]:
+    """Raises a ValueError in four parts where containers in containers exceed Python's stack."""
+    try:
+        yield
+    except RecursionError:
+        text = message(
+            function,
+            "containers are nested too deeply.",
+            given="more of them, one in another, than Python's stack holds",
+            expected=f"a few hundred at most (the recursion limit is {sys.getrecursionlimit()})",
+            mend="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
+        )
+        raise ValueError(text) from None

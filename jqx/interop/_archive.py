@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ import numpy as np
 from jax import dtypes
 
 from .._checks import require_that
-from ..tensor import NONE, QTensor, Values, check_values, check_version
-from ._safetensors import Path, Reader
-from ._tree import Stored, StoredArray, map_stored, parse
+from .._errors import nesting
+from ..tensor import NONE, QTensor, Values, check_codes, check_values, check_version
+from ._paths import Path
+from ._reader import Reader
+from ._tree import Read, Stored, StoredArray, map_stored, parse
 
 KEY = "jqx"
 """The entry of a file's metadata that describes its tree."""
@@ -32,9 +35,11 @@ class Archive:
       metadata: what the file says of itself beside the tree.
 
     Raises:
-      OSError: the file cannot be opened.
+      OSError: the file cannot be opened, or is no regular file; when a leaf is read: it has become
+        shorter since it was opened.
       ValueError: it is no safetensors file, has been cut short, is of another version, or lacks a
-        tensor.
+        tensor; when a leaf is read: there are numbers that its dtype, or codes that its format,
+        has not.
       TypeError: tensors do not fit the QTensor that they are to be.
 
     Example:
@@ -70,16 +75,30 @@ class Archive:
         return self._leaf(path).make(self._spec)
 
     def read(self, path: str) -> jax.Array | np.ndarray | QTensor:
-        """Returns a leaf; see `jqx.load`."""
-        return self._leaf(path).make(lambda name, dtype: as_jax(self._reader.read(name, dtype)))
+        """Returns a copy of a leaf; see `jqx.load`."""
+        return jax.tree.map(as_jax, self._made(path, self._reader.read))
 
     def view(self, path: str) -> Any:
-        """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used."""
-        return self._leaf(path).make(self._reader.read)
+        """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used.
+
+        They are the file, not a copy of it. They change where it is written to; and where it is cut
+        short, using what was beyond its end kills the process (SIGBUS). Map files that nothing else
+        writes; `read` copies, and a file that has become shorter is an OSError. (`jqx.save` puts a
+        new file in the place of the old one, which lives as long as it is mapped.) Codes of formats
+        that their bytes have room beyond are looked through at once, as by `read`.
+        """
+        return self._made(path, self._reader.view)
 
     def map(self, f: Callable[[str], Any]) -> Any:
         """Returns the tree with what `f` returns for the path of each leaf."""
-        return map_stored(lambda leaf: f(leaf.path), self._tree)
+        with nesting("interop.Archive"):
+            return map_stored(lambda leaf: f(leaf.path), self._tree)
+
+    def _made(self, path: str, read: Read) -> Any:
+        leaf = self._leaf(path).make(read)
+        if isinstance(leaf, QTensor):
+            check_codes("load", leaf, path)
+        return leaf
 
     def _leaf(self, path: str) -> Stored:
         require_that(
@@ -96,13 +115,14 @@ class Archive:
     def _parse(self, values: Values) -> Any:
         text = self._reader.metadata.get(KEY)
         if text is None:
-            names = sorted(self._reader.entries, key=lambda name: self._reader.entries[name][2:])
+            names = self._reader.entries
             return {name: StoredArray(name, self._reader.dtype(name)) for name in names}
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError):
-            data = None
-        return parse(check_version("load", data, VERSION).get("tree"), values)
+        with nesting("load"):
+            try:
+                data = json.loads(text)
+            except ValueError:
+                data = None
+            return parse(check_version("load", data, VERSION).get("tree"), values)
 
     def _named(self) -> dict[str, Stored]:
         """Returns the leaves by path, after checking that they take every tensor once."""
@@ -136,7 +156,8 @@ class Archive:
             leaf.make(take)
             leaves[leaf.path] = leaf
 
-        map_stored(add, self._tree)
+        with nesting("load"):
+            map_stored(add, self._tree)
         require_that(
             not unused,
             error=ValueError,
@@ -155,7 +176,7 @@ class Archive:
             error=ValueError,
             function="load",
             problem=f"the tensor {name!r} is missing.",
-            given=f"a file of {len(entries)} tensors: {', '.join(list(entries)[:5])}, ...",
+            given=f"a file of {len(entries)} tensors: {', '.join(islice(entries, 5))}, ...",
             expected=f"a tensor {name!r}",
             mend="write the file again: tensors that its tree names were removed.",
         )
@@ -164,10 +185,10 @@ class Archive:
 
 
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
-    """Returns a copy of an array as JAX's; of 64 bits, where JAX has none, as NumPy's."""
-    if dtypes.canonicalize_dtype(x.dtype) == x.dtype:
-        return jnp.array(x)
-    return x.copy()
+    """Returns an array, which nobody else has, as JAX's; of 64 bits, where JAX has none, as it
+    is.
+    """
+    return jnp.asarray(x) if dtypes.canonicalize_dtype(x.dtype) == x.dtype else x
 
 
 def load(path: Path, *, values: Values | None = None) -> Any:
@@ -183,9 +204,9 @@ def load(path: Path, *, values: Values | None = None) -> Any:
       NumPy's, unless `jax_enable_x64` is set.
 
     Raises:
-      OSError: the file cannot be opened.
-      ValueError: it is no safetensors file, has been cut short, is of another version, or lacks a
-        tensor.
+      OSError: the file cannot be opened, is no regular file, or becomes shorter while it is read.
+      ValueError: it is no safetensors file, has been cut short, is of another version, lacks a
+        tensor, or holds numbers that a dtype, or codes that a format, has not.
       TypeError: tensors do not fit the QTensor that they are to be.
 
     Example:

@@ -1,7 +1,6 @@
 """The safetensors format: the length of a header, the header in JSON, the numbers of all tensors.
 
-Tensors are read one by one, each mapped into memory on its own, and written one by one at places
-that the header has fixed before. Wider numbers come first, so that each tensor is aligned.
+Numbers are little-endian. Wider ones come first, so that each tensor is aligned.
 
 Dtypes that the format has no name for are stored a byte an element: int4 and int2 as I8, uint4 and
 uint2 as U8, with the same numbers; float4 and the other 8-bit floats as U8, with their bits.
@@ -11,22 +10,16 @@ Format: https://huggingface.co/docs/safetensors (Hugging Face, 2022).
 
 import json
 import math
-import os
-import pathlib
-import uuid
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message
+from .._checks import require_that, shown
 
-Path = str | os.PathLike[str]
-
-_NAMES = {
+NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -49,7 +42,7 @@ _NAMES = {
 }
 """The names that files have for dtypes."""
 
-_DTYPES = {stored: jnp.dtype(name) for name, stored in _NAMES.items()}
+DTYPES = {stored: jnp.dtype(name) for name, stored in NAMES.items()}
 
 _BYTES = (
     *("int2", "int4", "uint2", "uint4", "float4_e2m1fn"),
@@ -57,8 +50,15 @@ _BYTES = (
 )
 """Dtypes without such a name, which are stored a byte an element."""
 
-_HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 100_000_000
 """Bytes of a header, at most: the limit of other readers."""
+
+
+_MOST_AXES = 64
+"""Of a NumPy array."""
+
+_MOST_BYTES = 2**63 - 1
+"""Of a NumPy array, each empty axis counted as one."""
 
 
 class Entry(NamedTuple):
@@ -73,21 +73,38 @@ class Entry(NamedTuple):
 def stored_dtype(dtype: Any) -> np.dtype | None:
     """Returns the dtype in which files hold arrays of a dtype; `None` where they hold none."""
     name = getattr(dtype, "name", "")
-    if name in _NAMES:
+    if name in NAMES:
         return jnp.dtype(name)
     if name not in _BYTES:
         return None
     return np.dtype(np.int8 if name.startswith("int") else np.uint8)
 
 
-def _to_stored(x: np.ndarray) -> np.ndarray:
-    if x.dtype.name in _NAMES:
-        return x
-    return x.view(np.uint8) if x.dtype.name.startswith("float") else x.astype(stored_dtype(x.dtype))
+def to_stored(x: np.ndarray) -> np.ndarray:
+    """Returns an array as files hold it."""
+    name = x.dtype.name
+    if name == "bool":
+        return x.view(np.uint8) != 0
+    if name in NAMES:
+        return x.astype(x.dtype.newbyteorder("<"), copy=False)
+    if name.startswith("float"):
+        bits = x.view(np.uint8)
+        return bits & np.uint8(15) if name == "float4_e2m1fn" else bits
+    stored = stored_dtype(x.dtype)
+    assert stored is not None, "the tree was checked before"
+    return x.astype(stored)
 
 
-def _from_stored(name: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if x.dtype == dtype:
+def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -> np.ndarray:
+    """Returns the bytes of a tensor as an array of `dtype`; its axes are still to be made.
+
+    Raises:
+      ValueError: some are no numbers of `dtype`.
+    """
+    if stored == np.bool_:  # any byte but 0 is true
+        return raw != 0 if raw.size and raw.max() > 1 else raw.view(stored)
+    x = raw.view(stored)
+    if stored == dtype:
         return x
     if dtype.name.startswith("float"):
         fits, read = dtype.name != "float4_e2m1fn" or not (x >> 4).any(), x.view(dtype)
@@ -106,238 +123,124 @@ def _from_stored(name: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return read
 
 
-class Reader:
-    """An open file: its tensors by name, and its metadata. A context manager.
-
-    Attributes:
-      entries: each tensor's dtype, shape and place.
-      metadata: what the file says of itself.
+def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Returns the metadata of a header, and its tensors in the order of their bytes.
 
     Raises:
-      OSError: the file cannot be opened.
-      ValueError: it is no safetensors file, or has been cut short.
+      ValueError: it is not what the format says.
     """
+    header, given = None, "a header that is no JSON object"
+    try:
+        header = json.loads(text, object_pairs_hook=_without_doubles)
+    except _DoubledKey as error:
+        given = str(error)
+    except (ValueError, RecursionError):
+        pass
+    check(path, isinstance(header, dict), given)
+    assert isinstance(header, dict)
+    metadata = header.pop("__metadata__", {})
+    check(
+        path,
+        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
+        "metadata that is no object of strings",
+    )
+    entries = {name: _entry(path, name, fields) for name, fields in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
+    stop = 0
+    for name, entry in entries.items():
+        if entry.start != stop:
+            check(path, False, f"a gap, or an overlap, before the tensor {shown(name)}")
+        stop = entry.stop
+    return metadata, entries
 
-    def __init__(self, path: Path) -> None:
-        self.path = os.fspath(path)
-        self._file = open(path, "rb")
-        try:
-            self._first, header = self._header()
-            self.metadata, self.entries = self._parse(header)
-        except BaseException:
-            self._file.close()
-            raise
 
-    def __enter__(self) -> "Reader":
-        return self
+class _DoubledKey(ValueError):
+    """A key that an object has twice, which the format forbids."""
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
-    def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of a tensor as the file has it."""
-        stored = self.entries[name].dtype
-        require_that(
-            stored in _DTYPES,
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {name!r} has a dtype that jqx does not read.",
-            given=stored,
-            expected=f"one of {', '.join(_DTYPES)}",
-            mend="convert it with the library that wrote it.",
-        )
-        return _DTYPES[stored]
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise _DoubledKey(f"a header with the key {shown(twice)} twice")
+    return found
 
-    def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored as arrays of a dtype are."""
-        require_that(
-            self.dtype(name) == stored_dtype(dtype),
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {name!r} is not of the dtype that its tree says.",
-            given=f"{self.entries[name].dtype} for {dtype.name}",
-            expected=f"{_NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
-            mend="write the file again, with jqx.save.",
-        )
 
-    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """Returns a tensor, mapped into memory: read when it is used, dropped when it is freed.
+def _entry(path: str, name: str, fields: Any) -> Entry:
+    fields = fields if isinstance(fields, dict) else {}
+    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if (
+        not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(place))
+        or not (len(place) == 2 and place[0] <= place[1])
+        or (dtype in DTYPES and not _fits(shape, DTYPES[dtype].itemsize, place[1] - place[0]))
+    ):
+        what = "without dtype, shape and data_offsets that fit each other"
+        check(path, False, f"the tensor {shown(name)} {what}")
+    return Entry(dtype, tuple(shape), *place)
 
-        Args:
-          name: one of `entries`.
-          dtype: the dtype of the array, where that is another than the file names.
-        """
-        entry, stored = self.entries[name], self.dtype(name)
-        if entry.start == entry.stop:
-            return np.zeros(entry.shape, dtype or stored)
-        place, size = self._first + entry.start, entry.stop - entry.start
-        raw = np.memmap(self._file, np.uint8, "r", place, (size,))
-        x = np.asarray(raw).view(stored).reshape(entry.shape)
-        return x if dtype is None else _from_stored(name, x, dtype)
 
-    def _header(self) -> tuple[int, Any]:
-        """Returns where the numbers begin, and the header."""
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
-        self._check(size >= 8, f"a file of {size} bytes")
-        self._check(length <= _HEADER_LIMIT, f"a header of {length} bytes")
-        self._check(8 + length <= size, f"a header of {length} bytes in a file of {size}")
-        try:
-            header = json.loads(self._file.read(length))
-        except (ValueError, RecursionError):
-            header = None
-        self._check(isinstance(header, dict), "a header that is no JSON object")
-        return 8 + length, header
-
-    def _parse(self, header: dict[str, Any]) -> tuple[dict[str, str], dict[str, Entry]]:
-        metadata = header.pop("__metadata__", {})
-        self._check(
-            isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
-            "metadata that is no object of strings",
-        )
-        entries = {name: self._entry(name, fields) for name, fields in header.items()}
-        stop = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-            self._check(entry.start == stop, f"a gap, or an overlap, before the tensor {name!r}")
-            stop = entry.stop
-        size = os.fstat(self._file.fileno()).st_size - self._first
-        require_that(
-            size >= stop,
-            error=ValueError,
-            function="load",
-            problem=f"{self.path!r} is truncated.",
-            given=f"{size} bytes of numbers",
-            expected=f"{stop} bytes",
-            mend="copy or download it again.",
-        )
-        self._check(size == stop, f"{size - stop} bytes that belong to no tensor")
-        return metadata, entries
-
-    def _entry(self, name: str, fields: Any) -> Entry:
-        what = f"the tensor {name!r} without dtype, shape and data_offsets that fit each other"
-        self._check(isinstance(fields, dict), what)
-        dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-        self._check(isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(place), what)
-        self._check(len(place) == 2 and place[0] <= place[1], what)
-        if dtype in _DTYPES:
-            size = math.prod(shape) * _DTYPES[dtype].itemsize
-            self._check(place[1] - place[0] == size, what)
-        return Entry(dtype, tuple(shape), *place)
-
-    def _check(self, holds: bool, given: str) -> None:
-        require_that(
-            holds,
-            error=ValueError,
-            function="load",
-            problem=f"{self.path!r} is not a safetensors file.",
-            given=given,
-            expected="8 bytes of length, a header in JSON, and the numbers of its tensors",
-            mend="pass a file of this format; jqx.save writes one.",
-        )
+def _fits(shape: Sequence[int], width: int, size: int) -> bool:
+    """Whether an array can have this shape, and has so many bytes."""
+    if len(shape) > _MOST_AXES:
+        return False
+    room = width
+    for n in shape:
+        room *= max(n, 1)
+        if room > _MOST_BYTES:
+            return False
+    return size == (0 if 0 in shape else room)
 
 
 def _are_sizes(x: Any) -> bool:
     return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
-class Writer:
-    """A file that is written tensor by tensor, in any order. A context manager.
+def check(path: str, holds: bool, given: str) -> None:
+    """Checks what makes a file one of this format."""
+    require_that(
+        holds,
+        error=ValueError,
+        function="load",
+        problem=f"{path!r} is not a safetensors file.",
+        given=given,
+        expected="8 bytes of length, a header in JSON, and the numbers of its tensors",
+        mend="pass a file of this format; jqx.save writes one.",
+    )
 
-    All goes to another file beside it, which takes its place once every tensor is there; where an
-    error comes first, nothing has changed.
 
-    Args:
-      path: where the file is to be.
-      tensors: dtype and shape of each tensor, by name.
-      metadata: what the file says of itself.
+def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file: the length of the header, and the header.
+
+    Raises:
+      ValueError: it is longer than readers take.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
-        metadata: Mapping[str, str],
-    ) -> None:
-        self._path = pathlib.Path(os.path.realpath(path))
-        self._part = self._path.with_name(f"{self._path.name}.{uuid.uuid4().hex}.part")
-        self._tensors = dict(tensors)
-        self._entries = _placed(tensors)
-        fields = {
-            name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
-            for name, e in self._entries.items()
-        }
-        header = {"__metadata__": dict(metadata), **fields} if metadata else fields
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        require_that(
-            len(text) <= _HEADER_LIMIT,
-            error=ValueError,
-            function="save",
-            problem="there are too many tensors for one file.",
-            given=f"a header of {len(text)} bytes",
-            expected=f"{_HEADER_LIMIT} bytes at most",
-            mend="save parts of the tree in files of their own.",
-        )
-        self._head = len(text).to_bytes(8, "little") + text
-
-    def __enter__(self) -> "Writer":
-        self._file = open(self._part, "xb")
-        self._file.write(self._head)
-        self._missing = dict.fromkeys(self._entries)
-        return self
-
-    def write(self, name: str, x: np.ndarray) -> None:
-        """Writes a tensor, of the dtype and shape that were announced."""
-        dtype, shape = self._tensors[name]
-        if x.dtype != dtype or x.shape != tuple(shape):
-            raise ValueError(
-                message(
-                    "save",
-                    f"the tensor {name!r} is not what was announced.",
-                    given=f"{x.dtype.name}{list(x.shape)}",
-                    expected=f"{dtype.name}{list(shape)}",
-                    mend="make both from one function, such as with jax.eval_shape.",
-                )
-            )
-        self._file.seek(len(self._head) + self._entries[name].start)
-        self._file.write(np.ascontiguousarray(_to_stored(x)).reshape(-1).view(np.uint8).data)
-        self._missing.pop(name, None)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._check_complete()
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                os.replace(self._part, self._path)
-        finally:
-            self._file.close()
-            self._part.unlink(missing_ok=True)
-
-    def _check_complete(self) -> None:
-        require_that(
-            not self._missing,
-            error=ValueError,
-            function="save",
-            problem="not all tensors were written.",
-            given=f"nothing for {next(iter(self._missing), None)!r}",
-            expected=f"{len(self._entries)} tensors",
-            mend="write each of them.",
-        )
+    fields = {
+        name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
+        for name, e in entries.items()
+    }
+    header = {"__metadata__": dict(metadata), **fields} if metadata else fields
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    require_that(
+        len(text) <= HEADER_LIMIT,
+        error=ValueError,
+        function="save",
+        problem="there are too many tensors for one file.",
+        given=f"a header of {len(text)} bytes",
+        expected=f"{HEADER_LIMIT} bytes at most",
+        mend="save parts of the tree in files of their own.",
+    )
+    return len(text).to_bytes(8, "little") + text
 
 
-def _placed(tensors: Mapping[str, tuple[np.dtype, Sequence[int]]]) -> dict[str, Entry]:
-    """Returns where each tensor goes: wider numbers first."""
-    stored = {name: stored_dtype(dtype) for name, (dtype, _) in tensors.items()}
+def placed(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]]) -> dict[str, Entry]:
+    """Returns where each tensor goes, by name: wider numbers first."""
+    stored = [(name, stored_dtype(dtype), tuple(shape)) for name, dtype, shape in tensors]
     entries, start = {}, 0
-    for name in sorted(tensors, key=lambda name: -_width(stored[name])):
-        dtype, shape = stored[name], tuple(tensors[name][1])
+    for name, dtype, shape in sorted(stored, key=lambda item: -_width(item[1])):
         assert dtype is not None, "the tree was checked before"
         stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = Entry(_NAMES[dtype.name], shape, start, stop)
+        entries[name] = Entry(NAMES[dtype.name], shape, start, stop)
         start = stop
     return entries
 

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import require_that
-from ..tensor import NONE, Values, check_values
+from .._checks import require_that, shown
+from .._errors import nesting
+from ..tensor import NONE, QTensor, Values, check_codes, check_values
 from ._archive import KEY, VERSION
-from ._safetensors import Path, Writer
+from ._paths import Path
 from ._tree import describe, tensors_of
+from ._writer import Writer
 
 
 def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
@@ -20,8 +22,11 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     An array is one tensor, named by its keys joined with "/". A QTensor is the tensors
     `<path>.values`, `<path>.scale` and `<path>.zero_point`; its format, dtype, blocks and layout
     stand as JSON in the file's metadata. Codes of less than 8 bits are stored a byte each, as I8 or
-    U8, unless they are packed: see `QTensor.pack`. The file is complete or not there: it takes the
-    place of another of its name at the end.
+    U8, unless they are packed: see `QTensor.pack`.
+
+    The file is complete or not there: it is written beside, as a `.part`, and takes the place of
+    another of its name at the end. Of a link, the file that it leads to is replaced. Permissions of
+    the file that is replaced stay, and its owner and group where the system allows.
 
     Args:
       path: of the file.
@@ -30,10 +35,10 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
       values: formats of your own, by name; `jqx.load` looks them up by it.
 
     Raises:
-      OSError: the file cannot be written.
+      OSError: the file cannot be written, or its name is that of a folder, a FIFO or a device.
       TypeError: something else is in the tree.
-      ValueError: an array has a dtype that no file holds, or a QTensor a format of your own that is
-        not among `values`.
+      ValueError: an array has a dtype that no file holds, a QTensor a format of your own that is
+        not among `values`, or codes that are none of its format; or the tree is nested too deeply.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -45,7 +50,8 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     """
     values = NONE if values is None else values
     check_values("save", values)
-    node, named = describe(tree, values)
+    node, named = _described(tree, values)
+    _check_known(named)
     _write(path, node, named, (leaf for _, leaf in named), {})
 
 
@@ -80,7 +86,42 @@ def save_leaves(
     """
     values = NONE if values is None else values
     check_values("save", values)
-    _write(path, *describe(tree, values), leaves, metadata or {})
+    _check_metadata(metadata)
+    _write(path, *_described(tree, values), leaves, metadata or {})
+
+
+def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
+    with nesting("save"):
+        return describe(tree, values)
+
+
+def _check_known(named: list[tuple[str, Any]]) -> None:
+    for path, leaf in named:
+        for name, array in tensors_of(path, leaf):
+            require_that(
+                not isinstance(array, jax.ShapeDtypeStruct),
+                error=TypeError,
+                function="save",
+                problem=f"the array {name!r} has no values.",
+                given="a jax.ShapeDtypeStruct",
+                expected="an array",
+                mend="pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one.",
+            )
+
+
+def _check_metadata(metadata: Any) -> None:
+    fits = isinstance(metadata, Mapping) and all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    )
+    require_that(
+        metadata is None or (fits and KEY not in metadata),
+        error=TypeError,
+        function="interop.save_leaves",
+        problem="`metadata` is no dict of strings, or has a key that jqx needs.",
+        given=shown(metadata),
+        expected=f"strings by name, none of them {KEY!r}",
+        mend="pass for example metadata={'format': 'pt'}.",
+    )
 
 
 def _write(
@@ -95,12 +136,16 @@ def _write(
         for leaf_path, leaf in named
         for name, array in tensors_of(leaf_path, leaf)
     }
-    text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
+    with nesting("save"):
+        text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
     with Writer(path, tensors, {**metadata, KEY: text}) as out:
         for (leaf_path, abstract), leaf in zip(named, leaves, strict=True):
             _check_same(leaf_path, abstract, leaf)
-            for name, array in tensors_of(leaf_path, leaf):
-                out.write(name, np.asarray(array))
+            known = jax.tree.map(np.asarray, leaf)
+            if isinstance(known, QTensor):
+                check_codes("save", known, leaf_path)
+            for name, array in tensors_of(leaf_path, known):
+                out.write(name, array)
 
 
 def _check_same(path: str, abstract: Any, leaf: Any) -> None:

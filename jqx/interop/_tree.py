@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._checks import as_dtype, require_that
+from .._checks import as_dtype, require_that, shown
 from .._errors import message
 from ..tensor import QTensor, Values, fields_from_json, fields_to_json
 from ._safetensors import stored_dtype
@@ -58,7 +58,8 @@ class StoredQTensor:
         try:
             return QTensor(*parts, **self.fields)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}\n  at:       {self.path!r}") from None
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error}\n  at:       {self.path!r}") from None
 
 
 Stored = StoredArray | StoredQTensor
@@ -143,7 +144,7 @@ def _check_keys(x: dict[Any, Any], keys: tuple[str, ...]) -> None:
 def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
     kinds = (QTensor, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     require_that(
-        isinstance(x, kinds),
+        isinstance(x, kinds) and not isinstance(x, np.ma.MaskedArray),
         error=TypeError,
         function="save",
         problem=f"there is an object that is not stored, at {_place(keys)}.",
@@ -152,6 +153,15 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
         mend="make numbers arrays, jnp.asarray(x), and other containers dicts.",
     )
     for name, array in tensors_of("/".join(keys) or _EMPTY, x):
+        require_that(
+            isinstance(array, kinds[1:]),
+            error=TypeError,
+            function="save",
+            problem=f"{name!r} is no array.",
+            given=f"an object of type {type(array).__name__}",
+            expected="QTensors of arrays",
+            mend="save QTensors as they are made, before a map over a tree changes them.",
+        )
         require_that(
             not isinstance(array, jax.Array) or _compat.is_concrete(array),
             error=TypeError,
@@ -189,6 +199,8 @@ def parse(node: Any, values: Values) -> Any:
     items = next(iter(node.values())) if len(node) == 1 else None
     if "dict" in node and isinstance(items, list):
         pairs = [pair if _is_pair(pair) else _refuse(pair) for pair in items]
+        if len({key for key, _ in pairs}) != len(pairs):
+            _refuse(node)
         return {key: parse(item, values) for key, item in pairs}
     for kind in (list, tuple):
         if kind.__name__ in node and isinstance(items, list):
@@ -199,10 +211,11 @@ def parse(node: Any, values: Values) -> Any:
 def _leaf_from_json(node: Any, values: Values) -> Stored:
     keys = set(node) if isinstance(node, dict) else set()
     if keys == {"array", "dtype"} and isinstance(node["array"], str):
-        return StoredArray(node["array"], as_dtype("load", "dtype", node["dtype"]))
+        dtype = as_dtype("load", "dtype", node["dtype"])
+        return StoredArray(node["array"], dtype) if stored_dtype(dtype) else _refuse(node)
     if keys != {"qtensor", "fields", "values", "scale", "zero_point"}:
         _refuse(node)
-    path = str(node["qtensor"])
+    path = node["qtensor"] if isinstance(node["qtensor"], str) else _refuse(node)
     fields = fields_from_json("load", node["fields"], values, path)
     codes, scale = (_leaf_from_json(node[name], values) for name in ("values", "scale"))
     zero_point = node["zero_point"]
@@ -217,7 +230,7 @@ def _is_pair(x: Any) -> bool:
 
 
 def _refuse(node: Any) -> NoReturn:
-    what = f"an object of {', '.join(map(repr, node))}" if isinstance(node, dict) else repr(node)
+    what = f"an object of {', '.join(map(repr, node))}" if isinstance(node, dict) else shown(node)
     raise ValueError(
         message(
             "load",

@@ -118,6 +118,10 @@ class Block(QType):
     def levels(self) -> int:
         return self.elements.levels
 
+    @property
+    def code_range(self) -> tuple[int, int] | None:
+        return self.elements.code_range
+
     def scale_of(self, largest: jax.Array) -> jax.Array:
         """Returns the scale of a block: by the rule of MX in E8M0, else `largest / high`."""
         if self.scale_qtype != E8M0:

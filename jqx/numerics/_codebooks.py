@@ -106,6 +106,10 @@ class Codebook(QType):
     def levels(self) -> int:
         return len(self.entries)
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        return 0, len(self.entries) - 1
+
     def round(self, y: jax.Array, mode: RoundMode) -> jax.Array:
         return self.decode(self.encode(y, mode)).astype(y.dtype)
 

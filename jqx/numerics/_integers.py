@@ -92,6 +92,10 @@ class Integer(QType):
     def levels(self) -> int:
         return self.high - self.low + 1
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        return self.low, self.high
+
     def round(self, y: jax.Array, mode: RoundMode) -> jax.Array:
         return saturating_float_sum(round_to_integer(y, mode), None, self.low, self.high)
 

@@ -55,6 +55,14 @@ class QType(abc.ABC):
         return 2**self.bits
 
     @property
+    def code_range(self) -> tuple[int, int] | None:
+        """The smallest and the largest code; `None` where codes are no integers."""
+        if not jnp.issubdtype(self.storage, jnp.integer):
+            return None
+        negative = 2 ** (self.bits - 1) if jnp.issubdtype(self.storage, jnp.signedinteger) else 0
+        return -negative, 2**self.bits - 1 - negative
+
+    @property
     def signed(self) -> bool:
         """Whether there are negative numbers."""
         return self.low < 0

@@ -161,8 +161,9 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
     }
     try:
         return cls(**fields)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}\n  at:       {where}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{error}\n  at:       {where}") from None
 
 
 def check_values(function: str, values: Any) -> None:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .._errors import message
+from .._errors import message, nesting
 from ..calibrators import Affine
 from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
 from ._affines import GivenAffines, check_affines, required_affines, some
@@ -223,7 +223,8 @@ class Plan:
         """
         check_values("Plan.from_dict", values)
         fields = check_version("Plan.from_dict", data, _VERSION)
-        return record_from_json("Plan.from_dict", fields, Plan, values, "plan")
+        with nesting("Plan.from_dict"):
+            return record_from_json("Plan.from_dict", fields, Plan, values, "plan")
 
     def site_at(self, address: Address) -> Site | None:
         """Returns the site at an address, or `None` where there is none."""

@@ -1,0 +1,188 @@
+"""Paths of files: regular ones are opened, and replaced as a whole; anything else is refused."""
+
+import contextlib
+import os
+import pathlib
+import stat
+import uuid
+from collections.abc import Iterator
+from io import BufferedReader
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .._checks import require_that, shown
+from .._errors import message
+
+Path = str | os.PathLike[str]
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def as_path(function: str, path: Any) -> str:
+    """Returns a path as a string, after checking that it is one."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    require_that(
+        isinstance(text, str),
+        error=TypeError,
+        function=function,
+        problem="`path` is not a path.",
+        given=f"an object of type {type(path).__name__}",
+        expected="a string, or a pathlib.Path",
+        mend="pass the name of a file.",
+    )
+    require_that(
+        text and "\0" not in text,
+        error=ValueError,
+        function=function,
+        problem="`path` names no file.",
+        given=f"path == {shown(text)}",
+        expected="a name without zero characters",
+        mend="pass the name of a file.",
+    )
+    return str(text)
+
+
+def open_regular(path: str) -> BufferedReader:
+    """Opens a file to be read, after checking that it is a regular one: nothing is waited for."""
+    with _told("load", path, "cannot be opened", "a file that may be read"):
+        _check_regular("load", path, os.stat(path))
+        return open(path, "rb")
+
+
+class Replacement:
+    """A file that takes the place of `path` once it is complete. A context manager.
+
+    What is written goes to a file beside it. Where an error comes first, nothing has changed and
+    nothing is left. A link stays a link: the file it leads to is replaced. A file that is replaced
+    hands on its permissions, and its owner and group where the system allows; where the group
+    cannot be kept, it may do no more than all others may.
+
+    Raises:
+      OSError: `path` is no regular file, or its folder is not there or may not be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = as_path("save", path)
+        with self._written():
+            self._old = self._status()
+        self._target = pathlib.Path(os.path.realpath(self.path))
+        self._part = self._target.with_name(f"{self._target.name[:50]}.{uuid.uuid4().hex}.part")
+        folder = self._target.parent
+        require_that(
+            folder.is_dir(),
+            error=FileNotFoundError,
+            function="save",
+            problem=f"{self.path!r} cannot be written.",
+            given=f"there is no folder {str(folder)!r}",
+            expected="a folder that is there",
+            mend="make it first, for example with os.makedirs.",
+        )
+
+    def __enter__(self) -> "Replacement":
+        mode = 0o666 if self._old is None else 0o600  # less the umask
+        with self._written():
+            self._file = open(self._part, "xb", opener=lambda p, flags: os.open(p, flags, mode))
+        return self
+
+    def write(self, place: int, data: Any) -> None:
+        """Writes bytes at a place."""
+        with self._written():
+            self._file.seek(place)
+            self._file.write(data)
+
+    def commit(self) -> None:
+        """Puts the file where `path` is."""
+        with self._written():
+            self._file.flush()
+            if self._old is not None:
+                _hand_on(self._old, self._part)
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._part, self._target)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # the disk is still full
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._part.unlink(missing_ok=True)
+
+    def _status(self) -> os.stat_result | None:
+        """Returns what is known of the file that is to be replaced, if there is one."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            if os.path.basename(self.path) in ("", ".", ".."):
+                _refuse_kind("save", self.path, "the name of a folder", IsADirectoryError)
+            return None
+        _check_regular("save", self.path, status)
+        return status
+
+    def _written(self) -> contextlib.AbstractContextManager[None]:
+        return _told(
+            "save",
+            self.path,
+            "cannot be written",
+            "a folder that may be written to, and has room",
+        )
+
+
+def _hand_on(old: os.stat_result, path: pathlib.Path) -> None:
+    """Gives a file the owner, group and permissions of another."""
+    mode = stat.S_IMODE(old.st_mode)
+    if hasattr(os, "chown"):
+        new = os.stat(path)
+        for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
+            if owner not in (-1, new.st_uid) or group not in (-1, new.st_gid):
+                with contextlib.suppress(OSError):
+                    os.chown(path, owner, group)
+        if os.stat(path).st_gid != old.st_gid:
+            mode &= ~0o070 | (mode & 0o007) << 3
+    if stat.S_IMODE(os.stat(path).st_mode) != mode:
+        os.chmod(path, mode)
+
+
+def _check_regular(function: str, path: str, status: os.stat_result) -> None:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        error = IsADirectoryError if kind == stat.S_IFDIR else OSError
+        _refuse_kind(function, path, _KINDS.get(kind, "no regular file"), error)
+
+
+def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> NoReturn:
+    raise error(
+        message(
+            function,
+            f"{path!r} is not a file.",
+            given=kind,
+            expected="a regular file" + (", or a new name" if function == "save" else ""),
+            mend="pass the name of a file.",
+        )
+    )
+
+
+@contextlib.contextmanager
+def _told(function: str, path: str, problem: str, expected: str) -> Iterator[None]:
+    """Names the file that the user has named in errors of the system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # one of ours
+            raise
+        text = message(
+            function,
+            f"{path!r} {problem}.",
+            given=error.strerror or str(error),
+            expected=expected,
+            mend="look at its name and permissions.",
+        )
+        told = type(error)(text)
+        told.errno = error.errno
+        raise told from None

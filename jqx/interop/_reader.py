@@ -1,0 +1,155 @@
+"""An open safetensors file: its tensors are read one by one, or mapped into memory."""
+
+import os
+import threading
+from typing import NoReturn
+
+import numpy as np
+
+from .._checks import require_that
+from .._errors import message
+from ._paths import Path, as_path, open_regular
+from ._safetensors import (
+    DTYPES,
+    HEADER_LIMIT,
+    NAMES,
+    Entry,
+    check,
+    from_stored,
+    read_header,
+    stored_dtype,
+)
+
+
+class Reader:
+    """An open file: its tensors by name, and its metadata. A context manager.
+
+    Attributes:
+      entries: each tensor's dtype, shape and place.
+      metadata: what the file says of itself.
+
+    Raises:
+      OSError: the file cannot be opened, or is no regular one.
+      ValueError: it is no safetensors file, or has been cut short.
+    """
+
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+    def __init__(self, path: Path) -> None:
+        self.path = as_path("load", path)
+        self._lock = threading.Lock()
+        self._file = open_regular(self.path)
+        try:
+            self._open()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def dtype(self, name: str) -> np.dtype:
+        """Returns the dtype of a tensor as the file has it."""
+        stored = self.entries[name].dtype
+        require_that(
+            stored in DTYPES,
+            error=ValueError,
+            function="load",
+            problem=f"the tensor {name!r} has a dtype that jqx does not read.",
+            given=stored,
+            expected=f"one of {', '.join(DTYPES)}",
+            mend="convert it with the library that wrote it.",
+        )
+        return DTYPES[stored]
+
+    def check_dtype(self, name: str, dtype: np.dtype) -> None:
+        """Checks that a tensor is stored as arrays of a dtype are."""
+        require_that(
+            self.dtype(name) == stored_dtype(dtype),
+            error=ValueError,
+            function="load",
+            problem=f"the tensor {name!r} is not of the dtype that its tree says.",
+            given=f"{self.entries[name].dtype} for {dtype.name}",
+            expected=f"{NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
+            mend="write the file again, with jqx.save.",
+        )
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns a copy of a tensor, of the dtype that its tree says."""
+        place, size = self._place(name)
+        raw = np.empty(size, np.uint8)
+        done = 0
+        with self._lock:
+            self._file.seek(place)
+            while done < size:
+                count = self._file.readinto(raw[done:].data)
+                if not count:
+                    self._refuse_shorter(name)
+                done += count
+        return self._array(name, raw, dtype)
+
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns a tensor, mapped into memory: read when it is used, dropped when it is freed."""
+        place, size = self._place(name)
+        if self._size() < place + size:
+            self._refuse_shorter(name)
+        raw = np.memmap(self._file, np.uint8, "r", place, (size,)) if size else np.empty(0, "u1")
+        return self._array(name, np.asarray(raw), dtype)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Returns where the bytes of a tensor begin, and how many there are."""
+        require_that(
+            not self._file.closed,
+            error=ValueError,
+            function="load",
+            problem=f"{self.path!r} is closed.",
+            given=f"the tensor {name!r} of a closed file",
+            expected="an open one",
+            mend="read inside of the `with` block.",
+        )
+        entry = self.entries[name]
+        return self._first + entry.start, entry.stop - entry.start
+
+    def _array(self, name: str, raw: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return from_stored(name, raw, self.dtype(name), dtype).reshape(self.entries[name].shape)
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _refuse_shorter(self, name: str) -> NoReturn:
+        entry = self.entries[name]
+        raise OSError(
+            message(
+                "load",
+                f"{self.path!r} has become shorter while it was open.",
+                given=f"{self._size()} bytes",
+                expected=f"{self._first + entry.stop} bytes, up to the tensor {name!r}",
+                mend="copy or download it again, and put a new file in its place only as a whole.",
+            )
+        )
+
+    def _open(self) -> None:
+        """Reads the header, and checks that the file is as long as it says."""
+        size = self._size()
+        length = int.from_bytes(self._file.read(8), "little")
+        check(self.path, size >= 8, f"a file of {size} bytes")
+        check(self.path, length <= HEADER_LIMIT, f"a header of {length} bytes")
+        check(self.path, 8 + length <= size, f"a header of {length} bytes in a file of {size}")
+        self._first = 8 + length
+        self.metadata, self.entries = read_header(self.path, self._file.read(length))
+        stop = max((entry.stop for entry in self.entries.values()), default=0)
+        require_that(
+            size - self._first >= stop,
+            error=ValueError,
+            function="load",
+            problem=f"{self.path!r} is truncated.",
+            given=f"{size - self._first} bytes of numbers",
+            expected=f"{stop} bytes",
+            mend="copy or download it again.",
+        )
+        rest = size - self._first - stop
+        check(self.path, rest == 0, f"{rest} bytes that belong to no tensor")

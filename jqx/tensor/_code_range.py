@@ -1,0 +1,60 @@
+"""Whether the codes of a QTensor are codes of its format: storage may have room for more."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from ..numerics import format_of
+from ._layout import is_flipped
+
+
+def check_codes(function: str, q: Any, where: str) -> None:
+    """Checks the codes and zero points of a QTensor whose arrays are known, its scale's too.
+
+    Args:
+      function: who asks, for messages.
+      q: a QTensor of NumPy arrays, or of JAX's outside of transformations.
+      where: its path, for messages.
+
+    Raises:
+      ValueError: a code, or a zero point, is none of the format: 100 of an int3.
+    """
+    form = format_of(q.qtype)
+    if form.code_range is not None:
+        codes = _integers(q, form)
+        if codes is not None:
+            _check_range(function, f"{where}.values", codes, form)
+        if q.zero_point is not None:
+            _check_range(function, f"{where}.zero_point", q.zero_point, form)
+    if hasattr(q.scale, "qtype"):
+        check_codes(function, q.scale, f"{where}.scale")
+
+
+def _integers(q: Any, form: Any) -> Any:
+    """Returns the codes, or `None` where their bits hold nothing else."""
+    low, high = form.code_range
+    if q.layout is None:
+        return q.values
+    if q.layout.packing is not None:
+        return None if high - low + 1 == 2**form.bits else q.codes
+    return None if q.layout.int8 and is_flipped(form) else q.values
+
+
+def _check_range(function: str, name: str, codes: Any, form: Any) -> None:
+    low, high = form.code_range
+    info = jnp.iinfo(codes.dtype)
+    if codes.size == 0 or (low <= int(info.min) and int(info.max) <= high):
+        return
+    codes = np.asarray(codes)
+    least, most = int(codes.min()), int(codes.max())
+    require_that(
+        low <= least and most <= high,
+        error=ValueError,
+        function=function,
+        problem=f"the tensor {name!r} holds numbers that are no codes of {form.name}.",
+        given=f"numbers from {least} to {most}",
+        expected=f"codes from {low} to {high}",
+        mend="quantize the array again: its codes are damaged, or were made for another format.",
+    )
