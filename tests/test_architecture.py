@@ -16,6 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     ("_errors",),
     ("_checks", "_compat"),
+    ("_files",),
     ("numerics",),
     ("gradients",),
     ("ops",),

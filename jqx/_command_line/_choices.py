@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from .. import presets
 from .._checks import normalize_axes, require_that
-from .._errors import message
 from ..interop import Archive
 from ..numerics import format_of
 from ..tensor import QSpec, QTensor
@@ -60,21 +59,36 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
     """Returns what becomes of each leaf of a file.
 
     Raises:
-      ValueError: a rule matches nothing, or what is quantized already, or a spec does not fit.
+      ValueError: a rule matches nothing; a rule or the policy is for what is quantized already; a
+        spec does not fit; a layout is given for nothing.
     """
     rules = [parse_rule(text) for text in args.rule]
+    require_that(
+        args.layout is None or args.policy is not None or rules,
+        error=ValueError,
+        function="quantize",
+        problem="`--layout` has no use.",
+        given=f"--layout {args.layout}, neither a policy nor rules",
+        expected="a policy or rules, which it is for",
+        mend="pass --policy or --rule too, or leave it out.",
+    )
     policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
-    choices, used = {}, set()
+    choices: dict[str, Choice] = {}
+    used: set[FileRule | None] = set()
     for path in archive.paths:
         leaf = archive.spec(path)
         found = next((rule for rule in rules if rule.pattern.fullmatch(path)), None)
-        if isinstance(leaf, QTensor) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            choices[path] = Choice(None, _reason(path, leaf, found))
-            continue
-        if found is not None:
+        if isinstance(leaf, QTensor):
+            covered = policy is not None and _is_weight(path, leaf)
+            _check_left(path, found, args.policy if covered else None)
+            used.add(found)
+            choices[path] = Choice(None, "quantized already" if found is None else found.text)
+        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
+            choices[path] = Choice(None, "no floats")
+        elif found is not None:
             used.add(found)
             choices[path] = _chosen(path, leaf, found.scheme, found.text, args.layout)
-        elif policy is not None and leaf.ndim >= 2 and path.endswith(_SUFFIXES):
+        elif policy is not None and _is_weight(path, leaf):
             choices[path] = _chosen(
                 path, leaf, Scheme(policy), f"policy {args.policy}", args.layout
             )
@@ -97,21 +111,25 @@ def _abstract(x: jax.ShapeDtypeStruct, spec: QSpec) -> QTensor:
     return jax.eval_shape(partial(quantize_leaf, spec=spec), x)
 
 
-def _reason(path: str, leaf: Any, found: FileRule | None) -> str:
-    """Returns why no rule is for a leaf, after checking that none is meant for codes."""
-    if not isinstance(leaf, QTensor):
-        return "no floats"
-    if found is not None and found.scheme.spec is not None:
-        raise ValueError(
-            message(
-                "quantize",
-                f"the tensor {path!r} is quantized already.",
-                given=f"the rule {found.text!r}",
-                expected="rules for float tensors",
-                mend="start from the float file, or narrow the regular expression.",
-            )
-        )
-    return "quantized already"
+def _is_weight(path: str, leaf: Any) -> bool:
+    return leaf.ndim >= 2 and path.endswith(_SUFFIXES)
+
+
+def _check_left(path: str, found: FileRule | None, policy: str | None) -> None:
+    """Checks that what is quantized already is to stay as it is."""
+    if found is None and policy is None:
+        return
+    given = f"--policy {policy}" if found is None else f"the rule {found.text!r}"
+    require_that(
+        found is not None and found.scheme.spec is None,
+        error=ValueError,
+        function="quantize",
+        problem=f"the tensor {path!r} is quantized already.",
+        given=given,
+        expected="float tensors",
+        mend="start from the float file; or leave such tensors as they are, with a rule before all "
+        "others such as --rule '.*mlp.*=float'.",
+    )
 
 
 def _chosen(path: str, leaf: Any, scheme: Scheme, why: str, layout: str | None) -> Choice:
@@ -149,14 +167,14 @@ def _kept_axes(
     return (rank - 1,) if flax and not is_table else (0,)
 
 
-def _check_used(rules: list[FileRule], used: set[FileRule]) -> None:
+def _check_used(rules: list[FileRule], used: set[FileRule | None]) -> None:
     for rule in rules:
         require_that(
             rule in used,
             error=ValueError,
             function="quantize",
             problem=f"the rule {rule.text!r} matches nothing.",
-            given="no float tensor of such a name, or none that an earlier rule leaves",
+            given="no tensor of such a name, or none that an earlier rule leaves",
             expected="a regular expression that matches whole names of float tensors",
             mend="see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run.",
         )

@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(path: str, a: Archive, b: Archive) -> Difference:
     """Returns how a tensor differs between two files."""
-    if path not in a.paths or path not in b.paths:
-        first, second = (_kind(file.spec(path)) if path in file.paths else None for file in (a, b))
+    if path not in a or path not in b:
+        first, second = (_kind(file.spec(path)) if path in file else None for file in (a, b))
         return Difference(path, first, second, ("presence",))
     left, right = a.spec(path), b.spec(path)
     kinds = _kind(left), _kind(right)

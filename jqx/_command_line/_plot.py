@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import importlib.util
+import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from .._errors import message
+from .._files import Replacement
 from ..diagnostics import Report, measure
 from ..interop import Archive
 from ..tensor import QTensor
@@ -56,12 +59,21 @@ def run(args: argparse.Namespace) -> int:
             mend="leave --tensor out.",
         )
         figure, drawn = _KINDS[args.kind](plots, archive, chosen)
-        figure.savefig(args.out, dpi=150)
+        _save(figure, args.out)
     if args.json:
         print_json({"written": args.out, "kind": args.kind, "tensors": drawn})
     else:
         print(f"{args.out}: {args.kind} of {len(drawn)} tensors")
     return 0
+
+
+def _save(figure: Any, path: str) -> None:
+    """Writes a picture, in the format that its name ends in; in PNG where it says none."""
+    picture = io.BytesIO()
+    with Replacement("plot", path) as file:
+        figure.savefig(picture, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
+        file.write(0, picture.getbuffer())
+        file.commit()
 
 
 def _plots() -> Any:
@@ -103,10 +115,8 @@ class _Reals(Mapping[str, Any]):
         self._archive, self._paths = archive, paths
 
     def __getitem__(self, path: str) -> Any:
-        if not isinstance(self._archive.spec(path), QTensor):
-            return self._archive.view(path)
-        q: Any = self._archive.read(path)
-        return q.dequantize()
+        x = self._archive.read(path)
+        return x.dequantize() if isinstance(x, QTensor) else x
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -132,7 +142,7 @@ def _sqnr(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[A
     )
     weights = []
     for path, spec in drawn.items():
-        x = jnp.array(archive.view(path))
+        x: Any = archive.read(path)
         weights.append(measure(x, quantize_leaf(x, spec), path))
     report = Report(tuple(weights), 0, sites=0, skipped=0, macs=math.nan)
     return plots.sqnr_bars(report), list(drawn)

@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._checks import require_that
 from ..diagnostics import Table, scheme_of
 from ..interop import Archive, save_leaves
@@ -60,8 +58,8 @@ def _after(leaf: Any, choice: Choice) -> Any:
 def _leaves(archive: Archive, choices: Mapping[str, Choice]) -> Iterator[Any]:
     """Yields the leaves of the new file: each is made when it is asked for."""
     for path, choice in choices.items():
-        leaf = archive.view(path)
-        yield leaf if choice.spec is None else quantize_leaf(jnp.array(leaf), choice.spec)
+        leaf = archive.read(path)
+        yield leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
 
 
 def _shown(leaves: Iterable[Any], archive: Archive) -> Iterable[Any]:

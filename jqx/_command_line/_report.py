@@ -5,8 +5,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._checks import require_that
 from ..diagnostics import Report, WeightError, measure
 from ..interop import Archive
@@ -68,5 +66,5 @@ def _measured(archive: Archive, path: str, choice: Choice) -> WeightError | None
         return dataclasses.replace(error, clipped=math.nan, sqnr=math.nan)
     if choice.spec is None:
         return None
-    x = jnp.array(archive.view(path))
+    x: Any = archive.read(path)
     return measure(x, quantize_leaf(x, choice.spec), path)

@@ -12,8 +12,8 @@ from jax import dtypes
 
 from .._checks import require_that
 from .._errors import nesting
+from .._files import Path
 from ..tensor import NONE, QTensor, Values, check_codes, check_values, check_version
-from ._paths import Path
 from ._reader import Reader
 from ._tree import Read, Stored, StoredArray, map_stored, parse
 
@@ -69,6 +69,10 @@ class Archive:
 
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__()
+
+    def __contains__(self, path: object) -> bool:
+        """Whether there is a leaf of this path."""
+        return path in self._leaves
 
     def spec(self, path: str) -> Any:
         """Returns a leaf with `jax.ShapeDtypeStruct` in place of arrays; nothing is read."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._checks import require_that
 from .._errors import message
-from ._paths import Path, as_path, open_regular
+from .._files import Path, as_path, open_regular
 from ._safetensors import (
     DTYPES,
     HEADER_LIMIT,

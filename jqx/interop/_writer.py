@@ -7,7 +7,7 @@ import numpy as np
 
 from .._checks import require_that
 from .._errors import message
-from ._paths import Path, Replacement
+from .._files import Path, Replacement
 from ._safetensors import placed, to_stored, write_header
 
 
@@ -28,7 +28,7 @@ class Writer:
         tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
         metadata: Mapping[str, str],
     ) -> None:
-        self._file = Replacement(path)
+        self._file = Replacement("save", path)
         self._tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
         self._entries = placed((name, *item) for name, item in self._tensors.items())
         self._head = write_header(self._entries, metadata)

@@ -10,8 +10,8 @@ from io import BufferedReader
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .._checks import require_that, shown
-from .._errors import message
+from ._checks import require_that, shown
+from ._errors import message
 
 Path = str | os.PathLike[str]
 
@@ -67,8 +67,9 @@ class Replacement:
       OSError: `path` is no regular file, or its folder is not there or may not be written to.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = as_path("save", path)
+    def __init__(self, function: str, path: Path) -> None:
+        self.path = as_path(function, path)
+        self._function = function
         with self._written():
             self._old = self._status()
         self._target = pathlib.Path(os.path.realpath(self.path))
@@ -77,7 +78,7 @@ class Replacement:
         require_that(
             folder.is_dir(),
             error=FileNotFoundError,
-            function="save",
+            function=function,
             problem=f"{self.path!r} cannot be written.",
             given=f"there is no folder {str(folder)!r}",
             expected="a folder that is there",
@@ -120,14 +121,14 @@ class Replacement:
             status = os.stat(self.path)
         except FileNotFoundError:
             if os.path.basename(self.path) in ("", ".", ".."):
-                _refuse_kind("save", self.path, "the name of a folder", IsADirectoryError)
+                _refuse_kind(self._function, self.path, "the name of a folder", IsADirectoryError)
             return None
-        _check_regular("save", self.path, status)
+        _check_regular(self._function, self.path, status)
         return status
 
     def _written(self) -> contextlib.AbstractContextManager[None]:
         return _told(
-            "save",
+            self._function,
             self.path,
             "cannot be written",
             "a folder that may be written to, and has room",
@@ -162,7 +163,7 @@ def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> N
             function,
             f"{path!r} is not a file.",
             given=kind,
-            expected="a regular file" + (", or a new name" if function == "save" else ""),
+            expected="a regular file",
             mend="pass the name of a file.",
         )
     )
