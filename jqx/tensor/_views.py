@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._checks import is_at_least
 from .._errors import message
 from ..calibrators import Groups
 
@@ -41,14 +42,15 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     spelt, axis = [], 0
     for part in [*parts[:at], *fill, *parts[at + 1 :]]:
         if _is_mask(part):
-            _check_axis_index(
-                part.shape == tuple(shape[axis : axis + part.ndim]), part, axis, shape
-            )
+            axes = zip(part.shape, shape[axis : axis + part.ndim], strict=True)
+            _check_axis_index(all(m in (0, n) for m, n in axes), part, axis, shape)
             spelt += [place.astype(np.int32) for place in np.nonzero(part)]
             axis += part.ndim
             continue
         if isinstance(part, int):
             _check_axis_index(-shape[axis] <= part < shape[axis], part, axis, shape)
+        elif hasattr(part, "size") and part.size:
+            _check_axis_index(is_at_least(shape[axis], 1), "of an array", axis, shape)
         spelt.append(part)
         axis += not (part is None or part is Ellipsis)
     return tuple(spelt)
@@ -56,13 +58,14 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
 
 def _part(part: Any) -> Any:
     """Returns one entry of an index as an int, a slice, an int32 array, a NumPy mask, or a mark."""
-    if part is None or part is Ellipsis or isinstance(part, slice):
+    if part is None or part is Ellipsis:
+        return part
+    if isinstance(part, slice):
+        _check_slice(part)
         return part
     if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
         return int(part)
-    array: Any = np.asarray(part) if isinstance(part, (list, np.ndarray)) else part
-    if isinstance(array, np.ndarray) and array.size == 0:
-        array = array.astype(np.int32)
+    array: Any = _as_array(part) if isinstance(part, list) else part
     dtype = getattr(array, "dtype", np.dtype(object))
     if jnp.issubdtype(dtype, jnp.integer):
         plain = isinstance(array, np.ndarray) and array.ndim == 0
@@ -80,6 +83,32 @@ def _part(part: Any) -> Any:
     )
 
 
+def _as_array(part: list[Any]) -> Any:
+    """Returns a list as an array; one without numbers as one of integers, as NumPy takes it."""
+    try:
+        array = np.asarray(part)
+    except (TypeError, ValueError):  # ragged, or of traced values
+        return part
+    return array if array.size else array.astype(np.int32)
+
+
+def _check_slice(part: slice) -> None:
+    try:
+        part.indices(0)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        text = message(
+            "QTensor.__getitem__",
+            "a slice has no such start, stop or step.",
+            given=", ".join(type(end).__name__ for end in (part.start, part.stop, part.step))
+            if kind is TypeError
+            else "a step of 0",
+            expected="None, or integers that are known when the function is traced",
+            mend="for a start that is traced, use jqx.dynamic_slice.",
+        )
+        raise kind(text) from None
+
+
 def _is_mask(part: Any) -> bool:
     return isinstance(part, np.ndarray) and part.dtype == bool
 
@@ -88,7 +117,7 @@ def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -
     if holds:
         return
     n = shape[axis]
-    what = f"a mask of shape {part.shape}" if _is_mask(part) else f"index {part}"
+    what = f"a mask of shape {part.shape}" if _is_mask(part) else f"the index {part}"
     raise IndexError(
         message(
             "QTensor.__getitem__",
