@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.interpreters import ad
 from jax.typing import DTypeLike
 
 Eqn = Any
@@ -76,6 +78,13 @@ def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def cotangent(x: Any) -> Any:
+    """Returns what a function of `jax.vjp` is given for a cotangent that a rule with
+    `symbolic_zeros` got: an array as it is, no cotangent as none.
+    """
+    return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
 
 
 def manual_axes() -> frozenset[str]:

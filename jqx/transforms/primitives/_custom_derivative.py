@@ -1,19 +1,23 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule stays the user's.
 
-The rule sees what the function saw in float; scales that are used inside get no gradient from it.
+The rule sees what the function saw in float, and is told as in float what is differentiated; of its
+results, derivatives of higher order are those of the rule. Scales that are used inside get no
+gradient from it.
 Where a QTensor is among the operands, or nothing is to be differentiated, the body is evaluated as
 if the rule were not there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from ... import _compat
 from ..._compat import Eqn
+from ...gradients import straight_through
 from ...tensor import QTensor
 from .._weight import Trainable
 from ._form import Form, Records, Runner, as_function, looks_into
@@ -26,13 +30,16 @@ def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
     operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     function = jax.custom_jvp(run)
 
-    @function.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         (_, *args), (_, *moves) = primals, tangents
         results, records = run(*primals)
-        _, changes = jax.jvp(lambda *args: _compat.bind(eqn, args), args, moves)
+        moved = {i: x for i, x in enumerate(moves) if not isinstance(x, SymbolicZero)}
+        at = {i: args[i] for i in moved}
+        real, changes = jax.jvp(_function_of(eqn, args), (at,), (moved,))
+        results = list(map(straight_through, results, real))
         return (results, records), (changes, jax.tree.map(_no_tangent, records))
 
+    function.defjvp(rule, symbolic_zeros=True)
     return function(runner.given, *operands)
 
 
@@ -43,16 +50,26 @@ def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
     operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
     function = jax.custom_vjp(run)
 
-    def forward(given: Any, *args: Any) -> Any:
-        _, pull = jax.vjp(lambda *args: _compat.bind(eqn, args), *args)
-        return run(given, *args), (given, pull)
+    def forward(given: Any, *primals: Any) -> Any:
+        given, args = jax.tree.map(lambda x: x.value, (given, list(primals)))
+        at = {i: args[i] for i, x in enumerate(primals) if x.perturbed}
+        real, pull = jax.vjp(_function_of(eqn, args), at)
+        results, records = run(given, *args)
+        return (list(map(straight_through, results, real)), records), pull
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        given, pull = kept
-        return (jax.tree.map(_no_tangent, given), *pull(cotangents[0]))
+    def backward(pull: Any, cotangents: Any) -> Any:
+        (found,) = pull([_compat.cotangent(x) for x in cotangents[0]])
+        return (None, *(found.get(i) for i in range(len(operands))))
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function(runner.given, *operands)
+
+
+def _function_of(eqn: Eqn, args: Sequence[Any]) -> Callable[[dict[int, Any]], list[Any]]:
+    """Returns an equation as a function of some of its operands, by place. Those that are not
+    differentiated stay out of it: a rule that asks is told what it is told in float.
+    """
+    return lambda some: _compat.bind(eqn, [some.get(i, x) for i, x in enumerate(args)])
 
 
 def _no_tangent(x: Any) -> Any:
