@@ -11,6 +11,7 @@ from jax import lax
 from .._compat import Eqn
 from ._interval_rule import Result, Rule, any_of, dtype_of
 from ._intervals import (
+    ULPS,
     Bounds,
     Interval,
     corners,
@@ -120,6 +121,30 @@ def _power(eqn: Eqn, x: Interval, y: int) -> Bounds:
             return _round(eqn, *corners(times, Interval(1, 1), _reciprocal(inner.low, inner.high)))
     ends = [raised(x.low, y), raised(x.high, y)]
     return _round(eqn, 0 if y % 2 == 0 and x.low < 0 < x.high else min(ends), max(ends))
+
+
+def _one_minus_square(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
+    """What is left of 1 is rounded as 1 and the square are."""
+    square = _power(eqn, xs[0], 2)
+    low, high = 1 - square.high, 1 - square.low
+    if is_integer(dtype_of(eqn)):
+        return exactly(low, high)
+    return Bounds(low, high, ULPS * max(1, square.high), ULPS * max(1, square.low))
+
+
+def _polynomial(eqn: Eqn, xs: Sequence[Interval]) -> Interval:
+    """Of the first operand, by Horner's rule: coefficients from that of the lowest degree."""
+    x, *coefficients = (operand.hull_only() for operand in xs)
+
+    def interval(low: Any, high: Any) -> Interval:
+        found = _round(eqn, low, high)
+        return Interval(low, high) if is_integer(dtype_of(eqn)) else rounded(found, dtype_of(eqn))
+
+    y = coefficients.pop()
+    for c in reversed(coefficients):
+        product = interval(*corners(times, x, y))
+        y = interval(least(product.low + c.low), most(product.high + c.high))
+    return y
 
 
 def raised(x: Any, y: int) -> Any:
@@ -293,6 +318,8 @@ ELEMENTWISE: dict[str, Rule] = {
     "ceil": _stepped(math.ceil),
     "round": _nearest,
     "square": lambda eqn, xs: _power(eqn, xs[0], 2),
+    "one_minus_square": _one_minus_square,
+    "polynomial": _polynomial,
     "integer_pow": lambda eqn, xs: _power(eqn, xs[0], eqn.params["y"]),
     "pow": _pow,
     "sqrt": _rising(np.sqrt, (0, math.inf)),
@@ -302,6 +329,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "exp2": _rising(np.exp2),
     "expm1": _within(_rising(np.expm1), -1.0, math.inf),
     "log": _rising(np.log, (0, math.inf)),
+    "log2": _rising(np.log2, (0, math.inf)),
     "log1p": _rising(np.log1p, (-1, math.inf)),
     "tanh": _within(_rising(np.tanh), -1.0, 1.0),
     "logistic": _within(_rising(lambda x: 1 / (1 + np.exp(-x))), 0.0, 1.0),
