@@ -6,7 +6,11 @@ from ._entries import overlay as overlay
 from ._entries import split as split
 from ._entries import without as without
 from ._learnable import check_learnable as check_learnable
+from ._members import forwards as forwards
+from ._members import read as read
 from ._mode import Mode as Mode
 from ._mode import check_mode as check_mode
 from ._quantized_function import QuantizedFunction as QuantizedFunction
 from ._quantized_function import needs_key as needs_key
+from ._quantized_function import optional as optional
+from ._wanted import Wanted as Wanted

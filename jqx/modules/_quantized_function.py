@@ -34,6 +34,11 @@ def needs_key(policy: Policy) -> bool:
     return any(spec is not None and draws(spec.gradient) for spec in specs)
 
 
+def optional(policy: Policy) -> Policy:
+    """Returns a policy for a method that may reach but some of the weights."""
+    return Policy(dataclasses.replace(rule, optional=True) for rule in policy.rules)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedFunction:
     """A function of weights at its arguments, and what is known of its activations.

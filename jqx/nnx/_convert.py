@@ -7,12 +7,13 @@ import jax
 from flax import nnx
 
 from .._checks import check_instance, require_that
-from ..modules import Mode, check_learnable, flatten, nest, overlay
+from ..modules import Mode, Wanted, check_learnable, flatten, nest, overlay
 from ..transforms import Plan
 from ._injected import Contraction
+from ._outputs import is_node
 from ._pure import Path, is_weight
 from ._quantized import Quantized
-from ._state import State, Wanted
+from ._state import State
 from ._variables import Found, QParam
 
 
@@ -161,7 +162,7 @@ def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: 
     """
     mend = "pass a layer of jqx.nnx, or jqx.nnx.quantize(model, policy)."
     check_instance("make_plan", "model", model, Quantized, mend=mend)
-    return model._plan(method, *args, **kwargs)
+    return model._q_plan(method, *args, **kwargs)
 
 
 def _search(
@@ -175,13 +176,23 @@ def _search(
     """Runs a copy of a model; returns its quantized parts, and what the run found for each."""
     check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
     _separate(model)
-    ran = nnx.clone(model)
+    ran, args, kwargs = _copy(model, args, kwargs)
     pairs = list(zip(_parts(model), _parts(ran), strict=True))
     for _, twin in pairs:
         twin.mode = Mode.CONVERT if wanted is Wanted.CODES else Mode.SIMULATE
-        twin.wanted, twin.found = wanted, Found({})
+        twin.quant_found = Found({}, wanted=wanted)
     getattr(ran, method)(*args, **kwargs)
-    return [(part, _value(twin.found)) for part, twin in pairs]
+    return [(part, _value(twin.quant_found)) for part, twin in pairs]
+
+
+def _copy(model: nnx.Module, args: Any, kwargs: Any) -> tuple[nnx.Module, Any, Any]:
+    """Returns copies of a model and of what a call writes beside it: of nodes among arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = {place: leaf for place, leaf in enumerate(leaves) if is_node(leaf)}
+    ran, copies = nnx.clone((model, list(nodes.values())))
+    new = dict(zip(nodes, copies, strict=True))
+    args, kwargs = jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return ran, args, kwargs
 
 
 def _parts(model: nnx.Module) -> list[State]:

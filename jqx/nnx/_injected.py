@@ -38,9 +38,11 @@ class Contraction(State):
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.weight_name = weight_name
-        self._set_up(policy, mode, backward, rngs)
+        self._q_set_up(policy, mode, backward, rngs)
 
-    def _contract(self, contraction: Any, lhs: Any, rhs: Any, kwargs: dict[str, Any]) -> jax.Array:
+    def _q_contract(
+        self, contraction: Any, lhs: Any, rhs: Any, kwargs: dict[str, Any]
+    ) -> jax.Array:
         name = self.weight_name
 
         def function(params: Any, lhs: Any) -> jax.Array:
@@ -52,9 +54,9 @@ class Contraction(State):
             args=(lhs,),
             kwargs={},
             caller=type(self).__name__,
-            **self._known(),
+            **self._q_known(),
         )
-        return self._run(call, {name: rhs})
+        return self._q_run(call, {name: rhs})
 
 
 class DotGeneral(Contraction):
@@ -94,7 +96,7 @@ class DotGeneral(Contraction):
     ) -> jax.Array:
         kwargs |= {"dimension_numbers": dimension_numbers, "precision": precision}
         kwargs |= {"preferred_element_type": preferred_element_type}
-        return self._contract(lax.dot_general, lhs, rhs, kwargs)
+        return self._q_contract(lax.dot_general, lhs, rhs, kwargs)
 
 
 class ConvGeneralDilated(Contraction):
@@ -115,7 +117,7 @@ class ConvGeneralDilated(Contraction):
         def contraction(lhs: Any, rhs: Any) -> jax.Array:
             return lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
 
-        return self._contract(contraction, lhs, rhs, {})
+        return self._q_contract(contraction, lhs, rhs, {})
 
 
 def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ class Linear(Quantized, nnx.Linear):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class LinearGeneral(Quantized, nnx.LinearGeneral):
@@ -42,7 +42,7 @@ class LinearGeneral(Quantized, nnx.LinearGeneral):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class Einsum(Quantized, nnx.Einsum):
@@ -58,7 +58,7 @@ class Einsum(Quantized, nnx.Einsum):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class Conv(Quantized, nnx.Conv):
@@ -73,7 +73,7 @@ class Conv(Quantized, nnx.Conv):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class ConvTranspose(Quantized, nnx.ConvTranspose):
@@ -89,7 +89,7 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class Embed(Quantized, nnx.Embed):
@@ -105,11 +105,11 @@ class Embed(Quantized, nnx.Embed):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies by the transposed table."""
-        return self._evaluate("attend", *args, **kwargs)
+        return self._q_evaluate("attend", *args, **kwargs)
 
 
 class MultiHeadAttention(Quantized, nnx.MultiHeadAttention):
@@ -128,4 +128,4 @@ class MultiHeadAttention(Quantized, nnx.MultiHeadAttention):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)

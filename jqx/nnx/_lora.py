@@ -10,7 +10,7 @@ from flax import nnx
 from .._checks import check_instance, require_that
 from ..policy import Policy
 from ..tensor import QTensor
-from ._pure import become
+from ._classes import become
 from ._quantized import Quantized
 from ._state import OWN
 
@@ -67,7 +67,7 @@ class LoRALinear(Quantized, nnx.Linear):
         self.lora_b = nnx.LoRAParam(jnp.zeros((rank, out_features), dtype))
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        base = self._evaluate("__call__", inputs, *args, **kwargs)
+        base = self._q_evaluate("__call__", inputs, *args, **kwargs)
         operands = (inputs, self.lora_a[...], self.lora_b[...])
         inputs, a, b = self.promote_dtype(operands, dtype=self.dtype)
         low = (inputs @ a) @ b

@@ -9,10 +9,10 @@ from flax import nnx
 
 from .._checks import require_that
 from ..tensor import QTensor
-from ._state import OWN
+from ._classes import Over, Run, as_float
+from ._outputs import Path, from_places, is_node, to_places
+from ._state import OWN, State
 from ._variables import QParam
-
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +32,46 @@ class PureCall:
     args: tuple[Any, ...]
     graph: Any
 
-    def write(self, written: Any) -> None:
-        """Writes what the method wrote."""
+    def finish(self, result: tuple[Any, Any]) -> Any:
+        """Writes what the method wrote; returns what it returned."""
+        out, written = result
         if written:
             nnx.update(self.graph, written)
+        return from_places(out, self.graph)
+
+    def inside(self, path: tuple[str, ...]) -> "PureCall":
+        """Returns the same with the weights at a path inside of others."""
+
+        def function(params: Any, *args: Any) -> Any:
+            for name in path:
+                params = params[name]
+            return self.function(params, *args)
+
+        params = self.params
+        for name in reversed(path):
+            params = {name: params}
+        return dataclasses.replace(self, function=function, params=params)
 
 
 def pure_call(
-    module: nnx.Module,
-    kind: type,
+    module: Over,
     name: str,
+    run: Run,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
     constant: bool,
 ) -> PureCall:
-    """Returns a call of the method `name` that class `kind` has, on a module of a subclass.
+    """Returns a call of `run`, called `name`, on a module as one of its float class.
 
     Codes are constants, which no method writes; with `constant`, all weights are.
     """
     leaves, tree = jax.tree.flatten((args, dict(kwargs)), is_leaf=_is_whole)
-    places = [place for place, leaf in enumerate(leaves) if _is_node(leaf)]
+    places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
     graph = (module, [leaves[place] for place in places])
     rest_of_leaves = [None if place in places else leaf for place, leaf in enumerate(leaves)]
     graphdef, weights, own, rest = nnx.split(graph, is_weight, _is_own, ...)
+    caller = type(module).__name__
 
     def function(params: Any, rest: Any, leaves: list[Any]) -> Any:
         emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
@@ -66,10 +82,10 @@ def pure_call(
         for place, node in zip(places, nodes, strict=True):
             leaves[place] = node
         inner_args, inner_kwargs = jax.tree.unflatten(tree, leaves)
-        become(inner, kind)
-        out = getattr(kind, name)(inner, *inner_args, **inner_kwargs)
-        become(inner, type(module))
-        _check_attributes(module, name, graphdef, graph, merged)
+        with as_float(_quantized(inner)):
+            out = run(inner, *inner_args, **inner_kwargs)
+        out = to_places(caller, name, out, merged)
+        _check_attributes(caller, name, graphdef, graph, merged)
 
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_weight(path, variable)):
@@ -82,9 +98,10 @@ def pure_call(
     return PureCall(function, values(weights).get("0", {}), (rest, rest_of_leaves), graph)
 
 
-def become(module: nnx.Module, kind: type) -> None:
-    """Makes a module an instance of another class, so that all references to it stay true."""
-    object.__setattr__(module, "__class__", kind)
+def _quantized(module: Over) -> list[nnx.Module]:
+    """Returns a module and its parts."""
+    parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Over)]
+    return [part for part in parts if part is module or not isinstance(part, State)]
 
 
 def is_weight(path: Path, variable: Any) -> bool:
@@ -121,12 +138,8 @@ def _is_own(path: Path, _: Any) -> bool:
     return path[0] == 0 and path[1] in OWN
 
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
-
-
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, QTensor) or _is_node(x)
+    return isinstance(x, QTensor) or is_node(x)
 
 
 def _leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
@@ -139,9 +152,7 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _check_attributes(
-    module: nnx.Module, name: str, graphdef: Any, before: Any, after: Any
-) -> None:
+def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after: Any) -> None:
     """Checks that a method has changed nothing but variables."""
     if nnx.graphdef(after) == graphdef:
         return
@@ -151,7 +162,7 @@ def _check_attributes(
     require_that(
         not changed,
         error=ValueError,
-        function=type(module).__name__,
+        function=caller,
         problem=f"`{name}` sets attributes that are no variables.",
         given=f"{', '.join(changed[:4])}",
         expected="a method that writes variables alone: it is traced",

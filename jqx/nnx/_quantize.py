@@ -1,7 +1,5 @@
 """A whole module, quantized from outside."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -11,11 +9,11 @@ from .._checks import check_instance
 from .._errors import message
 from ..modules import Mode
 from ..policy import Policy
-from ._pure import become
+from ._classes import Over, become, over
 from ._quantized import Quantized
-from ._state import OWN, State
+from ._state import OWN
 
-ATTRIBUTES = ("policy", "mode", "backward", "wanted", *OWN)
+ATTRIBUTES = ("policy", "mode", "backward", *OWN)
 
 
 def quantize(
@@ -59,7 +57,7 @@ def quantize(
     """
     check_instance("quantize", "model", model, nnx.Module, mend="pass an nnx module.")
     both = [name for name in ATTRIBUTES if hasattr(model, name)]
-    parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, State)]
+    parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]
     if both or parts:
         raise ValueError(
             message(
@@ -73,34 +71,6 @@ def quantize(
             )
         )
     result: Any = nnx.clone(model)
-    become(result, _quantized_class(type(model)))
-    result._set_up(policy, mode, backward, rngs)
+    become(result, over(type(model), Quantized, f"Quantized{type(model).__name__}"))
+    result._q_set_up(policy, mode, backward, rngs)
     return result
-
-
-@functools.cache
-def _quantized_class(kind: type[nnx.Module]) -> type[Any]:
-    """Returns the class of a quantized model: one for each float class."""
-    methods = {
-        name: _method(name, method)
-        for base in reversed(kind.__mro__)
-        if issubclass(base, nnx.Pytree) and base not in (nnx.Module, nnx.Pytree)
-        for name, method in vars(base).items()
-        if _is_method(method) and (name == "__call__" or name[0] != "_")
-    }
-    return type(
-        f"Quantized{kind.__name__}", (Quantized, kind), {**methods, "__doc__": kind.__doc__}
-    )
-
-
-def _is_method(x: Any) -> bool:
-    """Whether it is a function, or one under `nnx.jit` and the like."""
-    return callable(x) and hasattr(x, "__get__") and not isinstance(x, (type, staticmethod))
-
-
-def _method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Quantized, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(name, *args, **kwargs)
-
-    run.__name__, run.__doc__ = name, method.__doc__
-    return run

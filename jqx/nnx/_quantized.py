@@ -1,18 +1,21 @@
 """Modules whose methods run through the transforms."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction
+from ..modules import Mode, QuantizedFunction, Wanted, optional
 from ..policy import Policy
-from ..transforms import Plan
+from ._classes import Run
+from ._part import make_parts, tell_parts
 from ._pure import PureCall, pure_call
-from ._state import State, Wanted
+from ._state import State
 from ._variables import QParam
+
+TOLD = ("policy", "mode", "backward")
+"""Attributes that parts are told of."""
 
 
 class Quantized(State):
@@ -31,49 +34,39 @@ class Quantized(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._set_up(policy, mode, backward, kwargs.get("rngs"))
+        self._q_set_up(policy, mode, backward, kwargs.get("rngs"))
 
-    def _is_plain(self) -> bool:
-        """Whether a call is one of the float class itself."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in TOLD:
+            tell_parts(self, **{name: value})
+        elif name == "learned_scales":
+            tell_parts(self, learned=value is not None)
+
+    def _q_set_up(
+        self, policy: Policy, mode: Mode, backward: DTypeLike | None, rngs: nnx.Rngs | None
+    ) -> None:
+        super()._q_set_up(policy, mode, backward, rngs)
+        make_parts(self, policy, mode, backward)
+
+    def _q_is_plain(self) -> bool:
         return self.mode is Mode.FLOAT and not nnx.state(self, QParam)
 
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs the method `name` of the float class."""
-        if self._is_plain():
-            return getattr(super(State, self), name)(*args, **kwargs)
-        call, pure = self._function(name, args, kwargs)
-        out, written = self._run(call, pure.params)
-        pure.write(written)
-        return out
+    def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call, pure = self._q_function(name, run, args, kwargs)
+        return pure.finish(self._q_run(call, pure.params))
 
-    def _plan(self, name: str, *args: Any, **kwargs: Any) -> Plan:
-        """Returns the plan of a call of a method."""
-        call, pure = self._function(name, args, kwargs)
-        return call.plan(pure.params)
-
-    def _function(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _q_function(
+        self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, PureCall]:
-        """Returns a method as a function of weights."""
-        constant = self.wanted is Wanted.CODES
-        pure = pure_call(self, float_class(type(self)), name, args, kwargs, constant=constant)
-        is_whole = name == "__call__" or self.found is not None
+        pure = pure_call(self, name, run, args, kwargs, constant=self._q_wanted() is Wanted.CODES)
+        is_whole = name == "__call__" or self._q_wanted() is not None
         call = QuantizedFunction(
             function=pure.function,
-            policy=self.policy if is_whole else _optional(self.policy),
+            policy=self.policy if is_whole else optional(self.policy),
             args=pure.args,
             kwargs={},
             caller=type(self).__name__,
-            **self._known(),
+            **self._q_known(),
         )
         return call, pure
-
-
-def _optional(policy: Policy) -> Policy:
-    """Returns a policy for a method that may reach but some of the weights."""
-    return Policy(dataclasses.replace(rule, optional=True) for rule in policy.rules)
-
-
-def float_class(kind: type) -> type:
-    """Returns the class that a quantized one is made of."""
-    return next(base for base in kind.__mro__ if not issubclass(base, State))

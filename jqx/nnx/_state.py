@@ -1,6 +1,5 @@
 """The variables of a quantized nnx module, and what each mode does with them."""
 
-import enum
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,22 +9,24 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
-from ..modules import Mode, QuantizedFunction, check_mode, flatten, needs_key, nest, overlay
+from ..modules import (
+    Mode,
+    QuantizedFunction,
+    Wanted,
+    check_mode,
+    flatten,
+    needs_key,
+    nest,
+    overlay,
+)
 from ..policy import Policy
 from ..tensor import QTensor
 from ..transforms import dequantize_params
+from ._classes import Over
 from ._variables import Found, Scale, Stat
 
 
-class Wanted(enum.Enum):
-    """What a run looks for, beside its result."""
-
-    CODES = "codes"
-    SCALES = "scales"
-    LEARNED = "learned"
-
-
-class State(nnx.Module):
+class State(Over):
     """Base of nnx modules that have a policy and a mode.
 
     Attributes:
@@ -37,6 +38,7 @@ class State(nnx.Module):
       quant_scales: fixed scales of activations, likewise.
       learned_scales: scales that are trained, from `learn_scales`: nested dicts of arrays.
       quant_rng: stream of random numbers for gradient estimators that draw.
+      quant_found: on the copy that `convert` and the like run, what they look for; else `None`.
     """
 
     policy: Policy
@@ -46,10 +48,9 @@ class State(nnx.Module):
     quant_scales: Scale
     learned_scales: nnx.Param[Any] | None
     quant_rng: nnx.RngStream | None
-    wanted: Wanted | None = None
-    found: Found | None = None
+    quant_found: Found | None = None
 
-    def _set_up(
+    def _q_set_up(
         self, policy: Policy, mode: Mode, backward: DTypeLike | None, rngs: nnx.Rngs | None
     ) -> None:
         name = type(self).__name__
@@ -70,60 +71,64 @@ class State(nnx.Module):
         self.learned_scales = nnx.data(None)
         self.quant_rng = rngs["quant"].fork() if random and rngs is not None else nnx.data(None)
 
-    def _known(self) -> dict[str, dict[str, Any]]:
+    def _q_wanted(self) -> Wanted | None:
+        """Returns what `convert` and the like look for, beside the result."""
+        return None if self.quant_found is None else self.quant_found.wanted
+
+    def _q_known(self) -> dict[str, dict[str, Any]]:
         """Returns statistics and scales, as arguments of `QuantizedFunction`."""
         scales = flatten(self.quant_scales.get_value())
         if self.learned_scales is not None:
             learned = flatten(self.learned_scales.get_value())
             scales |= {key: Affine(scale) for key, scale in learned.items()}
-        if self.found is not None:
+        if self.quant_found is not None:
             for wanted in (Wanted.SCALES, Wanted.LEARNED):
-                scales |= flatten(self.found.get_value().get(wanted.value, {}))
+                scales |= flatten(self.quant_found.get_value().get(wanted.value, {}))
         return {"stats": flatten(self.quant_stats.get_value()), "scales": scales}
 
-    def _run(self, call: QuantizedFunction, params: Mapping[str, Any]) -> Any:
+    def _q_run(self, call: QuantizedFunction, params: Mapping[str, Any]) -> Any:
         """Evaluates a function in this mode; keeps what it learns."""
         check_mode(type(self).__name__, self.mode)
         if self.mode is Mode.CALIBRATE:
             result, stats = call.observe(params)
             self.quant_stats.set_value(nest(stats))
             return result
-        if self.found is not None and self.mode is not Mode.FLOAT:
-            call, params = self._search(call, params, self.found)
+        if self.quant_found is not None and self.mode is not Mode.FLOAT:
+            call, params = self._q_search(call, params, self.quant_found)
         key = None
         if self.quant_rng is not None and self.mode is Mode.SIMULATE:
             key = self.quant_rng()
         return call(params, self.mode, self.backward, key)
 
-    def _search(
+    def _q_search(
         self, call: QuantizedFunction, params: Mapping[str, Any], found: Found
     ) -> tuple[QuantizedFunction, Mapping[str, Any]]:
         """Finds what is wanted; returns the call and the weights with it."""
-        if self.wanted is Wanted.LEARNED:
+        if found.wanted is Wanted.LEARNED:
             learned = call.find_scales(params, weights=True)
-            self._keep(found, Wanted.LEARNED, nest(learned))
+            self._q_keep(found, Wanted.LEARNED, nest(learned))
             return call.with_scales(learned), params
         scales = call.find_scales(params)
-        self._keep(found, Wanted.SCALES, nest(scales))
+        self._q_keep(found, Wanted.SCALES, nest(scales))
         call = call.with_scales(scales)
-        if self.wanted is Wanted.CODES:
+        if found.wanted is Wanted.CODES:
             before = found.get_value().get(Wanted.CODES.value, {})
             params = overlay(params, before)
             done = _paths_of_codes(params)
             codes = call.quantize(dequantize_params(params))
             new = nest({path: code for path, code in codes.items() if path not in done})
-            self._keep(found, Wanted.CODES, new)
+            self._q_keep(found, Wanted.CODES, new)
             params = overlay(params, new)
         return call, params
 
     @staticmethod
-    def _keep(found: Found, wanted: Wanted, tree: Mapping[str, Any]) -> None:
+    def _q_keep(found: Found, wanted: Wanted, tree: Mapping[str, Any]) -> None:
         value = found.get_value()
         before = value.get(wanted.value, {})
         found.set_value({**value, wanted.value: overlay(before, tree)})
 
 
-OWN = ("quant_stats", "quant_scales", "learned_scales", "quant_rng", "found")
+OWN = ("quant_stats", "quant_scales", "learned_scales", "quant_rng", "quant_found")
 """Attributes of `State` that hold variables."""
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from flax import nnx
 
+from ..modules import Wanted
+
 
 class QParam(nnx.Variable[Any]):
     """A quantized weight: a `jqx.QTensor`, where the float module has an `nnx.Param`.
@@ -59,3 +61,5 @@ class Found(nnx.Variable[Any]):
     """What a run of `convert`, `fix_scales` or `learn_scales` finds for one module: codes, scales
     and learned scales, by these names. Only the copy that is run has it.
     """
+
+    wanted: Wanted

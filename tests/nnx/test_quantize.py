@@ -58,7 +58,8 @@ def test_streams_advance_in_every_mode(mode, jit):
     x = vectors(1, 4, 8)
     before = model.norm.mean[...]
     if mode is Mode.CONVERT:
-        jqx.nnx.convert(model, x, rngs=nnx.Rngs(1))
+        jqx.nnx.convert(model, x, rngs=rngs)
+        assert rngs.default.count[...] == 0
         assert model.dropout.rngs.count[...] == 0
         assert (model.norm.mean[...] == before).all()
 

@@ -1,0 +1,11 @@
+"""What a conversion looks for."""
+
+import enum
+
+
+class Wanted(enum.Enum):
+    """What a run of a module looks for, beside its result."""
+
+    CODES = "codes"
+    SCALES = "scales"
+    LEARNED = "learned"
