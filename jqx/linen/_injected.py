@@ -24,7 +24,9 @@ class _Contraction(State, kw_only=True):
 
     weight_name: str = "kernel"
 
-    def _contract(self, contraction: Any, lhs: Any, rhs: Any, kwargs: dict[str, Any]) -> jax.Array:
+    def _q_contract(
+        self, contraction: Any, lhs: Any, rhs: Any, kwargs: dict[str, Any]
+    ) -> jax.Array:
         if self.is_initializing():
             return contraction(lhs, rhs, **kwargs)
         name = self.weight_name
@@ -39,9 +41,9 @@ class _Contraction(State, kw_only=True):
             args=(lhs,),
             kwargs={},
             caller=type(self).__name__,
-            **self._known(learned),
+            **self._q_known(learned),
         )
-        return self._run(call, {name: rhs}, INJECTED)
+        return self._q_run(call, {name: rhs}, INJECTED)
 
 
 class DotGeneral(_Contraction):
@@ -73,7 +75,7 @@ class DotGeneral(_Contraction):
     ) -> jax.Array:
         kwargs |= {"dimension_numbers": dimension_numbers, "precision": precision}
         kwargs |= {"preferred_element_type": preferred_element_type}
-        return self._contract(lax.dot_general, lhs, rhs, kwargs)
+        return self._q_contract(lax.dot_general, lhs, rhs, kwargs)
 
 
 class ConvGeneralDilated(_Contraction):
@@ -94,7 +96,7 @@ class ConvGeneralDilated(_Contraction):
         def contraction(lhs: Any, rhs: Any) -> jax.Array:
             return lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
 
-        return self._contract(contraction, lhs, rhs, {})
+        return self._q_contract(contraction, lhs, rhs, {})
 
 
 def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

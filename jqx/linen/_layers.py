@@ -25,46 +25,46 @@ class Dense(Quantized, nn.Dense):
     """
 
     def __call__(self, inputs: Any) -> Any:
-        return self._evaluate("__call__", inputs)
+        return self._q_evaluate("__call__", inputs)
 
 
 class DenseGeneral(Quantized, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, quantized; see `Dense`."""
 
     def __call__(self, inputs: Any) -> Any:
-        return self._evaluate("__call__", inputs)
+        return self._q_evaluate("__call__", inputs)
 
 
 class Einsum(Quantized, nn.Einsum):
     """`flax.linen.Einsum`, quantized; see `Dense`."""
 
     def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
-        return self._evaluate("__call__", inputs, einsum_str)
+        return self._q_evaluate("__call__", inputs, einsum_str)
 
 
 class Conv(Quantized, nn.Conv):
     """`flax.linen.Conv`, quantized; see `Dense`."""
 
     def __call__(self, inputs: Any) -> Any:
-        return self._evaluate("__call__", inputs)
+        return self._q_evaluate("__call__", inputs)
 
 
 class ConvTranspose(Quantized, nn.ConvTranspose):
     """`flax.linen.ConvTranspose`, quantized; see `Dense`."""
 
     def __call__(self, inputs: Any) -> Any:
-        return self._evaluate("__call__", inputs)
+        return self._q_evaluate("__call__", inputs)
 
 
 class Embed(Quantized, nn.Embed):
     """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup."""
 
     def __call__(self, inputs: Any) -> Any:
-        return self._evaluate("__call__", inputs)
+        return self._q_evaluate("__call__", inputs)
 
     def attend(self, query: Any) -> Any:
         """Multiplies by the transposed table."""
-        return self._evaluate("attend", query)
+        return self._q_evaluate("attend", query)
 
 
 class MultiHeadDotProductAttention(Quantized, nn.MultiHeadDotProductAttention):
@@ -75,11 +75,11 @@ class MultiHeadDotProductAttention(Quantized, nn.MultiHeadDotProductAttention):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class MultiHeadAttention(Quantized, nn.MultiHeadAttention):
     """`flax.linen.MultiHeadAttention`, quantized; see `MultiHeadDotProductAttention`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("__call__", *args, **kwargs)
+        return self._q_evaluate("__call__", *args, **kwargs)

@@ -44,7 +44,7 @@ class LoRADense(Quantized, nn.Dense, kw_only=True):
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
-        base = self._evaluate("__call__", inputs)
+        base = self._q_evaluate("__call__", inputs)
 
         def start() -> jax.Array:
             init = nn.initializers.he_uniform()

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
+import types
 from typing import Any
 
 from flax import linen as nn
@@ -11,10 +10,11 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode
+from ..modules import Mode, forwards
 from ..policy import Policy
 from ._quantized import OUTER, Quantized
 from ._state import State
+from ._whole import Whole
 
 
 def quantize(
@@ -79,21 +79,9 @@ def quantize(
 @functools.cache
 def _quantized_class(kind: type[nn.Module]) -> type[Any]:
     """Returns the class of a quantized module: one for each float class."""
-    methods = {
-        name: _method(name, method)
-        for base in reversed(kind.__mro__)
-        if issubclass(base, nn.Module) and base is not nn.Module
-        for name, method in vars(base).items()
-        if inspect.isfunction(method) and (name == "__call__" or name[0] != "_") and name != "setup"
-    }
-    return type(
-        f"Quantized{kind.__name__}", (Quantized, kind), {**methods, "__doc__": kind.__doc__}
+    namespace = forwards(kind, nn.Module.__mro__)
+    namespace.pop("setup", None)
+    namespace |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return types.new_class(
+        f"Quantized{kind.__name__}", (Whole, kind), {}, lambda space: space.update(namespace)
     )
-
-
-def _method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Quantized, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(name, *args, **kwargs)
-
-    run.__name__, run.__doc__ = name, method.__doc__
-    return run

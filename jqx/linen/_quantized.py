@@ -1,16 +1,19 @@
 """A linen module whose methods run through the transforms."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import linen as nn
 from flax.core import DenyList, meta, unfreeze
 from flax.core.scope import intersect_filters
 
-from ..modules import Mode, QuantizedFunction, overlay, split
-from ..transforms import Plan
-from ._state import OWN, QPARAMS, State
+from ..modules import Mode, QuantizedFunction, optional, overlay, split
+from ..transforms import Plan, dequantize_params
+from ._state import OWN, QPARAMS, State, wanted
+
+Method = str | Callable[..., Any]
+"""What is run on a module: the name of a method, or a function of the module."""
 
 OUTER = ("parent", "name")
 """Fields that say where a module stands."""
@@ -23,63 +26,92 @@ class Quantized(State, kw_only=True):
     """
 
     def setup(self) -> None:
-        if self._is_plain():
+        if self._q_is_plain():
             super().setup()
 
-    def _is_plain(self) -> bool:
+    def _q_is_plain(self) -> bool:
         """Whether a call is one of the float module itself."""
-        converted = QPARAMS in self.variables
-        return self.is_initializing() or (self.mode is Mode.FLOAT and not converted)
+        if self.scope is None or self.is_initializing():
+            return True
+        return self.mode is Mode.FLOAT and QPARAMS not in self.variables
 
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs the method `name` of the float module."""
-        if self._is_plain():
-            return getattr(super(State, self), name)(*args, **kwargs)
-        call, params, is_pair = self._function(name, args, kwargs)
-        result = self._run(call, params)
+    def _q_evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of the float module, or a function of it."""
+        if self._q_is_plain():
+            float_self = super(State, self) if isinstance(method, str) else self
+            return call(float_self, method, *args, **kwargs)
+        function, params, is_pair = self._q_function(method, args, kwargs)
+        result = self._q_run(function, params)
         if not is_pair:
             return result
         out, updated = result
         for collection, tree in updated.items():
-            self._keep(collection, unfreeze(tree))
+            self._q_keep(collection, unfreeze(tree))
         return out
 
-    def _plan(self, name: str, *args: Any, **kwargs: Any) -> Plan:
-        """Returns the plan of a call of a method."""
-        call, params, _ = self._function(name, args, kwargs)
-        return call.plan(params)
+    def _q_plan(self, method: Method, *args: Any, **kwargs: Any) -> Plan:
+        """Returns the plan of a call."""
+        function, params, _ = self._q_function(method, args, kwargs)
+        return function.plan(params)
 
-    def _function(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _q_function(
+        self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, dict[str, Any], bool]:
         """Returns a method as a function of weights, the weights, and whether it returns variables
         beside its result.
         """
-        scope, module = self.scope, self._float_module()
-        assert scope is not None
+        module, params, learned, others = self._q_float()
+        assert self.scope is not None
+        mutable = intersect_filters(self.scope.mutable, DenyList(("params", *OWN)))
+        is_whole = method == "__call__" or wanted() is not None
+
+        def function(params: Any, others: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def run(bound: nn.Module, *args: Any) -> Any:
+                return call(bound, method, *args, **kwargs)
+
+            variables = {**others, "params": params}
+            return module.apply(variables, *args, rngs=rngs, mutable=mutable, method=run)
+
+        quantized = QuantizedFunction(
+            function=function,
+            policy=self.policy if is_whole else optional(self.policy),
+            args=(others, dict(self.scope.rngs), *args),
+            kwargs=kwargs,
+            caller=type(self).__name__,
+            **self._q_known(learned),
+        )
+        return quantized, params, mutable is not False
+
+    def _q_float(self) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Returns the float module, its weights, learned scales, and other collections."""
         variables = {key: unfreeze(meta.unbox(tree)) for key, tree in self.variables.items()}
         params, learned = split(variables.pop("params", {}))
         params = overlay(params, variables.get(QPARAMS, {}))
         others = {key: tree for key, tree in variables.items() if key not in OWN}
-        mutable = intersect_filters(scope.mutable, DenyList(("params", *OWN)))
+        return self._q_float_module(), params, learned, others
 
-        def function(params: Any, others: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            variables = {**others, "params": params}
-            return module.apply(variables, *args, rngs=rngs, mutable=mutable, method=name, **kwargs)
+    def _q_bound(self) -> nn.Module:
+        """Returns the float module, bound to its variables in float."""
+        module, params, _, others = self._q_float()
+        assert self.scope is not None
+        variables = {**others, "params": dequantize_params(params)}
+        return module.bind(variables, rngs=dict(self.scope.rngs))
 
-        call = QuantizedFunction(
-            function=function,
-            policy=self.policy,
-            args=(others, dict(scope.rngs), *args),
-            kwargs=kwargs,
-            caller=type(self).__name__,
-            **self._known(learned),
-        )
-        return call, params, mutable is not False
-
-    def _float_module(self) -> nn.Module:
+    def _q_float_module(self) -> nn.Module:
         """Returns the float module, bound to nothing."""
         free = self.clone(_deep_clone=True, _reset_names=True, parent=None)
-        kind = next(base for base in type(self).__mro__ if not issubclass(base, State))
+        kind = float_class(type(self))
         fields = [f.name for f in dataclasses.fields(kind) if f.init and f.name not in OUTER]
         return kind(**{name: getattr(free, name) for name in fields}, parent=None)
+
+
+def call(module: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a module, or a function of it."""
+    if isinstance(method, str):
+        return getattr(module, method)(*args, **kwargs)
+    return method(module, *args, **kwargs)
+
+
+def float_class(kind: type) -> type[Any]:
+    """Returns the class that a quantized one is made of."""
+    return next(base for base in kind.__mro__ if not issubclass(base, State))

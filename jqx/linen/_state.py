@@ -1,14 +1,17 @@
 """The variables of a quantized linen module, and what each mode does with them."""
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax import linen as nn
+from flax.core import meta
 from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode, QuantizedFunction, check_mode, flatten, nest, overlay
+from ..modules import Mode, QuantizedFunction, Wanted, check_mode, flatten, nest, overlay
 from ..policy import Policy
 
 QPARAMS = "qparams"
@@ -24,6 +27,23 @@ LEARNED = "learned_scales"
 """Collection that `learn_scales` reads; the scales themselves stand among `params`."""
 
 OWN = (QPARAMS, STATS, SCALES, LEARNED)
+
+_WANTED: contextvars.ContextVar[Wanted | None] = contextvars.ContextVar("wanted", default=None)
+
+
+@contextlib.contextmanager
+def looking_for(wanted: Wanted) -> Iterator[None]:
+    """A context in which calls of quantized modules find what is wanted, and write it."""
+    token = _WANTED.set(wanted)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+def wanted() -> Wanted | None:
+    """Returns what `convert` and the like look for, beside the result of the call."""
+    return _WANTED.get()
 
 
 class State(nn.Module, kw_only=True):
@@ -46,33 +66,33 @@ class State(nn.Module, kw_only=True):
         check_mode(name, self.mode)
         super().__post_init__()
 
-    def _known(self, learned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _q_known(self, learned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Returns statistics and scales, as arguments of `QuantizedFunction`."""
         fixed, stats = (self.variables.get(name, {}) for name in (SCALES, STATS))
         return {"stats": flatten(stats), "scales": {**flatten(fixed), **flatten(learned)}}
 
-    def _run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
+    def _q_run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
         """Evaluates a function in this mode; keeps what it learns. Codes are kept under names that
         start with `prefix`.
         """
         if self.mode is Mode.CALIBRATE:
             result, stats = call.observe(params)
-            self._keep(STATS, nest(stats))
+            self._q_keep(STATS, nest(stats))
             return result
-        if self.mode is Mode.SIMULATE and self.is_mutable_collection(LEARNED):
-            self._keep(LEARNED, nest(call.find_scales(params, weights=True)))
-        if self.mode is not Mode.FLOAT and self.is_mutable_collection(SCALES):
+        if self.mode is Mode.SIMULATE and wanted() is Wanted.LEARNED:
+            self._q_keep(LEARNED, nest(call.find_scales(params, weights=True)))
+        if self.mode is not Mode.FLOAT and wanted() in (Wanted.SCALES, Wanted.CODES):
             scales = call.find_scales(params)
-            self._keep(SCALES, nest(scales))
+            self._q_keep(SCALES, nest(scales))
             call = call.with_scales(scales)
-        if self.mode is Mode.CONVERT and self.is_mutable_collection(QPARAMS):
+        if self.mode is Mode.CONVERT and wanted() is Wanted.CODES:
             codes = nest(call.quantize(params))
-            self._keep(QPARAMS, {prefix + name: tree for name, tree in codes.items()})
+            self._q_keep(QPARAMS, {prefix + name: tree for name, tree in codes.items()})
             params = overlay(params, codes)
         key = self.make_rng("quant") if self.has_rng("quant") else None
         return call(params, self.mode, self.backward, key)
 
-    def _keep(self, collection: str, tree: Mapping[str, Any]) -> None:
+    def _q_keep(self, collection: str, tree: Mapping[str, Any]) -> None:
         """Writes variables of this module and of those inside of it."""
         if tree and not self.is_mutable_collection(collection):
             raise ValueError(
@@ -85,6 +105,13 @@ class State(nn.Module, kw_only=True):
                 )
             )
         for name, value in tree.items():
-            before = self.get_variable(collection, name)
-            both = isinstance(before, Mapping) and isinstance(value, Mapping)
-            self.put_variable(collection, name, overlay(before, value) if both else value)
+            self.put_variable(collection, name, _laid(self.get_variable(collection, name), value))
+
+
+def _laid(before: Any, value: Any) -> Any:
+    """Returns variables laid over others; what was boxed, with names of its axes, is so again."""
+    if isinstance(before, Mapping) and isinstance(value, Mapping):
+        return {**before, **{name: _laid(before.get(name), new) for name, new in value.items()}}
+    if isinstance(before, meta.AxisMetadata):
+        return before.replace_boxed(value)
+    return value

@@ -1,19 +1,19 @@
 """What becomes of the variables of a quantized module: weights to codes, statistics to scales."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
-from flax.core import unfreeze
+from flax.core import DenyList, unfreeze
 
 from .._checks import check_instance, require_that
 from .._errors import message
-from ..modules import Mode, check_learnable, flatten, overlay, split, without
+from ..modules import Mode, Wanted, check_learnable, flatten, overlay, split, without
 from ..transforms import Plan
 from ._injected import INJECTED
 from ._quantized import Quantized
-from ._state import LEARNED, QPARAMS, SCALES, STATS
+from ._state import LEARNED, QPARAMS, SCALES, STATS, looking_for
 
 Variables = Mapping[str, Any]
 
@@ -21,8 +21,8 @@ Variables = Mapping[str, Any]
 def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns variables for integer execution: quantized weights, and the scales of activations.
 
-    Runs the module once, so jit it where that takes long; under `jax.eval_shape` it gives an
-    abstract target to restore a checkpoint into.
+    Runs the module once, so jit it where that takes long, and drops what that writes, to a cache
+    for one; under `jax.eval_shape` it gives an abstract target to restore a checkpoint into.
 
     Args:
       module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
@@ -49,7 +49,7 @@ def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) 
       >>> jax.tree.map(lambda x: x.dtype.name, jqx.linen.convert(module, variables, x)["params"])
       {'bias': 'float32'}
     """
-    _, new = module.apply(variables, *args, mutable=[QPARAMS, SCALES], **kwargs)
+    new = _find(Wanted.CODES, module, variables, args, kwargs)
     _require(new.get(QPARAMS), "convert", module, variables, Mode.CONVERT, "quantized a weight")
     kept = {name: unfreeze(tree) for name, tree in variables.items()}
     kept.pop(STATS, None)
@@ -94,7 +94,7 @@ def fix_scales(
       >>> float(fixed["quant_scales"]["kernel:dot_general:lhs"].scale[0, 0])
       1.0
     """
-    _, new = module.apply(variables, *args, mutable=[SCALES], **kwargs)
+    new = _find(Wanted.SCALES, module, variables, args, kwargs)
     _require(new.get(SCALES), "fix_scales", module, variables, Mode.SIMULATE, "found a scale")
     kept = {name: tree for name, tree in variables.items() if name != STATS}
     return {**kept, SCALES: unfreeze(new[SCALES])}
@@ -130,7 +130,7 @@ def learn_scales(
       >>> sorted(jqx.linen.learn_scales(module, variables, jnp.ones((1, 4)))["params"])
       ['bias', 'kernel', 'kernel:dot_general:lhs', 'kernel:weight']
     """
-    _, new = module.apply(variables, *args, mutable=[LEARNED], **kwargs)
+    new = _find(Wanted.LEARNED, module, variables, args, kwargs)
     _require(new.get(LEARNED), "learn_scales", module, variables, Mode.SIMULATE, "found a scale")
     learned = unfreeze(new[LEARNED])
     check_learnable(flatten(learned))
@@ -142,7 +142,7 @@ def make_plan(
     module: Quantized,
     variables: Variables,
     *args: Any,
-    method: str = "__call__",
+    method: str | Callable[..., Any] = "__call__",
     rngs: Any = None,
     **kwargs: Any,
 ) -> Plan:
@@ -152,7 +152,7 @@ def make_plan(
       module: a quantized layer, or what `quantize` returns.
       variables: its variables; arrays or `jax.ShapeDtypeStruct`.
       *args: of the call, as for `module.apply`.
-      method: name of the method that is called.
+      method: that is called: its name, or a function of the module.
       rngs: of the call, as for `module.apply`.
       **kwargs: keyword arguments of the method.
 
@@ -170,11 +170,27 @@ def make_plan(
     check_instance("make_plan", "module", module, Quantized, mend=mend)
 
     def plan(module: Any, *args: Any, **kwargs: Any) -> Plan:
-        return module._plan(method, *args, **kwargs)
+        return module._q_plan(method, *args, **kwargs)
 
-    found = module.apply(variables, *args, method=plan, rngs=rngs, **kwargs)
-    assert isinstance(found, Plan)
+    options: dict[str, Any] = {"method": plan, "mutable": _all("plan"), "rngs": rngs}
+    found, _ = nn.Module.apply(module, variables, *args, **options, **kwargs)
     return found
+
+
+def _find(
+    wanted: Wanted, module: nn.Module, variables: Variables, args: Any, kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Runs a module; returns what its quantized parts find, among what it writes."""
+    with looking_for(wanted):
+        _, new = module.apply(variables, *args, **{**kwargs, "mutable": _all(wanted.value)})
+    return new
+
+
+def _all(call: str) -> DenyList:
+    """Returns a filter of all that a call may write, whose writes are dropped; that it names the
+    call tells it from a user's, where Flax keeps traced calls.
+    """
+    return DenyList(("params", f"jqx:{call}"))
 
 
 def _require(
@@ -194,7 +210,9 @@ def _require(
 def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any) -> None:
     """Checks that layers with an injected contraction hand a QTensor on to it."""
     try:
-        jax.eval_shape(lambda: module.apply(converted, *args, **kwargs))
+        jax.eval_shape(
+            lambda: module.apply(converted, *args, **{**kwargs, "mutable": _all("check")})
+        )
     except Exception as error:
         raise TypeError(
             message(
