@@ -10,8 +10,9 @@ from ._quantized import Quantized
 class Dense(Quantized, nn.Dense):
     """`flax.linen.Dense`, quantized.
 
-    Fields are those of Flax, and by name `policy`, `mode` and `backward`, see `Quantized`. The
-    parameters are Flax's too, and stand at the same paths, so that a float checkpoint fits.
+    Fields are those of Flax, and by name `policy`, `mode`, `backward` and `scales`, see
+    `Quantized`. The parameters are Flax's too, and stand at the same paths, so that a float
+    checkpoint fits.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode, forwards
+from ..modules import Mode, Scales, forwards
 from ..policy import Policy
 from ._quantized import OUTER, Quantized
 from ._state import State
@@ -23,6 +23,7 @@ def quantize(
     *,
     mode: Mode = Mode.SIMULATE,
     backward: DTypeLike | None = None,
+    scales: Scales = "calibrated",
 ) -> Quantized:
     """Returns a module like another whose every public method runs through the transforms.
 
@@ -35,11 +36,13 @@ def quantize(
       policy: what is quantized; paths are those in `variables["params"]`.
       mode: what a call does.
       backward: see `jqx.simulate`.
+      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
+        at hand, where they are an error else.
 
     Raises:
       TypeError: an argument has another type.
       ValueError: `module` is bound, is quantized already, or has a field of the name `policy`,
-        `mode` or `backward`.
+        `mode`, `backward` or `scales`; `scales` is not known.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -73,7 +76,8 @@ def quantize(
         )
     kind = _quantized_class(type(module))
     values = {name: getattr(module, name) for name in fields}
-    return kind(**values, policy=policy, mode=mode, backward=backward, name=module.name)
+    options = {"policy": policy, "mode": mode, "backward": backward, "scales": scales}
+    return kind(**values, **options, name=module.name)
 
 
 @functools.cache

@@ -95,7 +95,8 @@ class Quantized(State, kw_only=True):
         module, params, _, others = self._q_float()
         assert self.scope is not None
         variables = {**others, "params": dequantize_params(params)}
-        return module.bind(variables, rngs=dict(self.scope.rngs))
+        rngs: Any = dict(self.scope.rngs)
+        return module.bind(variables, rngs=rngs)
 
     def _q_float_module(self) -> nn.Module:
         """Returns the float module, bound to nothing."""

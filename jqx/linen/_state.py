@@ -11,7 +11,17 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode, QuantizedFunction, Wanted, check_mode, flatten, nest, overlay
+from ..modules import (
+    Mode,
+    QuantizedFunction,
+    Scales,
+    Wanted,
+    check_mode,
+    check_scales,
+    flatten,
+    nest,
+    overlay,
+)
 from ..policy import Policy
 
 QPARAMS = "qparams"
@@ -28,22 +38,25 @@ LEARNED = "learned_scales"
 
 OWN = (QPARAMS, STATS, SCALES, LEARNED)
 
-_WANTED: contextvars.ContextVar[Wanted | None] = contextvars.ContextVar("wanted", default=None)
+_SEARCH: contextvars.ContextVar[tuple[Wanted | None, bool]]
+_SEARCH = contextvars.ContextVar("search", default=(None, False))
 
 
 @contextlib.contextmanager
-def looking_for(wanted: Wanted) -> Iterator[None]:
-    """A context in which calls of quantized modules find what is wanted, and write it."""
-    token = _WANTED.set(wanted)
+def looking_for(wanted: Wanted, *, dynamic: bool) -> Iterator[None]:
+    """A context in which calls of quantized modules find what is wanted, and write it; `dynamic`
+    takes scales that are not calibrated from the values of the call.
+    """
+    token = _SEARCH.set((wanted, dynamic))
     try:
         yield
     finally:
-        _WANTED.reset(token)
+        _SEARCH.reset(token)
 
 
 def wanted() -> Wanted | None:
     """Returns what `convert` and the like look for, beside the result of the call."""
-    return _WANTED.get()
+    return _SEARCH.get()[0]
 
 
 class State(nn.Module, kw_only=True):
@@ -54,22 +67,32 @@ class State(nn.Module, kw_only=True):
       mode: what a call does.
       backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
         then runs on integers, see `jqx.simulate`.
+      scales: of static activations and outputs without any, in `SIMULATE` and `CONVERT` and in
+        conversions: `"calibrated"` makes them an error, `"dynamic"` takes them from the values at
+        hand.
     """
 
     policy: Policy
     mode: Mode = Mode.SIMULATE
     backward: DTypeLike | None = None
+    scales: Scales = "calibrated"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_instance(name, "policy", self.policy, Policy, mend="pass one of jqx.presets.")
         check_mode(name, self.mode)
+        check_scales(name, self.scales)
         super().__post_init__()
 
-    def _q_known(self, learned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _q_known(self, learned: Mapping[str, Any]) -> dict[str, Any]:
         """Returns statistics and scales, as arguments of `QuantizedFunction`."""
         fixed, stats = (self.variables.get(name, {}) for name in (SCALES, STATS))
-        return {"stats": flatten(stats), "scales": {**flatten(fixed), **flatten(learned)}}
+        return {
+            "stats": flatten(stats),
+            "scales": {**flatten(fixed), **flatten(learned)},
+            "path": "/".join(self.path),
+            "dynamic": self.scales == "dynamic" or _SEARCH.get()[1],
+        }
 
     def _q_run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
         """Evaluates a function in this mode; keeps what it learns. Codes are kept under names that

@@ -9,16 +9,39 @@ from flax.core import DenyList, unfreeze
 
 from .._checks import check_instance, require_that
 from .._errors import message
-from ..modules import Mode, Wanted, check_learnable, flatten, overlay, split, without
+from ..modules import (
+    Mode,
+    Scales,
+    Wanted,
+    check_learnable,
+    check_scales,
+    flatten,
+    overlay,
+    split,
+    unscaled,
+    without,
+)
 from ..transforms import Plan
 from ._injected import INJECTED
 from ._quantized import Quantized
 from ._state import LEARNED, QPARAMS, SCALES, STATS, looking_for
 
+NAMES = {
+    Wanted.CODES: "convert",
+    Wanted.SCALES: "fix_scales",
+    Wanted.LEARNED: "learn_scales",
+}
+
 Variables = Mapping[str, Any]
 
 
-def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def convert(
+    module: nn.Module,
+    variables: Variables,
+    *args: Any,
+    scales: Scales | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
     """Returns variables for integer execution: quantized weights, and the scales of activations.
 
     Runs the module once, so jit it where that takes long, and drops what that writes, to a cache
@@ -27,17 +50,20 @@ def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) 
     Args:
       module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
       variables: its float variables; with the collection `quant_stats` of a calibration where
-        activations are to have static scales, else those get theirs from the values of this call.
+        activations have static scales.
       *args: of the call, as for `module.apply`.
+      scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
+        leaves that to the module.
       **kwargs: of the call, such as `method=` and `rngs=`.
 
     Returns:
       The variables with every planned weight moved from `params` to `qparams`, at the same path, as
-      a QTensor; scales in `quant_scales`; no `quant_stats`. Where a layer of Flax with an injected
-      contraction owns the weight, the QTensor stays in `params`.
+      a QTensor; scales in `quant_scales`, where they were statistics in `quant_stats`. Where a
+      layer of Flax with an injected contraction owns the weight, the QTensor stays in `params`.
 
     Raises:
-      ValueError: no module in it was in `Mode.CONVERT`, or its weights are quantized already.
+      ValueError: no module in it was in `Mode.CONVERT`, or its weights are quantized already; a
+        static activation or output has neither statistics nor a scale.
       TypeError: a layer around an injected contraction takes no QTensor.
 
     Example:
@@ -49,15 +75,15 @@ def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) 
       >>> jax.tree.map(lambda x: x.dtype.name, jqx.linen.convert(module, variables, x)["params"])
       {'bias': 'float32'}
     """
-    new = _find(Wanted.CODES, module, variables, args, kwargs)
+    new = _find(Wanted.CODES, module, variables, scales, args, kwargs)
     _require(new.get(QPARAMS), "convert", module, variables, Mode.CONVERT, "quantized a weight")
     kept = {name: unfreeze(tree) for name, tree in variables.items()}
-    kept.pop(STATS, None)
     params, _ = split(kept.pop("params", {}))
-    new = unfreeze(new)
+    new = unfreeze(dict(new))
+    left = unscaled(kept.pop(STATS, {}), new.get(SCALES, {}))
     codes, injected = _part(new[QPARAMS])
     params = overlay(without(params, codes), injected)
-    found = {"params": params, QPARAMS: codes, SCALES: new.get(SCALES, {})}
+    found = {"params": params, QPARAMS: codes, SCALES: new.get(SCALES, {}), STATS: left}
     converted = {**kept, **{name: tree for name, tree in found.items() if tree}}
     if injected:
         _check_taken(module, converted, args, kwargs)
@@ -65,7 +91,11 @@ def convert(module: nn.Module, variables: Variables, *args: Any, **kwargs: Any) 
 
 
 def fix_scales(
-    module: nn.Module, variables: Variables, *args: Any, **kwargs: Any
+    module: nn.Module,
+    variables: Variables,
+    *args: Any,
+    scales: Scales | None = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Returns variables in which the statistics of activations have become scales.
 
@@ -74,44 +104,52 @@ def fix_scales(
 
     Args:
       module: a module in `Mode.SIMULATE`.
-      variables: its variables, with the statistics of a calibration; an activation without any
-        gets its scale from the values of this call (behind layers of `jqx.linen` those are what
-        quantized layers give).
+      variables: its variables, with the statistics of a calibration.
       *args: of the call, as for `module.apply`.
+      scales: as for `convert`; the values behind layers of `jqx.linen` are what quantized layers
+        give.
       **kwargs: of the call, such as `method=` and `rngs=`.
 
     Returns:
       The variables with scales in the collection `quant_scales`, and without `quant_stats`.
 
     Raises:
-      ValueError: nothing in it has static activations in `Mode.SIMULATE`.
+      ValueError: nothing in it has static activations in `Mode.SIMULATE`, or one of them has
+        neither statistics nor a scale.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
       >>> module, x = jqx.linen.Dense(2, policy=jqx.presets.w8a8()), jnp.full((1, 4), 127.0)
       >>> variables = module.init(jax.random.key(0), x)
-      >>> fixed = jqx.linen.fix_scales(module, variables, x)
+      >>> fixed = jqx.linen.fix_scales(module, variables, x, scales="dynamic")
       >>> float(fixed["quant_scales"]["kernel:dot_general:lhs"].scale[0, 0])
       1.0
     """
-    new = _find(Wanted.SCALES, module, variables, args, kwargs)
+    new = _find(Wanted.SCALES, module, variables, scales, args, kwargs)
     _require(new.get(SCALES), "fix_scales", module, variables, Mode.SIMULATE, "found a scale")
     kept = {name: tree for name, tree in variables.items() if name != STATS}
-    return {**kept, SCALES: unfreeze(new[SCALES])}
+    left = unscaled(variables.get(STATS, {}), new[SCALES])
+    found = {SCALES: unfreeze(new[SCALES]), STATS: left}
+    return {**kept, **{name: tree for name, tree in found.items() if tree}}
 
 
 def learn_scales(
-    module: nn.Module, variables: Variables, *args: Any, **kwargs: Any
+    module: nn.Module,
+    variables: Variables,
+    *args: Any,
+    scales: Scales | None = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Returns variables in which scales are parameters, of weights and of static activations.
 
-    They start where the calibrators put them: from statistics, or from the values of this call.
-    Use an estimator with a gradient for scales, such as `jqx.gradients.lsq`.
+    They start where the calibrators put them: from the statistics of a calibration. Use an
+    estimator with a gradient for scales, such as `jqx.gradients.lsq`.
 
     Args:
       module: a module in `Mode.SIMULATE`.
-      variables: its variables.
+      variables: its variables, with the statistics of a calibration.
       *args: of the call, as for `module.apply`.
+      scales: as for `convert`.
       **kwargs: of the call, such as `method=` and `rngs=`.
 
     Returns:
@@ -119,7 +157,8 @@ def learn_scales(
       `kernel:weight` and `kernel:dot_general:lhs`; without `quant_stats` and `quant_scales`.
 
     Raises:
-      ValueError: nothing in it is quantized in `Mode.SIMULATE`; a zero point, or a scale in a
+      ValueError: nothing in it is quantized in `Mode.SIMULATE`; a static activation or output has
+        neither statistics nor a scale; a zero point, or a scale in a
         format of its own (mxfp8, nvfp4), has no gradient.
 
     Example:
@@ -127,10 +166,11 @@ def learn_scales(
       >>> lsq = {"gradient": jqx.gradients.lsq}
       >>> module = jqx.linen.Dense(2, policy=jqx.presets.w8a8(weight=lsq, activation=lsq))
       >>> variables = module.init(jax.random.key(0), jnp.ones((1, 4)))
-      >>> sorted(jqx.linen.learn_scales(module, variables, jnp.ones((1, 4)))["params"])
+      >>> learned = jqx.linen.learn_scales(module, variables, jnp.ones((1, 4)), scales="dynamic")
+      >>> sorted(learned["params"])
       ['bias', 'kernel', 'kernel:dot_general:lhs', 'kernel:weight']
     """
-    new = _find(Wanted.LEARNED, module, variables, args, kwargs)
+    new = _find(Wanted.LEARNED, module, variables, scales, args, kwargs)
     _require(new.get(LEARNED), "learn_scales", module, variables, Mode.SIMULATE, "found a scale")
     learned = unfreeze(new[LEARNED])
     check_learnable(flatten(learned))
@@ -178,10 +218,17 @@ def make_plan(
 
 
 def _find(
-    wanted: Wanted, module: nn.Module, variables: Variables, args: Any, kwargs: Mapping[str, Any]
+    wanted: Wanted,
+    module: nn.Module,
+    variables: Variables,
+    scales: Scales | None,
+    args: Any,
+    kwargs: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Runs a module; returns what its quantized parts find, among what it writes."""
-    with looking_for(wanted):
+    if scales is not None:
+        check_scales(NAMES[wanted], scales)
+    with looking_for(wanted, dynamic=scales == "dynamic"):
         _, new = module.apply(variables, *args, **{**kwargs, "mutable": _all(wanted.value)})
     return new
 

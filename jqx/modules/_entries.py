@@ -72,6 +72,12 @@ def without(tree: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def unscaled(stats: Mapping[str, Any], scales: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested statistics less those that have become scales."""
+    known = flatten(scales)
+    return nest({key: stat for key, stat in flatten(stats).items() if key not in known})
+
+
 def _is_entry(name: str) -> bool:
     return ":" in name
 

@@ -16,7 +16,7 @@ from ..tensor import QTensor
 from ..transforms import (
     GivenAffines,
     Plan,
-    affines,
+    affines_seen,
     calibrate,
     convert,
     dequantize_params,
@@ -26,6 +26,7 @@ from ..transforms import (
     simulate,
 )
 from ._mode import Mode
+from ._scales import check_calibrated, needs_calibration
 
 
 def needs_key(policy: Policy) -> bool:
@@ -51,6 +52,9 @@ class QuantizedFunction:
       stats: statistics by key, as far as there are any.
       scales: scales by key, as far as there are any; they go before statistics.
       caller: named by errors.
+      dynamic: whether static activations and outputs without statistics or a scale get theirs from
+        the values at hand; else they are an error.
+      path: of the module, for errors.
     """
 
     function: Callable[..., Any]
@@ -60,6 +64,8 @@ class QuantizedFunction:
     stats: Mapping[str, Any]
     scales: Mapping[str, Affine]
     caller: str
+    dynamic: bool = False
+    path: str = ""
 
     def __call__(
         self,
@@ -77,7 +83,7 @@ class QuantizedFunction:
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
             params = _fit(params, plan)
-            transform = convert(self.function, plan, self._scales_of(plan) or "dynamic")
+            transform = convert(self.function, plan, self._given_scales(plan, mode))
         else:
             params, transform = dequantize_params(params), self.function
         return transform(params, *self.args, **self.kwargs)
@@ -114,10 +120,10 @@ class QuantizedFunction:
         """
         plan = self.plan(params)
         found = self._scales_of(plan)
-        missing = plan.static_specs().keys() - found.keys()
-        if missing:
+        if missing := self._missing(plan):
+            self._check_calibrated([] if self.dynamic else missing, "a conversion")
             _, seen = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
-            found = {**affines(plan, seen), **found}
+            found = {**affines_seen(plan, seen), **found}
         if not weights:
             return {key: found[key] for key in plan.static_specs()}
         codes = _weights(quantize_params(dequantize_params(params), plan, found), plan)
@@ -133,21 +139,39 @@ class QuantizedFunction:
         return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
 
     def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, GivenAffines]:
-        """Returns what a transform needs; where no scales are known, the policy: one trace less."""
+        """Returns what `simulate` needs; where no scales are known, the policy: one trace less."""
         if not self.stats and not self.scales:
-            return self.policy, "dynamic"
+            if self.dynamic:
+                return self.policy, "dynamic"
+            if not needs_calibration(self.policy):
+                return self.policy, None
         plan = self.plan(params)
-        return plan, self._scales_of(plan)
+        return plan, self._given_scales(plan, Mode.SIMULATE)
+
+    def _given_scales(self, plan: Plan, mode: Mode) -> GivenAffines:
+        """Returns the scales that a transform is given."""
+        known = self._scales_of(plan)
+        missing = self._missing(plan)
+        if self.dynamic and len(missing) == len(plan.static_specs()):
+            return known if not missing else "dynamic"
+        self._check_calibrated(missing, str(mode))
+        return known
+
+    def _check_calibrated(self, missing: list[str], where: str) -> None:
+        """Checks that no static activation or output is without a scale."""
+        before = self.path and f"{self.path}/"
+        check_calibrated(self.caller, [before + key for key in missing], where)
+
+    def _missing(self, plan: Plan) -> list[str]:
+        """Returns the keys of static activations and outputs without statistics or a scale."""
+        return sorted(plan.static_specs().keys() - self.scales.keys() - self.stats.keys())
 
     def _scales_of(self, plan: Plan) -> dict[str, Affine]:
         """Returns the known scales of a plan; those of other methods of the module are left out."""
-        specs = plan.static_specs()
-        keys = [*specs, *(weight.key for weight in plan.weights)]
+        keys = [*plan.static_specs(), *(weight.key for weight in plan.weights)]
         given = {key: Affine(*self.scales[key]) for key in keys if key in self.scales}
-        seen = {key: self.stats[key] for key in specs if key in self.stats}
-        if seen and not specs.keys() <= given.keys():
-            given = {**affines(plan, seen), **given}
-        return given
+        seen = {key: stat for key, stat in self.stats.items() if key not in given}
+        return {**affines_seen(plan, seen), **given}
 
 
 def _weights(params: Any, plan: Plan) -> dict[str, QTensor]:

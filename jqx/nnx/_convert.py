@@ -7,7 +7,17 @@ import jax
 from flax import nnx
 
 from .._checks import check_instance, require_that
-from ..modules import Mode, Wanted, check_learnable, flatten, nest, overlay
+from ..modules import (
+    Mode,
+    Scales,
+    Wanted,
+    check_learnable,
+    check_scales,
+    flatten,
+    nest,
+    overlay,
+    unscaled,
+)
 from ..transforms import Plan
 from ._injected import Contraction
 from ._outputs import is_node
@@ -17,7 +27,13 @@ from ._state import State
 from ._variables import Found, QParam
 
 
-def convert(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+def convert(
+    model: nnx.Module,
+    *args: Any,
+    method: str = "__call__",
+    scales: Scales | None = None,
+    **kwargs: Any,
+) -> None:
     """Turns a model to integer execution, in place: quantized weights, and scales of activations.
 
     Every planned weight becomes a `QParam`, at its path, without the metadata of its variable;
@@ -28,15 +44,18 @@ def convert(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: A
 
     Args:
       model: from `quantize`, or with layers or contractions of `jqx.nnx`; calibrated where
-        activations are to have static scales from data, else those get theirs from this call.
+        activations have static scales.
       *args: of the call.
       method: name of the method that is called.
+      scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
+        leaves that to the model.
       **kwargs: of the call.
 
     Raises:
       TypeError: `model` is no module.
       ValueError: no weight in it was quantized: no part is quantized or not in `Mode.FLOAT`, or all
-        weights that the call reaches are codes already.
+        weights that the call reaches are codes already; a static activation or output has neither
+        statistics nor a scale.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -48,7 +67,7 @@ def convert(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: A
       >>> model.kernel.get_value().qtype
       dtype(int4)
     """
-    parts = _search("convert", model, Wanted.CODES, method, args, kwargs)
+    parts = _search("convert", model, scales, Wanted.CODES, method, args, kwargs)
     found = [(part, found) for part, found in parts if found.get("codes")]
     _require(found, "convert", model, "quantized a weight", "weights that are not yet codes")
     codes: dict[int, QParam] = {}
@@ -65,7 +84,13 @@ def convert(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: A
     _replace(model, codes)
 
 
-def fix_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+def fix_scales(
+    model: nnx.Module,
+    *args: Any,
+    method: str = "__call__",
+    scales: Scales | None = None,
+    **kwargs: Any,
+) -> None:
     """Turns the statistics of activations into scales, in place.
 
     In `Mode.SIMULATE` scales are found from statistics in every call; this does it once, which
@@ -73,14 +98,16 @@ def fix_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs
     `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
 
     Args:
-      model: as for `convert`; an activation without statistics gets its scale from this call.
+      model: as for `convert`.
       *args: of the call.
       method: name of the method that is called.
+      scales: as for `convert`.
       **kwargs: of the call.
 
     Raises:
       TypeError: `model` is no module.
-      ValueError: nothing in it has static activations.
+      ValueError: nothing in it has static activations, or one of them has neither statistics nor
+        a scale.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -92,53 +119,62 @@ def fix_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs
       >>> float(model.quant_scales["kernel:dot_general:lhs"].scale[0, 0])
       1.0
     """
-    parts = _search("fix_scales", model, Wanted.SCALES, method, args, kwargs)
+    parts = _search("fix_scales", model, scales, Wanted.SCALES, method, args, kwargs)
     found = [part for part, new in parts if new.get("scales")]
     _require(found, "fix_scales", model, "found a scale", "static activations")
     for part, new in parts:
-        part.quant_scales.set_value(new.get("scales", {}))
-        part.quant_stats.set_value({})
+        _keep_scales(part, new.get("scales", {}))
         part.mode = Mode.SIMULATE
 
 
-def learn_scales(model: nnx.Module, *args: Any, method: str = "__call__", **kwargs: Any) -> None:
+def learn_scales(
+    model: nnx.Module,
+    *args: Any,
+    method: str = "__call__",
+    scales: Scales | None = None,
+    **kwargs: Any,
+) -> None:
     """Makes scales parameters, of weights and of static activations, in place.
 
     They are an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts of
     arrays, by names such as `kernel:weight` and `kernel:dot_general:lhs`. They start where the
-    calibrators put them: from statistics, or from the values of this call. Use an estimator with a
-    gradient for scales, such as `jqx.gradients.lsq`. The mode of every part becomes
+    calibrators put them: from the statistics of a calibration. Use an estimator with a gradient for
+    scales, such as `jqx.gradients.lsq`. The mode of every part becomes
     `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
 
     Args:
       model: as for `convert`.
       *args: of the call.
       method: name of the method that is called.
+      scales: as for `convert`.
       **kwargs: of the call.
 
     Raises:
       TypeError: `model` is no module.
-      ValueError: nothing in it is quantized; a zero point, or a scale in a format of its own
+      ValueError: nothing in it is quantized; a static activation or output has neither statistics
+        nor a scale; a zero point, or a scale in a format of its own
         (mxfp8, nvfp4), has no gradient.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> model = jqx.nnx.Linear(4, 2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
-      >>> jqx.nnx.learn_scales(model, jnp.ones((1, 4)))
+      >>> jqx.nnx.learn_scales(model, jnp.ones((1, 4)), scales="dynamic")
       >>> sorted(model.learned_scales)
       ['kernel:dot_general:lhs', 'kernel:weight']
     """
-    parts = _search("learn_scales", model, Wanted.LEARNED, method, args, kwargs)
+    parts = _search("learn_scales", model, scales, Wanted.LEARNED, method, args, kwargs)
     found = [(part, flatten(new["learned"])) for part, new in parts if new.get("learned")]
     _require(found, "learn_scales", model, "found a scale", "quantized weights or activations")
     for _, learned in found:
         check_learnable(learned)
     for part, _ in parts:
-        _fix(part, {}, Mode.SIMULATE)
+        part.quant_scales.set_value({})
+        part.quant_stats.set_value({})
+        part.learned_scales, part.mode = None, Mode.SIMULATE
     for part, learned in found:
-        scales = {key: affine.scale for key, affine in learned.items()}
-        part.learned_scales = nnx.Param(nest(scales))
+        entries = {key: affine.scale for key, affine in learned.items()}
+        part.learned_scales = nnx.Param(nest(entries))
 
 
 def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: Any) -> Plan:
@@ -168,6 +204,7 @@ def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: 
 def _search(
     function: str,
     model: nnx.Module,
+    scales: Scales | None,
     wanted: Wanted,
     method: str,
     args: tuple[Any, ...],
@@ -175,11 +212,14 @@ def _search(
 ) -> list[tuple[State, dict[str, Any]]]:
     """Runs a copy of a model; returns its quantized parts, and what the run found for each."""
     check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
+    if scales is not None:
+        check_scales(function, scales)
     _separate(model)
     ran, args, kwargs = _copy(model, args, kwargs)
     pairs = list(zip(_parts(model), _parts(ran), strict=True))
     for _, twin in pairs:
         twin.mode = Mode.CONVERT if wanted is Wanted.CODES else Mode.SIMULATE
+        twin.quant_dynamic = twin.quant_dynamic or scales == "dynamic"
         twin.quant_found = Found({}, wanted=wanted)
     getattr(ran, method)(*args, **kwargs)
     return [(part, _value(twin.quant_found)) for part, twin in pairs]
@@ -201,9 +241,15 @@ def _parts(model: nnx.Module) -> list[State]:
 
 
 def _fix(part: State, scales: Mapping[str, Any], mode: Mode) -> None:
-    part.quant_scales.set_value(scales)
-    part.quant_stats.set_value({})
+    _keep_scales(part, scales)
     part.learned_scales, part.mode = None, mode
+
+
+def _keep_scales(part: State, scales: Mapping[str, Any]) -> None:
+    """Adds scales to those of a part; statistics that became none are kept, for other methods."""
+    known = overlay(part.quant_scales.get_value(), scales)
+    part.quant_scales.set_value(known)
+    part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), known))
 
 
 def _require(found: Any, function: str, model: nnx.Module, did: str, expected: str) -> None:

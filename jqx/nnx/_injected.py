@@ -9,7 +9,7 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction
+from ..modules import Mode, QuantizedFunction, Scales
 from ..policy import Policy
 from ..tensor import QTensor
 from ._state import State
@@ -34,11 +34,12 @@ class Contraction(State):
         policy: Policy,
         mode: Mode = Mode.SIMULATE,
         backward: DTypeLike | None = None,
+        scales: Scales = "calibrated",
         weight_name: str = "kernel",
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.weight_name = weight_name
-        self._q_set_up(policy, mode, backward, rngs)
+        self._q_set_up(policy, mode, backward, scales, rngs)
 
     def _q_contract(
         self, contraction: Any, lhs: Any, rhs: Any, kwargs: dict[str, Any]
@@ -71,13 +72,15 @@ class DotGeneral(Contraction):
       policy: what is quantized; the path of the weight is `weight_name`.
       mode: what a call does.
       backward: see `jqx.simulate`.
+      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
+        at hand, where they are an error else.
       weight_name: name of the weight in the layer around.
       rngs: for gradient estimators that draw.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> dot = jqx.nnx.DotGeneral(policy=jqx.presets.w8a8())
+      >>> dot = jqx.nnx.DotGeneral(policy=jqx.presets.w8a8_dynamic())
       >>> options = {"dot_general": dot, "promote_dtype": jqx.nnx.promote_dtype}
       >>> layer = nnx.Linear(4, 2, **options, rngs=nnx.Rngs(0))
       >>> jqx.nnx.convert(layer, jnp.ones((1, 4)))
@@ -107,7 +110,7 @@ class ConvGeneralDilated(Contraction):
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> conv = jqx.nnx.ConvGeneralDilated(policy=jqx.presets.w8a8())
+      >>> conv = jqx.nnx.ConvGeneralDilated(policy=jqx.presets.w8a8_dynamic())
       >>> layer = nnx.Conv(2, 3, (3, 3), conv_general_dilated=conv, rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((1, 5, 5, 2))).shape
       (1, 5, 5, 3)

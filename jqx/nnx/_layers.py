@@ -10,7 +10,7 @@ from ._quantized import Quantized
 class Linear(Quantized, nnx.Linear):
     """`flax.nnx.Linear`, quantized.
 
-    Arguments are those of Flax, and by name `policy`, `mode` and `backward`, see
+    Arguments are those of Flax, and by name `policy`, `mode`, `backward` and `scales`, see
     `jqx.nnx.quantize`. The parameters are Flax's too, and stand at the same paths, so that a float
     checkpoint fits.
 
@@ -67,7 +67,8 @@ class Conv(Quantized, nnx.Conv):
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> layer = jqx.nnx.Conv(2, 3, (3, 3), policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
+      >>> policy = jqx.presets.w8a8_dynamic()
+      >>> layer = jqx.nnx.Conv(2, 3, (3, 3), policy=policy, rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((1, 5, 5, 2))).shape
       (1, 5, 5, 3)
     """
@@ -82,7 +83,7 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> options = {"policy": jqx.presets.w8a8(), "rngs": nnx.Rngs(0)}
+      >>> options = {"policy": jqx.presets.w8a8_dynamic(), "rngs": nnx.Rngs(0)}
       >>> layer = jqx.nnx.ConvTranspose(2, 3, (3, 3), strides=(2, 2), **options)
       >>> layer(jnp.ones((1, 5, 5, 2))).shape
       (1, 10, 10, 3)

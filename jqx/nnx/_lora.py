@@ -30,7 +30,7 @@ class LoRALinear(Quantized, nnx.Linear):
       alpha: their weight, times rank.
       policy: what is quantized of the base.
       rngs: for the parameters.
-      **kwargs: others of `nnx.Linear`, and `mode` and `backward`.
+      **kwargs: others of `nnx.Linear`, and `mode`, `backward` and `scales`.
 
     Example:
       >>> import jqx, jqx.nnx, jax, jax.numpy as jnp
@@ -118,7 +118,17 @@ def _merge(layer: LoRALinear) -> None:
     low = layer.lora_a[...] @ layer.lora_b[...]
     low = low * jnp.asarray(layer.alpha / layer.rank, low.dtype)
     layer.kernel = nnx.Param(kernel + low.astype(kernel.dtype))
-    for name in ("rank", "alpha", "lora_a", "lora_b", "policy", "mode", "backward", *OWN):
+    for name in (
+        "rank",
+        "alpha",
+        "lora_a",
+        "lora_b",
+        "policy",
+        "mode",
+        "backward",
+        "quant_dynamic",
+        *OWN,
+    ):
         if name in vars(layer):
             delattr(layer, name)
     become(layer, nnx.Linear)

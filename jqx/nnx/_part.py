@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 from jax.typing import DTypeLike
 
 from .._checks import require_that
-from ..modules import Mode, QuantizedFunction, optional
+from ..modules import Mode, QuantizedFunction, needs_calibration, optional
 from ..policy import Policy
 from ._classes import Over, Run, become, has_members, over
 from ._pure import PureCall, pure_call
@@ -24,6 +24,7 @@ class Whole:
       policy: of the whole, whose rules may match nothing here.
       mode: of the whole.
       backward: of the whole.
+      quant_dynamic: of the whole.
       learned: whether it learns scales.
     """
 
@@ -31,10 +32,15 @@ class Whole:
     policy: Policy
     mode: Mode
     backward: DTypeLike | None
+    quant_dynamic: bool
     learned: bool
 
     def __repr__(self) -> str:
         return f"<{'/'.join(self.path)}, {self.mode}>"
+
+
+TOLD = ("policy", "mode", "backward", "quant_dynamic")
+"""Attributes of a whole that its parts are told of."""
 
 
 class Part(Over):
@@ -49,17 +55,20 @@ class Part(Over):
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         whole = self.quant_part
+        call, pure = self._q_function(name, run, args, kwargs)
+        static = needs_calibration(whole.policy) and not whole.quant_dynamic
+        needs = static and whole.mode is not Mode.FLOAT and call.plan(pure.params).static_specs()
         require_that(
-            whole.mode is not Mode.CALIBRATE and not whole.learned,
+            not (needs or whole.learned or whole.mode is Mode.CALIBRATE),
             error=ValueError,
             function=type(self).__name__,
             problem=f"`{name}` of a part of a quantized module is called from outside.",
             given=f"{'/'.join(whole.path)}, in {whole.mode}"
-            + (", with learned scales" if whole.learned else ""),
-            expected="a method of the whole, which has the statistics and scales",
+            + (", with learned scales" if whole.learned else "")
+            + (f", without scales for {', '.join(list(needs)[:4])}" if needs else ""),
+            expected="a method of the whole, which alone has statistics and scales",
             mend="call a method of the whole, or quantize the parts one by one.",
         )
-        call, pure = self._q_function(name, run, args, kwargs)
         return pure.finish(call(pure.params, whole.mode, whole.backward))
 
     def _q_function(
@@ -74,18 +83,20 @@ class Part(Over):
             kwargs={},
             stats={},
             scales={},
+            dynamic=whole.quant_dynamic,
             caller=type(self).__name__,
         )
         return call, pure
 
 
-def make_parts(module: nnx.Module, policy: Policy, mode: Mode, backward: DTypeLike | None) -> None:
-    """Makes the modules inside of one its parts."""
+def make_parts(module: Any) -> None:
+    """Makes the modules inside of a quantized one its parts."""
     for path, part in nnx.iter_modules(module):
         if part is not module and not isinstance(part, Over) and has_members(type(part)):
             become(part, over(type(part), Part, type(part).__name__))
-            place = tuple(map(str, path))
-            part.quant_part = Whole(place, policy, mode, backward, learned=False)
+            names = tuple(map(str, path))
+            known = {name: getattr(module, name) for name in TOLD}
+            cast(Part, part).quant_part = Whole(names, **known, learned=False)
 
 
 def tell_parts(module: nnx.Module, **known: Any) -> None:

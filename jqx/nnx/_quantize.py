@@ -7,13 +7,13 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode
+from ..modules import Mode, Scales
 from ..policy import Policy
 from ._classes import Over, become, over
 from ._quantized import Quantized
 from ._state import OWN
 
-ATTRIBUTES = ("policy", "mode", "backward", *OWN)
+ATTRIBUTES = ("policy", "mode", "backward", "quant_dynamic", *OWN)
 
 
 def quantize(
@@ -22,6 +22,7 @@ def quantize(
     *,
     mode: Mode = Mode.SIMULATE,
     backward: DTypeLike | None = None,
+    scales: Scales = "calibrated",
     rngs: nnx.Rngs | None = None,
 ) -> Any:
     """Returns a model like another whose every public method runs through the transforms.
@@ -37,12 +38,14 @@ def quantize(
       policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
       mode: what a call does; `result.set_attributes(mode=...)` sets another.
       backward: see `jqx.simulate`.
+      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
+        at hand, where they are an error else.
       rngs: for gradient estimators that draw: a fork of the stream `quant`.
 
     Raises:
       TypeError: an argument has another type.
       ValueError: `model` or a part of it is quantized already, or it has an attribute of a name
-        that quantized modules use.
+        that quantized modules use, or `scales` is not known.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -72,5 +75,5 @@ def quantize(
         )
     result: Any = nnx.clone(model)
     become(result, over(type(model), Quantized, f"Quantized{type(model).__name__}"))
-    result._q_set_up(policy, mode, backward, rngs)
+    result._q_set_up(policy, mode, backward, scales, rngs)
     return result

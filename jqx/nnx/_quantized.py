@@ -6,23 +6,20 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction, Wanted, optional
+from ..modules import Mode, QuantizedFunction, Scales, Wanted, optional
 from ..policy import Policy
 from ._classes import Run
-from ._part import make_parts, tell_parts
+from ._part import TOLD, make_parts, tell_parts
 from ._pure import PureCall, pure_call
 from ._state import State
 from ._variables import QParam
-
-TOLD = ("policy", "mode", "backward")
-"""Attributes that parts are told of."""
 
 
 class Quantized(State):
     """Base of modules whose methods run through the transforms, on the weights of a float one.
 
     A subclass names the float class as its second base. It takes that one's arguments, and by name
-    `policy`, `mode` and `backward`, which are attributes, see `jqx.nnx.quantize`.
+    `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
     """
 
     def __init__(
@@ -31,10 +28,11 @@ class Quantized(State):
         policy: Policy,
         mode: Mode = Mode.SIMULATE,
         backward: DTypeLike | None = None,
+        scales: Scales = "calibrated",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._q_set_up(policy, mode, backward, kwargs.get("rngs"))
+        self._q_set_up(policy, mode, backward, scales, kwargs.get("rngs"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -44,10 +42,15 @@ class Quantized(State):
             tell_parts(self, learned=value is not None)
 
     def _q_set_up(
-        self, policy: Policy, mode: Mode, backward: DTypeLike | None, rngs: nnx.Rngs | None
+        self,
+        policy: Policy,
+        mode: Mode,
+        backward: DTypeLike | None,
+        scales: Scales,
+        rngs: nnx.Rngs | None,
     ) -> None:
-        super()._q_set_up(policy, mode, backward, rngs)
-        make_parts(self, policy, mode, backward)
+        super()._q_set_up(policy, mode, backward, scales, rngs)
+        make_parts(self)
 
     def _q_is_plain(self) -> bool:
         return self.mode is Mode.FLOAT and not nnx.state(self, QParam)

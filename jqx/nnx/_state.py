@@ -12,8 +12,10 @@ from ..calibrators import Affine
 from ..modules import (
     Mode,
     QuantizedFunction,
+    Scales,
     Wanted,
     check_mode,
+    check_scales,
     flatten,
     needs_key,
     nest,
@@ -34,6 +36,8 @@ class State(Over):
       mode: what a call does; `model.set_attributes(mode=...)` sets it in all modules.
       backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
         then runs on integers, see `jqx.simulate`.
+      quant_dynamic: whether static activations and outputs that are not calibrated get scales from
+        the values at hand: `scales="dynamic"`.
       quant_stats: statistics; what is in it changes, the variable is always there.
       quant_scales: fixed scales of activations, likewise.
       learned_scales: scales that are trained, from `learn_scales`: nested dicts of arrays.
@@ -44,6 +48,7 @@ class State(Over):
     policy: Policy
     mode: Mode
     backward: DTypeLike | None
+    quant_dynamic: bool
     quant_stats: Stat
     quant_scales: Scale
     learned_scales: nnx.Param[Any] | None
@@ -51,11 +56,17 @@ class State(Over):
     quant_found: Found | None = None
 
     def _q_set_up(
-        self, policy: Policy, mode: Mode, backward: DTypeLike | None, rngs: nnx.Rngs | None
+        self,
+        policy: Policy,
+        mode: Mode,
+        backward: DTypeLike | None,
+        scales: Scales,
+        rngs: nnx.Rngs | None,
     ) -> None:
         name = type(self).__name__
         check_instance(name, "policy", policy, Policy, mend="pass one of jqx.presets.")
         check_mode(name, mode)
+        check_scales(name, scales)
         random = needs_key(policy)
         require_that(
             not random or rngs is not None,
@@ -67,6 +78,7 @@ class State(Over):
             mend="pass rngs=nnx.Rngs(params=0, quant=1).",
         )
         self.policy, self.mode, self.backward = policy, mode, backward
+        self.quant_dynamic = scales == "dynamic"
         self.quant_stats, self.quant_scales = Stat({}), Scale({})
         self.learned_scales = nnx.data(None)
         self.quant_rng = rngs["quant"].fork() if random and rngs is not None else nnx.data(None)
@@ -75,7 +87,7 @@ class State(Over):
         """Returns what `convert` and the like look for, beside the result."""
         return None if self.quant_found is None else self.quant_found.wanted
 
-    def _q_known(self) -> dict[str, dict[str, Any]]:
+    def _q_known(self) -> dict[str, Any]:
         """Returns statistics and scales, as arguments of `QuantizedFunction`."""
         scales = flatten(self.quant_scales.get_value())
         if self.learned_scales is not None:
@@ -84,7 +96,8 @@ class State(Over):
         if self.quant_found is not None:
             for wanted in (Wanted.SCALES, Wanted.LEARNED):
                 scales |= flatten(self.quant_found.get_value().get(wanted.value, {}))
-        return {"stats": flatten(self.quant_stats.get_value()), "scales": scales}
+        stats = flatten(self.quant_stats.get_value())
+        return {"stats": stats, "scales": scales, "dynamic": self.quant_dynamic}
 
     def _q_run(self, call: QuantizedFunction, params: Mapping[str, Any]) -> Any:
         """Evaluates a function in this mode; keeps what it learns."""

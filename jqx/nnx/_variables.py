@@ -51,7 +51,7 @@ class Scale(nnx.Variable[Any]):
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = jqx.nnx.Linear(4, 2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
-      >>> jqx.nnx.fix_scales(layer, jnp.full((1, 4), 127.0))
+      >>> jqx.nnx.fix_scales(layer, jnp.full((1, 4), 127.0), scales="dynamic")
       >>> layer.quant_scales["kernel:dot_general:lhs"].scale
       Array([[1.]], dtype=float32)
     """

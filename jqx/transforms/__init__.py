@@ -3,6 +3,7 @@
 from ._affines import GivenAffines as GivenAffines
 from ._calibrate import Affines as Affines
 from ._calibrate import affines as affines
+from ._calibrate import affines_seen as affines_seen
 from ._calibrate import calibrate as calibrate
 from ._calibrate import merge_stats as merge_stats
 from ._calibrate_batches import arguments_of as arguments_of

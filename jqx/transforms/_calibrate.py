@@ -154,8 +154,13 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
       >>> jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])[":dot_general:lhs"].scale
       Array([[1.]], dtype=float32)
     """
-    specs = plan.static_specs()
-    _check_keys("affines", "stats", stats, specs)
+    _check_keys("affines", "stats", stats, plan.static_specs())
+    return affines_seen(plan, stats)
+
+
+def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
+    """Returns what `affines` returns, of those static activations that have statistics."""
+    specs = {key: spec for key, spec in plan.static_specs().items() if key in stats}
     counts = {key: spec.calibrator.observed(stats[key]) for key, spec in specs.items()}
     unseen = [
         key for key, n in counts.items() if _compat.is_concrete(n) and not bool(jnp.all(n > 0))

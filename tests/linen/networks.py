@@ -30,16 +30,16 @@ class Net(nn.Module):
         return self.dense(3, name="out")(x)
 
 
-def of_layers(policy: jqx.Policy, mode: jqx.linen.Mode) -> nn.Module:
+def of_layers(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated") -> nn.Module:
     """The network made of jqx's layers."""
-    options = {"policy": policy, "mode": mode}
+    options = {"policy": policy, "mode": mode, "scales": scales}
     conv = functools.partial(jqx.linen.Conv, **options)
     return Net(conv, functools.partial(jqx.linen.Dense, **options))
 
 
-def of_injected(policy: jqx.Policy, mode: jqx.linen.Mode) -> nn.Module:
+def of_injected(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated") -> nn.Module:
     """The network made of Flax's layers, with injected contractions."""
-    options = {"policy": policy, "mode": mode}
+    options = {"policy": policy, "mode": mode, "scales": scales}
     conv = functools.partial(jqx.linen.ConvGeneralDilated, **options)
     dot = functools.partial(jqx.linen.DotGeneral, **options)
     promote = {"promote_dtype": jqx.linen.promote_dtype}
@@ -49,9 +49,9 @@ def of_injected(policy: jqx.Policy, mode: jqx.linen.Mode) -> nn.Module:
     )
 
 
-def of_whole(policy: jqx.Policy, mode: jqx.linen.Mode) -> nn.Module:
+def of_whole(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated") -> nn.Module:
     """The float network, quantized from outside."""
-    return jqx.linen.quantize(Net(), policy, mode=mode)
+    return jqx.linen.quantize(Net(), policy, mode=mode, scales=scales)
 
 
 DOORS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}

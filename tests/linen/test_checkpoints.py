@@ -15,7 +15,8 @@ X = jax.random.normal(jax.random.key(1), (2, 32))
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "w4a8", "fp8", "mxfp8", "nf4"])
 def test_a_converted_module_comes_back(name, tmp_path):
     policy = getattr(jqx.presets, name)()
-    module = jqx.linen.quantize(NET, policy, mode=jqx.linen.Mode.CONVERT)
+    options = {"mode": jqx.linen.Mode.CONVERT, "scales": "dynamic"}
+    module = jqx.linen.quantize(NET, policy, **options)
     variables = NET.init(jax.random.key(0), X)
     converted = jqx.linen.convert(module, variables, X)
     target = jax.eval_shape(lambda v: jqx.linen.convert(module, v, X), variables)

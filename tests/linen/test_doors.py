@@ -86,7 +86,7 @@ def test_simulate_with_statistics(door, name):
 
 @pytest.mark.many
 def test_gradients_with_values_at_hand(door, name):
-    module = DOORS[door](POLICIES[name], Mode.SIMULATE)
+    module = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     params, x = variables()["params"], images()
     got = jax.grad(lambda p, x: (module.apply({"params": p}, x) ** 2).sum(), (0, 1))(params, x)

@@ -38,9 +38,10 @@ def test_fixed_scales_are_those_of_statistics(door):
 
 def test_without_statistics_scales_are_fixed_at_the_values_of_the_call():
     module = DOORS["whole"](W8A8, Mode.SIMULATE)
-    fixed = jqx.linen.fix_scales(module, variables(), images())
+    fixed = jqx.linen.fix_scales(module, variables(), images(), scales="dynamic")
     assert (module.apply(fixed, images()) == module.apply(calibrated(), images())).all()
-    converted = jqx.linen.convert(module.clone(mode=Mode.CONVERT), variables(), images())
+    integers = module.clone(mode=Mode.CONVERT, scales="dynamic")
+    converted = jqx.linen.convert(integers, variables(), images())
     scales = zip(*(jax.tree.leaves(v["quant_scales"]) for v in (converted, fixed)), strict=True)
     assert all((a == b).all() for a, b in scales)
 
@@ -87,7 +88,7 @@ def flat(tree, before=""):
 def test_the_backward_pass_may_run_beside_integers():
     module = jqx.linen.quantize(Net(), W8A8, backward=jnp.float32)
     integers = module.clone(mode=Mode.CONVERT)
-    known = jqx.linen.fix_scales(module, variables(), images())
+    known = jqx.linen.fix_scales(module, calibrated(), images())
     assert (module.apply(known, images()) == integers.apply(known, images())).all()
     plain = module.clone(backward=None)
     gradients = [
@@ -124,7 +125,7 @@ def test_convert_gives_an_abstract_target():
 
 def test_partitioned_parameters_are_unboxed():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-    module = jqx.linen.Dense(3, kernel_init=init, policy=W8A8)
+    module = jqx.linen.Dense(3, kernel_init=init, policy=POLICIES["w8a8_dynamic"])
     x = images().reshape(4, -1)
     boxed = module.init(jax.random.key(0), x)
     assert isinstance(boxed["params"]["kernel"], nn.Partitioned)
@@ -144,7 +145,8 @@ def test_statistics_need_a_mutable_collection(door):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_calibrating_with_fixed_scales_is_refused(door):
-    known = jqx.linen.fix_scales(DOORS[door](W8A8, Mode.SIMULATE), variables(), images())
+    module = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
+    known = jqx.linen.fix_scales(module, variables(), images())
     with pytest.raises(ValueError, match="fixed already have no use") as error:
         DOORS[door](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
     assert "calibrate before" in str(error.value)
@@ -162,7 +164,7 @@ def test_a_module_in_another_mode_is_refused(door, function):
 @pytest.mark.parametrize("door", ["layers", "whole"])
 def test_converting_twice_is_refused(door):
     module = DOORS[door](W8A8, Mode.CONVERT)
-    converted = jqx.linen.convert(module, variables(), images())
+    converted = jqx.linen.convert(module, calibrated(door=door), images())
     with pytest.raises(ValueError, match="quantized already"):
         jqx.linen.convert(module, converted, images())
 
@@ -171,7 +173,7 @@ def test_zero_points_are_not_learned():
     policy = jqx.presets.w8a8(activation={"qtype": jnp.uint8, "symmetric": False})
     module = jqx.linen.quantize(Net(), policy)
     with pytest.raises(ValueError, match="has no gradient") as error:
-        jqx.linen.learn_scales(module, variables(), images())
+        jqx.linen.learn_scales(module, variables(), images(), scales="dynamic")
     assert "fix_scales" in str(error.value)
 
 

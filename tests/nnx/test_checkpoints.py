@@ -23,7 +23,8 @@ def made(policy, change):
     """A model with a stream of random numbers, converted or otherwise changed."""
     rngs = nnx.Rngs(0)
     layers = (nnx.Linear(32, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
-    model = jqx.nnx.quantize(nnx.Sequential(*layers, nnx.Linear(64, 4, rngs=rngs)), policy)
+    model = nnx.Sequential(*layers, nnx.Linear(64, 4, rngs=rngs))
+    model = jqx.nnx.quantize(model, policy, scales="dynamic")
     model.set_attributes(deterministic=True)
     change(model, X)
     return model

@@ -91,7 +91,7 @@ def test_simulate_with_statistics(door, name):
 
 
 def test_gradients_with_values_at_hand(door, name):
-    model = DOORS[door](POLICIES[name], Mode.SIMULATE)
+    model = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     got = nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, images())
     want = jax.grad(lambda p, x: (expected(p, x) ** 2).sum())(params(), images())

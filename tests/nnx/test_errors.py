@@ -74,7 +74,7 @@ def test_a_failed_call_changes_nothing():
 
 def test_statistics_of_fixed_scales_have_no_use():
     model = linear(jqx.presets.w8a8())
-    jqx.nnx.fix_scales(model, ONES)
+    jqx.nnx.fix_scales(model, ONES, scales="dynamic")
     model.set_attributes(mode=Mode.CALIBRATE)
     with pytest.raises(ValueError, match=r"(?s)Linear: statistics.*kernel:dot_general:lhs"):
         model(ONES)
@@ -84,7 +84,7 @@ def test_learned_scales_are_symmetric_floats():
     spec = {"symmetric": False, "qtype": jnp.uint8}
     model = linear(jqx.presets.w8a8(activation=spec))
     with pytest.raises(ValueError, match=r"(?s)learn_scales: an integer zero point.*to mend"):
-        jqx.nnx.learn_scales(model, ONES)
+        jqx.nnx.learn_scales(model, ONES, scales="dynamic")
     assert model.learned_scales is None
 
 

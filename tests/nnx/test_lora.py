@@ -9,6 +9,7 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode, QParam
 
+DYNAMIC = jqx.presets.w8a8_dynamic()
 ADAPTERS = nnx.DiffState(0, nnx.LoRAParam)
 X = jax.random.normal(jax.random.key(1), (3, 8))
 
@@ -37,8 +38,8 @@ def trained(policy, convert):
 
 
 def test_adapters_start_at_zero():
-    plain = jqx.nnx.Linear(8, 4, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
-    layer = jqx.nnx.LoRALinear(8, 4, rank=2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
+    plain = jqx.nnx.Linear(8, 4, policy=DYNAMIC, rngs=nnx.Rngs(0))
+    layer = jqx.nnx.LoRALinear(8, 4, rank=2, policy=DYNAMIC, rngs=nnx.Rngs(0))
     assert (layer(X) == plain(X)).all()
 
 
@@ -76,4 +77,4 @@ def test_merging_equals_not_merging(convert):
     # Sums of at most 8 products of both sides, rounded in other orders.
     error = jnp.abs(merged(X) - model(X)).max()
     assert error <= 2.0**-20 * jnp.abs(model(X)).max() * 8
-    assert jqx.nnx.quantize(merged, jqx.presets.w8a8())(X).shape == (3, 4)
+    assert jqx.nnx.quantize(merged, DYNAMIC)(X).shape == (3, 4)

@@ -50,7 +50,8 @@ class Block(nnx.Module):
     """A residual layer."""
 
     def __init__(self, rngs, mode=Mode.SIMULATE, policy=W8A8):
-        self.linear = jqx.nnx.Linear(WIDTH, WIDTH, policy=policy, mode=mode, rngs=rngs)
+        options = {"policy": policy, "mode": mode, "scales": "dynamic"}
+        self.linear = jqx.nnx.Linear(WIDTH, WIDTH, **options, rngs=rngs)
 
     def __call__(self, x):
         return x + jnp.tanh(self.linear(x))
@@ -266,12 +267,12 @@ def test_vmap_over_models_and_over_examples():
 
 
 def test_split_merge_state_update_and_clone_of_a_converted_model():
-    model = of_whole(W8A8, Mode.SIMULATE)
+    model = of_whole(W8A8, Mode.SIMULATE, "dynamic")
     jqx.nnx.convert(model, images())
     expected = model(images(2))
     assert (nnx.merge(*nnx.split(model))(images(2)) == expected).all()
     assert (nnx.clone(model)(images(2)) == expected).all()
-    other = of_whole(W8A8, Mode.SIMULATE)
+    other = of_whole(W8A8, Mode.SIMULATE, "dynamic")
     jqx.nnx.convert(other, 2 * images())
     assert (other(images(2)) != expected).any()
     nnx.update(other, nnx.state(model))

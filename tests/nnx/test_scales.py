@@ -1,0 +1,93 @@
+"""A static activation without a scale is an error, unless it is asked of the values at hand."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jqx
+import jqx.nnx
+from jqx.nnx import Mode
+
+from .networks import DOORS, POLICIES, float_network, images, params
+
+W8A8 = POLICIES["w8a8"]
+SITES = {
+    "whole": "conv/kernel:conv_general_dilated:lhs, hidden/kernel:dot_general:lhs",
+    "layers": "kernel:conv_general_dilated:lhs",
+    "injected": "kernel:conv_general_dilated:lhs",
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
+    model = DOORS[door](W8A8, Mode.SIMULATE)
+    before = nnx.to_pure_dict(nnx.state(model))
+    match = f"(?s)have no scale.*{{}}, without .*{re.escape(SITES[door])}.*to mend.*dynamic"
+    for mode in (Mode.SIMULATE, Mode.CONVERT):
+        model.set_attributes(mode=mode)
+        with pytest.raises(ValueError, match=match.format(mode)):
+            model(images())
+        for name in ("convert", "fix_scales", "learn_scales"):
+            with pytest.raises(ValueError, match=match.format("a conversion")):
+                getattr(jqx.nnx, name)(model, images())
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert str(before) == str(after)
+    if door == "whole":
+        assert len(jqx.nnx.make_plan(model, images()).sites) == 3
+        with pytest.raises(ValueError, match=r"(?s)Linear: `__call__` of a part.*without scales"):
+            model.out(jnp.ones((1, 8)))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_dynamic_scales_are_those_of_the_values_at_hand(door):
+    model = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
+    expected = jqx.simulate(float_network, W8A8, "dynamic")(params(), images())
+    assert (model(images()) == expected).all()
+    plan = jqx.make_plan(float_network, W8A8)(params(), images())
+    weights = jqx.quantize_params(params(), plan)
+    stats = jqx.calibrate(float_network, plan)(params(), images())[1]
+    affines = jqx.affines(plan, stats) if door == "whole" else "dynamic"
+    expected = jqx.convert(float_network, plan, affines)(weights, images())
+    jqx.nnx.convert(model, images())
+    other = DOORS[door](W8A8, Mode.SIMULATE)
+    jqx.nnx.convert(other, images(), scales="dynamic")
+    assert (model(images()) == expected).all() and (other(images()) == expected).all()
+    assert model(2 * images()).shape == (4, 3)
+
+
+def test_methods_are_converted_one_after_another():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+        def half(self, x):
+            return self.first(x)
+
+    x = jnp.linspace(-1, 1, 16).reshape(2, 8)
+    one, two = (jqx.nnx.quantize(Two(nnx.Rngs(0)), W8A8, mode=Mode.CALIBRATE) for _ in range(2))
+    for model in (one, two):
+        model(x)
+    jqx.nnx.convert(one, x)
+    for name in ("half", "__call__"):
+        jqx.nnx.convert(two, x, method=name)
+    assert (one(x) == two(x)).all() and (one.half(x) == two.half(x)).all()
+    assert not two.quant_stats.get_value()
+
+
+def test_parts_take_dynamic_scales():
+    model = DOORS["whole"](W8A8, Mode.SIMULATE, "dynamic")
+    x, floats = jnp.linspace(-1, 1, 8)[None], DOORS["whole"](W8A8, Mode.FLOAT)
+    assert (model.out(x) != floats.out(x)).any()
+
+
+def test_scales_are_checked():
+    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is not known.*'batch'.*to mend"):
+        jqx.nnx.Linear(2, 3, policy=W8A8, scales="batch", rngs=nnx.Rngs(0))
+    model = DOORS["whole"](W8A8, Mode.SIMULATE)
+    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is not known"):
+        jqx.nnx.fix_scales(model, images(), scales="static")
