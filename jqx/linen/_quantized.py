@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax.core import DenyList, meta, unfreeze
 from flax.core.scope import intersect_filters
 
-from ..modules import Mode, QuantizedFunction, optional, overlay, split
+from ..modules import Mode, QuantizedFunction, holds_codes, optional, overlay, split
 from ..transforms import Plan, dequantize_params
 from ._state import OWN, QPARAMS, State, wanted
 
@@ -33,7 +33,7 @@ class Quantized(State, kw_only=True):
         """Whether a call is one of the float module itself."""
         if self.scope is None or self.is_initializing():
             return True
-        return self.mode is Mode.FLOAT and QPARAMS not in self.variables
+        return self.mode is Mode.FLOAT and not holds_codes(dict(self.variables))
 
     def _q_evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the float module, or a function of it."""

@@ -12,6 +12,7 @@ from ._members import read as read
 from ._mode import Mode as Mode
 from ._mode import check_mode as check_mode
 from ._quantized_function import QuantizedFunction as QuantizedFunction
+from ._quantized_function import holds_codes as holds_codes
 from ._quantized_function import needs_key as needs_key
 from ._quantized_function import optional as optional
 from ._scales import Scales as Scales

@@ -29,6 +29,11 @@ from ._mode import Mode
 from ._scales import check_calibrated, needs_calibration
 
 
+def holds_codes(tree: Any) -> bool:
+    """Whether a leaf of a tree is a QTensor."""
+    return any(map(_is_quantized, jax.tree.leaves(tree, is_leaf=_is_quantized)))
+
+
 def needs_key(policy: Policy) -> bool:
     """Whether a gradient estimator of a policy draws random numbers in `Mode.SIMULATE`."""
     specs = [spec for rule in policy.rules for spec in (rule.weight, rule.activation, rule.output)]
@@ -86,6 +91,8 @@ class QuantizedFunction:
             transform = convert(self.function, plan, self._given_scales(plan, mode))
         else:
             params, transform = dequantize_params(params), self.function
+            if holds_codes((self.args, self.kwargs)):
+                transform = simulate(self.function, Policy([]))  # the same, of quantized state
         return transform(params, *self.args, **self.kwargs)
 
     def with_scales(self, scales: Mapping[str, Affine]) -> "QuantizedFunction":

@@ -8,11 +8,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._checks import require_that
-from ..modules import Mode, QuantizedFunction, needs_calibration, optional
+from ..modules import Mode, QuantizedFunction, holds_codes, needs_calibration, optional
 from ..policy import Policy
 from ._classes import Over, Run, become, has_members, over
 from ._pure import PureCall, pure_call
-from ._variables import QParam
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,7 +50,7 @@ class Part(Over):
     quant_part: Whole
 
     def _q_is_plain(self) -> bool:
-        return self.quant_part.mode is Mode.FLOAT and not nnx.state(self, QParam)
+        return self.quant_part.mode is Mode.FLOAT and not holds_codes(nnx.state(self))
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         whole = self.quant_part

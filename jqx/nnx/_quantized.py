@@ -6,13 +6,12 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction, Scales, Wanted, optional
+from ..modules import Mode, QuantizedFunction, Scales, Wanted, holds_codes, optional
 from ..policy import Policy
 from ._classes import Run
 from ._part import TOLD, make_parts, tell_parts
 from ._pure import PureCall, pure_call
 from ._state import State
-from ._variables import QParam
 
 
 class Quantized(State):
@@ -53,7 +52,7 @@ class Quantized(State):
         make_parts(self)
 
     def _q_is_plain(self) -> bool:
-        return self.mode is Mode.FLOAT and not nnx.state(self, QParam)
+        return self.mode is Mode.FLOAT and not holds_codes(nnx.state(self))
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call, pure = self._q_function(name, run, args, kwargs)
