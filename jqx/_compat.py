@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.interpreters import ad
+from jax.interpreters import ad, partial_eval
 from jax.typing import DTypeLike
 
 Eqn = Any
@@ -44,6 +44,21 @@ def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def without_dead(jaxpr: Any, used: Sequence[bool] | bool = True) -> tuple[Any, list[bool]]:
+    """Returns an open jaxpr without what its effects and those of its results that are used do not
+    need, and which of its operands they do.
+
+    Operands stay, and so do results where all are used.
+    """
+    _, needed = partial_eval.dce_jaxpr(jaxpr, used)
+    return partial_eval.dce_jaxpr(jaxpr, used, True)[0], list(needed)
+
+
+def with_body(closed: Any, body: Any) -> Any:
+    """Returns a jaxpr, closed or open, with another body of the same operands and results."""
+    return closed.replace(jaxpr=body) if closed is not open_jaxpr(closed)[0] else body
 
 
 def is_literal(atom: Any) -> bool:

@@ -5,10 +5,9 @@ import math
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._checks import check_instance, require_that
-from ..transforms import Plan, is_array, is_quantized, quantize_params
+from ..transforms import Plan, is_array, is_quantized, named_leaves, quantize_params
 from ._table import Table, Tabular, decibels, finite
 from ._weights import WeightError, measure
 
@@ -143,6 +142,5 @@ def _by_path(plan: Plan, params: Any) -> dict[str, Any]:
     """
     if not isinstance(plan.params, int):
         params = dict(zip(plan.params, params, strict=True))
-    flat, _ = tree_flatten_with_path(params, is_leaf=is_quantized)
-    named = ((keystr(path, simple=True, separator="/"), x) for path, x in flat)
+    named = named_leaves("report", params, plan)
     return {path: x for path, x in named if is_quantized(x) or is_array(x)}

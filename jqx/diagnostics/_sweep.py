@@ -212,7 +212,7 @@ class Sweep:
 
         def loss(weights: dict[str, jax.Array], batch: Any, plain: Any) -> jax.Array:
             arguments = self._arguments(self._arrays, batch)
-            call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+            call = trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
             leaves = [
                 weights.get(path, x) if path is not None else x
                 for path, x in zip(call.paths, call.leaves, strict=True)
@@ -240,9 +240,9 @@ class Sweep:
         self, choice: Any, arrays: Any, rounded: Any, scales: Any, batch: Any, plain: Any
     ) -> jax.Array:
         arguments = self._arguments(arrays, batch)
-        call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+        call = trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
         for plan in self.plans:
-            as_plan(self._caller, plan, call, plan.params)
+            as_plan(self._caller, plan, call, plan.parameters)
         by_path = {path: choice[unit] for path, unit in self._unit_of.items()}
         leaves = [
             x if path is None or path not in rounded else _select(by_path[path], x, rounded[path])

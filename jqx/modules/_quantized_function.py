@@ -36,7 +36,11 @@ def holds_codes(tree: Any) -> bool:
 
 def needs_key(policy: Policy) -> bool:
     """Whether a gradient estimator of a policy draws random numbers in `Mode.SIMULATE`."""
-    specs = [spec for rule in policy.rules for spec in (rule.weight, rule.activation, rule.output)]
+    specs = [
+        spec
+        for rule in policy.rules
+        for spec in (rule.weight, rule.activation, rule.output, rule.weight_for("gather"))
+    ]
     return any(spec is not None and draws(spec.gradient) for spec in specs)
 
 
@@ -101,7 +105,8 @@ class QuantizedFunction:
 
     def plan(self, params: Any) -> Plan:
         """Returns the plan of the call."""
-        return make_plan(self.function, self.policy)(params, *self.args, **self.kwargs)
+        planned = make_plan(self.function, self.policy, unsupported="dequantize")
+        return planned(params, *self.args, **self.kwargs)
 
     def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the result in float, and all statistics together with those of this call."""

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from .._checks import check_instance
 from .._errors import message
@@ -29,6 +29,9 @@ class Rule:
       weight: spec of weights; `None` leaves them in float.
       activation: spec of the other operands; `None` leaves them in float.
       output: spec of the result; `None` leaves it in float.
+      tables: spec of weights that it covers lookups in; `"weight"` is that of `weight`, and `None`
+        leaves them in float, as presets do. All uses of one weight take the same codes, or none:
+        a product with the table too.
       optional: whether the rule may match nothing. Otherwise that is an error.
 
     Raises:
@@ -48,6 +51,7 @@ class Rule:
     weight: QSpec | None = None
     activation: QSpec | None = None
     output: QSpec | None = None
+    tables: QSpec | Literal["weight"] | None = "weight"
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -55,8 +59,10 @@ class Rule:
             pattern = getattr(self, field)
             if pattern is not None or field == "path":
                 _check_regex(field, pattern)
-        for field in ("weight", "activation", "output"):
+        for field in ("weight", "activation", "output", "tables"):
             spec = getattr(self, field)
+            if field == "tables" and isinstance(spec, str) and spec == "weight":
+                continue
             kinds = (QSpec, type(None))
             check_instance(
                 "Rule",
@@ -76,11 +82,17 @@ class Rule:
         named = self.op is None or re.fullmatch(self.op, op) is not None
         return named and re.fullmatch(self.path, path) is not None
 
+    def weight_for(self, op: str) -> QSpec | None:
+        """Returns the spec of the weights of an operation."""
+        return self.tables if op == "gather" and self.tables != "weight" else self.weight
+
     def __str__(self) -> str:
         parts = [repr(self.path)] + ([f"op={self.op!r}"] if self.op else [])
         for field in ("weight", "activation", "output"):
             if getattr(self, field) is not None:
                 parts.append(f"{field}={getattr(self, field)}")
+        if self.tables != "weight":
+            parts.append(f"tables={self.tables}")
         return f"Rule({', '.join(parts)})"
 
 

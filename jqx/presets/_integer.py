@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ..calibrators import per_channel, per_tensor, per_token
 from ..policy import Policy
 from ..tensor import QSpec
-from ._preset import NONE, Fields, blocks, policy, preset
+from ._preset import NONE, Fields, Tables, blocks, policy, preset
 
 _INT8 = QSpec(jnp.int8, per_channel())
 _INT4 = QSpec(jnp.int4, per_channel())
@@ -15,7 +15,9 @@ _PER_TOKEN = QSpec(jnp.int8, per_token(), dynamic=True)
 
 
 @preset
-def w8a8(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) -> Policy:
+def w8a8(
+    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+) -> Policy:
     """Returns a policy of int8 weights and int8 activations with static, calibrated scales.
 
     Example:
@@ -23,11 +25,13 @@ def w8a8(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) 
       >>> jqx.presets.w8a8(weight={"qtype": jnp.int4}).rules[0].weight.qtype
       dtype(int4)
     """
-    return policy(path, _INT8, QSpec(jnp.int8, per_tensor()), weight, activation)
+    return policy(path, _INT8, QSpec(jnp.int8, per_tensor()), tables, weight, activation)
 
 
 @preset
-def w8a8_dynamic(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) -> Policy:
+def w8a8_dynamic(
+    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+) -> Policy:
     """Returns a policy of int8 weights and int8 activations, scaled per token from the values at
     hand.
 
@@ -36,11 +40,11 @@ def w8a8_dynamic(path: str = ".*", *, weight: Fields = NONE, activation: Fields 
       >>> jqx.presets.w8a8_dynamic().rules[0].activation.dynamic
       True
     """
-    return policy(path, _INT8, _PER_TOKEN, weight, activation)
+    return policy(path, _INT8, _PER_TOKEN, tables, weight, activation)
 
 
 @preset
-def w8a16(path: str = ".*", *, weight: Fields = NONE) -> Policy:
+def w8a16(path: str = ".*", *, tables: Tables = None, weight: Fields = NONE) -> Policy:
     """Returns a policy of int8 weights alone; activations stay in the model's float dtype.
 
     Example:
@@ -48,11 +52,13 @@ def w8a16(path: str = ".*", *, weight: Fields = NONE) -> Policy:
       >>> jqx.presets.w8a16().rules[0].activation is None
       True
     """
-    return policy(path, _INT8, None, weight)
+    return policy(path, _INT8, None, tables, weight)
 
 
 @preset
-def w4a16(path: str = ".*", *, block: int = 32, weight: Fields = NONE) -> Policy:
+def w4a16(
+    path: str = ".*", *, block: int = 32, tables: Tables = None, weight: Fields = NONE
+) -> Policy:
     """Returns a policy of int4 weights in blocks; activations stay in the model's float dtype.
 
     What GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) write, in blocks of 128 there. With zero
@@ -64,11 +70,13 @@ def w4a16(path: str = ".*", *, block: int = 32, weight: Fields = NONE) -> Policy
       >>> str(jqx.presets.w4a16(block=128).rules[0].weight)
       'int4 per_group(128, tail=True)'
     """
-    return policy(path, QSpec(jnp.int4, blocks("w4a16", block, 32, weight)), None, weight)
+    return policy(path, QSpec(jnp.int4, blocks("w4a16", block, 32, weight)), None, tables, weight)
 
 
 @preset
-def w4a8(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) -> Policy:
+def w4a8(
+    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+) -> Policy:
     """Returns a policy of int4 weights and int8 activations, scaled per token from the values at
     hand.
 
@@ -81,11 +89,13 @@ def w4a8(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) 
       >>> str(jqx.presets.w4a8().rules[0].activation)
       'int8 per_token dynamic'
     """
-    return policy(path, _INT4, _PER_TOKEN, weight, activation)
+    return policy(path, _INT4, _PER_TOKEN, tables, weight, activation)
 
 
 @preset
-def w4a4(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) -> Policy:
+def w4a4(
+    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+) -> Policy:
     """Returns a policy of int4 weights and int4 activations, scaled per token from the values at
     hand.
 
@@ -97,4 +107,6 @@ def w4a4(path: str = ".*", *, weight: Fields = NONE, activation: Fields = NONE) 
       >>> str(jqx.presets.w4a4().rules[0].activation)
       'int4 per_token dynamic'
     """
-    return policy(path, _INT4, QSpec(jnp.int4, per_token(), dynamic=True), weight, activation)
+    return policy(
+        path, _INT4, QSpec(jnp.int4, per_token(), dynamic=True), tables, weight, activation
+    )

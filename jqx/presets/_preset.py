@@ -5,8 +5,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from jax.typing import DTypeLike
+
 from .._checks import require_that
-from ..calibrators import Granularity, per_group
+from ..calibrators import Granularity, per_channel, per_group
+from ..numerics import Block, QType, format_of
 from ..policy import Policy, Rule
 from ..tensor import QSpec
 
@@ -15,11 +18,17 @@ Fields = Mapping[str, Any]
 
 NONE: Fields = {}
 
+Tables = DTypeLike | QType | QSpec | None
+"""How lookup tables are quantized; `None` leaves them in float."""
+
 _ARGUMENTS = {
     "path": """regular expression of the paths it covers.""",
     "block": """how many weights share a scale along the axes that a contraction sums over. Where
     it does not divide them blocks are smaller: the last one along an axis, and all of a kernel of
     3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
+    "tables": """format of the tables that are looked up in, such as `"int8"`, one scale a row, or
+    their `QSpec`; `None` leaves them in float. A table that is multiplied by as well is quantized
+    for all its uses or for none: by default for none.""",
     "weight": """fields of the weights' `QSpec` to replace.""",
     "activation": """fields of the activations' `QSpec` to replace.""",
 }
@@ -43,6 +52,7 @@ def policy(
     path: str,
     weight: QSpec,
     activation: QSpec | None,
+    tables: Tables,
     weight_fields: Fields,
     activation_fields: Fields = NONE,
 ) -> Policy:
@@ -50,7 +60,17 @@ def policy(
     refined = dataclasses.replace(weight, **weight_fields)
     if activation is not None:
         activation = dataclasses.replace(activation, **activation_fields)
-    return Policy([Rule(path, weight=refined, activation=activation)])
+    spec = _table_spec(tables)
+    return Policy([Rule(path, weight=refined, activation=activation, tables=spec)])
+
+
+def _table_spec(tables: Tables) -> QSpec | None:
+    if tables is None or isinstance(tables, QSpec):
+        return tables
+    form = format_of(tables)
+    if isinstance(form, Block):
+        return QSpec(tables, per_group(form.size, tail=True))
+    return QSpec(tables, per_channel())
 
 
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:

@@ -5,6 +5,7 @@
 - A value of a class is an object of its fields, a member of an enum its name. Where the annotation
   of the field does not settle the class, its public name stands before:
   `{"jqx.calibrators.Percentile": {"percent": 99.9}}`.
+- A field that is marked as `added` to its class is left out where it has its default.
 - An object of the user's is `{"value": name}`, to be looked up in a dict of theirs.
 
 Nothing is imported or evaluated by a name that is read: names are those of the classes that jqx
@@ -71,9 +72,11 @@ def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -
         return value.name
     if cls is not _settled(kind) and cls not in _NAMES:
         _refuse_object(function, value)
+    added = _added(cls)
     fields = {
         name: to_json(function, getattr(value, name), kind, values)
         for name, kind in _fields(cls).items()
+        if name not in added or getattr(value, name) != added[name]
     }
     return fields if cls is _settled(kind) else {_NAMES[cls]: fields}
 
@@ -145,7 +148,8 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
     )
     for name in data:
         _check_name(function, "field", name, kinds, where)
-    missing = [name for name in kinds if name not in data]
+    added = _added(cls)
+    missing = [name for name in kinds if name not in data and name not in added]
     require_that(
         not missing,
         error=ValueError,
@@ -158,6 +162,7 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
     fields = {
         name: from_json(function, data[name], kind, values, f"{where}.{name}")
         for name, kind in kinds.items()
+        if name in data
     }
     try:
         return cls(**fields)
@@ -208,6 +213,12 @@ def _fields(cls: type) -> dict[str, Any]:
     if dataclasses.is_dataclass(cls):
         return {field.name: field.type for field in dataclasses.fields(cls) if field.init}
     return dict(cls.__annotations__)
+
+
+def _added(cls: type) -> dict[str, Any]:
+    """Returns the defaults of fields that a class did not always have: they may be missing."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return {field.name: field.default for field in fields if field.metadata.get("added")}
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

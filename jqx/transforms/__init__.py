@@ -13,14 +13,15 @@ from ._find import is_marked as is_marked
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
-from ._make_plan import as_plan as as_plan
 from ._make_plan import make_plan as make_plan
-from ._make_plan import params_of as params_of
 from ._origin import Address as Address
 from ._plan import Plan as Plan
 from ._plan import Site as Site
 from ._plan import Weight as Weight
+from ._plan_call import as_plan as as_plan
+from ._plan_call import params_of as params_of
 from ._quantize_params import dequantize_params as dequantize_params
+from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_params as quantize_params
 from ._quantize_params import quantize_weight as quantize_weight
 from ._quantize_state import quantize_state as quantize_state

@@ -14,9 +14,9 @@ from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
 from ._interpret import Rules, interpret
-from ._make_plan import as_plan, params_of
 from ._origin import Address, Loop
 from ._plan import Plan, Site
+from ._plan_call import as_plan, params_of
 from ._trace import check_function, trace_call
 from ._weight import real_of
 from .primitives import Records

@@ -18,15 +18,14 @@ from ..policy import Policy
 from ..tensor import QTensor, groups_of
 from ._affines import GivenAffines
 from ._interpret import Rules, interpret
-from ._make_plan import as_plan, params_of
 from ._origin import Address
 from ._plan import Operand, Plan, Site, Weight
+from ._plan_call import as_plan, params_of
 from ._quantize_params import quantize_weight
+from ._reach import check_unsupported
 from ._trace import Call, check_function, is_quantized, trace_call
 from ._weight import real_of
 from .primitives import CONTRACTIONS, FORMS, Records
-
-UNSUPPORTED = ("error", "dequantize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +120,7 @@ def convert(
     """
     check_function("convert", f)
     params = params_of("convert", plan)
-    require_that(
-        unsupported in UNSUPPORTED,
-        error=ValueError,
-        function="convert",
-        problem="`unsupported` is unknown.",
-        given=f"unsupported == {unsupported!r}",
-        expected=f"one of {', '.join(map(repr, UNSUPPORTED))}",
-        mend="leave it at 'error', or pass 'dequantize'.",
-    )
+    check_unsupported("convert", unsupported)
 
     def converted(*args: Any, **kwargs: Any) -> Any:
         call = trace_call("convert", f, params, args, kwargs)
@@ -144,6 +135,18 @@ def convert(
         return jax.tree.unflatten(call.out_tree, _results(call, out, rules))
 
     return converted
+
+
+def check_converts(call: Call, plan: Plan) -> None:
+    """Evaluates a converted call without its numbers: raises what `convert` does."""
+    rules = _Integers(plan)
+
+    def run(given: list[Any]) -> list[Any]:
+        pairs = zip(given, call.paths, strict=True)
+        leaves = [_leaf(leaf, path, plan, rules.affines) for leaf, path in pairs]
+        return interpret(call.jaxpr, call.consts, leaves, rules)[0]
+
+    jax.eval_shape(run, call.leaves)
 
 
 def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:

@@ -12,11 +12,14 @@ from ..calibrators import Affine
 from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
+from ._paths import Params, Renamed, Weights
 from ._plan_table import as_rich_table, as_text
-from ._trace import Params
 
 _VERSION = 1
 """Of what `to_dict` writes."""
+
+_ADDED = {"added": True}
+"""Marks a field that plans of earlier versions lack; where it has its default it is not written."""
 
 Shape = tuple[int | str, ...]
 """Sizes when the plan was made; a symbolic one by its name."""
@@ -52,13 +55,16 @@ class Site:
       operands: left and right, or the table of a lookup.
       output: how the result is quantized; `None` leaves it in float.
       output_key: name of the result's statistics and scale.
-      rule: place in the policy of the rule that chose all this.
+      rule: place in the policy of the rule that chose all this; where none is for the site but for
+        another use of its weight, of that one.
       loops: scans that step over its weights: its statistics and scales have a leading axis for
         each.
       shapes: shapes of the operands when the plan was made, a symbolic size by its name; not
         compared.
       result: that of the result, likewise.
       macs: multiply-adds when the plan was made, `None` where a size was symbolic; not compared.
+      codes: the operation of the other use that its weight has its codes from, where its own rule
+        gives it none, or others: a weight has one set of codes. `None` where its own rule does.
     """
 
     address: Address
@@ -73,6 +79,7 @@ class Site:
     shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
     result: Shape = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
+    codes: str | None = dataclasses.field(default=None, metadata=_ADDED)
 
     @property
     def name(self) -> str:
@@ -117,6 +124,21 @@ class Skipped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unreached:
+    """One parameter of two axes or more that no contraction multiplies by, and why.
+
+    Attributes:
+      path: its path inside the parameters.
+      reason: what is done with it instead.
+      shape: its shape.
+    """
+
+    path: str
+    reason: str
+    shape: Shape
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """One parameter that is quantized.
 
@@ -148,6 +170,8 @@ class Plan:
       weights: the parameters that are quantized.
       params: position or positions of the arguments that hold weights.
       signature: one line per parameter and contraction of the function that the plan is for.
+      names: key paths of parameters that `names=` of `make_plan` calls something else.
+      unreached: parameters of floats that no contraction multiplies by; not compared.
     """
 
     sites: tuple[Site, ...]
@@ -155,6 +179,13 @@ class Plan:
     weights: tuple[Weight, ...]
     params: Params
     signature: tuple[str, ...]
+    names: Renamed = dataclasses.field(default=(), metadata=_ADDED)
+    unreached: tuple[Unreached, ...] = dataclasses.field(default=(), metadata=_ADDED, compare=False)
+
+    @property
+    def parameters(self) -> Weights:
+        """Which arguments hold weights, and what these are called."""
+        return Weights(self.params, self.names)
 
     @property
     def fingerprint(self) -> str:

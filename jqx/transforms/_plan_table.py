@@ -3,6 +3,12 @@
 import importlib
 from typing import Any
 
+_WIDTHS = (60, 24, 48, 48, 64, 160)
+"""How many characters a column takes at most, as `HEAD` names them: longer cells are cut."""
+
+_MOST = 8
+"""How many parameters that no contraction reads are listed."""
+
 HEAD = ("path", "op", "shapes", "weight", "activation", "rule")
 
 
@@ -35,17 +41,38 @@ def _rows(plan: Any) -> list[tuple[str, ...]]:
         )
         weight, shapes = _specs(site, "weight", plan), _shapes(site.shapes)
         path = site.path or "(argument)"
-        rows.append((path, site.op, shapes, weight, activation, str(site.rule)))
+        rows.append((path, site.op, shapes, weight, activation, _rule(site)))
     for skip in plan.skipped:
         path = skip.path or "(unnamed)"
         rows.append((path, skip.op, _shapes(skip.shapes), "-", "-", skip.reason))
-    return rows
+    for item in plan.unreached[:_MOST]:
+        path = item.path or "(argument)"
+        rows.append((path, "(none)", _shapes((item.shape,)), "-", "-", item.reason))
+    if (rest := len(plan.unreached) - _MOST) > 0:
+        rows.append((f"and {rest} more", "(none)", "-", "-", "-", "no contraction reads them"))
+    return [tuple(map(_cut, row, _WIDTHS)) for row in rows]
+
+
+def _cut(text: str, width: int) -> str:
+    """Returns a cell of at most a width: of what is longer, the beginning and the end."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[-end:]}"
+
+
+def _rule(site: Any) -> str:
+    """Returns the rule of a site, and where its weight has other codes than that rule gives."""
+    if site.codes is None:
+        return str(site.rule)
+    return f"{site.rule}; takes the codes of its {site.codes}"
 
 
 def _footer(plan: Any) -> str:
     count = len(plan.sites) + len(plan.skipped)
     tied = [f"{w.path} ({w.sites} sites)" for w in plan.weights if w.sites > 1]
-    shared = f"; one tensor for {', '.join(tied)}" if tied else ""
+    more = f" and {len(tied) - 4} more" if len(tied) > 4 else ""
+    shared = f"; one tensor for {', '.join(tied[:4])}{more}" if tied else ""
     return f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}"
 
 

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from .. import _compat
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
+from ._paths import flatten
 from ._plan import Plan, parameter_line
 from ._trace import is_parameter, is_quantized
 
@@ -55,8 +55,9 @@ def quantize_params(
     )
     plan.check_affines("quantize_params", affines)
     given = affines or {}
-    flat, tree = tree_flatten_with_path(_rooted(params, plan), is_leaf=is_quantized)
-    named = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in flat]
+    rooted = _rooted(params, plan)
+    tree = jax.tree.structure(rooted, is_leaf=is_quantized)
+    named = named_leaves("quantize_params", rooted, plan)
     for name, leaf in named:
         require_that(
             plan.weight_at(name) is None or not is_quantized(leaf),
@@ -103,11 +104,24 @@ def dequantize_params(params: Any) -> Any:
     )
 
 
+def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str, Any]]:
+    """Returns the leaves of parameters, QTensors whole, each with the name that the plan has."""
+    flat = flatten(params)
+    names = plan.parameters.name(function, [keys for keys, _ in flat])
+    return [(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
+
+
 def quantize_weight(x: Any, spec: QSpec, affine: Affine | None = None) -> QTensor:
-    """Quantizes one weight with the scale given, or with its calibrator's."""
+    """Quantizes one weight with the scale given, or with its calibrator's. One program is compiled
+    for all weights that are alike.
+    """
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-    return QTensor.quantize(x, spec, affine)
+    quantize = _compiled if _compat.is_concrete(x) else QTensor.quantize
+    return quantize(x, spec, affine)
+
+
+_compiled = jax.jit(QTensor.quantize, static_argnames="spec")
 
 
 def _delete(x: Any, quantized: QTensor) -> None:

@@ -12,6 +12,10 @@ from .primitives import CONTRACTIONS, FORMS, VIEWS
 NO_WEIGHT = "no weight reaches it through views, and no rule without a weight spec matches"
 
 
+_DRAWS = ("random_", "rng_", "prng_", "threefry")
+"""How the names of primitives begin that make random numbers and keys: they return no weight."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """What a value is computed from.
@@ -20,12 +24,14 @@ class Source:
       weights: the paths of weights.
       closure: whether arrays that the function closes over are among it.
       other: whether other arguments are.
+      drawn: whether random numbers are.
       through: the first operation on a weight that is no view.
     """
 
     weights: frozenset[str] = frozenset()
     closure: bool = False
     other: bool = False
+    drawn: bool = False
     through: str | None = None
 
     def __or__(self, also: "Source") -> "Source":
@@ -33,6 +39,7 @@ class Source:
             self.weights | also.weights,
             self.closure or also.closure,
             self.other or also.other,
+            self.drawn or also.drawn,
             self.through or also.through,
         )
 
@@ -42,12 +49,14 @@ class Source:
         if self.other:
             return None
         if self.weights:
-            names = " and ".join(repr(path) for path in sorted(self.weights))
+            known = sorted(self.weights)
+            names = " and ".join(map(repr, known[:3]))
+            names += f" and {len(known) - 3} more" if len(known) > 3 else ""
             by = f"`{self.through}`, which is no view" if self.through else "more than views"
             return f"an operand is computed from {names} by {by}: compute it outside of f"
         if self.closure:
             return "an operand is closed over by f: pass weights in an argument that params= names"
-        return None
+        return "an operand is drawn at random in f" if self.drawn else None
 
 
 _NOTHING = Source()
@@ -92,6 +101,8 @@ def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> l
     for source in known:
         together |= source
     bodies = list(_compat.sub_jaxprs(eqn))
+    if name.startswith(_DRAWS):
+        return [Source(other=together.other, drawn=True)] * count
     if not bodies:
         if together.weights and not together.through and name not in VIEWS:
             together = dataclasses.replace(together, through=name)

@@ -18,8 +18,8 @@ from ..tensor import QSpec, QTensor, fake_quantize_as
 from ._affines import GivenAffines
 from ._integer_forward import integer_forward
 from ._interpret import Rules, interpret
-from ._make_plan import as_plan, params_of
 from ._plan import Plan, Site, Weight
+from ._plan_call import as_plan, params_of
 from ._trace import check_function, is_quantized, trace_call
 from ._weight import Trainable, codes_of, is_weight, real_of
 from .primitives import CONTRACTIONS, Records

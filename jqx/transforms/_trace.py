@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
 
 from .. import _compat
 from .._checks import check_integer, require_that
 from ..tensor import QTensor
-
-Params = int | tuple[int, ...]
-"""Position, or positions, of the arguments that hold weights."""
+from ._live import live
+from ._paths import Params, Renamed, Weights, flatten, path_of, renamed
 
 
 def is_quantized(x: Any) -> bool:
@@ -38,10 +36,12 @@ class Call:
     """A function traced at its arguments.
 
     Attributes:
-      jaxpr: what it computes; its invars are the array leaves of the arguments, in order.
+      jaxpr: what it computes, without dead code; its invars are the array leaves of the arguments,
+        in order.
       consts: values of the jaxpr's constvars.
       leaves: the array leaves, QTensors whole.
-      paths: for each leaf the key path of a weight, or `None` where it is no parameter.
+      paths: for each leaf the path of a weight, or `None` where it is no parameter.
+      names: the key paths of weights that have another name.
       out_tree: structure of the result; what does not depend on a traced value is in it.
     """
 
@@ -49,6 +49,7 @@ class Call:
     consts: list[Any]
     leaves: list[Any]
     paths: list[str | None]
+    names: Renamed
     out_tree: Any
 
 
@@ -68,7 +69,7 @@ def check_function(function: str, f: Any) -> None:
 def trace_call(
     function: str,
     f: Callable[..., Any],
-    params: Params,
+    params: Params | Weights,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Call:
@@ -76,6 +77,8 @@ def trace_call(
 
     Leaves without shape and dtype are static: they reach `f`, and come out of it, as they are.
     """
+    weights = params if isinstance(params, Weights) else Weights(params)
+    params = weights.params
     positions = (params,) if isinstance(params, int) else params
     require_that(
         all(0 <= position < len(args) for position in positions),
@@ -86,15 +89,15 @@ def trace_call(
         expected="positions of arguments that hold weights",
         mend="pass the weights as a positional argument, and its position as params=.",
     )
-    flat, tree = jax.tree_util.tree_flatten_with_path(
-        (tuple(args), dict(kwargs)), is_leaf=is_quantized
-    )
+    given = (tuple(args), dict(kwargs))
+    flat, tree = flatten(given), jax.tree.structure(given, is_leaf=is_quantized)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
-    paths = [
-        _weight_path(path, params, positions) if is_parameter(leaf) else None
-        for path, leaf in flat
+    keys = [
+        _weight_keys(keys, params, positions) if is_parameter(leaf) else None
+        for keys, leaf in flat
         if is_array(leaf)
     ]
+    paths = weights.name(function, keys)
     _check_distinct(function, paths)
     out_tree = None
 
@@ -108,7 +111,8 @@ def trace_call(
         return out
 
     jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
-    return Call(jaxpr, consts, leaves, paths, out_tree)
+    own = [None if key is None else path_of(key) for key in keys]
+    return Call(live(jaxpr), consts, leaves, paths, renamed(own, paths), out_tree)
 
 
 def as_params(function: str, params: Any) -> Params:
@@ -153,17 +157,18 @@ def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
         problem="two weights have one path.",
         given=f"{', '.join(map(repr, twice[:4]))} more than once",
         expected="parameters whose key paths, joined by '/', differ",
-        mend="rename one: a key that holds '/' reads like a key inside of another.",
+        mend="rename one, or pass names=: a key that holds '/' reads like a key inside of another.",
     )
 
 
-def _weight_path(path: tuple, params: Params, positions: tuple[int, ...]) -> str | None:
-    """Returns the key path inside the parameters of a leaf of `(args, kwargs)`."""
-    in_args = path[0].idx == 0
-    if not in_args or path[1].idx not in positions:
+def _weight_keys(
+    keys: tuple[Any, ...], params: Params, positions: tuple[int, ...]
+) -> tuple[Any, ...] | None:
+    """Returns the keys inside the parameters of a leaf of `(args, kwargs)`."""
+    in_args = keys[0].idx == 0
+    if not in_args or keys[1].idx not in positions:
         return None
-    inside = path[2:] if isinstance(params, int) else path[1:]
-    return keystr(inside, simple=True, separator="/")
+    return keys[2:] if isinstance(params, int) else keys[1:]
 
 
 def _stand_in(leaf: Any) -> Any:

@@ -22,7 +22,30 @@ def test_every_preset_is_in_the_table():
 @every_preset
 def test_a_preset_is_one_rule_for_all_weights_and_their_activations(preset):
     weight, activation = PRESETS[preset]
-    assert preset() == jqx.Policy([jqx.Rule(weight=weight, activation=activation)])
+    assert preset() == jqx.Policy([jqx.Rule(weight=weight, activation=activation, tables=None)])
+
+
+@every_preset
+@pytest.mark.parametrize(
+    ("tables", "spec"),
+    [
+        ("int8", jqx.QSpec(jnp.int8, jqx.per_channel())),
+        (jnp.uint4, None),
+        (jqx.numerics.nf4, jqx.QSpec(jqx.numerics.nf4, jqx.per_channel())),
+        (jqx.numerics.mxfp4, jqx.QSpec(jqx.numerics.mxfp4, jqx.per_group(32, tail=True))),
+        (jqx.QSpec(jnp.int4, jqx.per_group(8)), jqx.QSpec(jnp.int4, jqx.per_group(8))),
+    ],
+    ids=["int8", "unsigned", "nf4", "blocks", "spec"],
+)
+def test_tables_have_a_format_of_their_own_or_stay_in_float(preset, tables, spec):
+    """One scale a row, or a block; what `QSpec` refuses is refused."""
+    if spec is None:
+        with pytest.raises(ValueError, match="unsigned"):
+            preset(tables=tables)
+        return
+    (rule,) = preset(tables=tables).rules
+    assert rule.weight_for("gather") == spec and rule.weight_for("dot_general") == rule.weight
+    assert preset().rules[0].weight_for("gather") is None
 
 
 @every_preset

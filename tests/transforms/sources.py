@@ -24,10 +24,13 @@ def rounded(w):
 
 
 def by_hand(params, paths):
-    """Parameters of which those on the paths are rounded."""
+    """Parameters of which those on the paths are rounded; a key `value` at the end is an nnx
+    variable's.
+    """
 
     def leaf(path, x):
-        return rounded(x) if jax.tree_util.keystr(path, simple=True, separator="/") in paths else x
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+        return rounded(x) if name in paths else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 

@@ -189,7 +189,9 @@ def lookup_and_matmul(w, x):
 
 def test_a_quantized_weight_in_an_unknown_operation_is_an_error_that_names_it():
     w = normal(0, 16, 4)
-    plan = plan_of(lookup_and_matmul, w8a16(), w, X)
+    with pytest.raises(NotImplementedError, match=r"the weight '', .* reaches `sin`"):
+        plan_of(lookup_and_matmul, w8a16(), w, X)
+    plan = jqx.make_plan(lookup_and_matmul, w8a16(), unsupported="dequantize")(w, X)
     q = jqx.quantize_params(w, plan)
     with pytest.raises(NotImplementedError, match="reaches `sin`") as info:
         jqx.convert(lookup_and_matmul, plan)(q, X)
@@ -225,7 +227,7 @@ def test_what_a_contraction_or_a_view_refuses_is_told_with_its_place():
 
 def test_dequantize_goes_on_in_float_where_asked():
     w = normal(0, 16, 4)
-    plan = plan_of(lookup_and_matmul, w8a16(), w, X)
+    plan = jqx.make_plan(lookup_and_matmul, w8a16(), unsupported="dequantize")(w, X)
     q = jqx.quantize_params(w, plan)
     out = jqx.convert(lookup_and_matmul, plan, unsupported="dequantize")(q, X)
     assert relative(out, lookup_and_matmul(q.dequantize(), X)) < 1e-6
@@ -247,7 +249,9 @@ def test_a_quantized_weight_is_returned_as_it_was_given():
         return x @ w, w
 
     w = normal(0, 16, 4)
-    plan = plan_of(f, w8a16(), w, X)
+    with pytest.raises(NotImplementedError, match="is returned by `f`"):
+        plan_of(f, w8a16(), w, X)
+    plan = jqx.make_plan(f, w8a16(), unsupported="dequantize")(w, X)
     q = jqx.quantize_params(w, plan)
     for unsupported in ("error", "dequantize"):
         _, seen = jax.jit(jqx.convert(f, plan, unsupported=unsupported))(q, X)

@@ -248,7 +248,10 @@ def test_a_contraction_where_jqx_does_not_look_is_listed_with_the_reason():
         solve = lambda matvec, b: matvec(b)  # noqa: E731
         return y + jax.lax.custom_linear_solve(lambda v: v @ w, x, solve, symmetric=True)
 
-    plan = plan_of(f, w8a16(), normal(0, 4, 4), normal(1, 4, 4))
+    args = normal(0, 4, 4), normal(1, 4, 4)
+    with pytest.raises(NotImplementedError, match="carried or returned by `while`"):
+        plan_of(f, w8a16(), *args)
+    plan = jqx.make_plan(f, w8a16(), unsupported="dequantize")(*args)
     assert len(plan.sites) == 1
     reasons = [skip.reason for skip in plan.skipped]
     assert reasons[0] == "it stands in the condition of a while loop"

@@ -118,9 +118,8 @@ NETWORK = {
 
 def test_nnx_modules_are_merged_from_a_graph_closed_over():
     graph, params, rest = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
-    axes = {f"{path}/value": held for path, held in NETWORK.items()}
     f = lambda params, tokens: nnx.merge(graph, params, rest)(tokens)  # noqa: E731
-    plan = assert_quantized(f, axes, params, TOKENS)
+    plan = assert_quantized(f, NETWORK, params, TOKENS)
     assert len(plan.skipped) == 2
     q = jqx.quantize_params(params, plan)
     assert isinstance(q, nnx.State)
@@ -133,8 +132,7 @@ def test_nnx_state_may_be_a_plain_dict_or_the_module_itself():
     graph, state = nnx.split(model)
     plain = nnx.to_pure_dict(state)
     assert_quantized(lambda p, tokens: nnx.merge(graph, p)(tokens), NETWORK, plain, TOKENS)
-    axes = {f"{path}/value": held for path, held in NETWORK.items()}
-    assert_quantized(lambda model, tokens: model(tokens), axes, model, TOKENS)
+    assert_quantized(lambda model, tokens: model(tokens), NETWORK, model, TOKENS)
 
 
 def mapped(module, x):

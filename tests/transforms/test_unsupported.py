@@ -27,7 +27,9 @@ X = eighths(1, 4, 8)
 )
 def test_a_weight_used_elsewhere_is_simulated_but_converted_only_where_asked(f, fact):
     w = normal(0, 8, 6)
-    plan = jqx.make_plan(f, POLICY)(w, X)
+    with pytest.raises(NotImplementedError, match=f"the weight '', .*{fact}"):
+        jqx.make_plan(f, POLICY)(w, X)
+    plan = jqx.make_plan(f, POLICY, unsupported="dequantize")(w, X)
     q = jqx.quantize_params(w, plan)
     with pytest.raises(NotImplementedError, match=fact):
         jqx.convert(f, plan)(q, X)
@@ -57,12 +59,22 @@ def test_the_error_names_the_weight_and_the_line_that_uses_it():
     assert "of 'w'" in text and "test_unsupported.py" in text and "jqx.Rule('w')" in text
 
 
-def test_a_quantized_weight_is_codes_at_every_use():
+def test_a_weight_is_quantized_at_every_use_or_at_none():
     f = lambda w, x: jnp.take(w, jnp.arange(4), axis=0) @ w.T  # noqa: E731
     plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(op="gather"), *POLICY.rules]))(normal(0, 8, 8), X)
     w = normal(0, 8, 8)
     found = jqx.convert(f, plan)(jqx.quantize_params(w, plan), X)
     assert_same(found, jqx.simulate(f, plan)(w, X))
+
+
+def test_a_weight_whose_one_use_has_no_quantized_form_is_an_error_that_says_so():
+    f = lambda w, x: w[jnp.array([1, 2]), jnp.array([3, 4])] @ x[:2] @ w.T  # noqa: E731
+    fact = "reaches (a )?`gather`"
+    with pytest.raises(NotImplementedError, match=f"the weight '', .*{fact}"):
+        jqx.make_plan(f, POLICY)(normal(0, 8, 8), X)
+    plan = jqx.make_plan(f, POLICY, unsupported="dequantize")(normal(0, 8, 8), X)
+    with pytest.raises(NotImplementedError, match=fact):
+        jqx.convert(f, plan)(normal(0, 8, 8), X)
 
 
 @pytest.mark.parametrize("size", [2, 25])

@@ -1,0 +1,187 @@
+"""Which rule each contraction falls under, and what a weight with several uses becomes.
+
+The uses of one weight are decided together, by the first rule of the policy that matches any of
+them; of one rule, by what it says of lookups. Where that leaves the weight in float it stays so for
+all uses; where it quantizes, all take the same codes, also a use that no rule covers, or a later
+one that leaves it in float.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..policy import Policy, Rule
+from ..tensor import QSpec
+from ._find import Found
+from ._origin import Origin
+from ._reasons import NO_WEIGHT
+
+Choice = tuple[int, Rule] | None
+"""A rule and its place in the policy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What becomes of a contraction.
+
+    Attributes:
+      rule: its rule and the place of that; `None` where none matches.
+      reason: why it stays in float; `None` where it is quantized.
+      codes: the operation of the other use that its weight has its codes from.
+      specs: that of the weight in each operand; `None` for activations, and weights in float.
+      may_take: whether it takes codes that its weight has from another use: no rule wants it
+        otherwise.
+    """
+
+    rule: Choice
+    reason: str | None
+    codes: str | None = None
+    specs: tuple[QSpec | None, ...] = ()
+    may_take: bool = False
+
+
+def choose(
+    found: Sequence[Found], policy: Policy, dtypes: Mapping[str, Any]
+) -> tuple[list[Chosen], set[int]]:
+    """Returns what becomes of each contraction, and which rules match one.
+
+    `dtypes` are those of the parameters.
+    """
+    choices = [_choices(item, policy) for item in found]
+    used = {choice[0] for each in choices for choice in each.values() if choice}
+    uses = _uses(found, choices)
+    first = {path: _first(each) for path, each in uses.items()}
+    floats = {path: use for path, use in first.items() if use and use.spec is None}
+    own = [_own(item, each, dtypes) for item, each in zip(found, choices, strict=True)]
+    _spread(found, own, floats)
+    chosen = [_together(item, mine, first, floats) for item, mine in zip(found, own, strict=True)]
+    return chosen, used
+
+
+def weights_of(item: Found) -> list[Origin]:
+    """Returns the weights among the operands of a contraction, each by itself."""
+    return [part for origin in item.origins if origin for part in origin.parts]
+
+
+class Use(NamedTuple):
+    """What a rule says of a use of a weight."""
+
+    place: int
+    path: str
+    op: str
+    spec: QSpec | None
+
+
+def _choices(item: Found, policy: Policy) -> dict[str, Choice]:
+    """Returns the rule for each path of a contraction."""
+    has_weight = any(origin is not None for origin in item.origins)
+    return {path: policy.first(path, item.op, has_weight=has_weight) for path in item.paths}
+
+
+def _uses(found: Sequence[Found], choices: Sequence[Mapping[str, Choice]]) -> dict[str, list[Use]]:
+    uses = defaultdict(list)
+    for item, each in zip(found, choices, strict=True):
+        general = next(iter(each.values()))
+        for path in {part.path for part in weights_of(item)}:
+            choice = each.get(path, general)
+            if choice is not None:
+                place, rule = choice
+                uses[path].append(Use(place, path, item.op, rule.weight_for(item.op)))
+    return uses
+
+
+def _first(uses: Sequence[Use]) -> Use:
+    return min(uses, key=lambda use: (use.place, use.op != "gather"))
+
+
+def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) -> Chosen:
+    """Returns what a contraction becomes by the rule that covers it, whatever its weights are
+    elsewhere.
+    """
+    choice = next(iter(choices.values()))
+    if len({choice and choice[0] for choice in choices.values()}) > 1:
+        names = " and ".join(map(repr, choices))
+        why = f"the weights {names} are joined, but fall under different rules"
+        return Chosen(None, why)
+    if item.reason is not None:
+        return Chosen(choice, item.reason)
+    operands = [v.aval.dtype for v in item.eqn.invars[: len(item.origins)]]
+    integers = [part.path for part in weights_of(item) if not _is_float(dtypes[part.path])]
+    real = all(map(_is_float, operands)) and not integers
+    if choice is None:
+        reason = "no rule matches" if any(item.origins) else NO_WEIGHT
+        return Chosen(None, reason, may_take=real)
+    place, rule = choice
+    weight, lookup = rule.weight_for(item.op), item.op == "gather"
+    if weight is None and rule.output is None and (lookup or rule.activation is None):
+        it = "lookups" if lookup and rule.weight else "it"
+        return Chosen(choice, f"rule {place} leaves {it} in float", may_take=real)
+    if not all(map(_is_float, operands)):
+        names = " and ".join(dtype.name for dtype in operands)
+        return Chosen(choice, f"operands are {names}, not real")
+    if integers:
+        name = dtypes[integers[0]].name
+        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not of floats")
+    specs = tuple(weight if origin else None for origin in item.origins)
+    return Chosen(choice, None, specs=specs, may_take=True)
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _spread(found: Sequence[Found], own: Sequence[Chosen], floats: dict[str, Use]) -> None:
+    """Adds the weights that are multiplied together with one that stays in float."""
+    before = -1
+    while before != len(floats):
+        before = len(floats)
+        for item, mine in zip(found, own, strict=True):
+            paths = [part.path for part in weights_of(item)]
+            use = next((floats[path] for path in paths if path in floats), None)
+            if use and any(mine.specs):
+                floats.update({path: use for path in paths if path not in floats})
+
+
+def _together(
+    item: Found, own: Chosen, first: Mapping[str, Use], floats: Mapping[str, Use]
+) -> Chosen:
+    """Returns what a contraction becomes, given what its weights are elsewhere."""
+    paths = [part.path for part in weights_of(item)]
+    tied = next((path for path in paths if path in floats), None)
+    if tied is not None and any(own.specs):
+        return Chosen(own.rule, _left(tied, floats[tied]))
+    if tied is not None or not own.may_take:
+        return own
+    specs = own.specs or (None,) * len(item.origins)
+    pairs = list(zip(item.origins, specs, strict=True))
+    taken = [_taken(origin, spec, first) if origin else None for origin, spec in pairs]
+    whole = all(use or not origin for use, origin in zip(taken, item.origins, strict=True))
+    if not any(taken) or (own.reason is not None and not whole):
+        return own
+    other = next(use for use in taken if use)
+    specs = tuple(use.spec if use else spec for use, spec in zip(taken, specs, strict=True))
+    return Chosen(own.rule or (other.place, Rule()), None, other.op, specs)
+
+
+def _taken(origin: Origin, spec: QSpec | None, first: Mapping[str, Use]) -> Use | None:
+    """Returns the use that a weight has its codes from, where that is another one: its own rule
+    leaves it in float, or a rule for lookups in it says otherwise.
+    """
+    uses = [first[part.path] for part in origin.parts if part.path in first]
+    if len(uses) < len(origin.parts) or len({use.spec for use in uses}) > 1:
+        return None
+    use = uses[0]
+    return use if spec is None or (use.op == "gather" and use.spec != spec) else None
+
+
+def _left(path: str, use: Use) -> str:
+    what, more = f"{use.path!r}", ""
+    if use.op == "gather":
+        what, more = f"the lookup of {use.path!r}", 'pass tables="int8", or '
+    why = "and a weight is quantized for all its uses or for none"
+    if path != use.path:
+        why = f"and {path!r} is multiplied together with it"
+    return f"rule {use.place} leaves {what} in float, {why}: {more}put a rule for it first"

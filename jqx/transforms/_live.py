@@ -1,0 +1,77 @@
+"""What of a traced function is live: what its results and effects need, in loops and branches too.
+
+JAX drops dead code everywhere but in a `while` (before jax 0.11). There a carried value that
+nothing needs is handed on as it is, so that what computes it is dead.
+"""
+
+from typing import Any
+
+from .. import _compat
+from .._compat import Eqn
+
+
+def live(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without dead code, with the same operands and results; the very same
+    where there is none.
+    """
+    found, _ = _compat.without_dead(jaxpr)
+    loops = _with_live_loops(found, {})
+    if loops is not found:
+        found, _ = _compat.without_dead(loops)
+    return jaxpr if _size(found) == _size(jaxpr) else found
+
+
+def _size(jaxpr: Any) -> int:
+    """Returns how many equations there are, those inside of others included."""
+    inside = (body for eqn in jaxpr.eqns for body in _compat.sub_jaxprs(eqn))
+    return len(jaxpr.eqns) + sum(map(_size, inside))
+
+
+def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
+    """Returns an open jaxpr in whose `while` loops nothing is dead, or the very same."""
+    if id(jaxpr) not in known:
+        read = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars}
+        read |= set(map(id, jaxpr.outvars))
+        eqns = [_with_live_bodies(eqn, read, known) for eqn in jaxpr.eqns]
+        changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        known[id(jaxpr)] = jaxpr.replace(eqns=eqns) if changed else jaxpr
+    return known[id(jaxpr)]
+
+
+def _with_live_bodies(eqn: Eqn, read: set[int], known: dict[int, Any]) -> Eqn:
+    def renewed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            items = [renewed(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        body, _ = _compat.open_jaxpr(value)
+        if not hasattr(body, "eqns"):
+            return value
+        new = _with_live_loops(body, known)
+        return value if new is body else _compat.with_body(value, new)
+
+    if not any(True for _ in _compat.sub_jaxprs(eqn)):
+        return eqn
+    params = {name: renewed(value) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "while":
+        params["body_jaxpr"] = _live_body(eqn, read, params["body_jaxpr"])
+    changed = any(params[name] is not eqn.params[name] for name in params)
+    return eqn.replace(params=params) if changed else eqn
+
+
+def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
+    """Returns the body of a `while` without dead code."""
+    body, _ = _compat.open_jaxpr(closed)
+    condition, _ = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    consts = eqn.params["body_nconsts"]
+    _, asked = _compat.without_dead(condition)
+    used = [id(result) in read for result in eqn.outvars]
+    now = [a or b for a, b in zip(used, asked[eqn.params["cond_nconsts"] :], strict=True)]
+    while now != used:
+        used = now
+        _, needed = _compat.without_dead(body, used)
+        now = [a or b for a, b in zip(used, needed[consts:], strict=True)]
+    carried = zip(used, body.outvars, body.invars[consts:], strict=True)
+    handed_on = body.replace(outvars=[new if live else old for live, new, old in carried])
+    new, _ = _compat.without_dead(handed_on)
+    return closed if _size(new) == _size(body) else _compat.with_body(closed, new)

@@ -1,0 +1,143 @@
+"""What the leaves of parameters are called: their key paths, or names of the user's."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._checks import require_that
+from ..tensor import QTensor
+
+Params = int | tuple[int, ...]
+"""Position, or positions, of the arguments that hold weights."""
+
+Names = Mapping[str, str] | Callable[[tuple[Any, ...]], str] | None
+"""The user's names: by path, or of the keys of a path; `None` for none."""
+
+Renamed = tuple[tuple[str, str], ...]
+"""Paths that have another name, each with that name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Which arguments hold weights, and what these are called.
+
+    Attributes:
+      params: position, or positions.
+      names: the user's names; those of a plan are `Renamed`.
+    """
+
+    params: Params
+    names: Names | Renamed = None
+
+    def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
+        """Returns the name of each leaf, given by its keys inside the parameters; `None` stays."""
+        paths = [None if key is None else path_of(key) for key in keys]
+        if self.names is None:
+            return paths
+        if callable(self.names):
+            given = [
+                (path, self.names(key))
+                for key, path in zip(keys, paths, strict=True)
+                if key is not None
+            ]
+            _check_names(function, given)
+            rest = iter(given)
+            return [None if key is None else next(rest)[1] for key in keys]
+        table = dict(self.names)
+        if isinstance(self.names, Mapping):
+            _check_table(function, table, [path for path in paths if path is not None])
+            return [None if path is None else _named(path, table) for path in paths]
+        return [None if path is None else table.get(path, path) for path in paths]
+
+
+def as_names(function: str, names: Any) -> Names:
+    """Returns names, after checking that they are a dict of strings or a function."""
+    require_that(
+        names is None or callable(names) or isinstance(names, Mapping),
+        error=TypeError,
+        function=function,
+        problem="`names` is neither a dict nor a function.",
+        given=f"an object of type {type(names).__name__}",
+        expected="a dict from paths to names, or a function from a tuple of keys to a name",
+        mend='pass for example names={"0": "embed", "1": "head"}.',
+    )
+    if isinstance(names, Mapping):
+        _check_names(function, [*names.items(), *((path, path) for path in names)])
+    return names
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Returns the path that keys stand for."""
+    return keystr(keys, simple=True, separator="/")
+
+
+def flatten(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of a pytree, QTensors whole, each with its keys. That of the value of an
+    `nnx.Variable` is none of them.
+    """
+    flat, _ = tree_flatten_with_path(tree, is_leaf=_is_whole)
+    found = []
+    for keys, leaf in flat:
+        if isinstance(leaf, QTensor) or not _is_variable(leaf):
+            found.append((keys, leaf))
+            continue
+        inside, _ = tree_flatten_with_path(leaf, is_leaf=lambda x: isinstance(x, QTensor))
+        found += [((*keys, *inner[1:]), value) for inner, value in inside]
+    return found
+
+
+def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
+    """Returns which paths have another name, of those that have one at all."""
+    pairs = zip(paths, names, strict=True)
+    return tuple((path, name) for path, name in pairs if path and name and path != name)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, QTensor) or _is_variable(x)
+
+
+def _is_variable(x: Any) -> bool:
+    """Whether a node is a variable of Flax, which need not be imported here: who has one has."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def _named(path: str, table: Mapping[str, str]) -> str:
+    """Returns a path with the longest part in front that has a name replaced by that name."""
+    parts = path.split("/")
+    for count in range(len(parts), 0, -1):
+        name = table.get("/".join(parts[:count]))
+        if name is not None:
+            return "/".join(part for part in (name, *parts[count:]) if part)
+    return path
+
+
+def _check_table(function: str, table: Mapping[str, str], paths: Sequence[str]) -> None:
+    parts = [path.split("/") for path in paths]
+    fitting = {"/".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
+    unknown = [path for path in table if path not in fitting]
+    require_that(
+        not unknown,
+        error=ValueError,
+        function=function,
+        problem="`names` names a path that the parameters have not.",
+        given=", ".join(map(repr, unknown[:4])),
+        expected=f"paths, or their beginnings: {', '.join(map(repr, paths[:4])) or '(none)'}",
+        mend="print a plan made without names=: it lists the paths.",
+    )
+
+
+def _check_names(function: str, named: Iterable[tuple[Any, Any]]) -> None:
+    wrong = [(path, name) for path, name in named if not isinstance(name, str)]
+    require_that(
+        not wrong,
+        error=TypeError,
+        function=function,
+        problem="`names` gives something else than a string.",
+        given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
+        expected="a string for each path",
+        mend='pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.',
+    )

@@ -1,0 +1,198 @@
+"""From a traced call and a policy to a plan."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import export
+
+from .._checks import check_instance
+from .._errors import message
+from ..policy import Policy
+from ._choose import Chosen, choose
+from ._find import Found, find
+from ._origin import Origin
+from ._paths import Weights
+from ._plan import Operand, Plan, Shape, Site, Skipped, parameter_line
+from ._reach import unreached
+from ._reasons import NO_WEIGHT, reasons
+from ._resolve import resolve_activation, resolve_weights
+from ._trace import Call
+
+
+def contractions(call: Call) -> list[Found]:
+    """Returns the contractions of a traced call, in order."""
+    origins = [
+        None if path is None else Origin.of_leaf(path, len(leaf.shape))
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+    ]
+    dtypes = _dtypes(call)
+    return [_without_integers(item, dtypes) for item in find(call.jaxpr, origins)[0]]
+
+
+def _dtypes(call: Call) -> dict[str, Any]:
+    named = zip(call.paths, call.leaves, strict=True)
+    return {path: leaf.dtype for path, leaf in named if path is not None}
+
+
+def _without_integers(item: Found, dtypes: Mapping[str, Any]) -> Found:
+    """Takes a parameter of integers for an activation where one of floats is multiplied by it."""
+
+    def real(origin: Origin | None) -> bool:
+        parts = origin.parts if origin else ()
+        return any(jnp.issubdtype(dtypes[part.path], jnp.floating) for part in parts)
+
+    if not any(map(real, item.origins)):
+        return item
+    kept = tuple(origin if real(origin) else None for origin in item.origins)
+    return dataclasses.replace(item, origins=kept)
+
+
+def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
+    """Returns one line per parameter and contraction, without batch sizes."""
+    lines = [
+        parameter_line(path, leaf)
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+        if path is not None
+    ]
+    for item in found:
+        paths = [origin.name if origin else "-" for origin in item.origins]
+        pattern = item.family.pattern(item.eqn)
+        lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
+    return tuple(lines)
+
+
+def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Plan:
+    """Plans a traced call."""
+    found = contractions(call)
+    chosen, used = choose(found, policy, _dtypes(call))
+    sites: list[tuple[Site, Found]] = []
+    skipped: list[Skipped] = []
+    numbers: Counter[str] = Counter()
+    why: dict[int, str] | None = None
+    for item, choice in zip(found, chosen, strict=True):
+        reason = choice.reason
+        if reason is not None:
+            if reason == NO_WEIGHT:
+                why = reasons(call) if why is None else why
+                reason = why.get(id(item.eqn), reason)
+            shapes = tuple(_named(v.aval.shape) for v in item.eqn.invars[:2])
+            macs = _known(item.family.macs(item.eqn))
+            skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
+            continue
+        name = f"{item.path}:{item.op}"
+        numbers[name] += 1
+        if numbers[name] > 1:
+            name = f"{name}#{numbers[name] - 1}"
+        sites.append((_site(function, item, choice, name), item))
+    _check_used(function, policy, used, found, skipped)
+    shapes_of = {
+        path: tuple(leaf.shape)
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+        if path is not None
+    }
+    return Plan(
+        sites=tuple(site for site, _ in sites),
+        skipped=tuple(skipped),
+        weights=resolve_weights(function, sites, shapes_of),
+        params=weights.params,
+        signature=signature_of(call, found),
+        names=call.names,
+        unreached=unreached(call, found),
+    )
+
+
+def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
+    assert choice.rule is not None
+    place, rule = choice.rule
+    kept = item.family.kept(item.eqn)
+    operands = []
+    for side, origin, weight, axes, atom in zip(
+        ("lhs", "rhs"), item.origins, choice.specs, kept, item.eqn.invars, strict=False
+    ):
+        key = f"{name}:{side}"
+        if origin is not None:
+            operands.append(Operand("weight", weight, key, origin.path))
+            continue
+        spec = rule.activation
+        if spec is not None:
+            where = f"{side} of {item.op} at path {item.path!r}, rule {place}"
+            spec = resolve_activation(function, spec, atom.aval.shape, axes, where)
+        operands.append(Operand("activation", spec, key))
+    output = rule.output
+    if output is not None:
+        shape = item.eqn.outvars[0].aval.shape
+        where = f"output of {item.op} at path {item.path!r}, rule {place}"
+        output = resolve_activation(function, output, shape, range(len(shape)), where)
+    return Site(
+        address=item.address,
+        path=item.path,
+        scope=item.scope,
+        op=item.op,
+        operands=tuple(operands),
+        output=output,
+        output_key=f"{name}:out",
+        rule=place,
+        loops=item.loops,
+        shapes=tuple(_named(v.aval.shape) for v in item.eqn.invars[:2]),
+        result=_named(item.eqn.outvars[0].aval.shape),
+        macs=_known(item.family.macs(item.eqn)),
+        codes=choice.codes,
+    )
+
+
+def _named(shape: Sequence[Any]) -> Shape:
+    """Returns a shape with the names of symbolic sizes, of `jax.export`, in their place."""
+    return tuple(str(n) if export.is_symbolic_dim(n) else int(n) for n in shape)
+
+
+def _known(number: Any) -> int | None:
+    return None if export.is_symbolic_dim(number) else int(number)
+
+
+def _check_used(
+    function: str, policy: Policy, used: set[int], found: list[Found], skipped: list[Skipped]
+) -> None:
+    for place, rule in enumerate(policy.rules):
+        if place in used or rule.optional:
+            continue
+        known = sorted({path for item in found for path in item.paths})
+        weights = {item.path for item in found if any(item.origins)}
+        shadowed = any(
+            rule.matches(path, item.op, has_weight=any(item.origins))
+            for item in found
+            for path in item.paths
+        )
+        apart = [f"at {skip.path!r} {skip.reason}" for skip in skipped if skip.path not in weights]
+        raise ValueError(
+            message(
+                function,
+                f"rule {place} of the policy matches no contraction"
+                + (" that an earlier rule has not taken." if shadowed else "."),
+                given="; ".join([str(rule), *dict.fromkeys(apart[:2])]),
+                expected="a match; paths are: " + (", ".join(map(repr, known[:8])) or "(none)"),
+                mend="correct its path or op, move it up, or pass optional=True.",
+            )
+        )
+
+
+def as_plan(function: str, plan: Plan | Policy, call: Call, weights: Weights) -> Plan:
+    """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
+    if isinstance(plan, Policy):
+        return plan_call(function, call, plan, weights)
+    plan.check_signature(function, signature_of(call, contractions(call)))
+    return plan
+
+
+def params_of(function: str, plan: Any) -> Weights:
+    """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
+    check_instance(
+        function,
+        "plan",
+        plan,
+        (Plan, Policy),
+        mend="make one with jqx.make_plan(f, policy)(*args).",
+    )
+    return plan.parameters if isinstance(plan, Plan) else Weights(0)

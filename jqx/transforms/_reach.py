@@ -1,0 +1,58 @@
+"""Where the codes of parameters go, and parameters that no contraction multiplies by."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import require_that
+from ._codes import Codes
+from ._find import Found
+from ._plan import Unreached
+from ._trace import Call
+
+UNSUPPORTED = ("error", "dequantize")
+
+
+def check_unsupported(function: str, unsupported: Any) -> None:
+    """Checks that `unsupported` says what to do."""
+    require_that(
+        unsupported in UNSUPPORTED,
+        error=ValueError,
+        function=function,
+        problem="`unsupported` is unknown.",
+        given=f"unsupported == {unsupported!r}",
+        expected=f"one of {', '.join(map(repr, UNSUPPORTED))}",
+        mend="leave it at 'error', or pass 'dequantize'.",
+    )
+
+
+def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
+    """Returns the parameters of floats, of two axes or more, that no contraction multiplies by."""
+    reached = {
+        part.path for item in found for origin in item.origins if origin for part in origin.parts
+    }
+    rest = {
+        path: tuple(leaf.shape)
+        for path, leaf in zip(call.paths, call.leaves, strict=True)
+        if path is not None and path not in reached
+        if len(leaf.shape) > 1 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    if not rest:
+        return ()
+    codes, returned = followed(call, set(rest))
+    why = dict.fromkeys(returned, "f returns it")
+    why |= dict.fromkeys(codes.contracted, "only what a loop or branch makes of it is multiplied")
+    only = "computes with it: only what a contraction itself multiplies is quantized"
+    for escape in reversed(codes.escapes):
+        why |= dict.fromkeys(escape.paths, f"`{escape.eqn.primitive.name}` {only}")
+    unused = "f does not compute with it"
+    return tuple(Unreached(path, why.get(path, unused), shape) for path, shape in rest.items())
+
+
+def followed(call: Call, paths: set[str]) -> tuple[Codes, set[str]]:
+    """Follows the codes of some weights; returns what was seen, and which of them `f` returns."""
+    codes = Codes()
+    given = [frozenset({path} & paths) if path is not None else frozenset() for path in call.paths]
+    results = codes.follow(call.jaxpr, given)
+    return codes, set().union(*results)

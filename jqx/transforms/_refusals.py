@@ -1,0 +1,41 @@
+"""What `convert` refuses, found where it is planned, and by the name of the weight."""
+
+from .. import _compat
+from .._errors import message
+from ._codes import Escape
+from ._convert import check_converts
+from ._plan import Plan
+from ._reach import followed
+from ._trace import Call
+
+
+class Unsupported(NotImplementedError, ValueError):
+    """A policy quantizes a weight that reaches an operation without a quantized form."""
+
+
+def check_reach(function: str, call: Call, plan: Plan) -> None:
+    """Raises where a weight of a plan reaches an operation without a quantized form."""
+    codes, _ = followed(call, {weight.path for weight in plan.weights})
+    if codes.escapes:
+        raise _refusal(function, plan, codes.escapes[0])
+    if codes.mixed:  # whether they are of one format is known when they are there
+        try:
+            check_converts(call, plan)
+        except NotImplementedError as error:
+            raise _refusal(function, plan, codes.mixed[0]) from error
+
+
+def _refusal(function: str, plan: Plan, escape: Escape) -> Unsupported:
+    path = min(escape.paths)
+    weight = next(weight for weight in plan.weights if weight.path == path)
+    where = f", in scope {escape.scope}" if escape.scope else ""
+    return Unsupported(
+        message(
+            function,
+            f"the weight {path!r}, which the policy quantizes, {escape.how}.",
+            given=f"{weight.spec}, at {_compat.line_of(escape.eqn)}{where}",
+            expected="contractions, views such as transpose, reshape and slice, and updates",
+            mend=f"leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
+            'unsupported="dequantize", here and to jqx.convert.',
+        )
+    )

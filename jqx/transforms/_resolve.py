@@ -1,0 +1,104 @@
+"""Specs of a plan in the axes of what they are for: of weights, and of activations at a site."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from .._checks import require_that
+from ..contractions import can_leave_sum
+from ..tensor import QSpec, groups_of
+from ._find import Found
+from ._origin import close_over_merges
+from ._plan import Site, Weight
+
+
+def resolve_weights(
+    function: str,
+    sites: Sequence[tuple[Site, Found]],
+    shapes_of: Mapping[str, tuple[int, ...]],
+) -> tuple[Weight, ...]:
+    """Resolves the spec of every weight in its own axes; sites that share one must agree."""
+    specs: dict[str, tuple[QSpec | None, int]] = {}
+    kept: dict[str, list[frozenset[int]]] = {}
+    merged: dict[str, set[frozenset[int]]] = {}
+    counts: Counter[str] = Counter()
+    for site, item in sites:
+        axes = item.family.kept(item.eqn)
+        for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
+            if origin is None:
+                continue
+            counts.update({part.path for part in origin.parts})
+            for part in origin.parts:
+                path = part.path
+                spec, place = specs.setdefault(path, (operand.spec, site.rule))
+                require_that(
+                    spec == operand.spec,
+                    error=ValueError,
+                    function=function,
+                    problem=f"two rules give the weight {path!r} different specs.",
+                    given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
+                    expected="one spec for one weight, wherever it is used",
+                    mend="let one rule match every use of it.",
+                )
+                merged.setdefault(path, set()).update(part.merged)
+                kept.setdefault(path, []).append(part.kept(dims, len(shapes_of[path])))
+    weights = []
+    for path, (spec, place) in specs.items():
+        if spec is None:
+            continue
+        axes = close_over_merges(frozenset.intersection(*kept[path]), merged[path])
+        resolved = spec.resolve(len(shapes_of[path]), sorted(axes))
+        where = f"weight {path!r}, rule {place}"
+        differ = len(set(kept[path])) > 1
+        for here in kept[path]:
+            _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
+        weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
+    return tuple(weights)
+
+
+def resolve_activation(
+    function: str, spec: QSpec, shape: tuple[int, ...], kept: Sequence[int], where: str
+) -> QSpec:
+    """Returns the spec of an activation, or of a result, in its own axes; `where` is for errors."""
+    require_that(
+        spec.dynamic or not spec.granularity.is_relative,
+        error=ValueError,
+        function=function,
+        problem=f"a static scale per token is bound to one batch size ({where}).",
+        given=f"granularity {spec.granularity} with dynamic=False",
+        expected="per_tensor() where static, or dynamic=True",
+        mend="pass dynamic=True, or granularity=jqx.per_tensor().",
+    )
+    resolved = spec.resolve(len(shape), kept)
+    _check_kept(function, resolved, shape, kept, where)
+    return resolved
+
+
+def _check_kept(
+    function: str,
+    spec: QSpec,
+    shape: tuple[int, ...],
+    kept: Sequence[int] | frozenset[int],
+    where: str,
+    tied: bool = False,
+) -> None:
+    """Raises where each element that the contraction sums over has a scale of its own.
+
+    `tied` says that others contract other axes of the same weight.
+    """
+    mend = "use per_channel() or per_group(size), which find those axes, or name them."
+    if tied:
+        mend = "its sites contract different axes: give it a rule of its own before, with "
+        mend += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."
+    try:
+        groups = groups_of(function, spec, shape)
+    except ValueError as error:
+        raise ValueError(f"{error}\n  at:       {where}") from None
+    require_that(
+        can_leave_sum(groups, set(range(len(shape))) - set(kept)),
+        error=ValueError,
+        function=function,
+        problem=f"the scale varies along a contracted axis ({where}).",
+        given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
+        expected="a scale that is shared along every contracted axis, or in blocks",
+        mend=mend,
+    )
