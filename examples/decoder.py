@@ -164,7 +164,8 @@ def main():
     """Trains the model, quantizes it in two ways, and compares."""
     letters, text, held_out = manual()
     params = train(decoder, initial(jax.random.key(0), len(letters)), text)
-    w8a8, w4a16 = jqx.presets.w8a8(), jqx.presets.w4a16(block=32)
+    rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # of the tables; one is tied to the head
+    w8a8, w4a16 = jqx.presets.w8a8(tables="int8"), jqx.presets.w4a16(block=32, tables=rows)
 
     # 1. Plan. No length is part of a plan: that of a prefill is that of steps of one letter.
     calls = [(batch, empty_cache(16), 0) for batch in text[: 64 * CONTEXT].reshape(4, 16, CONTEXT)]

@@ -72,7 +72,8 @@ class Decoder(eqx.Module):
 letters, text, held_out = manual()
 model = train(Decoder.__call__, Decoder(len(letters), jax.random.key(0)), text, steps=400)
 
-of = jqx.make_plan(Decoder.__call__, jqx.presets.w4a16(block=32))
+rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # of the tables; one is tied to the head
+of = jqx.make_plan(Decoder.__call__, jqx.presets.w4a16(block=32, tables=rows))
 plan = of(model, held_out[:16, :-1], empty_cache(16), 0)
 quantized = jqx.quantize_params(model, plan)
 assert isinstance(quantized, Decoder) and isinstance(quantized.blocks.up.weight, jqx.QTensor)

@@ -2,11 +2,15 @@
 
 A file tells no contraction. So by convention a weight is a float tensor of two axes or more whose
 name ends in weight, weights, kernel, embedding or embeddings; a policy covers these, and a rule
-whatever it matches. In the layout of torch, [out, in, ...], each index of the first axis has its
-own scale; in that of flax, [..., in, out], of the last, and of embeddings of the first.
+whatever it matches. Of these, a lookup table is one of two axes whose name, less a last `.weight`,
+ends in embedding, embeddings, embed_tokens, wte or wpe; a policy leaves it in float, as presets do,
+unless `--tables` says otherwise. In the layout of torch, [out, in, ...], each index of the first
+axis has its own scale; in that of flax, [..., in, out], of the last, and of embeddings of the
+first.
 """
 
 import argparse
+import re
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -18,9 +22,10 @@ from .._checks import normalize_axes, require_that
 from ..interop import Archive
 from ..numerics import format_of
 from ..tensor import QSpec, QTensor
-from ._scheme import FileRule, Scheme, parse_rule
+from ._scheme import FileRule, Scheme, parse_rule, parse_scheme
 
 _SUFFIXES = ("weight", "weights", "kernel", "embedding", "embeddings")
+_TABLE = re.compile(r".*(embeddings?|embed_tokens|wte|wpe)(\.weight)?", re.DOTALL)
 _PRESETS = [name for name in vars(presets) if not name.startswith("_")]
 
 
@@ -39,6 +44,11 @@ class Choice(NamedTuple):
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how tensors are quantized."""
     parser.add_argument("--policy", choices=_PRESETS, help="a preset, for all weights")
+    parser.add_argument(
+        "--tables",
+        metavar="SCHEME",
+        help="what --policy makes of lookup tables, such as int8; float by default",
+    )
     parser.add_argument(
         "--rule",
         action="append",
@@ -73,6 +83,7 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
         mend="pass --policy or --rule too, or leave it out.",
     )
     policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
+    tables = _tables(args)
     choices: dict[str, Choice] = {}
     used: set[FileRule | None] = set()
     for path in archive.paths:
@@ -89,13 +100,28 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
             used.add(found)
             choices[path] = _chosen(path, leaf, found.scheme, found.text, args.layout)
         elif policy is not None and _is_weight(path, leaf):
-            choices[path] = _chosen(
-                path, leaf, Scheme(policy), f"policy {args.policy}", args.layout
-            )
+            scheme, why = Scheme(policy), f"policy {args.policy}"
+            if leaf.ndim == 2 and _TABLE.fullmatch(path):
+                scheme, why = tables, f"tables {args.tables or 'float'}"
+            choices[path] = _chosen(path, leaf, scheme, why, args.layout)
         else:
             choices[path] = Choice(None, "no rule")
     _check_used(rules, used)
     return choices
+
+
+def _tables(args: argparse.Namespace) -> Scheme:
+    """Returns what becomes of lookup tables."""
+    require_that(
+        args.tables is None or args.policy is not None,
+        error=ValueError,
+        function="quantize",
+        problem="`--tables` has no use without a policy.",
+        given=f"--tables {args.tables}",
+        expected="a policy, whose tables these are",
+        mend="pass --policy, or --rule 'regex=scheme' for the tables.",
+    )
+    return parse_scheme(args.tables or "float")
 
 
 def quantize_leaf(x: Any, spec: QSpec) -> QTensor:

@@ -58,7 +58,9 @@ class ConvTranspose(Quantized, nn.ConvTranspose):
 
 
 class Embed(Quantized, nn.Embed):
-    """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup."""
+    """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup, which
+    presets leave in float without `tables=`.
+    """
 
     def __call__(self, inputs: Any) -> Any:
         return self._q_evaluate("__call__", inputs)

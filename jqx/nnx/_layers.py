@@ -94,12 +94,13 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
 
 
 class Embed(Quantized, nnx.Embed):
-    """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup.
+    """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup, which
+    presets leave in float without `tables=`.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> layer = jqx.nnx.Embed(5, 4, policy=jqx.presets.w8a16(), rngs=nnx.Rngs(0))
+      >>> layer = jqx.nnx.Embed(5, 4, policy=jqx.presets.w8a16(tables="int8"), rngs=nnx.Rngs(0))
       >>> jqx.nnx.convert(layer, jnp.array([1, 2]))
       >>> layer.attend(layer(jnp.array([1, 2]))).shape
       (2, 5)

@@ -96,9 +96,7 @@ class Codes:
         each = [self.follow(body, given, scope) for body in _compat.sub_jaxprs(eqn)]
         results = [_NONE.union(*results) for results in zip(*each, strict=True)]
         if name in ("cond", "shard_map"):
-            self._mixes(
-                eqn, results, f"is returned by `{name}`, in another format than others", scope
-            )
+            self._mixes(eqn, results, f"is returned by `{name}` in a format of its own", scope)
         return results
 
     def _mixes(self, eqn: Eqn, held: Sequence[Paths], how: str, scope: str) -> None:

@@ -92,7 +92,7 @@ LAYOUTS = {
     "flax": ("weight", (8, 6), ["--layout", "flax"], (1, 6)),
     "flax by name": ("kernel", (8, 6), [], (1, 6)),
     "flax convolution": ("kernel", (3, 3, 8, 6), [], (1, 1, 1, 6)),
-    "flax embedding": ("embedding", (8, 6), ["--layout", "flax"], (8, 1)),
+    "flax embedding": ("embedding", (8, 6), ["--layout", "flax", "--tables", "int8"], (8, 1)),
     "torch convolution": ("weight", (8, 6, 3, 3), [], (8, 1, 1, 1)),
 }
 
@@ -103,6 +103,39 @@ def test_a_layout_says_which_axes_have_their_own_scale(capsys, tmp_path, out, na
     source = saved(tmp_path / "in", {f"block.{last}": spread_out(shape)})
     assert run(capsys, "quantize", source, out, "--policy", "w8a16", *flags)[0] == 0
     assert jqx.load(out)[f"block.{last}"].scale.shape == scale
+
+
+TABLES = {
+    "embed_tokens.weight": (8, 6),
+    "word_embeddings.weight": (8, 6),
+    "wte.weight": (8, 6),
+    "token/embedding": (8, 6),
+}
+OTHERS = {"patch_embedding.weight": (8, 3, 2, 2), "embed.weight": (8, 6), "lm_head.weight": (8, 6)}
+
+
+@pytest.mark.parametrize("tables", [None, "int8", "int4:group=2"])
+def test_a_policy_leaves_tables_in_float_unless_it_is_told_how(capsys, tmp_path, out, tables):
+    weights = {name: spread_out(shape) for name, shape in (TABLES | OTHERS).items()}
+    flags = ["--policy", "w8a16", *(["--tables", tables] if tables else [])]
+    _, done = run_json(capsys, "quantize", saved(tmp_path / "in", weights), out, *flags)
+    found = {t["path"]: (t["scheme"], t["why"]) for t in done["tensors"]}
+    schemes = {
+        None: None,
+        "int8": "int8 per_axis(0)",
+        "int4:group=2": "int4 per_block({0: 1, 1: 2})",
+    }
+    for name in weights:
+        scheme, why = found[name]
+        if name in TABLES:
+            assert scheme == schemes[tables] and why == f"tables {tables or 'float'}"
+        else:
+            assert scheme.startswith("int8") and why == "policy w8a16"
+
+
+def test_tables_without_a_policy_are_an_error(capsys, source, out):
+    error = error_of(capsys, "quantize", source, out, "--rule", ".*=int8", "--tables", "int8")
+    assert "`--tables` has no use without a policy" in error
 
 
 def test_a_rule_may_name_the_contracted_axes(capsys, tmp_path, out):

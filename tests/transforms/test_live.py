@@ -151,8 +151,16 @@ def swapped(w, x):
 AS_CONVERT = {
     "an array that becomes a weight": (swapped, (2, 8, 8)),
     "a weight that becomes another": (
-        lambda w, x: lax.fori_loop(0, 2, lambda i, c: (w[i], c[1] @ c[0]), (w[1], x))[1],
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: (w[i], c[1] @ c[0]), (w[1], x))[1] @ w[0],
         (2, 8, 8),
+    ),
+    "a weight that is turned": (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: (c[0].T, c[1] @ c[0]), (w, x))[1] @ w,
+        (8, 8),
+    ),
+    "branches of one format": (
+        lambda w, x: x @ lax.cond(x[0, 0] > 0, lambda: w, lambda: -w) @ w,
+        (8, 8),
     ),
     "a branch": (lambda w, x: x @ lax.cond(x[0, 0] > 0, lambda: w, lambda: w.T) @ w, (8, 8)),
     "a branch and a sum": (

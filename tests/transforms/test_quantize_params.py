@@ -5,6 +5,7 @@ import pytest
 
 import jqx
 from jqx.presets import w8a8, w8a16
+from jqx.transforms._quantize_params import _compiled
 
 from .models import int8_grid, mlp, mlp_params, normal, plan_of
 
@@ -97,3 +98,20 @@ def test_dequantized_parameters_are_floats_again_and_others_stay_themselves():
     assert jax.tree.structure(back) == jax.tree.structure(params) and back["b"] is params["b"]
     for name in ("w", "v"):
         np.testing.assert_array_equal(back[name], q[name].dequantize())
+
+
+def test_weights_that_are_alike_share_one_compiled_program_and_its_bits():
+    params = {f"w{i}": normal(i, 24, 40) for i in range(6)} | {"other": normal(9, 40, 24)}
+    f = lambda p, x: sum(jnp.sum(x[:, : w.shape[0]] @ w) for w in p.values())  # noqa: E731
+    plan = plan_of(f, w8a16(), params, normal(10, 2, 40))
+    before = _compiled._cache_size()
+    q = jqx.quantize_params(params, plan)
+    assert _compiled._cache_size() - before == 2
+    specs = {weight.path: weight.spec for weight in plan.weights}
+    for path, found in q.items():
+        expected = jqx.QTensor.quantize(params[path], specs[path])
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+    traced = jax.jit(lambda p: jqx.quantize_params(p, plan))(params)
+    assert all(np.array_equal(traced[path].values, q[path].values) for path in q)
