@@ -155,7 +155,7 @@ def test_a_float_weight_elsewhere_and_a_lookup():
 
     params = {"t": random(7, 8), "w": random(8, 4, seed=1)}
     ids = jnp.array([1, 5, 2])
-    policy = jqx.presets.w8a16()
+    policy = jqx.presets.w8a16(tables="int8")
     found = jqx.compare(f, policy, "dynamic")(params, ids)
     assert [row.op for row in found.sites] == ["gather", "dot_general"]
     assert_close(

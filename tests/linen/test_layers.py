@@ -13,7 +13,7 @@ from jqx.linen import Mode
 from jqx.modules import overlay
 
 POLICY = jqx.presets.w8a8_dynamic()
-W8 = jqx.presets.w8a16()
+W8 = jqx.presets.w8a16(tables="int8")
 
 
 def rows(*shape):

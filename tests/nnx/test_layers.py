@@ -11,7 +11,7 @@ from jqx.nnx import Mode, QParam
 
 from .networks import images
 
-POLICY = jqx.presets.w8a8_dynamic()
+POLICY = jqx.presets.w8a8_dynamic(tables="int8")
 
 
 def vectors(seed, *shape):
@@ -114,7 +114,7 @@ def test_a_layer_on_integers_is_the_transform_of_that_of_flax(title):
 
 
 def test_attend_uses_the_codes_of_the_lookup():
-    layer = jqx.nnx.Embed(5, 4, policy=jqx.presets.w8a16(), rngs=nnx.Rngs(0))
+    layer = jqx.nnx.Embed(5, 4, policy=jqx.presets.w8a16(tables="int8"), rngs=nnx.Rngs(0))
     rows = jnp.array([1, 3])
     jqx.nnx.convert(layer, rows)
     table, query = layer.embedding.get_value(), vectors(1, 2, 4)

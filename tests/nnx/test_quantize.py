@@ -91,7 +91,7 @@ class Tied(nnx.Module):
 
 def test_tied_weights_stay_tied():
     x = jnp.array([[1, 2, 5]])
-    model = jqx.nnx.quantize(Tied(nnx.Rngs(0)), W8A16)
+    model = jqx.nnx.quantize(Tied(nnx.Rngs(0)), jqx.presets.w8a16(tables="int8"))
     assert model.layers[1].kernel is model.first.kernel
     paths = {site.path for site in jqx.nnx.make_plan(model, x).sites}
     assert paths == {"embed/embedding", "first/kernel"}
