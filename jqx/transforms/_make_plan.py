@@ -5,7 +5,7 @@ from typing import Any
 
 from .._checks import check_instance
 from ..policy import Policy
-from ._paths import Names, Params, Weights, as_names
+from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call
 from ._reach import check_unsupported
@@ -69,7 +69,8 @@ def make_plan(
         mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
     )
     check_unsupported("make_plan", unsupported)
-    weights = Weights(as_params("make_plan", params), as_names("make_plan", names))
+    check_names("make_plan", names)
+    weights = Weights(as_params("make_plan", params), names)
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         call = trace_call("make_plan", f, weights, args, kwargs)

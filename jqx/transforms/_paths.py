@@ -53,8 +53,8 @@ class Weights:
         return [None if path is None else table.get(path, path) for path in paths]
 
 
-def as_names(function: str, names: Any) -> Names:
-    """Returns names, after checking that they are a dict of strings or a function."""
+def check_names(function: str, names: Any) -> None:
+    """Checks that names are a dict of strings, or a function."""
     require_that(
         names is None or callable(names) or isinstance(names, Mapping),
         error=TypeError,
@@ -66,7 +66,6 @@ def as_names(function: str, names: Any) -> Names:
     )
     if isinstance(names, Mapping):
         _check_names(function, [*names.items(), *((path, path) for path in names)])
-    return names
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
