@@ -249,7 +249,7 @@ def test_a_contraction_where_jqx_does_not_look_is_listed_with_the_reason():
         return y + jax.lax.custom_linear_solve(lambda v: v @ w, x, solve, symmetric=True)
 
     args = normal(0, 4, 4), normal(1, 4, 4)
-    with pytest.raises(NotImplementedError, match="carried or returned by `while`"):
+    with pytest.raises(NotImplementedError, match="reaches `custom_linear_solve`"):
         plan_of(f, w8a16(), *args)
     plan = jqx.make_plan(f, w8a16(), unsupported="dequantize")(*args)
     assert len(plan.sites) == 1

@@ -48,8 +48,7 @@ def test_every_use_of_a_weight_sees_the_rounded_one():
         return x @ w, w
 
     w = normal(0, 16, 4)
-    policy = w8a16(weight={"qtype": jnp.int4})
-    plan = jqx.make_plan(f, policy, unsupported="dequantize")(w, X)
+    plan = plan_of(f, w8a16(weight={"qtype": jnp.int4}), w, X)
     grid = jqx.QTensor.quantize(w, plan.weights[0].spec).dequantize()
     out, seen = jqx.simulate(f, plan)(w, X)
     assert jnp.array_equal(seen, grid) and jnp.array_equal(out, X @ grid)
