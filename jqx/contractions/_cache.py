@@ -76,9 +76,10 @@ def _zeros(
     affine: Affine | None, *, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
 ) -> QTensor:
     form, entries = format_of(spec.qtype), groups_of("zeros", spec, shape).scale_shape
-    if affine is None and isinstance(form, Block) and form.scale_qtype != E8M0:
+    if affine is None and isinstance(form, Block) and form.two_level:
         codes = jnp.ones(entries, form.scale_qtype)
-        scale = QTensor(codes, jnp.ones((1,) * len(shape), jnp.float32), qtype=form.scale_qtype)
+        inner = jnp.ones(spec.of_second_scale(len(shape)).scale_shape(entries), jnp.float32)
+        scale = QTensor(codes, inner, qtype=form.scale_qtype)
         affine = Affine(scale)  # type: ignore[arg-type]
     elif affine is None:
         scale = jnp.ones(entries, E8M0 if isinstance(form, Block) else jnp.float32)

@@ -39,7 +39,7 @@ class Block(QType):
       size: how many elements share a scale; in 2-D blocks the product of both sizes.
       label: the name of the format.
       scale_qtype: float8_e8m0fnu, for scales by the rule above, or another minifloat dtype, whose
-        scales are relative to one float32 scale of the tensor.
+        scales are relative to one float32 scale of the tensor, or of each of those stacked in it.
       unit: a power of two that multiplies the elements; 2**-6 makes an int8 the fixed-point number
         of MXINT8.
 
@@ -99,6 +99,11 @@ class Block(QType):
         return self.label
 
     @property
+    def two_level(self) -> bool:
+        """Whether scales are quantized in turn, with float32 scales of their own."""
+        return self.scale_qtype != E8M0
+
+    @property
     def bits(self) -> int:
         return self.elements.bits
 
@@ -124,7 +129,7 @@ class Block(QType):
 
     def scale_of(self, largest: jax.Array) -> jax.Array:
         """Returns the scale of a block: by the rule of MX in E8M0, else `largest / high`."""
-        if self.scale_qtype != E8M0:
+        if self.two_level:
             return super().scale_of(largest)
         exponent = exponent_of(largest) - (math.frexp(self.high)[1] - 1)
         code = jnp.where(jnp.isnan(largest), 255, jnp.clip(exponent + 127, 0, 254))

@@ -1,6 +1,7 @@
 """QSpec, QTensor, and the views through which a scale follows its values."""
 
 from ._code_range import check_codes as check_codes
+from ._added import added as added
 from ._export import fields_from_json as fields_from_json
 from ._export import fields_to_json as fields_to_json
 from ._fit import groups_of as groups_of
@@ -19,5 +20,6 @@ from ._pack_for import pack_for as pack_for
 from ._partition import partition_specs as partition_specs
 from ._qtensor import QTensor as QTensor
 from ._select import refine as refine
+from ._select import sliceable as sliceable
 from ._spec import QSpec as QSpec
 from ._views import axis_groups as axis_groups

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import require_that
-from ..calibrators import Affine, Groups, absmax, per_tensor
+from ..calibrators import Affine, Groups, absmax
 from ..gradients import check_key, ste, ste_unclipped, straight_through
 from ..numerics import E8M0, Block, RoundMode, format_of, ngraph
 from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
@@ -121,7 +121,7 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
         return scale.values, scale.scale
     if not isinstance(form, Block):
         return scale, None
-    if form.scale_qtype == E8M0:
+    if not form.two_level:
         require_that(
             scale.dtype == E8M0,
             error=TypeError,
@@ -134,6 +134,6 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
         return scale, None
     # A block without a scale, NaN, must not take the scale of all others with it.
     known = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
-    inner = fit(known, QSpec(form.scale_qtype, per_tensor())).scale
+    inner = fit(known, QSpec(form.scale_qtype, spec.of_second_scale(scale.ndim))).scale
     mode = RoundMode.NEAREST_TOWARD_EVEN
     return affine_quantize(scale, inner, None, qtype=form.scale_qtype, round_mode=mode), inner

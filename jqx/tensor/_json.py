@@ -5,7 +5,7 @@
 - A value of a class is an object of its fields, a member of an enum its name. Where the annotation
   of the field does not settle the class, its public name stands before:
   `{"jqx.calibrators.Percentile": {"percent": 99.9}}`.
-- A field that is marked as `added` to its class is left out where it has its default.
+- A field that a class got later is not written while it has its default.
 - An object of the user's is `{"value": name}`, to be looked up in a dict of theirs.
 
 Nothing is imported or evaluated by a name that is read: names are those of the classes that jqx
@@ -24,6 +24,7 @@ import numpy as np
 from .. import calibrators, gradients, numerics
 from .._checks import require_that
 from .._errors import message
+from ._added import unwritten
 
 Values = Mapping[str, Any]
 """The user's own objects, by name."""
@@ -72,11 +73,11 @@ def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -
         return value.name
     if cls is not _settled(kind) and cls not in _NAMES:
         _refuse_object(function, value)
-    added = _added(cls)
+    defaults = unwritten(cls)
     fields = {
         name: to_json(function, getattr(value, name), kind, values)
         for name, kind in _fields(cls).items()
-        if name not in added or getattr(value, name) != added[name]
+        if name not in defaults or getattr(value, name) != defaults[name]
     }
     return fields if cls is _settled(kind) else {_NAMES[cls]: fields}
 
@@ -148,8 +149,7 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
     )
     for name in data:
         _check_name(function, "field", name, kinds, where)
-    added = _added(cls)
-    missing = [name for name in kinds if name not in data and name not in added]
+    missing = [name for name in kinds if name not in data and name not in unwritten(cls)]
     require_that(
         not missing,
         error=ValueError,
@@ -213,12 +213,6 @@ def _fields(cls: type) -> dict[str, Any]:
     if dataclasses.is_dataclass(cls):
         return {field.name: field.type for field in dataclasses.fields(cls) if field.init}
     return dict(cls.__annotations__)
-
-
-def _added(cls: type) -> dict[str, Any]:
-    """Returns the defaults of fields that a class did not always have: they may be missing."""
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return {field.name: field.default for field in fields if field.metadata.get("added")}
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ._export import make_exportable
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
 from ._grid import grid_of
 from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
-from ._select import concatenate, index, split
+from ._select import concatenate, index, reshape_scale, split
 from ._show import text, treescope_tree
 from ._spec import QSpec
 from ._targets import check_target, lay_out_for
@@ -33,7 +33,7 @@ class QTensor:
     A pytree with the leaves `values`, `scale` and `zero_point`; it crosses jit, scan, vmap and
     `jax.tree` as any pytree does. No axis number is stored: the scale has the rank of the values,
     so it slices, transposes and is mapped over in step with them. (To vmap or scan over an axis,
-    the scale must have that axis too: quantize with `per_axis` of it.)
+    the scale must have it too: quantize with `per_axis` of it, in nvfp4 with `stacked=` as well.)
 
     For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
 
@@ -41,7 +41,7 @@ class QTensor:
       values: the codes, an array of the `storage` dtype of `qtype`, unless `layout` says otherwise.
       scale: array of the rank of `values`; each dim is 1, that of `values`, or the number of blocks
         that divide it. Float; in MX formats float8_e8m0fnu; where the scales of a block format are
-        quantized in turn (nvfp4), a QTensor.
+        quantized in turn (nvfp4), a QTensor, with one scale or one for each array of a stack.
       zero_point: array of the dtype of the codes that broadcasts to the shape of `scale`, of its
         rank; `None` means zero everywhere. For integer formats alone.
       qtype: the number format of the codes: a dtype, or a value of `jqx.numerics`.
@@ -266,7 +266,7 @@ class QTensor:
         return dataclasses.replace(
             self,
             values=values,
-            scale=self.scale.reshape(after.scale_shape),
+            scale=reshape_scale(self.scale, after.scale_shape),
             zero_point=zero_point,
             blocks=after.blocks,
         )

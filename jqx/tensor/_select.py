@@ -1,5 +1,6 @@
 """Selecting from QTensors, and joining them along an axis; the scale goes along."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -92,6 +93,32 @@ def refine(q: T, axis: int, size: int = 1) -> T:
     sizes[axis] = size
     blocks = Groups(q.shape, tuple(sizes)).blocks
     return q.map_leaves(lambda leaf: repeated(leaf, axis, places), blocks, q.values)
+
+
+def sliceable(q: T, axis: int) -> T:
+    """Returns the same array with an entry for each index along an axis in every leaf, so that a
+    scan can step over it.
+    """
+    n = q.shape[axis]
+    q = refine(q, axis) if q.scale.shape[axis] != n else q
+    scale, zero_point = q.scale, q.zero_point
+    if hasattr(scale, "qtype"):
+        scale = sliceable(scale, axis)
+    if zero_point is not None and zero_point.shape[axis] != n:
+        zero_point = repeated(zero_point, axis, np.zeros(n, np.int32))
+    return dataclasses.replace(q, scale=scale, zero_point=zero_point)
+
+
+def reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
+    """Reshapes a scale; one that is quantized in turn gets a scale each where shared ones cannot
+    follow.
+    """
+    if hasattr(scale, "qtype"):
+        with contextlib.suppress(ValueError):
+            return scale.reshape(shape)
+        for axis in range(scale.ndim):
+            scale = sliceable(scale, axis)
+    return scale.reshape(shape)
 
 
 def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:

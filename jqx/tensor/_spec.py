@@ -5,19 +5,21 @@ from collections.abc import Sequence
 
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance, normalize_axes, require_that
 from ..calibrators import (
     Calibrator,
     Granularity,
     PerGroup,
     absmax,
     is_without_blocks,
+    per_axis,
     per_group,
     per_tensor,
 )
 from ..gradients import Gradient, check_estimator, ste
 from ..numerics import Block, Integer, Numerics, QType, RoundMode, as_qtype, format_of, ngraph
 from ..ops import check_round_mode, check_symmetric
+from ._added import added
 
 _PER_TENSOR = per_tensor()
 
@@ -38,6 +40,10 @@ class QSpec:
       dynamic: for activations, whether the range is found anew from the values at hand.
       round_mode: one of the nine modes; `None` takes that of `numerics`.
       gradient: the estimator used where the quantization is simulated, a value of `jqx.gradients`.
+      stacked: axes along which the array is a stack of arrays. In a format whose scales are
+        quantized in turn (nvfp4), each array of the stack has a second scale of its own, as if it
+        had been quantized alone; no other format has any use for it. Plans find these axes: layers
+        that a scan steps over, batch axes of a contraction, the groups of `ragged_dot`.
       numerics: the runtime whose integer arithmetic is followed, a value of `jqx.numerics` such as
         `jqx.numerics.torchao`.
 
@@ -45,7 +51,7 @@ class QSpec:
       TypeError: a field is not of its kind.
       ValueError: `qtype` is unsigned and `symmetric` is left at True, or has no zero point and it
         is False; a block format is to have another block size; the estimator does not fit the
-        format.
+        format; `stacked` is given for a format whose scales are not quantized in turn.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -63,6 +69,7 @@ class QSpec:
     round_mode: RoundMode | None = None
     gradient: Gradient = ste
     numerics: Numerics = ngraph
+    stacked: tuple[int, ...] = added(())
 
     def __post_init__(self) -> None:
         qtype = as_qtype("QSpec", "qtype", self.qtype, "Quantized")
@@ -115,15 +122,28 @@ class QSpec:
         check_symmetric("QSpec", qtype, self.symmetric)
         if isinstance(form, Block):
             _check_blocks(form, self.granularity)
+        _check_stacked(form, self.stacked)
 
     @property
     def rounding(self) -> RoundMode:
         """The round mode: the one given, or that of `numerics`."""
         return self.round_mode or self.numerics.round_mode
 
-    def resolve(self, rank: int, kept: Sequence[int]) -> "QSpec":
-        """Returns the spec at a site, its granularity absolute."""
-        return dataclasses.replace(self, granularity=self.granularity.resolve(rank, kept))
+    def resolve(self, rank: int, kept: Sequence[int], stacked: Sequence[int] = ()) -> "QSpec":
+        """Returns the spec at a site, its granularity absolute: for an array of `rank` axes, of
+        which a contraction keeps some, and some are those of a stack.
+        """
+        own = {*normalize_axes("QSpec", self.stacked, rank, argument="stacked"), *stacked}
+        return dataclasses.replace(
+            self,
+            granularity=self.granularity.resolve(rank, kept),
+            stacked=tuple(sorted(own)) if is_two_level(format_of(self.qtype)) else (),
+        )
+
+    def of_second_scale(self, rank: int) -> Granularity:
+        """Returns which scales share a second one, of an array of `rank` axes."""
+        axes = normalize_axes("QSpec", self.stacked, rank, argument="stacked")
+        return per_axis(*axes) if axes else _PER_TENSOR
 
     def __str__(self) -> str:
         parts = [format_of(self.qtype).name, str(self.granularity)]
@@ -135,7 +155,35 @@ class QSpec:
             parts.append("dynamic")
         if self.numerics != ngraph:
             parts.append(str(self.numerics))
+        if self.stacked:
+            parts.append(f"stacked({', '.join(map(str, self.stacked))})")
         return " ".join(parts)
+
+
+def is_two_level(form: QType) -> bool:
+    """Whether the scales of a format are quantized in turn."""
+    return isinstance(form, Block) and form.two_level
+
+
+def _check_stacked(form: QType, stacked: Sequence[int]) -> None:
+    require_that(
+        isinstance(stacked, tuple) and all(type(axis) is int for axis in stacked),
+        error=TypeError,
+        function="QSpec",
+        problem="`stacked` does not name axes.",
+        given=f"stacked == {stacked!r}",
+        expected="a tuple of integers",
+        mend="pass for example stacked=(0,).",
+    )
+    require_that(
+        not stacked or is_two_level(form),
+        error=ValueError,
+        function="QSpec",
+        problem=f"{form.name} has no second scale, of which each array of a stack had its own.",
+        given=f"stacked == {stacked}",
+        expected="a format whose scales are quantized in turn, such as jqx.numerics.nvfp4",
+        mend="drop stacked; the granularity says which axes have a scale of their own.",
+    )
 
 
 def _check_blocks(form: Block, granularity: Granularity) -> None:

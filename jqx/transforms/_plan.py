@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 from .._errors import message, nesting
 from ..calibrators import Affine
-from ..tensor import NONE, QSpec, Values, check_values, check_version, record_from_json, to_json
+from ..tensor import (
+    NONE,
+    QSpec,
+    Values,
+    added,
+    check_values,
+    check_version,
+    record_from_json,
+    to_json,
+)
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
 from ._paths import Params, Renamed, Weights
@@ -17,9 +26,6 @@ from ._plan_table import as_rich_table, as_text
 
 _VERSION = 1
 """Of what `to_dict` writes."""
-
-_ADDED = {"added": True}
-"""Marks a field that plans of earlier versions lack; where it has its default it is not written."""
 
 Shape = tuple[int | str, ...]
 """Sizes when the plan was made; a symbolic one by its name."""
@@ -79,7 +85,7 @@ class Site:
     shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
     result: Shape = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
-    codes: str | None = dataclasses.field(default=None, metadata=_ADDED)
+    codes: str | None = added(None)
 
     @property
     def name(self) -> str:
@@ -179,8 +185,8 @@ class Plan:
     weights: tuple[Weight, ...]
     params: Params
     signature: tuple[str, ...]
-    names: Renamed = dataclasses.field(default=(), metadata=_ADDED)
-    unreached: tuple[Unreached, ...] = dataclasses.field(default=(), metadata=_ADDED, compare=False)
+    names: Renamed = added(())
+    unreached: tuple[Unreached, ...] = added((), compare=False)
 
     @property
     def parameters(self) -> Weights:

@@ -107,10 +107,10 @@ def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Pl
 def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
     assert choice.rule is not None
     place, rule = choice.rule
-    kept = item.family.kept(item.eqn)
+    kept, batch = item.family.kept(item.eqn), item.family.batch(item.eqn)
     operands = []
-    for side, origin, weight, axes, atom in zip(
-        ("lhs", "rhs"), item.origins, choice.specs, kept, item.eqn.invars, strict=False
+    for side, origin, weight, axes, stacked, atom in zip(
+        ("lhs", "rhs"), item.origins, choice.specs, kept, batch, item.eqn.invars, strict=False
     ):
         key = f"{name}:{side}"
         if origin is not None:
@@ -119,7 +119,7 @@ def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
         spec = rule.activation
         if spec is not None:
             where = f"{side} of {item.op} at path {item.path!r}, rule {place}"
-            spec = resolve_activation(function, spec, atom.aval.shape, axes, where)
+            spec = resolve_activation(function, spec, atom.aval.shape, axes, where, stacked)
         operands.append(Operand("activation", spec, key))
     output = rule.output
     if output is not None:

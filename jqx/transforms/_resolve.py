@@ -7,7 +7,7 @@ from .._checks import require_that
 from ..contractions import can_leave_sum
 from ..tensor import QSpec, groups_of
 from ._find import Found
-from ._origin import close_over_merges
+from ._origin import Origin, close_over_merges
 from ._plan import Site, Weight
 
 
@@ -19,16 +19,19 @@ def resolve_weights(
     """Resolves the spec of every weight in its own axes; sites that share one must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
     kept: dict[str, list[frozenset[int]]] = {}
+    stacked: dict[str, list[frozenset[int]]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
     counts: Counter[str] = Counter()
     for site, item in sites:
-        axes = item.family.kept(item.eqn)
-        for operand, origin, dims in zip(site.operands, item.origins, axes, strict=True):
+        axes, batch = item.family.kept(item.eqn), item.family.batch(item.eqn)
+        for operand, origin, dims, own in zip(
+            site.operands, item.origins, axes, batch, strict=True
+        ):
             if origin is None:
                 continue
             counts.update({part.path for part in origin.parts})
             for part in origin.parts:
-                path = part.path
+                path, rank = part.path, len(shapes_of[part.path])
                 spec, place = specs.setdefault(path, (operand.spec, site.rule))
                 require_that(
                     spec == operand.spec,
@@ -40,13 +43,15 @@ def resolve_weights(
                     mend="let one rule match every use of it.",
                 )
                 merged.setdefault(path, set()).update(part.merged)
-                kept.setdefault(path, []).append(part.kept(dims, len(shapes_of[path])))
+                kept.setdefault(path, []).append(part.kept(dims, rank))
+                stacked.setdefault(path, []).append(_stacked(part, dims, own, rank))
     weights = []
     for path, (spec, place) in specs.items():
         if spec is None:
             continue
         axes = close_over_merges(frozenset.intersection(*kept[path]), merged[path])
-        resolved = spec.resolve(len(shapes_of[path]), sorted(axes))
+        stack = frozenset.intersection(*stacked[path])
+        resolved = spec.resolve(len(shapes_of[path]), sorted(axes), sorted(stack))
         where = f"weight {path!r}, rule {place}"
         differ = len(set(kept[path])) > 1
         for here in kept[path]:
@@ -55,8 +60,25 @@ def resolve_weights(
     return tuple(weights)
 
 
+def _stacked(part: Origin, kept: Sequence[int], batch: Sequence[int], rank: int) -> frozenset[int]:
+    """Returns the axes of a weight along which it is a stack of weights.
+
+    They lie in batch axes, or nowhere in the value, which is one of the stack. `vmap` makes no
+    batch axis where the other operand is one for all: there they are those that stand before all
+    that is contracted, of which the last is left to the weights themselves.
+    """
+    batch_axes, own = part.kept(batch, rank), part.kept(kept, rank)
+    contracted = min(frozenset(range(rank)) - own, default=0)
+    return batch_axes | {axis for axis in sorted(own - batch_axes)[:-1] if axis < contracted}
+
+
 def resolve_activation(
-    function: str, spec: QSpec, shape: tuple[int, ...], kept: Sequence[int], where: str
+    function: str,
+    spec: QSpec,
+    shape: tuple[int, ...],
+    kept: Sequence[int],
+    where: str,
+    stacked: Sequence[int] = (),
 ) -> QSpec:
     """Returns the spec of an activation, or of a result, in its own axes; `where` is for errors."""
     require_that(
@@ -68,7 +90,7 @@ def resolve_activation(
         expected="per_tensor() where static, or dynamic=True",
         mend="pass dynamic=True, or granularity=jqx.per_tensor().",
     )
-    resolved = spec.resolve(len(shape), kept)
+    resolved = spec.resolve(len(shape), kept, stacked)
     _check_kept(function, resolved, shape, kept, where)
     return resolved
 

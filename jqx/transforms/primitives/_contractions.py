@@ -41,6 +41,7 @@ class Contraction:
       apply: evaluates it on arrays and QTensors.
       gradients: the backward pass: from arrays and the cotangent, the gradients of those that can
         be quantized, contracted in a dtype.
+      batch: of the same operands, the axes along which each array of a stack meets another one.
       excuse: why an equation has no quantized form; `None` where it has one.
       needs_weight: whether it is a site only where its first operand is a weight.
     """
@@ -51,6 +52,7 @@ class Contraction:
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
     gradients: Callable[[Eqn, Sequence[jax.Array], jax.Array, DTypeLike], Sequence[jax.Array]]
+    batch: Callable[[Eqn], tuple[Axes, ...]] = lambda eqn: ((), ())
     excuse: Callable[[Eqn], str | None] = lambda eqn: None
     needs_weight: bool = False
 
@@ -76,6 +78,11 @@ def _dimensions(eqn: Eqn) -> Dimensions:
 def _kept(eqn: Eqn) -> tuple[Axes, ...]:
     dimensions = _dimensions(eqn)
     return dimensions.lhs_kept, dimensions.rhs_kept
+
+
+def _batch(eqn: Eqn) -> tuple[Axes, ...]:
+    dimensions = _dimensions(eqn)
+    return dimensions.lhs_batch, dimensions.rhs_batch
 
 
 def _macs(eqn: Eqn) -> int:
@@ -222,6 +229,11 @@ def _gather_kept(eqn: Eqn) -> tuple[Axes, ...]:
     return ((),) if axis is None else ((axis,),)
 
 
+def _gather_batch(eqn: Eqn) -> tuple[Axes, ...]:
+    """A lookup of matrices takes each from a stack; the rows of a table are its own."""
+    return _gather_kept(eqn) if eqn.invars[0].aval.ndim > 2 else ((),)
+
+
 _MODES = {
     lax.GatherScatterMode.CLIP: "clip",
     lax.GatherScatterMode.FILL_OR_DROP: "fill",
@@ -254,7 +266,13 @@ def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 
 CONTRACTIONS: dict[str, Contraction] = {
     "dot_general": Contraction(
-        "dot_general", _kept, lambda eqn: repr(_dimensions(eqn).numbers), _macs, _apply, _gradients
+        "dot_general",
+        _kept,
+        lambda eqn: repr(_dimensions(eqn).numbers),
+        _macs,
+        _apply,
+        _gradients,
+        _batch,
     ),
     "conv_general_dilated": Contraction(
         "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply, _transposed
@@ -266,6 +284,7 @@ CONTRACTIONS: dict[str, Contraction] = {
         _ragged_macs,
         _ragged_apply,
         _transposed,
+        lambda eqn: ((), (0,)),
         _ragged_excuse,
     ),
     "gather": Contraction(
@@ -275,6 +294,7 @@ CONTRACTIONS: dict[str, Contraction] = {
         lambda eqn: 0,
         _gather_apply,
         _transposed,
+        _gather_batch,
         _gather_excuse,
         needs_weight=True,
     ),

@@ -9,7 +9,7 @@ from jax import lax
 
 from ... import _compat
 from ..._compat import Eqn
-from ...tensor import QTensor, refine
+from ...tensor import sliceable
 from .._origin import Loop, Origin
 from .._weight import is_weight, map_codes
 from ._carry import Carry, unchanged
@@ -64,11 +64,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
 def _sliceable(x: Any) -> Any:
     """Gives each index of the leading axis of a weight scales of its own."""
-
-    def each(q: QTensor) -> QTensor:
-        return refine(q, 0) if q.scale.shape[0] != q.shape[0] else q
-
-    return map_codes(each, x) if is_weight(x) else x
+    return map_codes(lambda q: sliceable(q, 0), x) if is_weight(x) else x
 
 
 SCAN = {"scan": Form(_track, _apply)}

@@ -28,13 +28,13 @@ def _apply_transpose(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTenso
 
 
 def _track_reshape(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
-    if eqn.params["dimensions"] is not None:
-        return None
-    new = eqn.outvars[0].aval.shape
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    order = _read_order(eqn)
+    before = [origin.dims[axis] for axis in order]
     dims: list[frozenset[int]] = [frozenset()] * len(new)
     merged = set(origin.merged)
-    for sources, targets in axis_groups(eqn.invars[0].aval.shape, new):
-        held = frozenset().union(*(origin.dims[i] for i in sources))
+    for sources, targets in axis_groups([old[axis] for axis in order], new):
+        held = frozenset().union(*(before[i] for i in sources))
         for j in targets:
             dims[j] = held
         if len(held) > 1:
@@ -42,13 +42,23 @@ def _track_reshape(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
     return dataclasses.replace(origin, dims=tuple(dims), merged=frozenset(merged))
 
 
+def _read_order(eqn: Eqn) -> Sequence[int]:
+    """The order in which a reshape reads the axes: not their own where `vmap` turned them first."""
+    given = eqn.params["dimensions"]
+    return range(eqn.invars[0].aval.ndim) if given is None else given
+
+
 def _apply_reshape(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
-    return operands[0].reshape(eqn.outvars[0].aval.shape)
+    return operands[0].transpose(_read_order(eqn)).reshape(eqn.outvars[0].aval.shape)
 
 
 def _track_squeeze(eqn: Eqn, position: int, origin: Origin) -> Origin:
     gone = eqn.params["dimensions"]
     return origin.with_dims(held for axis, held in enumerate(origin.dims) if axis not in gone)
+
+
+def _apply_squeeze(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
+    return operands[0].reshape(eqn.outvars[0].aval.shape)
 
 
 def _track_broadcast(eqn: Eqn, position: int, origin: Origin) -> Origin:
@@ -177,7 +187,7 @@ VIEWS: dict[str, View] = {
     "rev": of_one(same, _apply_rev),
     "slice": of_one(same, _apply_slice),
     "split": of_one(same, _apply_split),
-    "squeeze": of_one(_track_squeeze, _apply_reshape),
+    "squeeze": of_one(_track_squeeze, _apply_squeeze),
     "stack": View(_track_stack, _apply_stack),
     "stop_gradient": _UNCHANGED,
     "tile": of_one(same, _apply_tile),
