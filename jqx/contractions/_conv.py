@@ -13,14 +13,14 @@ from jax import lax
 
 from .._checks import is_at_least
 from ..numerics import common_dtype
-from ..tensor import QTensor
+from ..tensor import Layout, QTensor
 from ._blocks import with_own_scales
 from ._bytes import as_int8, longest
 from ._conv_dimensions import Window, padded
 from ._convert import is_exact_in, numbers_of
 from ._formulation import formulation
 from ._integer import digits_of
-from ._slices import slice_along
+from ._slices import cut_of, in_order, slice_along, slice_of
 from ._tiles import count_of
 
 MOST_TAPS = 64
@@ -91,10 +91,11 @@ def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     x, axis = x.astype(wide), window.outputs
-    q = with_own_scales(q.unpack(), (axis,))
+    q = with_own_scales(q, (axis,))
+    if q.layout is not None and q.layout != Layout(q.layout.packing):
+        q = q.unpack()
     n, at = q.shape[axis], window.axes.out_spec[1]
     count = count_of(q, x.size)
-    size = math.ceil(n / count)
 
     @jax.checkpoint
     def compute(x: jax.Array, tile: QTensor) -> jax.Array:
@@ -102,14 +103,17 @@ def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 
     if window.groups > 1 or window.batch_groups > 1 or not 1 < count <= n / 2:
         return compute(x, q)
-    full = n // size
-    steps = jnp.arange(full) * size
-    body = lambda carry, start: (carry, compute(x, slice_along(q, axis, start, size)))  # noqa: E731
-    y = jnp.moveaxis(lax.scan(body, None, steps)[1], 0, at)
-    y = y.reshape(*y.shape[:at], full * size, *y.shape[at + 2 :])
-    if full * size == n:
+    cut = cut_of(q, axis, count)
+    if cut is None:  # packed so that it cannot be cut
+        q = q.unpack()
+        cut = cut_of(q, axis, count)
+        assert cut is not None
+    body = lambda carry, i: (carry, compute(x, slice_of(q, cut, i)))  # noqa: E731
+    y = in_order(lax.scan(body, None, jnp.arange(cut.number))[1], cut, at)
+    full = y.shape[at]
+    if full == n:
         return y
-    rest = compute(x, slice_along(q, axis, full * size, n - full * size))
+    rest = compute(x, slice_along(q, axis, full, n - full))
     return jnp.concatenate([y, rest], axis=at)
 
 

@@ -144,8 +144,9 @@ def conv_general_dilated(
         _check_scale("lhs", left, (window.features, *window.spatial), window.is_depthwise(left))
         _check_scale("rhs", right, (window.inputs, *window.taps), False)
         _check_blocks(left, right, window)
-    left, right = (x.unpack() if isinstance(x, QTensor) else x for x in (left, right))
+    left = left.unpack() if isinstance(left, QTensor) else left
     if isinstance(output, Requantization):
+        right = right.unpack() if isinstance(right, QTensor) else right
         summed = (window.features, *window.spatial), (window.inputs, *window.taps)
         products = window.products(right)
         check_requantized(NAME, left, right, summed, products, preferred_element_type)
@@ -163,7 +164,10 @@ def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
     wide = common_dtype(left.dtype, right.dtype)
     if isinstance(left, QTensor) and not (is_integer(left) and is_integer(right)):
         left = left.astype(wide).dequantize()
-    if window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,)):
+    as_dot = window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,))
+    if as_dot or isinstance(left, QTensor):
+        right = right.unpack()  # else it is unpacked where it is converted
+    if as_dot:
         return _as_dot(left, right, window, wide)
     if isinstance(left, QTensor) and not (is_byte(left) and is_byte(right)):
         return Choice(conv_digits, conv_digits).compute(left, right, window)

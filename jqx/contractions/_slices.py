@@ -51,7 +51,7 @@ def in_slices(
       count: how many slices; 1 for the whole.
       compute: contracts a slice of both; linear in either.
     """
-    cuts = (_cut(rhs, axis, count) for axis in range(rhs.ndim))
+    cuts = (cut_of(rhs, axis, count) for axis in range(rhs.ndim))
     cut = next((cut for cut in cuts if cut is not None), None)
     if count <= 1 or cut is None:
         return compute(lhs, rhs)
@@ -79,10 +79,33 @@ def in_slices(
         return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
     _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
     at = dimensions.output_axis(cut.axis)
+    y = in_order(parts, cut, at)
+    return y if rest is None else jnp.concatenate([y, rest], axis=at)
+
+
+def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:
+    """Joins the results of slices, stacked, along the axis `at` of a result."""
     shape = parts.shape[1:]
     parts = parts.reshape(cut.number, *shape[:at], cut.runs, cut.size, *shape[at + 1 :])
-    y = jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], full, *shape[at + 1 :])
-    return y if rest is None else jnp.concatenate([y, rest], axis=at)
+    full = cut.runs * cut.size * cut.number
+    return jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], full, *shape[at + 1 :])
+
+
+def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
+    """Returns a slice of a QTensor without blocks along the axis that is cut, where it lies."""
+    n, axis = q.shape[cut.axis], cut.axis
+
+    def sliced(leaf: jax.Array) -> jax.Array:
+        m = leaf.shape[axis]
+        if m == 1 and n > 1:
+            return leaf
+        runs = 1 if leaf is q.values else cut.runs
+        split = leaf.reshape(*leaf.shape[:axis], runs, m // runs, *leaf.shape[axis + 1 :])
+        tied, step = _tied(split, i)
+        part = lax.dynamic_slice_in_dim(tied, step * cut.size, cut.size, axis + 1)
+        return part.reshape(*leaf.shape[:axis], runs * cut.size, *leaf.shape[axis + 1 :])
+
+    return _laid_out(jax.tree.map(sliced, q), cut, q)
 
 
 def slice_along(x: Any, axis: int, start: Any, size: int) -> Any:
@@ -113,7 +136,7 @@ def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
 
 
-def _cut(q: QTensor, axis: int, count: int) -> Cut | None:
+def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
     """Returns how to cut an axis in about `count` slices, not through blocks; `None` if it is too
     short, or packed so that it cannot be cut.
     """

@@ -155,12 +155,32 @@ def compiled(f, *args):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_large_kernel_is_never_held_in_floats(name):
-    """An eighth of it at a time, and the results of those. Another eighth is for codes of 4 bits,
-    which may be unpacked before, and 1 KiB for what counts the steps.
+    """An eighth of it at a time, as codes and as floats, and the results of those; and 1 KiB for
+    what counts the steps.
     """
     x = jax.ShapeDtypeStruct(IMAGE, jnp.float32)
     memory = compiled(plain, x, shapes_of(name)).memory_analysis()
-    assert memory.temp_size_in_bytes <= 4 * (math.prod(KERNEL) / 4 + math.prod(IMAGE)) + 1024
+    eighth, image = math.prod(KERNEL) // 8, math.prod(IMAGE)
+    assert memory.temp_size_in_bytes <= 5 * eighth + 4 * image + 1024
+
+
+@pytest.mark.parametrize("pack", [0, 2, 3])
+def test_a_packed_kernel_is_convolved_in_slices(pack):
+    """Along the outputs 4 bits are cut as they lie; 3 bits, and an odd number, are not."""
+    x = jax.random.normal(jax.random.key(0), (1, 4, 4, 64))
+
+    @jax.jit
+    def run(w):
+        pairs = []
+        for qtype in (jnp.int4, numerics.nf4, numerics.int3):
+            for outputs in (192, 190):
+                spec = jqx.QSpec(qtype, jqx.per_block({2: 32, 3: 1}))
+                q = jqx.QTensor.quantize(w[..., :outputs], spec, pack=pack)
+                pairs.append((plain(x, q), plain(x, q.dequantize())))
+        return pairs
+
+    for found, expected in run(jax.random.normal(jax.random.key(1), (3, 3, 64, 192))):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_nor_is_it_for_the_gradient_of_the_image():

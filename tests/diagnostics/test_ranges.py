@@ -180,8 +180,8 @@ REAL = {
     "log2": lambda x, y, w: jnp.log2(abs(x) + 0.5),
     "polynomial": lambda x, y, w: jnp.polyval(w[0], x, unroll=3),
 }
-if hasattr(jax.lax, "one_minus_square_p"):
-    REAL["one minus square"] = lambda x, y, w: jax.lax.one_minus_square_p.bind(x)
+if hasattr(jax.lax, "one_minus_square"):
+    REAL["one minus square"] = lambda x, y, w: jax.lax.one_minus_square(x)
 
 real_programs = st.lists(
     st.tuples(st.sampled_from(sorted(REAL)), st.integers(0, 9), st.integers(0, 9)), max_size=5
