@@ -29,7 +29,9 @@ def quantize(
 
     Nothing of `module` is changed. The result is an instance of its class too, with its fields and
     its variables, at the same paths; it can be a part of other modules, and under Flax's lifted
-    transforms. `result.clone(mode=...)` is the same in another mode.
+    transforms. `result.clone(mode=...)` is the same in another mode. Functions of the module that
+    are given to `apply` as `method=` run so too, and methods of bases and mixins, and what is
+    reached through a bound module; only modules among its fields are then left unbound.
 
     Args:
       module: any linen module, bound to nothing.

@@ -27,6 +27,10 @@ def quantize(
 ) -> Any:
     """Returns a model like another whose every public method runs through the transforms.
 
+    Properties do too, and what bases and mixins give. The modules inside are parts of the model:
+    one that is called from outside follows the rules and the mode of the whole, and is an error
+    where it needs statistics or scales, which the whole alone has.
+
     Nothing of `model` is changed: the result has variables of its own, of the same values, at the
     same paths. It is an instance of its class too. Variables that are shared stay so, and are
     quantized once. A method is traced: it may write variables, but no other attributes. Every rule
