@@ -1,7 +1,7 @@
 """QSpec, QTensor, and the views through which a scale follows its values."""
 
-from ._code_range import check_codes as check_codes
 from ._added import added as added
+from ._code_range import check_codes as check_codes
 from ._export import fields_from_json as fields_from_json
 from ._export import fields_to_json as fields_to_json
 from ._fit import groups_of as groups_of

@@ -21,7 +21,7 @@ from ..tensor import (
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
-from ._paths import Params, Renamed, Weights
+from ._paths import Params, Weights
 from ._plan_table import as_rich_table, as_text
 
 _VERSION = 1
@@ -185,7 +185,7 @@ class Plan:
     weights: tuple[Weight, ...]
     params: Params
     signature: tuple[str, ...]
-    names: Renamed = added(())
+    names: tuple[tuple[str, str], ...] = added(())
     unreached: tuple[Unreached, ...] = added((), compare=False)
 
     @property
