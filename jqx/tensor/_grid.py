@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._checks import require_that
 from ..calibrators import Affine, Groups, absmax
 from ..gradients import check_key, ste, ste_unclipped, straight_through
-from ..numerics import E8M0, Block, RoundMode, format_of, ngraph
+from ..numerics import E8M0, Block, RoundMode, format_of, ngraph, widen
 from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._fields import check_zero_point
 from ._fit import fit, groups_of
@@ -44,9 +44,16 @@ class Grid(NamedTuple):
         """Returns scale and zero point so that they broadcast to the array in its groups."""
         zero_point = self.zero_point
         return (
-            self.groups.split_scale(self.real_scale()),
+            self.groups.split_scale(wide_scale(self.real_scale())),
             None if zero_point is None else self.groups.split_scale(zero_point),
         )
+
+
+def wide_scale(scale: jax.Array) -> jax.Array:
+    """Returns a scale as it multiplies codes: of 16 bits as float32, which holds codes that 16-bit
+    floats would round.
+    """
+    return scale if scale.dtype == E8M0 else widen(scale)
 
 
 def grid_of(function: str, x: jax.Array, spec: QSpec, affine: Affine | None) -> Grid:

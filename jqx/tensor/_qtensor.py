@@ -18,7 +18,7 @@ from ..ops import affine_dequantize, affine_quantize
 from . import _layout, _views
 from ._export import make_exportable
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
-from ._grid import grid_of
+from ._grid import grid_of, wide_scale
 from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
 from ._select import concatenate, index, reshape_scale, split
 from ._show import text, treescope_tree
@@ -151,12 +151,12 @@ class QTensor:
         )
 
     def dequantize(self) -> jax.Array:
-        """Returns the real array: the values times the scale, rounded once to `dtype`."""
+        """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""
         check_shapes(self)  # a map over leaves may have changed them
         groups = self.groups
         real = affine_dequantize(
             groups.split(self.codes),
-            groups.split_scale(self._scale_array()),
+            groups.split_scale(wide_scale(self._scale_array())),
             None if self.zero_point is None else groups.split_scale(self.zero_point),
             qtype=self.qtype,
             dtype=self.dtype,

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 import jqx
 from jqx import RoundMode, calibrators, numerics
 from jqx.numerics import INTEGERS
-from jqx.tensor import Layout, Packing
+from jqx.tensor import Layout, Packing, fake_quantize_as
 
 from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats
 from ..numerics.oracles import (
@@ -39,6 +39,7 @@ from .tensors import (
     kept,
     made,
     qtensors,
+    random_codes,
     random_tensor,
     tensor,
 )
@@ -110,6 +111,34 @@ def test_sixteen_bit_floats_are_quantized_with_a_float32_scale(dtype, symmetric)
     assert q.dtype == jnp.dtype(dtype)
     real = nearest((as_int64(q.values) - zero_point) * as_float64(scale), np.float32)
     assert_floats(q.dequantize(), nearest(real, dtype), dtype)
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("scale", ["float16", "bfloat16", "float32"])
+def test_codes_are_not_rounded_to_the_dtype_of_their_scale(scale, zero_point):
+    """Codes less zero points are exact, their products with scales are rounded to float32 first;
+    so does `simulate` round what it puts on the same grid.
+    """
+    rng = np.random.default_rng(3)
+    for qtype in ("int8", "uint8", "int16", "uint16"):
+        codes = random_codes(rng, qtype, (3, 64))
+        zeros = random_codes(rng, qtype, (3, 4)) if zero_point else None
+        scales = rng.uniform(0.5, 1, (3, 4)).astype(jnp.dtype(scale))
+        spread = np.repeat(as_float64(scales), 16, axis=1)
+        shift = 0 if zeros is None else np.repeat(zeros, 16, axis=1)
+        real = nearest((codes - shift) * spread, np.float32)
+        q = dataclasses.replace(tensor(codes, qtype, scales, zeros), scale=jnp.asarray(scales))
+        for dtype in ("float32", "bfloat16", "float16"):
+            with np.errstate(over="ignore"):
+                expected = real.astype(jnp.dtype(dtype))
+            np.testing.assert_array_equal(q.astype(dtype).dequantize(), expected)
+        if qtype.startswith("u") and not zero_point:
+            continue
+        spec = jqx.QSpec(jnp.dtype(qtype), jqx.per_block({0: 1, 1: 16}), symmetric=not zero_point)
+        affine = jqx.calibrators.Affine(q.scale, q.zero_point)
+        np.testing.assert_array_equal(
+            fake_quantize_as(q.dequantize(), spec, affine), q.dequantize()
+        )
 
 
 def test_float64_values_keep_their_dtype_under_x64():
