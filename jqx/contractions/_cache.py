@@ -183,9 +183,9 @@ def dynamic_update_slice(
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
     window = window_of(function, operand, start_indices, update.shape)
-    _check_blocks(operand, window)
     if 0 in window.sizes:
         return operand
+    _check_blocks(operand, window)
     if isinstance(update, QTensor):
         return _written(operand, _matched(operand, update, window), window)
     return _written(operand, _quantized(operand, update, window), window)

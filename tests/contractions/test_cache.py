@@ -489,3 +489,11 @@ def test_zeros_of_nothing_known_are_refused():
     refused(TypeError, "jqx.zeros", "`dtype`", dtype=jnp.int8)
     refused(ValueError, "relative", spec=jqx.QSpec(jnp.int8, jqx.per_token()))
     refused(ValueError, "does not fit", affine=Affine(jnp.ones((5, 1))))
+
+
+@pytest.mark.parametrize("axes", [(), (0,), (1,)])
+@pytest.mark.parametrize("shape, size", [((4, 0), (2, 0)), ((0, 4), (0, 4)), ((4, 8), (2, 0))])
+def test_nothing_is_written_where_an_axis_is_empty(shape, size, axes):
+    q = jqx.zeros(shape, jqx.QSpec(jnp.int8, jqx.per_axis(*axes) if axes else jqx.per_tensor()))
+    assert_equal(jqx.dynamic_update_slice(q, jnp.zeros(size), (0, 0)), q)
+    assert jqx.dynamic_slice(q, (0, 0), size).dequantize().shape == size
