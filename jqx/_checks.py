@@ -49,12 +49,13 @@ def check_instance(
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(map(_with_article, kinds))
     plain = isinstance(value, (str, int, float, type(None)))
+    kind_of = f"an object of type {type(value).__name__}"
     require_that(
         isinstance(value, kinds),
         error=TypeError,
         function=function,
         problem=f"`{argument}` is not {names}.",
-        given=f"{argument} == {value!r}" if plain else f"an object of type {type(value).__name__}",
+        given=f"{argument} == {shown(value)}" if plain else kind_of,
         expected=names,
         mend=mend,
     )
@@ -64,7 +65,10 @@ def shown(value: Any, limit: int = 200) -> str:
     """Returns a value as messages show it: an array by its type, anything long cut short."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an object of type {type(value).__name__}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an object of type {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -71,6 +71,18 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, Tracer)
 
 
+@contextmanager
+def intermediates() -> Iterator[None]:
+    """Lets NaN and infinities pass that `jax_debug_nans` and `jax_debug_infs` would stop: those of
+    statistics on the way to a scale, where they stand for what there is none of.
+    """
+    with ExitStack() as stack:
+        for name, flag in (("jax_debug_nans", jax.debug_nans), ("jax_debug_infs", jax.debug_infs)):
+            if getattr(jax.config, name):
+                stack.enter_context(flag(False))
+        yield
+
+
 def equation_context(eqn: Eqn) -> ExitStack:
     """Returns the context an equation was traced in: its name scopes and configuration."""
     stack = ExitStack()

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
+from ._calibrator import (
+    Affine,
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    poisoned,
+    serializable,
+)
 from ._cover import cover
 
 
@@ -38,7 +47,7 @@ class AbsMax(Calibrator):
     def merge(self, a: AbsMaxStats, b: AbsMaxStats) -> AbsMaxStats:
         """Returns the larger magnitudes and the sums of the counts."""
         largest = jnp.maximum(a.largest, b.largest)
-        return AbsMaxStats(largest, a.nans + b.nans, a.observed + b.observed)
+        return AbsMaxStats(largest, *added_counts(a, b))
 
     def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
         """Returns the scale that maps the largest magnitude to the largest number."""

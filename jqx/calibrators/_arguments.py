@@ -1,18 +1,21 @@
-"""Checks of the numbers that a calibrator is made with."""
+"""Checks of what calibrators and granularities are made with."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .._checks import check_integer, require_that
+from .._checks import check_instance, check_integer, require_that, shown
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+_MOST = 2**20
 
 
 def check_number(
     function: str, argument: str, value: Any, holds: Callable[[float], bool], expected: str
 ) -> float:
-    """Returns `value` as a float, after checking that it is a finite number for which `holds`."""
+    """Returns `value` as a float, after checking that float32 has it and that it `holds`."""
     require_that(
         isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool),
         error=TypeError,
@@ -23,11 +26,11 @@ def check_number(
         mend=f"pass the number itself as {argument}.",
     )
     require_that(
-        math.isfinite(value) and holds(float(value)),
+        abs(value) <= _LARGEST and holds(float(value)),
         error=ValueError,
         function=function,
         problem=f"`{argument}` is out of range.",
-        given=f"{argument} == {float(value)}",
+        given=f"{argument} == {shown(value)}",
         expected=f"a finite number, {expected}",
         mend=f"choose {argument} from that range.",
     )
@@ -35,15 +38,52 @@ def check_number(
 
 
 def check_count(function: str, argument: str, value: Any, least: int) -> int:
-    """Returns `value` as an integer, after checking that it is at least `least`."""
+    """Returns `value` as an integer, after checking that it is at least `least`, and no absurd
+    number of steps, bins or candidates.
+    """
     value = check_integer(function, argument, value)
     require_that(
-        value >= least,
+        least <= value <= _MOST,
         error=ValueError,
         function=function,
-        problem=f"`{argument}` is too small.",
-        given=f"{argument} == {value}",
-        expected=f"{least} or more",
+        problem=f"`{argument}` is too {'small' if value < least else 'large'}.",
+        given=f"{argument} == {shown(value)}",
+        expected=f"{least} or more, {_MOST} at most",
         mend=f"pass for example {argument}={least}.",
     )
     return value
+
+
+def check_integers(function: str, argument: str, given: Any, count: int | None = None) -> Any:
+    """Returns integers as a tuple, after checking that they are integers, and how many."""
+    fits = isinstance(given, (tuple, list)) and count in (None, len(given))
+    require_that(
+        fits and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in given),
+        error=TypeError,
+        function=function,
+        problem=f"`{argument}` must hold integers.",
+        given=f"{argument} == {shown(given)}",
+        expected="pairs of an axis and a size" if count else "axis numbers, as in per_axis(0, 2)",
+        mend="pass the numbers themselves.",
+    )
+    return tuple(map(int, given))
+
+
+def check_group_size(size: Any) -> int:
+    """Returns a group's size, after checking that it is one."""
+    size = check_integer("per_group", "size", size)
+    require_that(
+        1 <= size < 2**31,
+        error=ValueError,
+        function="per_group",
+        problem="a group has no elements." if size < 1 else "a group has too many elements.",
+        given=f"size == {shown(size)}",
+        expected="a size of 1 or more",
+        mend="pass for example per_group(32).",
+    )
+    return size
+
+
+def check_tail(function: str, tail: Any) -> None:
+    """Checks that `tail` is a bool."""
+    check_instance(function, "tail", tail, bool, mend="pass tail=True or tail=False.")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import DTypeLike
 
+from .._checks import is_at_least
 from ..numerics import Numerics, QType
 from ._granularity import Granularity
 
@@ -53,9 +54,9 @@ class Calibrator(abc.ABC):
 
     Statistics are a NamedTuple (or another pytree) of arrays, among them `observed`, the number of
     arrays seen, an int32 scalar, and `nans`, the number of NaN values seen for each scale, an int32
-    array. They form a monoid: `merge` is associative and `empty` its unit, so batches, loop steps
-    and devices may be combined in any grouping. NaN values are counted and otherwise left out; a
-    scale that saw one is NaN.
+    array; both stop at the largest int32. They form a monoid: `merge` is associative and `empty`
+    its unit, so batches, loop steps and devices may be combined in any grouping. NaN values are
+    counted and otherwise left out; a scale that saw one is NaN.
     """
 
     @abc.abstractmethod
@@ -105,8 +106,20 @@ def look_at(x: jax.Array, spec: Affinity) -> Seen:
     """Counts the NaN values of `x` and takes them out."""
     nan = jnp.isnan(x)
     groups = spec.granularity.groups(x.shape)
-    nans = groups.reduce(jnp.sum, nan.astype(jnp.int32), 0).astype(jnp.int32)  # not int64
+    kind = jnp.float32 if is_at_least(groups.per_scale, 2**31) else jnp.int32  # floats do not wrap
+    nans = groups.reduce(jnp.sum, nan.astype(kind), 0).astype(jnp.int32)  # not int64
     return Seen(jnp.where(nan, jnp.zeros_like(x), x), nans, jnp.int32(x.size > 0))
+
+
+def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the sum of counts, or the largest integer of their dtype where it is less."""
+    total = a + b
+    return jnp.where(total < a, jnp.full_like(total, jnp.iinfo(total.dtype).max), total)
+
+
+def added_counts(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    """The `nans` and `observed` of statistics together."""
+    return saturating_add(a.nans, b.nans), saturating_add(a.observed, b.observed)
 
 
 def nothing_seen(shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:

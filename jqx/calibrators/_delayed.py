@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_instance, check_integer
+from .._checks import check_instance, check_integer, require_that, shown
 from ._arguments import check_count
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
+from ._calibrator import (
+    Affine,
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    poisoned,
+    serializable,
+)
 from ._cover import cover
 
 
@@ -52,7 +61,7 @@ class Delayed(Calibrator):
 
     Raises:
       TypeError: a field is not an integer.
-      ValueError: `length` is below 1.
+      ValueError: `length` is below 1, or `2**margin` is no float32.
     """
 
     length: int = 16
@@ -62,6 +71,15 @@ class Delayed(Calibrator):
         name = "calibrators.Delayed"
         object.__setattr__(self, "length", check_count(name, "length", self.length, 1))
         object.__setattr__(self, "margin", check_integer(name, "margin", self.margin))
+        require_that(
+            -126 <= self.margin <= 127,
+            error=ValueError,
+            function=name,
+            problem="`margin` is out of range.",
+            given=f"margin == {shown(self.margin)}",
+            expected="-126 to 127: 2**margin is a float32",
+            mend="choose margin from that range, such as 0 or 1.",
+        )
 
     def empty(self, shape: Sequence[int]) -> DelayedStats:
         """Returns a history of zeros."""
@@ -79,7 +97,7 @@ class Delayed(Calibrator):
     def merge(self, a: DelayedStats, b: DelayedStats) -> DelayedStats:
         """Returns the larger magnitude of each step, and the sums of the counts."""
         history = jnp.maximum(a.history, b.history)
-        return DelayedStats(history, a.nans + b.nans, a.observed + b.observed)
+        return DelayedStats(history, *added_counts(a, b))
 
     def affine(self, stats: DelayedStats, spec: Affinity) -> Affine:
         """Returns the scale of the largest magnitude in the history."""

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ._arguments import check_number
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
+from ._calibrator import (
+    Affine,
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    poisoned,
+    serializable,
+)
 from ._cover import cover
 
 
@@ -70,7 +79,7 @@ class Fixed(Calibrator):
 
     def merge(self, a: FixedStats, b: FixedStats) -> FixedStats:
         """Returns the sums of the counts."""
-        return FixedStats(a.nans + b.nans, a.observed + b.observed)
+        return FixedStats(*added_counts(a, b))
 
     def observed(self, stats: FixedStats) -> jax.Array:
         """Returns how many arrays were observed, and 1 for none: none is needed."""

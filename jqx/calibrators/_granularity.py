@@ -5,10 +5,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn, Protocol
 
-import numpy as np
-
-from .._checks import check_instance, check_integer, normalize_axes, require_that
+from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
+from ._arguments import check_group_size, check_integers, check_tail
 from ._groups import Groups
 
 
@@ -54,6 +53,9 @@ class PerAxis(_ByGroups):
 
     axes: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", check_integers("per_axis", "axes", self.axes))
+
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerAxis":
         """Returns itself with non-negative axes."""
         return PerAxis(normalize_axes("per_axis", self.axes, rank))
@@ -95,6 +97,21 @@ class PerBlock(_ByGroups):
 
     sizes: tuple[tuple[int, int], ...]
     tail: bool = False
+
+    def __post_init__(self) -> None:
+        pairs = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
+        found = tuple(check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
+        require_that(
+            found and all(1 <= size < 2**31 for _, size in found),
+            error=ValueError,
+            function="per_block",
+            problem="there are no blocks." if not found else "a block has no elements.",
+            given=f"sizes == {shown(dict(found))}",
+            expected="a size of 1 or more for one axis or more",
+            mend="pass for example {0: 32}, or use jqx.per_tensor().",
+        )
+        object.__setattr__(self, "sizes", found)
+        check_tail("per_block", self.tail)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerBlock":
         """Returns itself with non-negative axes."""
@@ -138,6 +155,11 @@ class PerRun(_ByGroups):
     size: int
     tail: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", check_integers("per_group", "axes", self.axes))
+        object.__setattr__(self, "size", check_group_size(self.size))
+        check_tail("per_group", self.tail)
+
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerRun":
         """Returns itself."""
         return self
@@ -145,7 +167,7 @@ class PerRun(_ByGroups):
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns the blocks whose product is the run; raises where there are none."""
         sizes, rest = [1] * len(shape), self.size
-        for axis in sorted(self.axes, reverse=True):
+        for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
             n = shape[axis]
             if n <= rest and (self.tail or n == 0 or rest % n == 0):
                 sizes[axis], rest = n, rest // n if n else 1
@@ -211,6 +233,10 @@ class PerKeptAxis(_Relative):
 
     name: str
 
+    def __post_init__(self) -> None:
+        mend = "pass for example 'per_channel'."
+        check_instance("per_channel", "name", self.name, str, mend=mend)
+
     def resolve(self, rank: int, kept: Sequence[int]) -> PerAxis:
         """Returns `per_axis` of the kept axes, or `per_tensor` where there are none."""
         axes = normalize_axes(self.name, tuple(kept), rank)
@@ -226,6 +252,10 @@ class PerGroup(_Relative):
 
     size: int
     tail: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", check_group_size(self.size))
+        check_tail("per_group", self.tail)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerRun:
         """Returns runs along the axes that are not kept."""
@@ -268,15 +298,6 @@ def per_axis(*axes: int) -> Granularity:
       (1, 4)
     """
     require_that(
-        all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes),
-        error=TypeError,
-        function="per_axis",
-        problem="axes must be integers.",
-        given=f"{axes!r}",
-        expected="integers, as in per_axis(0) or per_axis(0, 2)",
-        mend="pass the axis numbers themselves, not a list.",
-    )
-    require_that(
         axes,
         error=ValueError,
         function="per_axis",
@@ -285,7 +306,7 @@ def per_axis(*axes: int) -> Granularity:
         expected="one axis or more",
         mend="pass the axes that have their own scale, or use jqx.per_tensor().",
     )
-    return PerAxis(tuple(map(int, axes)))
+    return PerAxis(axes)
 
 
 def per_channel() -> Granularity:
@@ -323,21 +344,7 @@ def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
       (4, 1)
     """
     check_instance("per_block", "sizes", sizes, Mapping, mend="pass a dict such as {0: 32}.")
-    check_instance("per_block", "tail", tail, bool, mend="pass tail=True or tail=False.")
-    pairs = tuple(
-        (check_integer("per_block", "axis", axis), check_integer("per_block", "size", size))
-        for axis, size in sizes.items()
-    )
-    require_that(
-        pairs and all(size >= 1 for _, size in pairs),
-        error=ValueError,
-        function="per_block",
-        problem="there are no blocks." if not pairs else "a block has no elements.",
-        given=f"sizes == {dict(pairs)}",
-        expected="a size of 1 or more for one axis or more",
-        mend="pass for example {0: 32}, or use jqx.per_tensor().",
-    )
-    return PerBlock(pairs, tail)
+    return PerBlock(tuple(sizes.items()), tail)
 
 
 def per_group(size: int, tail: bool = False) -> Granularity:
@@ -360,17 +367,6 @@ def per_group(size: int, tail: bool = False) -> Granularity:
       >>> jqx.per_group(32).resolve(rank=2, kept=(1,)).scale_shape((64, 3))
       (2, 3)
     """
-    size = check_integer("per_group", "size", size)
-    check_instance("per_group", "tail", tail, bool, mend="pass tail=True or tail=False.")
-    require_that(
-        size >= 1,
-        error=ValueError,
-        function="per_group",
-        problem="a group has no elements.",
-        given=f"size == {size}",
-        expected="a size of 1 or more",
-        mend="pass for example per_group(32).",
-    )
     return PerGroup(size, tail)
 
 

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._calibrator import Affinity, Calibrator, look_at, nothing_seen, serializable
+from ._calibrator import (
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    saturating_add,
+    serializable,
+)
 from ._rows import rows_of
 
 _SHIFT = 23 - 6  # leaves 6 bits of the mantissa
@@ -82,8 +90,7 @@ class FromHistogram(Calibrator):
             saturating_add(a.counts, b.counts),
             jnp.minimum(a.low, b.low),
             jnp.maximum(a.high, b.high),
-            a.nans + b.nans,
-            a.observed + b.observed,
+            *added_counts(a, b),
         )
 
 
@@ -111,12 +118,6 @@ def extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     inf = jnp.full_like(rows, jnp.inf)
     low = jnp.min(jnp.where(none, inf, rows), axis=-1, initial=jnp.inf)
     return low, jnp.max(jnp.where(none, -inf, rows), axis=-1, initial=-jnp.inf)
-
-
-def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a + b` for unsigned integers, or the largest one where it is less."""
-    total = a + b
-    return jnp.where(total < a, jnp.full_like(total, jnp.iinfo(total.dtype).max), total)
 
 
 def magnitudes(counts: jax.Array) -> jax.Array:

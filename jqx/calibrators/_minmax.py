@@ -7,7 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
+from ._calibrator import (
+    Affine,
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    poisoned,
+    serializable,
+)
 from ._cover import cover
 
 
@@ -43,7 +52,7 @@ class MinMax(Calibrator):
     def merge(self, a: MinMaxStats, b: MinMaxStats) -> MinMaxStats:
         """Returns the wider range and the sums of the counts."""
         extremes = jnp.minimum(a.low, b.low), jnp.maximum(a.high, b.high)
-        return MinMaxStats(*extremes, a.nans + b.nans, a.observed + b.observed)
+        return MinMaxStats(*extremes, *added_counts(a, b))
 
     def affine(self, stats: MinMaxStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point that cover the range, zero included."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ._arguments import check_number
+from ._calibrator import saturating_add
 
 _COUNTS = ("nans", "observed")
 
@@ -65,7 +66,7 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
 def _mixed(old: Any, new: Any, decay: float) -> Any:
     _check_alike(old, new)
     fields = {
-        name: getattr(old, name) + getattr(new, name)
+        name: saturating_add(getattr(old, name), getattr(new, name))
         if name in _COUNTS
         else _mix(getattr(old, name), getattr(new, name), old.observed, new.observed, decay)
         for name in old._fields

@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import check_number
-from ._calibrator import Affine, Affinity, Calibrator, look_at, nothing_seen, poisoned, serializable
+from ._calibrator import (
+    Affine,
+    Affinity,
+    Calibrator,
+    added_counts,
+    look_at,
+    nothing_seen,
+    poisoned,
+    serializable,
+)
 from ._cover import cover
 from ._rows import members
 
@@ -69,7 +78,7 @@ class Rms(Calibrator):
 
     def merge(self, a: RmsStats, b: RmsStats) -> RmsStats:
         """Returns the sums, each rounded to float32 once."""
-        return RmsStats(*(x + y for x, y in zip(a, b, strict=True)))
+        return RmsStats(a.squares + b.squares, a.elements + b.elements, *added_counts(a, b))
 
     def affine(self, stats: RmsStats, spec: Affinity) -> Affine:
         """Returns the scale that covers the multiple of the root mean square."""

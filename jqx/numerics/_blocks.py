@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, check_integer, require_that
+from .._checks import check_instance, check_integer, require_that, shown
 from ._e8m0 import E8M0
 from ._integers import Integer
 from ._lookup import as_qtype, format_of
@@ -45,7 +45,7 @@ class Block(QType):
 
     Raises:
       TypeError: a field is not of its kind.
-      ValueError: `size` is below 1, or `unit` is no power of two.
+      ValueError: `size` is below 1, or `unit` is no power of two from 2**-64 to 2**64.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -80,12 +80,22 @@ class Block(QType):
             mend="pass one of these.",
         )
         require_that(
-            self.size >= 1 and self.unit > 0 and math.frexp(self.unit)[0] == 0.5,
+            not isinstance(self.element, Block),
+            error=TypeError,
+            function=function,
+            problem="`element` is a block format.",
+            given=f"element == {format_of(self.element).name}",
+            expected="a format of single elements",
+            mend="pass the format of its elements.",
+        )
+        fits = 2.0**-64 <= self.unit <= 2.0**64 and not isinstance(self.unit, bool)
+        require_that(
+            1 <= self.size < 2**31 and fits and math.frexp(self.unit)[0] == 0.5,
             error=ValueError,
             function=function,
             problem="there is no such block format.",
-            given=f"size == {self.size}, unit == {self.unit}",
-            expected="a size of 1 or more, and a power of two as unit",
+            given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
+            expected="a size of 1 or more, and a power of two as unit, 2**-64 to 2**64",
             mend="pass for example size=32.",
         )
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,9 @@ class Codebook(QType):
             Iterable,
             mend="pass a tuple of numbers.",
         )
-        given = tuple(self.entries)
+        given: tuple[Any, ...] = (None,)  # an array of no axes cannot be iterated over
+        if getattr(self.entries, "shape", None) != ():
+            given = tuple(self.entries)
         kinds = sorted({type(entry).__name__ for entry in given})
         require_that(
             all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in given),

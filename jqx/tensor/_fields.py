@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax
+import numpy as np
 
-from .._checks import check_real, require_that
+from .._checks import check_real, require_that, shown
 from ..numerics import E8M0, Integer, format_of, packed_length
 from ._layout import Layout, Packing, lies_otherwise, values_dtype
 
@@ -52,15 +53,23 @@ def check_leaves(q: Any) -> None:
 def check_blocks(blocks: Any) -> None:
     """Checks that `blocks` is a tuple of triples of positive integers."""
     require_that(
-        isinstance(blocks, tuple)
-        and all(isinstance(b, tuple) and len(b) == 3 and min(b) > 0 for b in blocks),
+        isinstance(blocks, tuple) and all(map(_is_block, blocks)),
         error=ValueError,
         function="QTensor",
         problem="`blocks` does not tell block sizes.",
-        given=f"blocks == {blocks!r}",
+        given=f"blocks == {shown(blocks)}",
         expected="a tuple of (length, number of blocks, block size)",
         mend="leave it out where the number of blocks divides the length; else pass for example "
         "((100, 4, 32),).",
+    )
+
+
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, tuple)
+        and len(block) == 3
+        and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in block)
+        and min(block) > 0
     )
 
 
@@ -72,7 +81,7 @@ def check_layout(q: Any) -> None:
     require_that(
         isinstance(layout, Layout)
         and isinstance(layout.packing, Packing | None)
-        and all(isinstance(number, int) for number in layout.packing or ())
+        and all(type(number) is int for number in layout.packing or ())
         and isinstance(layout.swapped, bool)
         and isinstance(layout.int8, bool),
         error=TypeError,

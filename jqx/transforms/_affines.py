@@ -7,6 +7,7 @@ from .._checks import require_that
 from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec
+from ._affine_checks import check_entries
 
 GivenAffines = Mapping[str, Affine] | Literal["dynamic"] | None
 """What `affines=` of a transform takes."""
@@ -22,6 +23,8 @@ class _Plan(Protocol):
     def weights(self) -> tuple[Any, ...]: ...
 
     def static_specs(self) -> dict[str, QSpec]: ...
+
+    def site_of_key(self, key: str) -> Any: ...
 
 
 def check_affines(
@@ -54,6 +57,7 @@ def check_affines(
                 mend="compute it with jqx.affines(plan, stats).",
             )
         )
+    check_entries(function, plan, affines)
     return dict(affines)
 
 

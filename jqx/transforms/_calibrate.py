@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
@@ -35,12 +36,14 @@ class _Observe(Rules):
         (result,) = _compat.bind(eqn, operands)
         seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=False)}
         seen[site.output_key] = result
-        records = {
-            key: spec.calibrator.observe(jnp.asarray(seen[key]), spec)
-            for key, spec in site.static_specs().items()
-        }
+        with _compat.intermediates():
+            records = {
+                key: spec.calibrator.observe(jnp.asarray(seen[key]), spec)
+                for key, spec in site.static_specs().items()
+            }
         return result, records
 
+    @_compat.intermediates()
     def unseen(self, here: Address) -> Records:
         records = {}
         for key in self.plan.keys_in(here):
@@ -177,7 +180,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         )
     nans = {key: spec.calibrator.nans(stats[key]) for key, spec in specs.items()}
     spoilt = {
-        key: int(jnp.sum(n))
+        key: int(np.sum(np.asarray(n), dtype=np.int64))
         for key, n in nans.items()
         if _compat.is_concrete(n) and bool(jnp.any(n > 0))
     }
@@ -203,7 +206,7 @@ def _each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., An
     """Maps over the leading axes that statistics have, one for each scan over a weight."""
     for _ in loops:
         f = jax.vmap(f)
-    return f
+    return _compat.intermediates()(f)
 
 
 def _check_keys(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -31,6 +31,8 @@ from .primitives import CONTRACTIONS, FORMS, Records
 @dataclasses.dataclass(frozen=True)
 class _Integers(Rules):
     dequantize: bool = False
+
+    function: ClassVar[str] = "convert"
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         quantized = [

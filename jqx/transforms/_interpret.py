@@ -16,6 +16,7 @@ import jax
 from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
+from ._affine_checks import check_sums
 from ._find import is_marked
 from ._origin import Address, Origin
 from ._plan import Plan, Site
@@ -39,6 +40,9 @@ class Rules(abc.ABC):
     plan: Plan
     affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
+
+    function: ClassVar[str] = "simulate"
+    """What the user has called, for messages."""
 
     differentiable: ClassVar[bool] = True
     """Whether derivative rules of the user are kept."""
@@ -117,6 +121,9 @@ def _evaluate(
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
         if site is not None:
+            kept = CONTRACTIONS[name].kept(eqn)
+            shapes = [atom.aval.shape for atom in eqn.invars]
+            check_sums(rules.function, site, kept, shapes, rules.affines)
             with _told(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], _compat.vary(records, _compat.manual_axes())

@@ -1,0 +1,131 @@
+"""What the entries of `affines=` must be: arrays of the dtypes, ranks and axes that sites take."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .._checks import FLOATS, name_of, require_that
+from ..numerics import E8M0, Integer, format_of
+from ..tensor import QSpec, check_zero_point
+
+_MEND = "compute it with jqx.affines(plan, stats), or pass arrays as that returns them."
+
+
+class _Plan(Protocol):
+    """What is read of a plan."""
+
+    @property
+    def weights(self) -> tuple[Any, ...]: ...
+
+    def static_specs(self) -> dict[str, QSpec]: ...
+
+    def site_of_key(self, key: str) -> Any: ...
+
+
+def check_entries(function: str, plan: _Plan, affines: Mapping[str, Any]) -> None:
+    """Checks every entry: its kind, dtypes and rank, and that its parts fit each other."""
+    specs = plan.static_specs()
+    weights = {weight.key: weight.spec for weight in plan.weights}
+    for key, affine in affines.items():
+        spec = specs.get(key) or weights[key]
+        scale, zero_point = _parts(function, key, affine)
+        _check_scale(function, key, scale)
+        if zero_point is not None:
+            _check_zero_point(function, key, zero_point, scale, spec)
+        if key in specs:
+            _check_rank(function, key, scale, plan.site_of_key(key))
+
+
+def check_sums(
+    function: str, site: Any, kept: Sequence[Sequence[int]], shapes: Sequence[Any], affines: Any
+) -> None:
+    """Checks that no scale of a site has an entry for each index that its contraction sums over:
+    it could not leave the sum.
+
+    Args:
+      function: who asks, for messages.
+      site: the contraction.
+      kept: the axes that its result has, of each operand.
+      shapes: of the operands.
+      affines: scales by key, as the site sees them.
+    """
+    for operand, axes, shape in zip(site.operands, kept, shapes, strict=False):
+        affine = affines.get(operand.key) if operand.role == "activation" else None
+        if affine is None:
+            continue
+        scale = tuple(affine[0].shape)
+        own = tuple(operand.spec.granularity.scale_shape(shape))
+        summed = [
+            axis
+            for axis, (m, n) in enumerate(zip(scale, shape, strict=False))
+            if axis not in axes and m != 1 and m == n and m != own[axis]
+        ]
+        require_that(
+            not summed,
+            error=ValueError,
+            function=function,
+            problem=f"the scale of {operand.key!r} varies along a contracted axis: it cannot leave "
+            "the sum.",
+            given=f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed} contracted",
+            expected=f"size 1 there, as in {own}",
+            mend="reduce the scale along these axes, or let jqx.affines(plan, stats) find it.",
+        )
+
+
+def _parts(function: str, key: str, affine: Any) -> tuple[Any, Any]:
+    fits = isinstance(affine, (tuple, list)) and len(affine) == 2
+    require_that(
+        fits,
+        error=TypeError,
+        function=function,
+        problem=f"`affines[{key!r}]` is no scale and zero point.",
+        given=f"an object of type {type(affine).__name__}",
+        expected="a jqx.calibrators.Affine, or a pair",
+        mend=_MEND,
+    )
+    return affine[0], affine[1]
+
+
+def _check_scale(function: str, key: str, scale: Any) -> None:
+    is_array = hasattr(scale, "shape") and hasattr(scale, "dtype")
+    known = is_array and (name_of(scale.dtype) in FLOATS or scale.dtype == E8M0)
+    require_that(
+        known,
+        error=TypeError,
+        function=function,
+        problem=f"the scale of {key!r} is no array of floats.",
+        given=f"dtype {name_of(scale.dtype)}" if is_array else f"a {type(scale).__name__}",
+        expected=f"an array of {', '.join(FLOATS)}, or of {E8M0.name}",
+        mend=_MEND,
+    )
+
+
+def _check_zero_point(function: str, key: str, zero_point: Any, scale: Any, spec: QSpec) -> None:
+    form = format_of(spec.qtype)
+    is_array = hasattr(zero_point, "shape") and hasattr(zero_point, "dtype")
+    require_that(
+        isinstance(form, Integer) and is_array and zero_point.dtype == form.storage,
+        error=TypeError,
+        function=function,
+        problem=f"the zero point of {key!r} does not hold codes of {form.name}.",
+        given=f"dtype {name_of(zero_point.dtype)}"
+        if is_array
+        else f"a {type(zero_point).__name__}",
+        expected=f"an array of {form.storage.name}" if isinstance(form, Integer) else "None",
+        mend=_MEND,
+    )
+    check_zero_point(function, zero_point, scale)
+
+
+def _check_rank(function: str, key: str, scale: Any, site: Any) -> None:
+    steps = tuple(loop.length for loop in site.loops)
+    rank = len(steps) + len(site.scale_shape(key))
+    shape = tuple(scale.shape)
+    require_that(
+        len(shape) == rank and shape[: len(steps)] == steps,
+        error=ValueError,
+        function=function,
+        problem=f"the scale of {key!r} has not the axes of its array.",
+        given=f"scale.shape == {shape}",
+        expected=f"{rank} axes" + (f", the first of sizes {steps}, one a step" if steps else ""),
+        mend="give it size 1 along the axes that share a scale.",
+    )
