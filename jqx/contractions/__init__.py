@@ -13,6 +13,8 @@ from ._dot_gradients import dot_gradients as dot_gradients
 from ._einsum import einsum as einsum
 from ._fixed_point import FixedPointRounding as FixedPointRounding
 from ._formulation import formulations as formulations
+from ._indexed import gathered as gathered
+from ._indexed import scattered as scattered
 from ._matmul import matmul as matmul
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._requantize import Requantization as Requantization

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from .. import _compat
 from .._checks import check_instance, require_that
 from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
+from ._paths import flatten, path_of
 from ._quantize_params import quantize_weight
 from ._trace import is_array, is_quantized
 
@@ -26,9 +26,9 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]])
     Args:
       tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
         arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
-      specs: how to quantize the leaves whose path, its keys joined by `/`, a regular expression
-        matches in full; the first that matches wins. A `QSpec`, or a pair of it and an `Affine`
-        where many writes share a scale. Of relative granularities, `per_token()` and
+      specs: how to quantize the leaves whose path, named as weights are in a plan, a regular
+        expression matches in full; the first that matches wins. A `QSpec`, or a pair of it and an
+        `Affine` where many writes share a scale. Of relative granularities, `per_token()` and
         `per_channel()` give each vector along the last axis a scale of its own, and
         `per_group(size)` each of its blocks.
 
@@ -52,11 +52,10 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]])
 69,632 bytes)
     """
     rules = _rules(specs)
-    flat, treedef = tree_flatten_with_path(tree, is_leaf=is_quantized)
+    named = [(path_of(keys), leaf) for keys, leaf in flatten(tree)]
     used: set[str] = set()
     leaves = []
-    for path, leaf in flat:
-        name = keystr(path, simple=True, separator="/")
+    for name, leaf in named:
         found = next((text for text, (regex, _) in rules.items() if regex.fullmatch(name)), None)
         if found is None:
             leaves.append(leaf)
@@ -65,7 +64,7 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]])
         leaves.append(_quantized(name, leaf, *rules[found][1]))
     unused = [text for text in rules if text not in used]
     if unused:
-        names = [repr(keystr(path, simple=True, separator="/")) for path, _ in flat[:8]]
+        names = [repr(name) for name, _ in named[:8]]
         raise ValueError(
             message(
                 "quantize_state",
@@ -75,7 +74,7 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]])
                 mend="correct it, move it up, or drop it.",
             )
         )
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_quantized), leaves)
 
 
 Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]

@@ -11,7 +11,7 @@ from jqx.nnx import Mode
 
 LENGTH, WIDTH, LETTERS = 12, 128, 32
 POLICY = jqx.presets.w4a16(block=32)
-INT8 = {".*/cached_(key|value)(/value)?": jqx.QSpec(jnp.int8, jqx.per_token())}
+INT8 = {".*/cached_(key|value)": jqx.QSpec(jnp.int8, jqx.per_token())}
 
 
 class Block(nnx.Module):
