@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_at_least
-from ..numerics import common_dtype
+from ..numerics import common_dtype, power_below
 from ..tensor import Layout, QTensor
 from ._blocks import with_own_scales
 from ._bytes import as_int8, longest
@@ -20,6 +20,7 @@ from ._conv_dimensions import Window, padded
 from ._convert import is_exact_in, numbers_of
 from ._formulation import formulation
 from ._integer import digits_of
+from ._scales import times_scales
 from ._slices import cut_of, in_order, slice_along, slice_of
 from ._tiles import count_of
 
@@ -75,8 +76,14 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     q = with_own_scales(q.unpack(), (window.outputs,))
     dtype = x.dtype if is_exact_in(q, x.dtype) else wide
-    y = _float_conv(x.astype(dtype), numbers_of(q, dtype), window, wide)
-    return y * window.rhs_to_output(q.real_scale()).astype(wide)
+    # Codes are about as large as what they stand for: sums of 16 bits are in range where results
+    # are. Those of float16 are subnormal below 2**-14, and exact in it down to 2**-24.
+    scale = q.real_scale().astype(wide)
+    power = power_below(scale)
+    power = jnp.clip(power, 2.0**-24, 2.0**8) if dtype == jnp.float16 else power
+    kernel = (numbers_of(q, wide) * power).astype(dtype)
+    y = _float_conv(x.astype(dtype), kernel, window, wide)
+    return y * window.rhs_to_output(scale / power)
 
 
 @formulation(
@@ -84,7 +91,16 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 )
 def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
-    return _float_conv(x, q.astype(wide).dequantize().astype(x.dtype), window, wide)
+    kernel = q.astype(wide).dequantize()
+    if x.dtype != jnp.float16:
+        return _float_conv(x, kernel.astype(x.dtype), window, wide)
+    # What float16 does not hold is brought into its range, as far as sums allow.
+    axes = (window.inputs, *window.taps)
+    largest = jnp.max(jnp.abs(lax.stop_gradient(kernel)), axis=axes, keepdims=True, initial=0)
+    power = power_below(largest)
+    power = power / jnp.clip(power, 1 / 2.0 ** (window.products(q).bit_length() + 1), 2.0**14)
+    y = _float_conv(x, (kernel / power).astype(x.dtype), window, wide)
+    return y * window.rhs_to_output(power)
 
 
 @formulation("a float operand on CPU: the kernel is dequantized, some output features at a time")
@@ -152,8 +168,7 @@ def _conv_integer(lhs: QTensor, rhs: QTensor, window: Window, accumulate: Any) -
         runs = [accumulate(left, run, window) for run in in_runs(right, window, limit)]
         y = functools.reduce(jnp.add, (run.astype(wide) for run in runs))
         scale = window.lhs_to_output(left.real_scale(), right.shape[window.outputs])
-        y = y * scale.astype(wide) * window.rhs_to_output(right.real_scale()).astype(wide)
-        parts.append(y)
+        parts.append(times_scales(y, scale, window.rhs_to_output(right.real_scale())))
     return functools.reduce(jnp.add, parts)
 
 

@@ -27,11 +27,10 @@ from ._conv import (
     conv_tiles,
 )
 from ._conv_dimensions import Window, check_ranks, window_of
-from ._dot_general import Operand, as_operand, dot_general
+from ._dot_general import Operand, as_operand, dot_general, is_empty
 from ._formulation import Choice
 from ._integer import check_splittable
 from ._output import Output, as_asked, check_requantized
-from ._planner import SMALL
 from ._requantize import Requantization, requantize
 
 NAME = "conv_general_dilated"
@@ -59,11 +58,10 @@ def conv_general_dilated(
     return that sum as float32, where it is below 2**24), zero points corrected, the scales
     multiplied in after; parts of longer sums, and those of int8 digits of 16-bit codes, are added
     in float32. Padding, and the holes of `lhs_dilation`, stand for real zeros: they are filled with
-    the zero point. A quantized kernel beside floats is converted some output features at a time on
-    CPU. Of two formats that are not both integers, and beside a float kernel, the image is
-    dequantized. Where a quantized kernel beside an image of 16-bit floats is not converted in
-    parts, its real values are rounded to the dtype of the image if it has zero points or blocks,
-    and so are the sums. Two arrays go to lax.
+    the zero point. A quantized kernel beside floats is dequantized on CPU, some output features at
+    a time. Of two formats that are not both integers, and beside a float kernel, the image is
+    dequantized. On other platforms, sums beside an image of 16-bit floats are rounded to its dtype,
+    and so are the real values of a kernel with zero points or blocks. Two arrays go to lax.
 
     Args:
       lhs: image, array or QTensor of rank `2 + spatial axes`. Beside a kernel of integers too, the
@@ -152,13 +150,14 @@ def conv_general_dilated(
         check_requantized(NAME, left, right, summed, products, preferred_element_type)
         cpu = conv_accumulator_depthwise if _is_shifted(left, right, window) else conv_accumulator
         return requantize(Choice(cpu, conv_accumulator).compute(left, right, window), output)
-    empty = math.prod(result.shape) == 0
-    y = jnp.zeros(result.shape, dtype) if empty else _convolve(left, right, window).astype(dtype)
+    empty = is_empty(result) or is_empty(left) or is_empty(right)
+    y = jnp.zeros(result.shape) if empty else _convolve(left, right, window, dtype)
+    y = y.astype(dtype)
     assert y.shape == result.shape
     return as_asked(NAME, y, output)
 
 
-def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
+def _convolve(left: Any, right: Any, window: Window, dtype: Any) -> jax.Array:
     if not isinstance(right, QTensor):
         return Choice(conv_image, conv_image).compute(left, right, window)
     wide = common_dtype(left.dtype, right.dtype)
@@ -176,8 +175,9 @@ def _convolve(left: Any, right: Any, window: Window) -> jax.Array:
         return Choice(cpu, conv_integer).compute(left, right, window)
     plain = right.zero_point is None and shares_scale(right, (window.inputs, *window.taps))
     elsewhere = conv_convert if plain else conv_dequantize
-    cpu = conv_tiles if right.size >= SMALL else elsewhere
-    return Choice(cpu, elsewhere).compute(left, right, window)
+    if left.dtype == jnp.float16 and dtype != jnp.float16:
+        left = left.astype(wide)  # sums of float16 would not hold what the result does
+    return Choice(conv_tiles, elsewhere).compute(left, right, window)
 
 
 def _is_shifted(left: Any, right: QTensor, window: Window) -> bool:

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics import Block, Integer, Minifloat, common_dtype, format_of
+from ..numerics import Block, Integer, Minifloat, common_dtype, format_of, power_below
+from ..ops import affine_dequantize
 from ..tensor import QTensor
 from ._blocks import sum_of_blocks
 from ._dimensions import Dimensions
-from ._formulation import formulation
+from ._formulation import Formulation, formulation
 from ._scales import HowTo, with_scales
 
 FEW_ROWS = 8
@@ -43,21 +44,43 @@ def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "a small operand beside 16-bit floats on CPU, which does not multiply those in every layout: "
-    "both are converted to float32"
+    "a small operand beside floats on CPU, which does not multiply those of 16 bits in every "
+    "layout: both are converted to float32, codes times the power of two of their scale"
 )
 def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    return convert.compute(x.astype(common_dtype(x.dtype, q.dtype)), q, how)
+    wide = common_dtype(x.dtype, q.dtype)
+
+    def compute(x: jax.Array, q: QTensor, dimensions: Dimensions) -> jax.Array:
+        numbers = numbers_of(q, wide)
+        if q.zero_point is not None:
+            numbers = numbers - q.zero_point.astype(wide)
+        power, rest = parted(q.real_scale().astype(wide))
+        y = _dot(x, numbers * power, dimensions, how.precision, wide)
+        return y * dimensions.rhs_to_output(rest)
+
+    return sum_of_blocks(x.astype(wide), q.unpack(), how.dimensions, compute)
+
+
+def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    wide = common_dtype(x.dtype, q.dtype)
+    return _dot(x, real_of(q, wide).astype(x.dtype), how.dimensions, how.precision, wide)
 
 
 @formulation(
-    "a float operand of many rows beside scales in blocks: the codes are scaled in float32 and "
-    "rounded to the dtype of the operand, once for all rows"
+    linear=Formulation("dequantize", "as `dequantize`", _dequantize),
+    reason="a float operand of many rows beside scales in blocks: the codes are scaled in float32 "
+    "and rounded to the dtype of the operand, once for all rows",
 )
 def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    wide = common_dtype(x.dtype, q.dtype)
-    real = q.astype(wide).dequantize().astype(x.dtype)
-    return _dot(x, real, how.dimensions, how.precision, wide)
+    wide, axes = common_dtype(x.dtype, q.dtype), how.dimensions.rhs_contracting
+    real = q.astype(wide).dequantize()
+    if x.dtype != jnp.float16:
+        return _dot(x, real.astype(x.dtype), how.dimensions, how.precision, wide)
+    # Brought into the range of float16: each column that float32 sums has values of about 1.
+    largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=axes, keepdims=True, initial=0)
+    power = power_below(largest)
+    y = _dot(x, (real / power).astype(x.dtype), how.dimensions, how.precision, wide)
+    return y * how.dimensions.rhs_to_output(power)
 
 
 @formulation("two operands of 8-bit floats: multiplied as they are; scales come after")
@@ -65,6 +88,14 @@ def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     wide = common_dtype(lhs.dtype, rhs.dtype)
     y = _dot(lhs.values, rhs.values, how.dimensions, how.precision, wide)
     return with_scales(y, lhs, rhs, how.dimensions)
+
+
+def parted(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits a scale in two factors: a power of two for the codes, which stay exact, so that sums
+    are about as large as results are, and what is left for after the sum.
+    """
+    power = power_below(scale)
+    return power, scale / power
 
 
 def float_product(
@@ -104,6 +135,19 @@ def numbers_of(q: QTensor, dtype: Any) -> jax.Array:
     if direct and getattr(form, "unit", 1.0) == 1.0:
         return q.codes.astype(dtype)
     return form.decode(q.codes).astype(dtype)
+
+
+def real_of(q: QTensor, dtype: Any) -> jax.Array:
+    """Returns the real values, linear in the scale also where that is a tangent."""
+    groups, scale = q.groups, q.real_scale().astype(dtype)
+    numbers = affine_dequantize(
+        groups.split(q.codes),
+        jnp.ones((), dtype),
+        None if q.zero_point is None else groups.split_scale(q.zero_point),
+        qtype=q.qtype,
+        dtype=dtype,
+    )
+    return groups.join(numbers * groups.split_scale(scale))
 
 
 def is_exact_in(q: QTensor, dtype: Any) -> bool:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from .._checks import is_at_least
-from ..numerics import divide
+from ..numerics import divide, power_below
 from ..tensor import QTensor
 from ._blocks import find_block, with_own_scales
 from ._bytes import as_int8
@@ -26,7 +26,7 @@ from ._formulation import formulation
 from ._products import rows_product, to_rows
 from ._scales import HowTo
 from ._slices import in_slices
-from ._tiles import tiles
+from ._tiles import tangent_tiles
 
 DIGITS = 3
 TOP = 8355000
@@ -43,7 +43,7 @@ COPIES = 8
 
 
 @formulation(
-    linear=tiles,
+    linear=tangent_tiles,
     reason="few float rows beside integers on CPU: split into three int8 digits, so that the "
     "codes are multiplied as they are and no float copy of them is made",
 )
@@ -51,6 +51,7 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
     at = len(dimensions.lhs_batch)
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), at)
+    before, after = _parted(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
@@ -59,16 +60,16 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         )
         if tile.zero_point is not None:
             total = total - _beside(tile.zero_point.astype(jnp.int32), dimensions) * left
-        return join(total, at) * _beside(tile.real_scale().astype(jnp.float32), dimensions)
+        return join(total, at, before) * _beside(tile.real_scale().astype(jnp.float32), dimensions)
 
     q = with_own_scales(q, dimensions.rhs_kept)
     sums = dimensions.columns(q) * rows.size // math.prod(rows.shape[at + 1 :])
     y = in_slices(rows, q, _of_rows(dimensions, rows.ndim), _slices(q, sums), compute)
-    return _as_output(y * _spread(step, y.ndim), x, dimensions)
+    return _as_output(y * _spread(after, y.ndim), x, dimensions)
 
 
 @formulation(
-    linear=tiles,
+    linear=tangent_tiles,
     reason="few float rows beside integers in blocks on CPU: as digits, several blocks in one "
     "product whose rows are zero outside of their own block",
 )
@@ -77,6 +78,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     block = find_block(x, q, dimensions)
     assert block is not None
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), 0)
+    before, after = _parted(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
@@ -90,7 +92,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         if tile.zero_point is not None:
             sums = jnp.sum(rows.reshape(-1, count, block.size), axis=2, dtype=jnp.int32).T
             y = y - _flat(tile.zero_point.astype(jnp.int32), columns)[:, None] * sums[:, :, None]
-        z = join(y, 1) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
+        z = join(y, 1, before) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
         # A product with ones sums blocks three times as fast as a sum does on CPU.
         ones = jnp.ones((2, count), z.dtype)
         y = (ones @ z.reshape(count, -1))[0].reshape(z.shape[1:])
@@ -99,7 +101,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     q = with_own_scales(q, dimensions.rhs_kept)
     sums = dimensions.columns(q) * rows.size // block.size
     y = in_slices(rows, q, _of_rows(dimensions, 2), _slices(q, sums), compute)
-    return _as_output(y * _spread(step, y.ndim), x, dimensions)
+    return _as_output(y * _spread(after, y.ndim), x, dimensions)
 
 
 def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
@@ -123,13 +125,25 @@ def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate([high, middle, low], axis=at), step
 
 
-def join(total: jax.Array, at: int) -> jax.Array:
-    """Joins the int32 sums of the digits of each row, along axis `at`, in float32."""
+def _parted(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits the steps of rows in two factors, of which the first multiplies sums of digits before
+    a scale does: the power of two of a small step, so that a large scale finds small sums.
+    """
+    power = jnp.where(step < 1, power_below(step), jnp.ones_like(step))
+    return power, step / power
+
+
+def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
+    """Joins the int32 sums of the digits of each row, along axis `at`, in float32, times a power of
+    two for each row, of shape `(*batch, rows)`.
+    """
     parts = total.reshape(*total.shape[:at], DIGITS, -1, *total.shape[at + 1 :])
     high, middle, low = (
         lax.index_in_dim(parts, i, at, keepdims=False).astype(jnp.float32) for i in range(DIGITS)
     )
-    return (high * 65536.0 + middle * 256.0) + low
+    lead, trail = at + 1 - power.ndim, low.ndim - at - 1
+    power = power.reshape((1,) * lead + power.shape + (1,) * trail)
+    return (high * (65536.0 * power) + middle * (256.0 * power)) + low * power
 
 
 def _of_rows(dimensions: Dimensions, rank: int) -> Dimensions:

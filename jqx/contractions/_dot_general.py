@@ -114,6 +114,8 @@ def _accumulate(left: QTensor, right: QTensor, how: HowTo) -> jax.Array:
 
 def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
+    if is_empty(left) or is_empty(right):  # a sum of nothing, where it has elements at all
+        return jnp.zeros(check_sizes(left, right, how.dimensions))
     left, right, how = _as_stored(left, right, how)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         choice = plan(left, right, how.dimensions)
@@ -166,10 +168,15 @@ def as_operand(x: Operand) -> Any:
     return x if isinstance(x, QTensor) else jnp.asarray(x)
 
 
-def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> None:
-    """Lets `lax.dot_general` refuse shapes that do not fit."""
+def is_empty(x: Any) -> bool:
+    """Whether an operand is known to have no elements."""
+    return any(isinstance(n, int) and n == 0 for n in x.shape)
+
+
+def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
+    """Returns the shape of the result; lets `lax.dot_general` refuse shapes that do not fit."""
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
-    jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes)
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes).shape
 
 
 def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> None:

@@ -30,8 +30,8 @@ class Formulation:
       name: what it is called in a jaxpr, behind `jqx_`.
       reason: when it is chosen, and what for.
       compute: `(lhs, rhs, how) -> result`; `how` is static.
-      linear: another one that gives the derivative of this, where this rounds its float operand;
-        `None` where JAX can differentiate it.
+      linear: another one that gives the derivative of this, where this rounds its float operand or
+        looks at magnitudes; `None` where it is linear itself.
     """
 
     name: str
@@ -72,7 +72,8 @@ def _named(choice: Choice) -> Callable[..., Any]:
         compute = functools.partial(_dispatch, cpu, elsewhere, how=how)
         if cpu.linear is not None:
             compute = _with_derivative(
-                compute, functools.partial(_dispatch, cpu.linear, elsewhere, how=how)
+                compute,
+                functools.partial(_dispatch, cpu.linear, elsewhere.linear or elsewhere, how=how),
             )
         elif cpu != elsewhere:
             # Outside of the choice of platform, which would keep converted codes.

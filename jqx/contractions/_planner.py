@@ -85,7 +85,7 @@ def _beside_floats(x: Any, q: QTensor, dimensions: Dimensions) -> Choice:
     elif block is not None and rows == 1 and dimensions.lhs_free:
         elsewhere = convert_row
     if not _is_large(q) or x.size == 0:
-        return Choice(convert if x.dtype.itemsize > 2 else convert_wide, convert)
+        return Choice(convert_wide, convert)
     return Choice(_on_cpu(x, q, dimensions, block, rows), elsewhere)
 
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from ..tensor import QTensor
@@ -23,8 +24,23 @@ class HowTo(NamedTuple):
 
 def with_scales(y: jax.Array, lhs: Any, rhs: Any, dimensions: Dimensions) -> jax.Array:
     """Multiplies a float contraction of codes by the scales of the operands that are QTensors."""
-    if isinstance(lhs, QTensor):
-        y = y * dimensions.lhs_to_output(lhs.real_scale()).astype(y.dtype)
-    if isinstance(rhs, QTensor):
-        y = y * dimensions.rhs_to_output(rhs.real_scale()).astype(y.dtype)
-    return y
+    left = dimensions.lhs_to_output(lhs.real_scale()) if isinstance(lhs, QTensor) else None
+    right = dimensions.rhs_to_output(rhs.real_scale()) if isinstance(rhs, QTensor) else None
+    return times_scales(y, left, right)
+
+
+def times_scales(y: jax.Array, left: jax.Array | None, right: jax.Array | None) -> jax.Array:
+    """Multiplies sums of codes by one scale or by two, lined up with them: the left one first.
+
+    A left scale that is very large or small is brought nearer to 1 by a power of two, which comes
+    last: no product on the way is out of range where the result is not. Others are as they were.
+    """
+    if left is None or right is None:
+        scale = left if right is None else right
+        return y if scale is None else y * scale.astype(y.dtype)
+    left = left.astype(y.dtype)
+    size = jnp.abs(lax.stop_gradient(left))
+    large, small, one = size > 2.0**64, size < 2.0**-64, jnp.ones((), y.dtype)
+    nearer = jnp.where(large, one * 2.0**-64, jnp.where(small, one * 2.0**32, one))
+    back = jnp.where(large, one * 2.0**64, jnp.where(small, one * 2.0**-32, one))
+    return y * (left * nearer) * right.astype(y.dtype) * back

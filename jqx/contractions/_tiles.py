@@ -1,5 +1,6 @@
 """Codes converted to floats a tile at a time, so that no float copy of them all is ever held."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
+from .._checks import is_at_least
 from ..numerics import common_dtype, format_of
-from ..ops import affine_dequantize
 from ..tensor import QTensor
 from ._blocks import shares_scale, with_own_scales
-from ._convert import is_exact_in, numbers_of
-from ._formulation import formulation
+from ._convert import is_exact_in, numbers_of, parted, real_of
+from ._dimensions import Dimensions
+from ._formulation import Formulation, formulation
 from ._products import needs_shape
 from ._scales import HowTo, with_scales
 from ._slices import in_slices
@@ -28,16 +30,26 @@ TILES = 8
     "a float operand on CPU, which holds converted codes in memory: converted a tile at a time"
 )
 def tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    return _in_tiles(x, q, how)
+    # Float32 holds any sum of products with float16.
+    return _in_tiles(x, q, how, look=x.dtype != jnp.float16)
+
+
+tangent_tiles = Formulation("tiles", tiles.reason, lambda x, q, how: _in_tiles(x, q, how))
+"""The same, linear in either operand: it does not look at magnitudes."""
 
 
 @formulation("two operands of 8-bit floats on CPU: as bfloat16, which holds them, a tile at a time")
 def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    y = _in_tiles(numbers_of(lhs, jnp.bfloat16), rhs, how)
-    return with_scales(y, lhs, None, how.dimensions)
+    one = jnp.ones((1,) * rhs.ndim, jnp.float32)
+    codes = dataclasses.replace(rhs, scale=one, blocks=())
+    y = _in_tiles(numbers_of(lhs, jnp.bfloat16), codes, how)
+    return with_scales(y, lhs, rhs, how.dimensions)
 
 
-def _in_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.Array:
+    """Contracts a tile at a time; `look` keeps sums of codes in range by powers of two, which the
+    smaller operand takes: very large rows, or the codes.
+    """
     dimensions = how.dimensions
     wide = common_dtype(x.dtype, q.dtype)
     if x.dtype.itemsize == 2 and needs_shape(x, q, dimensions):
@@ -45,19 +57,40 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     shared = shares_scale(q, dimensions.rhs_contracting)
     scale_after = shared and q.zero_point is None and is_exact_in(q, x.dtype)
     q = with_own_scales(q, dimensions.rhs_kept)
+    look = look and scale_after
+    by_rows = look and is_at_least(q.size, x.size)
+    back = None
+    if by_rows:
+        x, back = _near_one(x, dimensions)
 
     def compute(x: jax.Array, tile: QTensor) -> jax.Array:
         if scale_after:
             real = format_of(tile.qtype).decode(tile.codes).astype(x.dtype)
         else:
-            real, x = _real(tile, wide), x.astype(wide)
+            real, x = real_of(tile, wide), x.astype(wide)
+        scale = tile.real_scale().astype(wide)
+        if look and not by_rows:
+            power, scale = parted(scale)
+            real = real * power.astype(x.dtype)
         y = lax.dot_general(
             x, real, dimensions.numbers, precision=how.precision, preferred_element_type=wide
         )
-        return with_scales(y, None, tile, dimensions) if scale_after else y
+        return y * dimensions.rhs_to_output(scale) if scale_after else y
 
     result = x.size // dimensions.contracted_size(x) * dimensions.columns(q)
-    return in_slices(x, q, dimensions, count_of(q, x.size, result), compute)
+    y = in_slices(x, q, dimensions, count_of(q, x.size, result), compute)
+    return y if back is None else y * back.astype(wide)
+
+
+def _near_one(x: jax.Array, dimensions: Dimensions) -> tuple[jax.Array, jax.Array]:
+    """Returns an array with very large rows made smaller by a power of two, so that float32 holds
+    their sums of codes, and what to multiply the results by, lined up with them.
+    """
+    size = jnp.abs(lax.stop_gradient(x))
+    largest = jnp.max(size, axis=dimensions.lhs_contracting, keepdims=True, initial=0)
+    far, one = largest > 2.0**80, jnp.ones((), x.dtype)
+    back = dimensions.lhs_to_output(jnp.where(far, one * 2.0**40, one))
+    return x * jnp.where(far, one * 2.0**-40, one), back
 
 
 def count_of(q: QTensor, *beside: Any) -> int:
@@ -69,16 +102,3 @@ def count_of(q: QTensor, *beside: Any) -> int:
     sizes = [size for size in beside if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))
     return min(count, math.ceil(q.size / max([1, *sizes])))
-
-
-def _real(q: QTensor, dtype: Any) -> jax.Array:
-    """Returns the real values, linear in the scale also where that is a tangent."""
-    groups, scale = q.groups, q.real_scale().astype(dtype)
-    numbers = affine_dequantize(
-        groups.split(q.codes),
-        jnp.ones((), dtype),
-        None if q.zero_point is None else groups.split_scale(q.zero_point),
-        qtype=q.qtype,
-        dtype=dtype,
-    )
-    return groups.join(numbers * groups.split_scale(scale))

@@ -53,6 +53,7 @@ from ._packing import pack_bits as pack_bits
 from ._packing import packed_length as packed_length
 from ._packing import unpack_bits as unpack_bits
 from ._powers import exponent_of as exponent_of
+from ._powers import power_below as power_below
 from ._powers import power_of_two as power_of_two
 from ._powers import step_of as step_of
 from ._powers import times_power_of_two as times_power_of_two

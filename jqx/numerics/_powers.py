@@ -26,6 +26,15 @@ def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type((exponent.astype(integer) + bias) << mantissa_bits, dtype)
 
 
+def power_below(x: jax.Array) -> jax.Array:
+    """Returns the largest power of two that is at most `abs(x)`, for float32 or float64: a normal
+    number of which the reciprocal is one too. It is a constant to differentiation.
+    """
+    _, _, bias = _INTEGER[x.dtype.name]
+    exponent = jnp.clip(exponent_of(lax.stop_gradient(x)), 1 - bias, bias - 1)
+    return power_of_two(exponent, x.dtype)
+
+
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns `x * 2**exponent` for int32 exponents in [-252, 254]; exact but for a subnormal
     result.

@@ -29,16 +29,19 @@ CHOSEN = {
         case("int8", "uint8", groups="depthwise, two outputs"),
         ["conv_depthwise", "conv_integer"],
     ),
-    "kernel": (case("float32", "int8", of_kernel="outputs"), ["conv_convert"] * 2),
-    "depthwise kernel": (case("float32", "int8", groups="depthwise"), ["conv_convert"] * 2),
+    "kernel": (case("float32", "int8", of_kernel="outputs"), ["conv_tiles", "conv_convert"]),
+    "depthwise kernel": (
+        case("float32", "int8", groups="depthwise"),
+        ["conv_tiles", "conv_convert"],
+    ),
     "large kernel": (case("float32", "int8", size="large"), ["conv_tiles", "conv_convert"]),
-    "zero points": (case("float32", "uint4 with zero points"), ["conv_dequantize"] * 2),
-    "blocks": (case("bfloat16", "nf4", of_kernel="taps"), ["conv_dequantize"] * 2),
+    "zero points": (case("float32", "uint4 with zero points"), ["conv_tiles", "conv_dequantize"]),
+    "blocks": (case("bfloat16", "nf4", of_kernel="taps"), ["conv_tiles", "conv_dequantize"]),
     "large blocks": (
         case("float32", "nf4", size="large", of_kernel="outputs and input blocks"),
         ["conv_tiles", "conv_dequantize"],
     ),
-    "two formats": (case("e4m3", "int8"), ["conv_convert"] * 2),
+    "two formats": (case("e4m3", "int8"), ["conv_tiles", "conv_convert"]),
     "one tap, integers": (case("int8", "uint8", taps="one"), ["integer"] * 2),
     "one tap, large": (case("float32", "int8", taps="one", size="large"), ["tiles", "convert"]),
     "one tap, padded": (
@@ -51,7 +54,7 @@ CHOSEN = {
     ),
     "one tap, holes": (
         case("float32", "int8", taps="one", padding="pairs", steps="holes"),
-        ["conv_convert"] * 2,
+        ["conv_tiles", "conv_convert"],
     ),
     "two arrays": (case("float32", "float32"), []),
 }

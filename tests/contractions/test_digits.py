@@ -103,7 +103,7 @@ def assert_exact_integers(integers):
     digits, step = split_rows(jnp.asarray(integers[None], jnp.float32), 0)
     assert_floats(step, np.ones(1), np.float32)
     np.testing.assert_array_equal(fixed_point(digits, 0)[0], integers)
-    joined = join(digits.astype(jnp.int32), 0)
+    joined = join(digits.astype(jnp.int32), 0, step)
     np.testing.assert_array_equal(as_int64(joined)[0], integers)
 
 

@@ -171,18 +171,20 @@ def test_sixteen_bit_activations_accumulate_in_float32_and_round_once(dtype, sid
 @pytest.mark.parametrize("qtype", ["int2", "int4", "int8", "uint8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weight_only_contracts_codes_in_the_dtype_of_the_activations(qtype, dtype):
-    """One dot, of the codes themselves: the scale is not multiplied into the weight first. On CPU,
-    which does not multiply 16-bit floats in every layout, one more, of float32.
+    """One dot, of the codes themselves: the scale is not multiplied into the weight first. On CPU
+    one more, of float32, and of codes times a power of two.
     """
     w = tensor(np.zeros((4, 5)), qtype, np.ones((1, 5)), np.zeros((1, 1)), dtype=dtype)
     x = jnp.zeros((3, 4), dtype)
     for pair, transposed in [((x, w), False), ((w.T, x.T), True)]:
         kinds = [dtypes((*dot.invars, *dot.outvars)) for dot in dots(jqx.matmul, *pair)]
-        expected = [[of, of, "float32"] for of in {dtype, "float32"}]
+        expected = [[of, of, "float32"] for of in (dtype, "float32")]
         assert sorted(kinds) == sorted(expected)
         weight = (5, 4) if transposed else (4, 5)
         made = [e for e in equations_of(jqx.matmul, *pair) if e.outvars[0].aval.shape == weight]
-        assert {e.primitive.name for e in made} == {"convert_element_type"}
+        names = [e.primitive.name for e in made if e.outvars[0].aval.dtype == jnp.dtype(dtype)]
+        on_cpu = ["sub", "mul"] if dtype == "float32" else []
+        assert sorted({*names, *on_cpu}) == sorted({"convert_element_type", *on_cpu})
 
 
 def test_codes_wider_than_bytes_are_contracted_in_float32():
@@ -232,8 +234,8 @@ def test_two_arrays_are_left_to_lax(dtype):
 def test_precision_reaches_the_contraction_of_floats():
     x, w = jnp.ones((3, 4)), tensor(np.zeros((4, 5)), "int8")
     highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    (dot,) = dots(functools.partial(jqx.matmul, precision="highest"), x, w)
-    assert dot.params["precision"] == highest
+    for dot in dots(functools.partial(jqx.matmul, precision="highest"), x, w):
+        assert dot.params["precision"] == highest
 
 
 @pytest.mark.parametrize("axes", [(0,), (0, 1)])
@@ -369,3 +371,17 @@ def test_ml_dtypes_arrays_are_operands_as_jax_arrays_are():
     w = tensor([[1], [-1]], "int8", dtype=jnp.bfloat16)
     x = np.array([[3, 1]], ml_dtypes.bfloat16)
     assert_floats(jqx.dot_general(x, w, MATRICES), np.array([[2]]), "bfloat16")
+
+
+@pytest.mark.parametrize("left", [(3, 0), (0, 4), (0, 0)])
+def test_a_sum_of_nothing_is_zero_whoever_shares_the_scales(left):
+    """Of an axis without elements there is no scale either."""
+    k = left[1]
+    x, q = jnp.ones(left), jqx.zeros((k, 5), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+    rows = jqx.zeros(left, jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+    empty = jqx.zeros((k, 0), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+    for y in (jqx.matmul(x, q), jqx.matmul(rows, q), jqx.einsum("ik,kn->in", rows, q)):
+        np.testing.assert_array_equal(y, np.zeros((left[0], 5), np.float32))
+    assert jqx.matmul(x, empty).shape == jqx.matmul(rows, empty).shape == (left[0], 0)
+    y = jqx.ragged_dot(x, q[None], jnp.array([left[0]]))
+    np.testing.assert_array_equal(y, np.zeros((left[0], 5), np.float32))

@@ -75,7 +75,7 @@ def test_blocks_along_another_axis_than_the_first_are_tiles():
 
 def test_the_borders_of_what_the_planner_weighs():
     """The sizes at which the choice changes, and one below or above."""
-    for n, expected in [(SMALL // K - 1, "convert"), (SMALL // K, "digits")]:
+    for n, expected in [(SMALL // K - 1, "convert_wide"), (SMALL // K, "digits")]:
         assert names(like((8, K)), quantized("int8", (K, n))) == (expected, "convert")
         assert names(like((8, K)), quantized("int8", (n, K), TURNED), TURNED)[0] == expected
     size = SHARE * FEW_ROWS
@@ -108,10 +108,9 @@ def shapes_only(qtype, k, zero_point=False, blocks=1):
     return jax.eval_shape(lambda *leaves: jqx.QTensor(*leaves, qtype=qtype), codes, scale, zero)
 
 
-def test_a_small_weight_is_converted_and_sixteen_bit_floats_widened_on_cpu():
+def test_a_small_weight_and_floats_beside_it_are_widened_on_cpu():
     w = quantized("int8", (4, 5))
-    assert names(like((3, 4)), w) == ("convert", "convert")
-    for dtype in ("bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         assert names(like((3, 4), dtype), w) == ("convert_wide", "convert")
 
 
