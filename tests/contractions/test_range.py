@@ -91,7 +91,8 @@ def check(op, form, dtype, result=None):
     seen = 0
     q = kernel_of(form, kernel, dtype)
     unit = q.map_scale(lambda scale: scale / jnp.max(scale))
-    rounding = 0.0 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps)
+    coarsest = max(float(jnp.finfo(t).eps) for t in (dtype, result or dtype))
+    rounding = 4 * coarsest if coarsest > 1e-6 else 0.0
     for size, scale in MAGNITUDES[dtype]:
         x = jnp.asarray(rng.uniform(-1, 1, image) * size, dtype)
         w = unit.map_scale(lambda s, scale=scale: s * np.float32(scale))
@@ -105,7 +106,7 @@ def check(op, form, dtype, result=None):
         error = np.abs(as_float64(y) - expected)
         assert np.all((error <= allowed) | ~in_range), (op, form, dtype, size, scale)
         seen += np.any(in_range)
-    assert seen >= 3
+    assert seen >= (2 if result is None else 1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
