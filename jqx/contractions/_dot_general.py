@@ -70,6 +70,7 @@ def dot_general(
     Gradient: by JAX, of float operands and of scales; none of codes.
     NaN and infinities: IEEE arithmetic on scales and float operands; but on CPU, a row of a float
     operand (of all its contracted elements) that holds an infinity gives NaN beside integer codes.
+    On other platforms, sums of float32 or bfloat16 with codes, without scales, must fit float32.
 
     Example:
       >>> import jqx, jax.numpy as jnp
