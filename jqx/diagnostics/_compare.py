@@ -88,6 +88,7 @@ class _Both(Rules):
     """Evaluates the function in both members; a weight is a pair of its codes and its floats."""
 
     differentiable = False
+    function = "compare"
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         plain, rounded = [real_of(x) for x in operands], [_floats(x) for x in operands]

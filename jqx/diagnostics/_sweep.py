@@ -19,6 +19,7 @@ from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
 from ..transforms import (
+    Call,
     Plan,
     Records,
     Rules,
@@ -165,7 +166,7 @@ class Sweep:
         arguments = arguments_of(plans[0], params, batches[0])
         self.weights = self._weights(trace_call(caller, f, plans[0].params, arguments, {}))
         self._evaluate = jax.jit(self._metric_of_one_batch)
-        plain = jax.jit(lambda arrays, batch: f(*self._arguments(arrays, batch)))
+        plain = jax.jit(self._in_float)
         self._plain = [plain(self._arrays, batch) for batch in batches]
 
     def _weights(self, call: Any) -> dict[str, jax.Array]:
@@ -217,8 +218,7 @@ class Sweep:
                 weights.get(path, x) if path is not None else x
                 for path, x in zip(call.paths, call.leaves, strict=True)
             ]
-            out, _ = interpret(call.jaxpr, call.consts, leaves, _Chosen(nothing))
-            return jnp.asarray(self._metric(jax.tree.unflatten(call.out_tree, out), plain))
+            return jnp.asarray(self._metric(_evaluated(call, leaves, _Chosen(nothing)), plain))
 
         return loss
 
@@ -249,8 +249,21 @@ class Sweep:
             for path, x in zip(call.paths, call.leaves, strict=True)
         ]
         rules = _Chosen(self._plan, scales, sites=self._sites, choice=by_path)
-        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jnp.asarray(self._metric(jax.tree.unflatten(call.out_tree, out), plain))
+        return jnp.asarray(self._metric(_evaluated(call, leaves, rules), plain))
+
+    def _in_float(self, arrays: Any, batch: Any) -> Any:
+        arguments = self._arguments(arrays, batch)
+        if not any(map(is_quantized, jax.tree.leaves(batch, is_leaf=is_quantized))):
+            return self._f(*arguments)
+        call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+        nothing = dataclasses.replace(self._plan, sites=())
+        return _evaluated(call, call.leaves, _Chosen(nothing))
+
+
+def _evaluated(call: Call, leaves: Sequence[Any], rules: _Chosen) -> Any:
+    """Returns the result of a call; of quantized state its real values."""
+    out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
+    return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
 
 
 def _select(choice: jax.Array, x: jax.Array, ways: Sequence[jax.Array]) -> jax.Array:

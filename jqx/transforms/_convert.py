@@ -32,7 +32,7 @@ from .primitives import CONTRACTIONS, FORMS, Records
 class _Integers(Rules):
     dequantize: bool = False
 
-    function: ClassVar[str] = "convert"
+    function: ClassVar[str | None] = "convert"
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         quantized = [

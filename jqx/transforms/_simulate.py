@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from .primitives import CONTRACTIONS, Records
 @dataclasses.dataclass(frozen=True)
 class _FakeQuantize(Rules):
     backward: DTypeLike | None = None
+
+    function: ClassVar[str | None] = "simulate"
 
     def weight(self, leaf: Any, weight: Weight | None) -> Any:
         """Rounds a weight; keeps its codes beside it where contractions run on integers."""

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
+from jax.sharding import Mesh, PartitionSpec
 
 import jqx
 from jqx import numerics
+from jqx.diagnostics import sensitivity
 
 from ..contractions.test_cache import assert_equal
 from .models import eighths, relative
@@ -362,6 +364,41 @@ def test_compare_takes_state_as_it_is():
     plan, _ = planned()
     found = jqx.compare(step, plan)(params(), xs()[0], empty("int8"), jnp.int32(0))
     assert len(found.sites) == len(plan.sites)
+
+
+def test_diagnostics_take_state_in_batches():
+    plan, p = planned()
+    batch = (xs()[0], empty("int8"), jnp.int32(0))
+    costs = sensitivity(step, plan)(p, batch)
+    assert {cost.path for cost in costs.ranked} == {"qkv", "out"}
+    stats = jqx.calibrate_batches(step, plan, p, [batch], progress=False)
+    assert jqx.affines(plan, stats) == {}
+    assert len(jqx.explain(step, p, *batch, plan=plan).sites) == len(plan.sites) + len(plan.skipped)
+
+
+def test_state_is_sharded_and_exported_like_arrays():
+    """Each of two devices writes to its part of the batch; in `shard_map`, and in a jit with
+    shardings of its own.
+    """
+    mesh = Mesh(np.array(jax.devices()[:2]), ("b",))
+    c, x = filled("int8"), eighths(3, BATCH, 1, HEADS, WIDTH)
+    want = jqx.dynamic_update_slice(c, x, (0, 3, 0, 0))
+    place = jax.sharding.NamedSharding(mesh, PartitionSpec("b"))
+
+    def at_3(c, x):
+        return lax.dynamic_update_slice(c, x, (0, 3, 0, 0))
+
+    parts = {"mesh": mesh, "in_specs": (PartitionSpec("b"),) * 2, "out_specs": PartitionSpec("b")}
+
+    def f(p, c, x):
+        inside = jax.jit(at_3, in_shardings=place, out_shardings=place)(c, x)
+        return jax.shard_map(at_3, **parts)(c, x), inside
+
+    for transform in TRANSFORMS.values():
+        for found in jax.jit(transform(f, NOTHING))({}, c, x):
+            assert_equal(found, want)
+    exported = export.export(jax.jit(jqx.convert(lambda p, c, x: at_3(c, x), NOTHING)))({}, c, x)
+    assert_equal(export.deserialize(exported.serialize()).call({}, c, x), want)
 
 
 def test_bad_state_is_refused():
