@@ -197,16 +197,16 @@ def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
 
 
 def _seen(
-    spec: QSpec | None, is_weight: bool, affine: Affine | None, x: Interval, aval: Any
+    spec: QSpec | None, is_coded: bool, affine: Affine | None, x: Interval, aval: Any
 ) -> _Seen:
     whole = aval.shape
-    if is_weight and x.codes is not None:
+    if is_coded and x.codes is not None:
         q = x.codes
         return _Seen(x, _less_zero_points(q), q.groups.sizes, q)
     if spec is None:
         return _Seen(x, None, whole, None)
     like = _like(spec, affine) if isinstance(format_of(spec.qtype), Integer) else None
-    if is_weight:
+    if is_coded:
         return _Seen(x, _all_codes(spec, Interval(-math.inf, math.inf)), whole, like)
     sizes = spec.granularity.groups(whole).sizes
     if affine is not None and not isinstance(spec.qtype, Block):

@@ -21,7 +21,7 @@ from ..modules import (
 from ..transforms import Plan
 from ._injected import Contraction
 from ._outputs import is_node
-from ._pure import Path, is_weight
+from ._pure import Path, is_coded
 from ._quantized import Quantized
 from ._state import State
 from ._variables import Found, QParam
@@ -266,7 +266,7 @@ def _require(found: Any, function: str, model: nnx.Module, did: str, expected: s
 
 def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
     """Returns the weights of a quantized module, each with its path."""
-    _, state, _ = nnx.split((part, []), is_weight, ...)
+    _, state, _ = nnx.split((part, []), is_coded, ...)
     paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
     return [(path, _variable(part, path)) for path in paths]
 

@@ -70,7 +70,7 @@ def pure_call(
     places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
     graph = (module, [leaves[place] for place in places])
     rest_of_leaves = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-    graphdef, weights, own, rest = nnx.split(graph, is_weight, _is_own, ...)
+    graphdef, weights, own, rest = nnx.split(graph, is_coded, _is_own, ...)
     caller = type(module).__name__
 
     def function(params: Any, rest: Any, leaves: list[Any]) -> Any:
@@ -88,7 +88,7 @@ def pure_call(
         _check_attributes(caller, name, graphdef, graph, merged)
 
         def is_written(path: Path, variable: Any) -> bool:
-            if isinstance(variable, QParam) or (constant and is_weight(path, variable)):
+            if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
                 return False
             given, now = before.get(path), jax.tree.leaves(variable)
             return given is None or not _are_same(given, now)
@@ -104,7 +104,7 @@ def _quantized(module: Over) -> list[nnx.Module]:
     return [part for part in parts if part is module or not isinstance(part, State)]
 
 
-def is_weight(path: Path, variable: Any) -> bool:
+def is_coded(path: Path, variable: Any) -> bool:
     """Whether a variable of `(module, others)` is a weight of the module."""
     inside = path[0] == 0 and path[1] not in OWN
     return inside and isinstance(variable, (nnx.Param, QParam))

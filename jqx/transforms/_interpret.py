@@ -20,7 +20,7 @@ from ._affine_checks import check_sums
 from ._find import is_marked
 from ._origin import Address, Origin
 from ._plan import Plan, Site
-from ._weight import Trainable, as_like, codes_of, is_weight, real_of, with_codes
+from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records
 
 Given = tuple[dict[str, Affine], jax.Array | None]
@@ -117,7 +117,7 @@ def _evaluate(
     eqn: Eqn, operands: list[Any], rules: Rules, here: Address, holds_site: bool
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
-    quantized = [i for i, operand in enumerate(operands) if is_weight(operand)]
+    quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
         if site is not None:
@@ -211,7 +211,7 @@ class _Runner:
         return self.rules.merge(self.here, a, b)
 
     def dense(self, x: Any) -> Any:
-        return self.rules.dense(self.eqn, x) if is_weight(x) else x
+        return self.rules.dense(self.eqn, x) if is_coded(x) else x
 
     def like(self, x: Any, other: Any) -> Any:
         return as_like(x, other, self.dense)
@@ -221,7 +221,7 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     """Evaluates a view of quantized arrays; where real values go with their codes, a view of both.
     Returns `None` where the equation is no view of those among its operands.
     """
-    if not _is_view(eqn, [i for i, operand in enumerate(operands) if is_weight(operand)]):
+    if not _is_view(eqn, [i for i, operand in enumerate(operands) if is_coded(operand)]):
         return None
     seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
     if not any(isinstance(x, Trainable) for x in operands):
@@ -229,7 +229,7 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     real = _compat.bind(eqn, [real_of(x) for x in operands])
     is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
     both = zip(seen, real, strict=True)
-    return [Trainable(q, x, is_state) if is_weight(q) else q for q, x in both]
+    return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in both]
 
 
 def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ from ._interpret import Rules, interpret
 from ._plan import Plan, Site, Weight
 from ._plan_call import as_plan, params_of
 from ._trace import check_function, is_quantized, trace_call
-from ._weight import Trainable, codes_of, is_weight, real_of
+from ._weight import Trainable, codes_of, is_coded, real_of
 from .primitives import CONTRACTIONS, Records
 
 
@@ -59,7 +59,7 @@ class _FakeQuantize(Rules):
         observed = [  # weights were rounded before their first use
             (i, operand.spec, operand.key)
             for i, operand in enumerate(site.operands)
-            if operand.role == "activation" and operand.spec and not is_weight(operands[i])
+            if operand.role == "activation" and operand.spec and not is_coded(operands[i])
         ]
         rounded = [real_of(x) for x in operands]
         for i, spec, name in observed:

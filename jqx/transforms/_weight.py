@@ -35,7 +35,7 @@ class Trainable:
         return cls(q, q.dequantize(), is_state=True)
 
 
-def is_weight(x: Any) -> bool:
+def is_coded(x: Any) -> bool:
     """Whether a value stands for a quantized array, and is no array itself."""
     return isinstance(x, (QTensor, Trainable))
 
@@ -76,9 +76,9 @@ def as_like(x: Any, like: Any, dense: Callable[[Any], jax.Array]) -> Any:
     """Returns a value in the form of another: an array made by `dense`, or quantized to the format
     of the other.
     """
-    if not is_weight(like):
-        return dense(x) if is_weight(x) else x
+    if not is_coded(like):
+        return dense(x) if is_coded(x) else x
     if type(x) is type(like) and is_like(codes_of(x), codes_of(like)):
         return dataclasses.replace(x, is_state=like.is_state) if isinstance(x, Trainable) else x
-    real = dense(x) if is_weight(x) else x
+    real = dense(x) if is_coded(x) else x
     return with_codes(quantized_like(codes_of(like), real), lambda: real, [like])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _compat
-from .._weight import is_weight
+from .._weight import is_coded
 from ._form import Runner
 
 
@@ -27,7 +27,7 @@ class Carry:
     def of(cls, jaxpr: Any, consts: int, init: Sequence[Any], runner: Runner) -> "Carry":
         """Reads the body of a loop, whose carried operands come after `consts` others."""
         kept = unchanged(jaxpr, consts, len(init))
-        return cls(init, frozenset(i for i in kept if is_weight(init[i])), runner)
+        return cls(init, frozenset(i for i in kept if is_coded(init[i])), runner)
 
     def start(self) -> list[Any]:
         """Returns what changes, before the first step."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..._compat import Eqn
 from .._origin import Origin
-from .._weight import is_weight
+from .._weight import is_coded
 from ._form import Finder, Form, Records, Runner
 
 
@@ -32,10 +32,10 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     branches: list[Callable[..., Any]] = [
         partial(take, i, branch) for i, branch in enumerate(eqn.params["branches"])
     ]
-    if any(map(is_weight, rest)):
+    if any(map(is_coded, rest)):
         forms = [jax.eval_shape(branch, runner.given, *rest)[0] for branch in branches]
         each = zip(*forms, strict=True)
-        common = [next(filter(is_weight, results), results[0]) for results in each]
+        common = [next(filter(is_coded, results), results[0]) for results in each]
         branches = [partial(_as_common, branch, common, runner) for branch in branches]
     return lax.switch(index, branches, runner.given, *rest)
 

@@ -7,7 +7,7 @@ import jax
 
 from ... import _compat
 from ..._compat import Eqn
-from .._weight import is_weight
+from .._weight import is_coded
 from ._form import Form, Records, Runner, as_function, looks_into
 from ._shardings import sharded_as
 
@@ -19,7 +19,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     options: dict[str, Any] = {}
     if any(given):
         own = [
-            sharded_as(x, sharding) if is_weight(x) and sharding else sharding
+            sharded_as(x, sharding) if is_coded(x) and sharding else sharding
             for x, sharding in zip(operands, given, strict=True)
         ]
         options["in_shardings"] = (None, *own)

@@ -11,7 +11,7 @@ from ... import _compat
 from ..._compat import Eqn
 from ...tensor import sliceable
 from .._origin import Loop, Origin
-from .._weight import is_weight, map_codes
+from .._weight import is_coded, map_codes
 from ._carry import Carry, unchanged
 from ._form import Finder, Form, Records, Runner
 
@@ -64,7 +64,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
 def _sliceable(x: Any) -> Any:
     """Gives each index of the leading axis of a weight scales of its own."""
-    return map_codes(lambda q: sliceable(q, 0), x) if is_weight(x) else x
+    return map_codes(lambda q: sliceable(q, 0), x) if is_coded(x) else x
 
 
 SCAN = {"scan": Form(_track, _apply)}

@@ -12,7 +12,7 @@ from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor, partition_specs
 from .._origin import Origin
-from .._weight import is_weight, map_codes
+from .._weight import is_coded, map_codes
 from ._form import Finder, Form, Records, Runner
 
 
@@ -30,7 +30,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
         def parts(q: QTensor) -> QTensor:
             return partition_specs("shard_map", q, spec, sizes)
 
-        return map_codes(parts, x, spec) if is_weight(x) else spec
+        return map_codes(parts, x, spec) if is_coded(x) else spec
 
     specs = map(partitioned, operands, eqn.params["in_specs"])
 
