@@ -21,7 +21,7 @@ from ._convert import is_exact_in, numbers_of
 from ._formulation import formulation
 from ._integer import digits_of
 from ._scales import times_scales
-from ._slices import cut_of, in_order, slice_along, slice_of
+from ._slices import cut_of, in_order, slice_along, slice_of, with_own_second_scales
 from ._tiles import count_of
 
 MOST_TAPS = 64
@@ -107,7 +107,7 @@ def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     x, axis = x.astype(wide), window.outputs
-    q = with_own_scales(q, (axis,))
+    q = with_own_second_scales(with_own_scales(q, (axis,)), axis)
     if q.layout is not None and q.layout != Layout(q.layout.packing):
         q = q.unpack()
     n, at = q.shape[axis], window.axes.out_spec[1]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..numerics import format_of
-from ..tensor import Layout, Packing, QTensor
+from ..tensor import Layout, Packing, QTensor, refine
 from ._dimensions import Dimensions
 
 
@@ -55,6 +55,7 @@ def in_slices(
     cut = next((cut for cut in cuts if cut is not None), None)
     if count <= 1 or cut is None:
         return compute(lhs, rhs)
+    rhs = with_own_second_scales(rhs, cut.axis)
     lhs_axis = dimensions.partner(cut.axis)
     n = rhs.shape[cut.axis]
     left = lhs if lhs_axis is None else _in_parts(lhs, lhs_axis, cut, n)
@@ -81,6 +82,15 @@ def in_slices(
     at = dimensions.output_axis(cut.axis)
     y = in_order(parts, cut, at)
     return y if rest is None else jnp.concatenate([y, rest], axis=at)
+
+
+def with_own_second_scales(q: QTensor, axis: int) -> QTensor:
+    """Gives each scale along an axis a second one of its own, where scales that are quantized in
+    turn share these in blocks: slices follow scales, not those blocks.
+    """
+    if not isinstance(q.scale, QTensor) or not q.scale.groups.is_blocked(axis):
+        return q
+    return dataclasses.replace(q, scale=refine(q.scale, axis))
 
 
 def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:

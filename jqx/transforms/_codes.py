@@ -71,17 +71,27 @@ class Codes:
             if why is None:
                 self.contracted |= _NONE.union(*known)
                 return nothing
+            if name in UPDATES and known[0]:
+                return self._indexed(eqn, known, scope)
             how = f"reaches a `{name}` that has no quantized form: {why}"
         elif name in FORMS:
             return self._inside(eqn, known, scope)
         elif (seen := _views(eqn, known)) is not None:
             return seen
         elif name in UPDATES and (name == "select_n") != bool(known[0]):
+            if name == "scatter":
+                return self._indexed(eqn, known, scope)
             if sum(map(bool, known)) > 1:
                 self._mixes(eqn, known, "is selected beside others", scope)
             return [_NONE.union(*known)]
         self.escapes.append(Escape(_NONE.union(*known), how, eqn, scope))
         return nothing
+
+    def _indexed(self, eqn: Eqn, known: list[Paths], scope: str) -> list[Paths]:
+        """What is taken or written at any places stays codes where the scale can follow."""
+        how = f"reaches a `{eqn.primitive.name}` that its scale cannot follow"
+        self._mixes(eqn, known[:1], how, scope)
+        return known[:1]
 
     def _inside(self, eqn: Eqn, known: list[Paths], scope: str) -> list[Paths]:
         name, p = eqn.primitive.name, eqn.params

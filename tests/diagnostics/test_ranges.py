@@ -520,7 +520,7 @@ def test_weights_alone_and_lookups_have_no_sums():
         return p["t"][i] @ p["w"]
 
     p = {"t": jnp.eye(3), "w": W}
-    found = ranges(f, jqx.presets.w8a16())(p, abstract(jnp.int32, 2))
+    found = ranges(f, jqx.presets.w8a16(tables="int8"))(p, abstract(jnp.int32, 2))
     assert [(x.op, x.how, x.sums) for x in found.sites] == [
         ("gather", "lookup", None),
         ("dot_general", "float", None),

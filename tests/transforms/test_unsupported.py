@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -68,13 +69,26 @@ def test_a_weight_is_quantized_at_every_use_or_at_none():
 
 
 def test_a_weight_whose_one_use_has_no_quantized_form_is_an_error_that_says_so():
-    f = lambda w, x: w[jnp.array([1, 2]), jnp.array([3, 4])] @ x[:2] @ w.T  # noqa: E731
-    fact = "reaches (a )?`gather`"
+    f = lambda w, x: jnp.sort(w, axis=0)[:2] @ x[:2].T @ x[:2] @ w.T  # noqa: E731
+    fact = "reaches (a )?`sort`"
     with pytest.raises(NotImplementedError, match=f"the weight '', .*{fact}"):
         jqx.make_plan(f, POLICY)(normal(0, 8, 8), X)
     plan = jqx.make_plan(f, POLICY, unsupported="dequantize")(normal(0, 8, 8), X)
     with pytest.raises(NotImplementedError, match=fact):
         jqx.convert(f, plan)(normal(0, 8, 8), X)
+
+
+def test_a_weight_of_which_single_numbers_are_taken_stays_codes():
+    """Where a scale cannot follow, planning says so as converting does."""
+    i = jnp.array([1, 2])
+    f = lambda w, x: x @ w + (w[i, i] @ x[:2, :6])[None]  # noqa: E731
+    w = normal(0, 8, 6)
+    plan = jqx.make_plan(f, POLICY)(w, X)
+    found = jqx.convert(f, plan)(jqx.quantize_params(w, plan), X)
+    np.testing.assert_allclose(found, jqx.simulate(f, plan)(w, X), rtol=1e-5)
+    blocks = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_group(4)))])
+    with pytest.raises(NotImplementedError, match=r"the weight '', .* `gather`"):
+        jqx.make_plan(f, blocks)(w, X)
 
 
 @pytest.mark.parametrize("size", [2, 25])
