@@ -68,7 +68,7 @@ def compiled(preset, target, rows, f=dense, w=(K, N), x=K):
     """The contractions of a layer in bfloat16, quantized by a preset."""
     plan = jqx.make_plan(f, getattr(presets, preset)())(bf16(*w), bf16(rows, x))
     q = jqx.quantize_params(bf16(*w), plan)
-    return lowering(jqx.convert(f, plan), q, bf16(rows, x), target=target).contractions
+    return lowering(jqx.convert(f, plan, "dynamic"), q, bf16(rows, x), target=target).contractions
 
 
 @pytest.mark.parametrize("preset, target, rows", cells("units", (8, PREFILL)))
