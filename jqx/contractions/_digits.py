@@ -127,15 +127,17 @@ def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
 
 def _parted(step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits the steps of rows in two factors, of which the first multiplies sums of digits before
-    a scale does: the power of two of a small step, so that a large scale finds small sums.
+    a scale does: the power of two of a small step, so that a large scale finds small sums. A batch
+    shares it, since slices may run along a batch.
     """
     power = jnp.where(step < 1, power_below(step), jnp.ones_like(step))
+    power = jnp.max(power, axis=tuple(range(step.ndim - 1)), keepdims=True, initial=0)
     return power, step / power
 
 
 def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
     """Joins the int32 sums of the digits of each row, along axis `at`, in float32, times a power of
-    two for each row, of shape `(*batch, rows)`.
+    two for each row, of shape `(*batch, rows)` with batch axes of size 1.
     """
     parts = total.reshape(*total.shape[:at], DIGITS, -1, *total.shape[at + 1 :])
     high, middle, low = (
