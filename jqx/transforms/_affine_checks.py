@@ -10,7 +10,7 @@ from ..tensor import QSpec, check_zero_point
 _MEND = "compute it with jqx.affines(plan, stats), or pass arrays as that returns them."
 
 
-class _Plan(Protocol):
+class Planned(Protocol):
     """What is read of a plan."""
 
     @property
@@ -21,7 +21,7 @@ class _Plan(Protocol):
     def site_of_key(self, key: str) -> Any: ...
 
 
-def check_entries(function: str, plan: _Plan, affines: Mapping[str, Any]) -> None:
+def check_entries(function: str, plan: Planned, affines: Mapping[str, Any]) -> None:
     """Checks every entry: its kind, dtypes and rank, and that its parts fit each other."""
     specs = plan.static_specs()
     weights = {weight.key: weight.spec for weight in plan.weights}

@@ -1,13 +1,12 @@
 """What is given as `affines=`: checked against the plan, before anything is traced."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from .._checks import require_that
 from .._errors import message
 from ..calibrators import Affine
-from ..tensor import QSpec
-from ._affine_checks import check_entries
+from ._affine_checks import Planned, check_entries
 
 GivenAffines = Mapping[str, Affine] | Literal["dynamic"] | None
 """What `affines=` of a transform takes."""
@@ -16,19 +15,8 @@ DYNAMIC = "dynamic"
 """Asks for scales from the values at hand where a spec is static."""
 
 
-class _Plan(Protocol):
-    """What is read of a plan."""
-
-    @property
-    def weights(self) -> tuple[Any, ...]: ...
-
-    def static_specs(self) -> dict[str, QSpec]: ...
-
-    def site_of_key(self, key: str) -> Any: ...
-
-
 def check_affines(
-    function: str, plan: _Plan, affines: Mapping[str, Affine] | None
+    function: str, plan: Planned, affines: Mapping[str, Affine] | None
 ) -> dict[str, Affine]:
     """Returns the scales given, none for `None`; raises where the plan does not know one, or where
     one of a static activation or output is missing among them.
@@ -61,7 +49,7 @@ def check_affines(
     return dict(affines)
 
 
-def required_affines(function: str, plan: _Plan, affines: GivenAffines) -> dict[str, Affine]:
+def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dict[str, Affine]:
     """Returns the scales that a function runs with: none for `"dynamic"`, else those given; raises
     where a static activation or output has none.
     """
