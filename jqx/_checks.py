@@ -1,4 +1,6 @@
-"""Checks of rank, shape, dtype and axes at the public edge; chex decides, the message is ours."""
+"""Checks of rank, shape, dtype and axes at the public edge: what chex asserts, it decides; the
+message is ours.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,32 +35,34 @@ def require(
         raise error(text) from None
 
 
-def _holds(condition: object) -> None:
-    chex.assert_equal(bool(condition), True)
-
-
-def require_that(condition: object, **parts: Any) -> None:
-    """`require` for a condition that no chex assertion states."""
-    require(_holds, condition, **parts)
+def require_that(
+    condition: object, *, error: type[Exception], function: str, problem: str, **parts: str
+) -> None:
+    """`require` for a condition that no chex assertion states. A check that runs at every site of a
+    function asks for it only where the condition fails, or it would write its message each time.
+    """
+    if not condition:
+        raise error(message(function, problem, **parts))
 
 
 def check_instance(
     function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, mend: str
 ) -> None:
     """Checks that `value` is of a class, or of one of several."""
+    if isinstance(value, kind):
+        return
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(map(_with_article, kinds))
     plain = isinstance(value, (str, int, float, type(None)))
     kind_of = f"an object of type {type(value).__name__}"
-    require_that(
-        isinstance(value, kinds),
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` is not {names}.",
+    text = message(
+        function,
+        f"`{argument}` is not {names}.",
         given=f"{argument} == {shown(value)}" if plain else kind_of,
         expected=names,
         mend=mend,
     )
+    raise TypeError(text)
 
 
 def shown(value: Any, limit: int = 200) -> str:
@@ -115,15 +119,15 @@ def as_real(function: str, argument: str, x: ArrayLike) -> jax.Array:
 def check_real(function: str, what: str, dtype: DTypeLike, *, given: str = "") -> None:
     """Checks that a dtype is floating point."""
     name = name_of(dtype)
-    require_that(
-        name in FLOATS,
-        error=TypeError,
-        function=function,
-        problem=f"{what} ({name}) must be a floating point number.",
-        given=given + name,
-        expected=f"one of {', '.join(FLOATS)}",
-        mend="use one of these dtypes, such as jnp.float32.",
-    )
+    if name not in FLOATS:
+        text = message(
+            function,
+            f"{what} ({name}) must be a floating point number.",
+            given=given + name,
+            expected=f"one of {', '.join(FLOATS)}",
+            mend="use one of these dtypes, such as jnp.float32.",
+        )
+        raise TypeError(text)
 
 
 def as_array(function: str, argument: str, x: Any) -> jax.Array:
@@ -193,24 +197,24 @@ def normalize_axes(
     given = axes
     axes = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
     for axis in axes:
-        require_that(
-            isinstance(axis, (int, np.integer)) and not isinstance(axis, bool),
-            error=TypeError,
-            function=function,
-            problem=f"`{argument}` must hold integers.",
-            given=f"an object of type {type(axis).__name__}"
-            if hasattr(axis, "dtype")
-            else f"{argument} == {given!r}",
-            expected="an integer or a sequence of integers",
-            mend=f"pass axis numbers, such as {argument}=(0,).",
-        )
-        require_that(
-            -rank <= axis < rank,
-            error=ValueError,
-            function=function,
-            problem=f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
-            given=f"{argument} == {given!r}, rank {rank}",
-            expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
-            mend="name an axis that the input has.",
-        )
+        if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+            text = message(
+                function,
+                f"`{argument}` must hold integers.",
+                given=f"an object of type {type(axis).__name__}"
+                if hasattr(axis, "dtype")
+                else f"{argument} == {given!r}",
+                expected="an integer or a sequence of integers",
+                mend=f"pass axis numbers, such as {argument}=(0,).",
+            )
+            raise TypeError(text)
+        if not -rank <= axis < rank:
+            text = message(
+                function,
+                f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
+                given=f"{argument} == {given!r}, rank {rank}",
+                expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
+                mend="name an axis that the input has.",
+            )
+            raise ValueError(text)
     return tuple(sorted({int(axis) % rank for axis in axes}))

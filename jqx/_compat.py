@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.api_util import shaped_abstractify
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import topologies
@@ -30,6 +31,13 @@ def trace(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
     """
     with jax.disable_jit(False):
         return open_jaxpr(jax.make_jaxpr(f)(*args))
+
+
+def type_of(x: Any) -> Any:
+    """Returns the type that a leaf is traced at: what of an array, or of what stands for one, a
+    jaxpr depends on.
+    """
+    return shaped_abstractify(x)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:

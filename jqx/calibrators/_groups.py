@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import is_at_least, require_that
+from .._checks import is_at_least
+from .._errors import message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Groups:
             for (n, b), m in zip(self._axes, self.scale_shape, strict=True)
             if n != m * b and m > 1
         }
-        require_that(
-            len({(n, m) for n, m, _ in known}) == len(known),
-            error=ValueError,
-            function="QTensor",
-            problem="two axes of one length have as many blocks, of different sizes.",
-            given=f"shape {self.shape}, block sizes {self.sizes}",
-            expected="block sizes that length and number of blocks tell apart",
-            mend="use one block size for both axes.",
-        )
+        if len({(n, m) for n, m, _ in known}) < len(known):
+            text = message(
+                "QTensor",
+                "two axes of one length have as many blocks, of different sizes.",
+                given=f"shape {self.shape}, block sizes {self.sizes}",
+                expected="block sizes that length and number of blocks tell apart",
+                mend="use one block size for both axes.",
+            )
+            raise ValueError(text)
         return tuple(sorted(known))
 
     @property

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import require_that
+from .._errors import message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Dimensions:
 
         def normal(axes: Sequence[int], rank: int) -> tuple[int, ...]:
             for axis in axes:
-                require_that(
-                    -rank <= axis < rank,
-                    error=TypeError,
-                    function="dot_general",
-                    problem=f"axis {axis} of `dimension_numbers` is out of range.",
-                    given=f"dimension_numbers == {numbers}, ranks {lhs_rank} and {rhs_rank}",
-                    expected=f"an axis in [{-rank}, {rank - 1}]",
-                    mend="name axes that the operands have.",
-                )
+                if not -rank <= axis < rank:
+                    text = message(
+                        "dot_general",
+                        f"axis {axis} of `dimension_numbers` is out of range.",
+                        given=f"dimension_numbers == {numbers}, ranks {lhs_rank} and {rhs_rank}",
+                        expected=f"an axis in [{-rank}, {rank - 1}]",
+                        mend="name axes that the operands have.",
+                    )
+                    raise TypeError(text)
             return tuple(int(axis) % rank for axis in axes)
 
         return cls(
@@ -126,6 +126,23 @@ class Dimensions:
         lefts = (*self.lhs_contracting, *self.lhs_batch)
         rights = (*self.rhs_contracting, *self.rhs_batch)
         return dict(zip(rights, lefts, strict=True)).get(rhs_axis)
+
+    def fits(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> bool:
+        """Whether operands of two shapes can be contracted: no axis is named twice, and paired axes
+        have one size.
+        """
+        lefts = (*self.lhs_contracting, *self.lhs_batch)
+        rights = (*self.rhs_contracting, *self.rhs_batch)
+        counts = len(self.lhs_batch) == len(self.rhs_batch) and len(lefts) == len(rights)
+        distinct = len({*lefts}) == len(lefts) and len({*rights}) == len(rights)
+        if not (counts and distinct):
+            return False
+        return all(lhs[i] == rhs[j] for i, j in zip(lefts, rights, strict=True))
+
+    def result_shape(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the shape of the result of operands of two shapes."""
+        left = (lhs[axis] for axis in (*self.lhs_batch, *self.lhs_free))
+        return (*left, *(rhs[axis] for axis in self.rhs_free))
 
     def rows(self, lhs: Any) -> int:
         """Returns how many elements the free axes of the left operand have."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
+from .._checks import as_dtype, as_real, check_real, is_at_least
+from .._errors import message
 from ..numerics import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum
@@ -176,6 +177,8 @@ def is_empty(x: Any) -> bool:
 
 def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
     """Returns the shape of the result; lets `lax.dot_general` refuse shapes that do not fit."""
+    if dimensions.fits(left.shape, right.shape):
+        return dimensions.result_shape(left.shape, right.shape)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes).shape
 
@@ -185,14 +188,14 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
     if not isinstance(operand, QTensor):
         as_real("dot_general", name, operand)
         return
-    require_that(
-        can_leave_sum(operand.groups, contracting),
-        error=ValueError,
-        function="dot_general",
-        problem=f"the scale of `{name}` varies along a contracted axis: it cannot leave the sum.",
-        given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
-        f"contracted axes {contracting}",
-        expected=f"a scale of size 1, or of blocks, along axes {contracting}",
-        mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
-        "contraction keeps.",
-    )
+    if not can_leave_sum(operand.groups, contracting):
+        text = message(
+            "dot_general",
+            f"the scale of `{name}` varies along a contracted axis: it cannot leave the sum.",
+            given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
+            f"contracted axes {contracting}",
+            expected=f"a scale of size 1, or of blocks, along axes {contracting}",
+            mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
+            "contraction keeps.",
+        )
+        raise ValueError(text)

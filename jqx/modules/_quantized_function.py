@@ -16,6 +16,7 @@ from ..tensor import QTensor
 from ..transforms import (
     GivenAffines,
     Plan,
+    TracedOnce,
     affines_seen,
     calibrate,
     convert,
@@ -54,7 +55,8 @@ class QuantizedFunction:
     """A function of weights at its arguments, and what is known of its activations.
 
     Attributes:
-      function: `function(params, *args, **kwargs)`; weights are argument 0.
+      function: `function(params, *args, **kwargs)`; weights are argument 0. It is traced once,
+        however many transforms look at it.
       policy: what is quantized.
       args: positional arguments behind the weights.
       kwargs: keyword arguments.
@@ -75,6 +77,10 @@ class QuantizedFunction:
     caller: str
     dynamic: bool = False
     path: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.function, TracedOnce):
+            object.__setattr__(self, "function", TracedOnce(self.function))
 
     def __call__(
         self,
@@ -151,7 +157,7 @@ class QuantizedFunction:
         return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
 
     def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, GivenAffines]:
-        """Returns what `simulate` needs; where no scales are known, the policy: one trace less."""
+        """Returns what `simulate` needs; where no scales are known, the policy."""
         if not self.stats and not self.scales:
             if self.dynamic:
                 return self.policy, "dynamic"

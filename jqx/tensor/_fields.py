@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from .._checks import check_real, require_that, shown
+from .._errors import message
 from ..numerics import E8M0, Integer, format_of, packed_length
 from ._layout import Layout, Packing, lies_otherwise, values_dtype
 
@@ -14,54 +15,54 @@ def check_leaves(q: Any) -> None:
     form = format_of(q.qtype)
     for name in ("values", "scale", "zero_point"):
         leaf = getattr(q, name)
-        require_that(
-            hasattr(leaf, "shape") or (leaf is None and name == "zero_point"),
-            error=TypeError,
-            function="QTensor",
-            problem=f"`{name}` is not an array.",
-            given=f"an object of type {type(leaf).__name__}",
-            expected="an array",
-            mend=f"pass jnp.asarray({name}).",
-        )
+        if not (hasattr(leaf, "shape") or (leaf is None and name == "zero_point")):
+            text = message(
+                "QTensor",
+                f"`{name}` is not an array.",
+                given=f"an object of type {type(leaf).__name__}",
+                expected="an array",
+                mend=f"pass jnp.asarray({name}).",
+            )
+            raise TypeError(text)
     if q.scale.dtype != E8M0:
         check_real("QTensor", "`scale` element type", q.scale.dtype)
     storage = form.storage
     codes = {"values": (q.values, values_dtype(q.layout, form))}
     if q.zero_point is not None:
         codes["zero_point"] = (q.zero_point, storage)
-        require_that(
-            isinstance(form, Integer),
-            error=ValueError,
-            function="QTensor",
-            problem=f"{form.name} has no zero point.",
-            given=f"zero_point of shape {q.zero_point.shape}",
-            expected="zero_point=None, or an integer qtype",
-            mend="drop the zero point.",
-        )
+        if not isinstance(form, Integer):
+            text = message(
+                "QTensor",
+                f"{form.name} has no zero point.",
+                given=f"zero_point of shape {q.zero_point.shape}",
+                expected="zero_point=None, or an integer qtype",
+                mend="drop the zero point.",
+            )
+            raise ValueError(text)
     for name, (array, expected) in codes.items():
-        require_that(
-            array.dtype == expected,
-            error=TypeError,
-            function="QTensor",
-            problem=f"`{name}` does not hold codes of `qtype`.",
-            given=f"{name}.dtype == {array.dtype.name}",
-            expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
-            mend=f"convert {name}, or pass the qtype that it has.",
-        )
+        if array.dtype != expected:
+            text = message(
+                "QTensor",
+                f"`{name}` does not hold codes of `qtype`.",
+                given=f"{name}.dtype == {array.dtype.name}",
+                expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
+                mend=f"convert {name}, or pass the qtype that it has.",
+            )
+            raise TypeError(text)
 
 
 def check_blocks(blocks: Any) -> None:
     """Checks that `blocks` is a tuple of triples of positive integers."""
-    require_that(
-        isinstance(blocks, tuple) and all(map(_is_block, blocks)),
-        error=ValueError,
-        function="QTensor",
-        problem="`blocks` does not tell block sizes.",
-        given=f"blocks == {shown(blocks)}",
-        expected="a tuple of (length, number of blocks, block size)",
-        mend="leave it out where the number of blocks divides the length; else pass for example "
-        "((100, 4, 32),).",
-    )
+    if not (isinstance(blocks, tuple) and all(map(_is_block, blocks))):
+        text = message(
+            "QTensor",
+            "`blocks` does not tell block sizes.",
+            given=f"blocks == {shown(blocks)}",
+            expected="a tuple of (length, number of blocks, block size)",
+            mend="leave it out where the number of blocks divides the length; else pass for "
+            "example ((100, 4, 32),).",
+        )
+        raise ValueError(text)
 
 
 def _is_block(block: Any) -> bool:
@@ -117,17 +118,17 @@ def check_shapes(q: Any) -> None:
         m in (1, n) or (n, m) in known or (m > 0 and n % m == 0)
         for n, m in zip(shape, scale, strict=True)
     )
-    require_that(
-        fits,
-        error=ValueError,
-        function="QTensor",
-        problem="`scale` does not fit `values`.",
-        given=f"scale.shape == {scale}, values.shape == {shape}"
-        + (f", blocks == {q.blocks}" if q.blocks else ""),
-        expected="the rank of values, each dim 1, that of values, or a number of blocks that "
-        "divides it",
-        mend="reshape scale: values's size along the axes they share, 1 elsewhere.",
-    )
+    if not fits:
+        text = message(
+            "QTensor",
+            "`scale` does not fit `values`.",
+            given=f"scale.shape == {scale}, values.shape == {shape}"
+            + (f", blocks == {q.blocks}" if q.blocks else ""),
+            expected="the rank of values, each dim 1, that of values, or a number of blocks that "
+            "divides it",
+            mend="reshape scale: values's size along the axes they share, 1 elsewhere.",
+        )
+        raise ValueError(text)
     if q.zero_point is not None:
         check_zero_point("QTensor", q.zero_point, q.scale)
 

@@ -27,6 +27,7 @@ from ._quantize_params import quantize_weight as quantize_weight
 from ._quantize_state import quantize_state as quantize_state
 from ._simulate import simulate as simulate
 from ._trace import Call as Call
+from ._trace import TracedOnce as TracedOnce
 from ._trace import check_function as check_function
 from ._trace import is_array as is_array
 from ._trace import is_quantized as is_quantized

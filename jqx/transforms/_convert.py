@@ -165,18 +165,20 @@ def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]
 def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
     groups = groups_of("convert", weight.spec, leaf.shape)
     zero = "without" if weight.spec.symmetric else "with"
-    require_that(
+    if not (
         leaf.qtype == weight.spec.qtype
         and leaf.groups == groups
-        and (leaf.zero_point is None) == weight.spec.symmetric,
-        error=ValueError,
-        function="convert",
-        problem="a QTensor does not fit the plan.",
-        given=f"{leaf!r} for the parameter {path!r}",
-        expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
-        f"one for each {list(groups.sizes)} elements, {zero} zero point",
-        mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
-    )
+        and (leaf.zero_point is None) == weight.spec.symmetric
+    ):
+        text = message(
+            "convert",
+            "a QTensor does not fit the plan.",
+            given=f"{leaf!r} for the parameter {path!r}",
+            expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
+            f"one for each {list(groups.sizes)} elements, {zero} zero point",
+            mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+        )
+        raise ValueError(text)
 
 
 def _results(call: Call, out: Sequence[Any], rules: _Integers) -> list[Any]:

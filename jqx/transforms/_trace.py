@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,6 +31,14 @@ def is_parameter(x: Any) -> bool:
     return is_array(x) and x.shape != ()
 
 
+class Traced(NamedTuple):
+    """What a function was traced to: as the fields of a `Call`."""
+
+    jaxpr: Any
+    consts: list[Any]
+    out_tree: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A function traced at its arguments.
@@ -51,6 +59,30 @@ class Call:
     paths: list[str | None]
     names: Renamed
     out_tree: Any
+
+
+class TracedOnce:
+    """A function that transforms trace once for arguments of one kind, however many are called on
+    it: a plan, a calibration and a conversion read one jaxpr.
+
+    It keeps what it was traced to, which may hold the tracers of a trace around it: it is made for
+    one call, and does not outlive it.
+    """
+
+    def __init__(self, f: Callable[..., Any]):
+        self._f = f
+        self._traces: list[tuple[Any, Traced]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._f(*args, **kwargs)
+
+    def trace(self, kind: Any, trace: Callable[[], Traced]) -> Traced:
+        """Returns what `trace` does, or did for arguments of this kind."""
+        for known, traced in self._traces:
+            if known == kind:
+                return traced
+        self._traces.append((kind, trace()))
+        return self._traces[-1][1]
 
 
 def check_function(function: str, f: Any) -> None:
@@ -99,20 +131,36 @@ def trace_call(
     ]
     paths = weights.name(function, keys)
     _check_distinct(function, paths)
+    stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
+
+    def trace() -> Traced:
+        return _trace(f, tree, stand_ins)
+
+    if isinstance(f, TracedOnce):
+        types = [x if isinstance(x, _Same) else _compat.type_of(x) for x in stand_ins]
+        traced = f.trace((tree, types), trace)
+    else:
+        traced = trace()
+    own = [None if key is None else path_of(key) for key in keys]
+    return Call(*traced[:2], leaves, paths, renamed(own, paths), traced.out_tree)
+
+
+def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
+    """Traces a function at the leaves of `(args, kwargs)`, of which the static ones are marked."""
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
         nonlocal out_tree
         rest = iter(arrays)
-        filled = [next(rest) if is_array(leaf) else leaf for _, leaf in flat]
+        filled = [x.value if isinstance(x, _Same) else next(rest) for x in given]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         result = jax.tree.map(_Static.unless_traced, f(*inner_args, **inner_kwargs))
         out, out_tree = jax.tree.flatten(result)
         return out
 
-    jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
-    own = [None if key is None else path_of(key) for key in keys]
-    return Call(live(jaxpr), consts, leaves, paths, renamed(own, paths), out_tree)
+    arrays = [x for x in given if not isinstance(x, _Same)]
+    jaxpr, consts = _compat.trace(flat_f, *arrays)
+    return Traced(live(jaxpr), consts, out_tree)
 
 
 def as_params(function: str, params: Any) -> Params:
@@ -130,6 +178,19 @@ def as_params(function: str, params: Any) -> Params:
         mend="name each argument that holds weights once.",
     )
     return positions
+
+
+class _Same:
+    """A static leaf of the arguments: it equals itself alone, whatever its class says."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class _Static:

@@ -120,3 +120,36 @@ def test_an_axis_out_of_range_is_refused(axis):
     q = jqx.QTensor.quantize(jnp.ones((3, 4)), jqx.QSpec(jnp.int8))
     with pytest.raises(TypeError, match=r"axis .* of `dimension_numbers` is out of range"):
         jqx.dot_general(jnp.ones((3, 4)), q, (((axis,), (1,)), ((), ())))
+
+
+@st.composite
+def any_numbers(draw):
+    """Shapes of few sizes, and dimension numbers that seldom fit."""
+    shapes = [tuple(draw(st.lists(st.integers(0, 2), max_size=3))) for _ in range(2)]
+    lc, lb, rc, rb = (
+        draw(st.lists(st.integers(0, len(shape) - 1), max_size=2)) if shape else []
+        for shape in shapes
+        for _ in range(2)
+    )
+    return *shapes, ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_numbers())
+def test_shapes_fit_where_lax_says_so_and_the_result_has_the_shape_that_lax_says(case):
+    left, right, numbers = case
+    dimensions = Dimensions.of(numbers, len(left), len(right))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    try:
+        expected = jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), *shapes).shape
+    except TypeError:
+        expected = None
+    assert dimensions.fits(left, right) == (expected is not None)
+    if expected is not None:
+        assert dimensions.result_shape(left, right) == expected
+
+
+def test_shapes_that_fit_are_not_evaluated(monkeypatch):
+    q = jqx.QTensor.quantize(jnp.ones((4, 2)), jqx.QSpec(jnp.int8))
+    monkeypatch.setattr(jax, "eval_shape", lambda *args: 1 / 0)
+    jax.make_jaxpr(jqx.matmul)(jnp.ones((3, 4)), q)
