@@ -79,12 +79,13 @@ def sum_of_blocks(
     rhs: Any,
     dimensions: Dimensions,
     compute: Callable[[Any, Any, Dimensions], jax.Array],
+    block: Block | None,
 ) -> jax.Array:
-    """Returns the contraction by `compute`, which is called on operands without blocks.
+    """Returns the contraction by `compute`, which is called on operands without blocks, where the
+    first contracted axis with blocks is known.
 
     Many or large blocks are computed in turn, so that not all of their results are held at once.
     """
-    block = find_block(lhs, rhs, dimensions)
     if block is None:
         lhs = with_own_scales(lhs, dimensions.lhs_kept)
         rhs = with_own_scales(rhs, dimensions.rhs_kept)
@@ -103,7 +104,8 @@ def _sum_of_part(
     """Contracts operands whose first batch axis counts blocks, and sums over it."""
 
     def summed(lhs: Any, rhs: Any) -> jax.Array:
-        return jnp.sum(sum_of_blocks(lhs, rhs, dimensions, compute), axis=0)
+        more = find_block(lhs, rhs, dimensions)
+        return jnp.sum(sum_of_blocks(lhs, rhs, dimensions, compute, more), axis=0)
 
     count = lhs.shape[block.lhs]
     batch = math.prod(lhs.shape[axis] for axis in dimensions.lhs_batch[1:])
@@ -130,16 +132,16 @@ def sum_in_turn(
     rhs: Any,
     dimensions: Dimensions,
     compute: Callable[[Any, Any, Dimensions], jax.Array],
+    block: Block | None,
 ) -> jax.Array:
     """Returns what `sum_of_blocks` does, one block after another, each contracted as if alone."""
-    block = find_block(lhs, rhs, dimensions)
     if block is None:
-        return sum_of_blocks(lhs, rhs, dimensions, compute)
+        return sum_of_blocks(lhs, rhs, dimensions, compute, None)
 
     def in_turn(lhs: Any, rhs: Any) -> jax.Array:
         def block_at(i: Any) -> jax.Array:
             items = item_along(lhs, block.lhs, i), item_along(rhs, block.rhs, i)
-            return sum_in_turn(*items, dimensions, compute)
+            return sum_in_turn(*items, dimensions, compute, find_block(*items, dimensions))
 
         def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             return total + block_at(i), None

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,30 +19,42 @@ from ._blocks import with_own_scales
 from ._bytes import as_int8, longest
 from ._conv_dimensions import Window, padded
 from ._convert import is_exact_in, numbers_of
-from ._formulation import formulation
+from ._formulation import CPU, ELSEWHERE, PLATFORMS, formulation
 from ._integer import digits_of
 from ._scales import times_scales
 from ._slices import cut_of, in_order, slice_along, slice_of, with_own_second_scales
 from ._tiles import count_of
 
-MOST_TAPS = 64
-"""Taps up to which a depthwise convolution is written out, one product a tap."""
+OP = "conv_general_dilated"
 
 
-@formulation("integers: convolved as int8 into int32, exactly; padded with the zero point")
+@formulation(
+    "integers: convolved as int8 into int32, exactly; padded with the zero point",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+    op=OP,
+)
 def conv_integer(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _conv_integer(lhs, rhs, window, _native)
 
 
 @formulation(
     "integers, each output of one input feature, on CPU: shifted products are summed in int32, "
-    "some forty times as fast as XLA's convolution"
+    "some forty times as fast as XLA's convolution",
+    CPU,
+    lambda case: case.are_bytes and case.is_shifted,
+    op=OP,
 )
 def conv_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _conv_integer(lhs, rhs, window, _shifted)
 
 
-@formulation("integers of more than 8 bits: split into int8 digits, each convolved exactly")
+@formulation(
+    "integers of more than 8 bits: split into int8 digits, each convolved exactly",
+    PLATFORMS,
+    lambda case: case.are_integers and not case.are_bytes,
+    op=OP,
+)
 def conv_digits(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return functools.reduce(
         jnp.add,
@@ -54,24 +67,42 @@ def conv_digits(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
 
 
 @formulation(
-    "integers whose sums are requantized by integers: int8 into int32, zero points corrected"
+    "integers whose sums are requantized by integers: int8 into int32, zero points corrected",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+    op=f"{OP}:int32",
 )
 def conv_accumulator(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _native(as_int8(lhs), as_int8(rhs), window)
 
 
-@formulation("sums to be requantized, on CPU where `conv_depthwise` is the form of the convolution")
+@formulation(
+    "sums to be requantized, on CPU where `conv_depthwise` is the form of the convolution",
+    CPU,
+    lambda case: case.are_bytes and case.is_shifted,
+    op=f"{OP}:int32",
+)
 def conv_accumulator_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     return _shifted(as_int8(lhs), as_int8(rhs), window)
 
 
-@formulation("an image of codes beside a kernel of floats: the image is dequantized")
+@formulation(
+    "an image of codes beside a kernel of floats: the image is dequantized",
+    PLATFORMS,
+    lambda case: not isinstance(case.rhs, QTensor),
+    op=OP,
+)
 def conv_image(lhs: QTensor, kernel: jax.Array, window: Window) -> jax.Array:
     wide = common_dtype(lhs.dtype, kernel.dtype)
     return lax_conv(lhs.astype(wide).dequantize(), kernel.astype(wide), window, wide)
 
 
-@formulation("a float operand: the codes of the kernel are converted inside; scales come after")
+@formulation(
+    "a float operand: the codes of the kernel are converted inside; scales come after",
+    ELSEWHERE,
+    lambda case: case.is_beside_floats and case.is_plain,
+    op=OP,
+)
 def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     q = with_own_scales(q.unpack(), (window.outputs,))
@@ -87,7 +118,10 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 
 
 @formulation(
-    "a float operand beside a kernel with zero points or blocks: the kernel is dequantized"
+    "a float operand beside a kernel with zero points or blocks: the kernel is dequantized",
+    ELSEWHERE,
+    lambda case: case.is_beside_floats,
+    op=OP,
 )
 def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
@@ -95,7 +129,7 @@ def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     if x.dtype != jnp.float16:
         return _float_conv(x, kernel.astype(x.dtype), window, wide)
     # What float16 does not hold is brought into its range, as far as sums allow.
-    axes = (window.inputs, *window.taps)
+    axes = window.summed[1]
     largest = jnp.max(jnp.abs(lax.stop_gradient(kernel)), axis=axes, keepdims=True, initial=0)
     power = power_below(largest)
     power = power / jnp.clip(power, 1 / 2.0 ** (window.products(q).bit_length() + 1), 2.0**14)
@@ -103,7 +137,12 @@ def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     return y * window.rhs_to_output(power)
 
 
-@formulation("a float operand on CPU: the kernel is dequantized, some output features at a time")
+@formulation(
+    "a float operand on CPU: the kernel is dequantized, some output features at a time",
+    CPU,
+    lambda case: case.is_beside_floats,
+    op=OP,
+)
 def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     x, axis = x.astype(wide), window.outputs
@@ -290,40 +329,41 @@ def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
 
 def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     """Returns the same, of a kernel with one input feature, as a sum of shifted products."""
-    axes, spatial = window.axes, window.spatial
     codes = padded(lhs.values, lhs.zero_point, window)
-    outputs = rhs.shape[window.outputs]
     zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
-    times = outputs // codes.shape[window.features]
+    times = rhs.shape[window.outputs] // codes.shape[window.features]
     reach = window.reach(rhs)
-    total = None
-    for place in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps)):
-        start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
-        for i, axis in enumerate(spatial):
-            start[axis] = place[i] * window.rhs_dilation[i]
-            strides[axis] = window.strides[i]
-            count = (codes.shape[axis] - reach[i]) // strides[axis] + 1
-            limit[axis] = start[axis] + (count - 1) * strides[axis] + 1
-        part = lax.slice(codes, start, limit, strides).astype(jnp.int32)
+
+    def product(place: tuple[int, ...]) -> jax.Array:
+        part = _under_tap(codes, place, reach, window).astype(jnp.int32)
         part = part if zero is None else part - zero
         part = jnp.repeat(part, times, axis=window.features) if times > 1 else part
-        tap = rhs.values[tuple(_tap_index(rhs.ndim, window, place))].astype(jnp.int32)
-        if rhs.zero_point is not None:
-            tap = tap - rhs.zero_point.astype(jnp.int32).reshape(-1)
-        shape = [1] * codes.ndim
-        shape[window.features] = outputs
-        product = part * tap.reshape(shape)
-        total = product if total is None else total + product
-    assert total is not None
-    order = [0] * codes.ndim
-    for to, source in zip(axes.out_spec, axes.lhs_spec, strict=True):
-        order[to] = source
-    return total.transpose(order)
+        return part * _tap(rhs, place, window)
+
+    places = itertools.product(*(range(rhs.shape[axis]) for axis in window.taps))
+    total = functools.reduce(jnp.add, map(product, places))
+    to_source = dict(zip(window.axes.out_spec, window.axes.lhs_spec, strict=True))
+    return total.transpose([to_source[axis] for axis in range(codes.ndim)])
 
 
-def _tap_index(rank: int, window: Window, place: tuple[int, ...]) -> list[Any]:
-    index: list[Any] = [slice(None)] * rank
-    index[window.inputs] = 0
-    for axis, i in zip(window.taps, place, strict=True):
-        index[axis] = i
-    return index
+def _under_tap(
+    codes: jax.Array, place: tuple[int, ...], reach: Sequence[int], window: Window
+) -> jax.Array:
+    """Returns the codes that one tap of the kernel meets."""
+    start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
+    for i, axis in enumerate(window.spatial):
+        start[axis] = place[i] * window.rhs_dilation[i]
+        strides[axis] = window.strides[i]
+        count = (codes.shape[axis] - reach[i]) // strides[axis] + 1
+        limit[axis] = start[axis] + (count - 1) * strides[axis] + 1
+    return lax.slice(codes, start, limit, strides)
+
+
+def _tap(rhs: QTensor, place: tuple[int, ...], window: Window) -> jax.Array:
+    """Returns a tap less its zero points, lined up with the features of the image."""
+    at = {window.inputs: 0, **dict(zip(window.taps, place, strict=True))}
+    tap = rhs.values[tuple(at.get(i, slice(None)) for i in range(rhs.ndim))].astype(jnp.int32)
+    if rhs.zero_point is not None:
+        tap = tap - rhs.zero_point.astype(jnp.int32).reshape(-1)
+    shape = [tap.size if i == window.features else 1 for i in range(rhs.ndim)]
+    return tap.reshape(shape)

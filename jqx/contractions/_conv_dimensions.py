@@ -10,6 +10,16 @@ import numpy as np
 from jax import lax
 
 from .._checks import require_that
+from ._axes import OperandAxes
+
+
+def conv_axes(numbers: lax.ConvDimensionNumbers) -> tuple[OperandAxes, OperandAxes]:
+    """Returns what becomes of the axes of an image and a kernel."""
+    image, kernel = numbers.lhs_spec, numbers.rhs_spec
+    return (
+        OperandAxes(tuple(image[1:]), tuple(image[:1])),
+        OperandAxes(tuple(kernel[1:]), tuple(kernel[:1])),
+    )
 
 
 class Window(NamedTuple):
@@ -65,9 +75,15 @@ class Window(NamedTuple):
         """The spatial axes of the left operand."""
         return tuple(self.axes.lhs_spec[2:])
 
+    @property
+    def summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of image and kernel that are summed over: features, then spatial ones."""
+        image, kernel = conv_axes(self.axes)
+        return image.contracted, kernel.contracted
+
     def products(self, kernel: Any) -> int:
         """Returns how many products each element of the result sums."""
-        return math.prod(kernel.shape[axis] for axis in (self.inputs, *self.taps))
+        return math.prod(kernel.shape[axis] for axis in self.summed[1])
 
     def reach(self, kernel: Any) -> list[int]:
         """Returns how many pixels the kernel spans along each spatial axis."""

@@ -1,6 +1,5 @@
 """`conv_general_dilated` on arrays and QTensors."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum, shares_scale
-from ._bytes import is_byte, is_integer
+from ._bytes import is_integer
 from ._conv import (
-    MOST_TAPS,
     conv_accumulator,
     conv_accumulator_depthwise,
     conv_convert,
@@ -27,13 +25,27 @@ from ._conv import (
     conv_tiles,
 )
 from ._conv_dimensions import Window, check_ranks, window_of
+from ._convolution import Convolution
 from ._dot_general import Operand, as_operand, dot_general, is_empty
-from ._formulation import Choice
+from ._formulation import Planner
 from ._integer import check_splittable
 from ._output import Output, as_asked, check_requantized
 from ._requantize import Requantization, requantize
 
 NAME = "conv_general_dilated"
+
+CONVOLUTIONS = Planner(
+    NAME,
+    conv_image,
+    conv_digits,
+    conv_depthwise,
+    conv_integer,
+    conv_tiles,
+    conv_convert,
+    conv_dequantize,
+)
+
+SUMS = Planner(f"{NAME}:int32", conv_accumulator_depthwise, conv_accumulator)
 
 
 def conv_general_dilated(
@@ -139,17 +151,16 @@ def conv_general_dilated(
         check_real(NAME, "`preferred_element_type`", dtype)
     if is_integer(left) and is_integer(right):
         check_splittable(NAME, left, right)
-        _check_scale("lhs", left, (window.features, *window.spatial), window.is_depthwise(left))
-        _check_scale("rhs", right, (window.inputs, *window.taps), False)
+        of_image, of_kernel = window.summed
+        _check_scale("lhs", left, of_image, window.is_depthwise(left))
+        _check_scale("rhs", right, of_kernel, False)
         _check_blocks(left, right, window)
     left = left.unpack() if isinstance(left, QTensor) else left
     if isinstance(output, Requantization):
         right = right.unpack() if isinstance(right, QTensor) else right
-        summed = (window.features, *window.spatial), (window.inputs, *window.taps)
         products = window.products(right)
-        check_requantized(NAME, left, right, summed, products, preferred_element_type)
-        cpu = conv_accumulator_depthwise if _is_shifted(left, right, window) else conv_accumulator
-        return requantize(Choice(cpu, conv_accumulator).compute(left, right, window), output)
+        check_requantized(NAME, left, right, window.summed, products, preferred_element_type)
+        return requantize(SUMS.compute(Convolution(left, right, window)), output)
     empty = is_empty(result) or is_empty(left) or is_empty(right)
     y = jnp.zeros(result.shape) if empty else _convolve(left, right, window, dtype)
     y = y.astype(dtype)
@@ -159,7 +170,7 @@ def conv_general_dilated(
 
 def _convolve(left: Any, right: Any, window: Window, dtype: Any) -> jax.Array:
     if not isinstance(right, QTensor):
-        return Choice(conv_image, conv_image).compute(left, right, window)
+        return CONVOLUTIONS.compute(Convolution(left, right, window))
     wide = common_dtype(left.dtype, right.dtype)
     if isinstance(left, QTensor) and not (is_integer(left) and is_integer(right)):
         left = left.astype(wide).dequantize()
@@ -168,22 +179,10 @@ def _convolve(left: Any, right: Any, window: Window, dtype: Any) -> jax.Array:
         right = right.unpack()  # else it is unpacked where it is converted
     if as_dot:
         return _as_dot(left, right, window, wide)
-    if isinstance(left, QTensor) and not (is_byte(left) and is_byte(right)):
-        return Choice(conv_digits, conv_digits).compute(left, right, window)
-    if isinstance(left, QTensor):
-        cpu = conv_depthwise if _is_shifted(left, right, window) else conv_integer
-        return Choice(cpu, conv_integer).compute(left, right, window)
-    plain = right.zero_point is None and shares_scale(right, (window.inputs, *window.taps))
-    elsewhere = conv_convert if plain else conv_dequantize
-    if left.dtype == jnp.float16 and dtype != jnp.float16:
+    narrow = not isinstance(left, QTensor) and left.dtype == jnp.float16
+    if narrow and dtype != jnp.float16:
         left = left.astype(wide)  # sums of float16 would not hold what the result does
-    return Choice(conv_tiles, elsewhere).compute(left, right, window)
-
-
-def _is_shifted(left: Any, right: QTensor, window: Window) -> bool:
-    """Whether a convolution is depthwise, of taps few enough to be written out."""
-    taps = math.prod(right.shape[axis] for axis in window.taps)
-    return window.is_depthwise(left) and taps <= MOST_TAPS
+    return CONVOLUTIONS.compute(Convolution(left, right, window))
 
 
 def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:

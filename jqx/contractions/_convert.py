@@ -15,26 +15,33 @@ from ..ops import affine_dequantize
 from ..tensor import QTensor
 from ._blocks import sum_of_blocks
 from ._dimensions import Dimensions
-from ._formulation import Formulation, formulation
+from ._formulation import CPU, ELSEWHERE, formulation
 from ._scales import HowTo, with_scales
 
-FEW_ROWS = 8
-"""Up to here the results of single blocks weigh less than the converted operand would, and three
-digits of the rows cost CPUs without matrix units less than the conversion.
-"""
 
-
-@formulation("a float operand: the codes are converted inside the product; scales come after")
+@formulation(
+    "a float operand: the codes are converted inside the product; scales come after",
+    ELSEWHERE,
+    lambda case: case.is_beside_floats,
+)
 def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     def compute(x: jax.Array, q: QTensor, dimensions: Dimensions) -> jax.Array:
         return with_scales(float_product(x, q, dimensions, how.precision), x, q, dimensions)
 
-    return sum_of_blocks(x, q.unpack(), how.dimensions, compute)
+    return sum_of_blocks(x, q.unpack(), how.dimensions, compute, how.block)
 
 
 @formulation(
     "one row of floats beside scales in blocks, on GPUs and TPUs: a row of zeros is added below, "
-    "for of a single row XLA copies the weight to memory in float32"
+    "for of a single row XLA copies the weight to memory in float32",
+    ELSEWHERE,
+    lambda case: (
+        case.is_beside_floats
+        and case.is_large
+        and case.block is not None
+        and case.rows == 1
+        and bool(case.dimensions.lhs_free)
+    ),
 )
 def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
@@ -45,7 +52,9 @@ def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 @formulation(
     "a small operand beside floats on CPU, which does not multiply those of 16 bits in every "
-    "layout: both are converted to float32, codes times the power of two of their scale"
+    "layout: both are converted to float32, codes times the power of two of their scale",
+    CPU,
+    lambda case: case.is_beside_floats and not case.is_large,
 )
 def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
@@ -58,7 +67,7 @@ def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         y = _dot(x, numbers * power, dimensions, how.precision, wide)
         return y * dimensions.rhs_to_output(rest)
 
-    return sum_of_blocks(x.astype(wide), q.unpack(), how.dimensions, compute)
+    return sum_of_blocks(x.astype(wide), q.unpack(), how.dimensions, compute, how.block)
 
 
 def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
@@ -67,9 +76,14 @@ def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    linear=Formulation("dequantize", "as `dequantize`", _dequantize),
-    reason="a float operand of many rows beside scales in blocks: the codes are scaled in float32 "
-    "and rounded to the dtype of the operand, once for all rows",
+    "a float operand of many rows beside scales in blocks: the codes are scaled in float32 and "
+    "rounded to the dtype of the operand, once for all rows",
+    ELSEWHERE,
+    lambda case: (
+        case.is_beside_floats and case.is_large and case.block is not None and case.has_many_rows
+    ),
+    linear=_dequantize,
+    rounds=False,
 )
 def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     wide, axes = common_dtype(x.dtype, q.dtype), how.dimensions.rhs_contracting
@@ -83,7 +97,11 @@ def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     return y * how.dimensions.rhs_to_output(power)
 
 
-@formulation("two operands of 8-bit floats: multiplied as they are; scales come after")
+@formulation(
+    "two operands of 8-bit floats: multiplied as they are; scales come after",
+    ELSEWHERE,
+    lambda case: case.are_float8,
+)
 def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     wide = common_dtype(lhs.dtype, rhs.dtype)
     y = _dot(lhs.values, rhs.values, how.dimensions, how.precision, wide)

@@ -19,10 +19,10 @@ from jax import export, lax
 from .._checks import is_at_least
 from ..numerics import divide, power_below
 from ..tensor import QTensor
-from ._blocks import find_block, with_own_scales
+from ._blocks import with_own_scales
 from ._bytes import as_int8
 from ._dimensions import Dimensions
-from ._formulation import formulation
+from ._formulation import CPU, formulation
 from ._products import rows_product, to_rows
 from ._scales import HowTo
 from ._slices import in_slices
@@ -43,9 +43,13 @@ COPIES = 8
 
 
 @formulation(
+    "few float rows beside integers on CPU: split into three int8 digits, so that the codes are "
+    "multiplied as they are and no float copy of them is made",
+    CPU,
+    lambda case: (
+        case.is_beside_floats and case.fits_digits and case.block is None and not case.has_many_rows
+    ),
     linear=tangent_tiles,
-    reason="few float rows beside integers on CPU: split into three int8 digits, so that the "
-    "codes are multiplied as they are and no float copy of them is made",
 )
 def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
@@ -69,13 +73,14 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
+    "few float rows beside integers in blocks on CPU: as digits, several blocks in one product "
+    "whose rows are zero outside of their own block",
+    CPU,
+    lambda case: case.is_beside_floats and case.fits_digits and case.has_few_rows_for_blocks,
     linear=tangent_tiles,
-    reason="few float rows beside integers in blocks on CPU: as digits, several blocks in one "
-    "product whose rows are zero outside of their own block",
 )
 def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    dimensions = how.dimensions
-    block = find_block(x, q, dimensions)
+    dimensions, block = how.dimensions, how.block
     assert block is not None
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), 0)
     before, after = _parted(step)

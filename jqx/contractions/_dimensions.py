@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._errors import message
+from ._axes import OperandAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Dimensions:
             normal(rc, rhs_rank),
             normal(lb, lhs_rank),
             normal(rb, rhs_rank),
+        )
+
+    @property
+    def axes(self) -> tuple[OperandAxes, OperandAxes]:
+        """What becomes of the axes of both operands."""
+        return (
+            OperandAxes(self.lhs_contracting, self.lhs_kept, self.lhs_batch),
+            OperandAxes(self.rhs_contracting, self.rhs_kept, self.rhs_batch),
         )
 
     @property

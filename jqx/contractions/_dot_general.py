@@ -14,7 +14,8 @@ from ..tensor import QTensor
 from ._blocks import can_leave_sum
 from ._dimensions import Dimensions
 from ._output import Output, as_asked, check_requantized
-from ._planner import plan, plan_accumulator
+from ._planner import SUMS, plan
+from ._product import Product
 from ._requantize import Requantization, requantize
 from ._scales import HowTo
 
@@ -99,30 +100,32 @@ def dot_general(
         dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
         check_real("dot_general", "`preferred_element_type`", dtype)
     check_sizes(left, right, dimensions)
-    how = HowTo(dimensions, precision)
     if isinstance(output, Requantization):
         summed = dimensions.lhs_contracting, dimensions.rhs_contracting
         products = dimensions.contracted_size(left)
         check_requantized("dot_general", left, right, summed, products, preferred_element_type)
-        return requantize(_accumulate(left, right, how), output)
-    return as_asked("dot_general", contract(left, right, how).astype(dtype), output)
+        return requantize(_accumulate(left, right, dimensions), output)
+    y = contract(left, right, dimensions, precision)
+    return as_asked("dot_general", y.astype(dtype), output)
 
 
-def _accumulate(left: QTensor, right: QTensor, how: HowTo) -> jax.Array:
+def _accumulate(left: QTensor, right: QTensor, dimensions: Dimensions) -> jax.Array:
     """Returns the int32 sums of products of codes, each less its zero point."""
-    left, right, how = _as_stored(left, right, how)
-    return plan_accumulator(left, right, how.dimensions).compute(left, right, how)
+    left, right, dimensions = _as_stored(left, right, dimensions)
+    return SUMS.compute(Product(left, right, HowTo.of(left, right, dimensions)))
 
 
-def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
+def contract(
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array:
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
     if is_empty(left) or is_empty(right):  # a sum of nothing, where it has elements at all
-        return jnp.zeros(check_sizes(left, right, how.dimensions))
-    left, right, how = _as_stored(left, right, how)
+        return jnp.zeros(check_sizes(left, right, dimensions))
+    left, right, dimensions = _as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
-        choice = plan(left, right, how.dimensions)
-        if choice is not None:
-            return choice.compute(left, right, how)
+        y = _computed(left, right, dimensions, precision)
+        if y is not None:
+            return y
         # Of two operands that are not both integers, the smaller one is the activation.
         wide = common_dtype(left.dtype, right.dtype)
         if _is_smaller(left, right):
@@ -130,13 +133,21 @@ def contract(left: Any, right: Any, how: HowTo) -> jax.Array:
         else:
             right = right.astype(wide).dequantize()
     if isinstance(right, QTensor):
-        choice = plan(left, right, how.dimensions)
-        assert choice is not None
-        return choice.compute(left, right, how)
-    swapped = how._replace(dimensions=how.dimensions.swapped)
-    choice = plan(right, left, swapped.dimensions)
-    assert choice is not None
-    return how.dimensions.swap_output(choice.compute(right, left, swapped))
+        y = _computed(left, right, dimensions, precision)
+        assert y is not None
+        return y
+    y = _computed(right, left, dimensions.swapped, precision)
+    assert y is not None
+    return dimensions.swap_output(y)
+
+
+def _computed(
+    lhs: Any, rhs: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array | None:
+    """Computes a product as it is planned; `None` where an operand must become an array first."""
+    case = Product(lhs, rhs, HowTo.of(lhs, rhs, dimensions, precision))
+    choice = plan(case)
+    return None if choice is None else choice.compute(lhs, rhs, case.how)
 
 
 def _is_smaller(left: Any, right: Any) -> bool:
@@ -146,11 +157,11 @@ def _is_smaller(left: Any, right: Any) -> bool:
     return is_at_least(right.size, left.size)
 
 
-def _as_stored(left: Any, right: Any, how: HowTo) -> tuple[Any, Any, HowTo]:
-    """Returns operands as they lie in memory, and the contraction of those."""
-    left, left_axes = _stored(left, how.dimensions.lhs_free)
-    right, right_axes = _stored(right, how.dimensions.rhs_free)
-    return left, right, how._replace(dimensions=how.dimensions.renamed(left_axes, right_axes))
+def _as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
+    """Returns operands as they lie in memory, and the axes of those."""
+    left, left_axes = _stored(left, dimensions.lhs_free)
+    right, right_axes = _stored(right, dimensions.rhs_free)
+    return left, right, dimensions.renamed(left_axes, right_axes)
 
 
 def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:

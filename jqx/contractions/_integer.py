@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,48 +15,68 @@ from ..tensor import QTensor
 from ._blocks import sum_in_turn, sum_of_blocks
 from ._bytes import as_int8, longest, planes
 from ._dimensions import Dimensions
-from ._formulation import formulation
+from ._formulation import CPU, PLATFORMS, formulation
 from ._products import Products, fitting, plain, shaped
 from ._scales import HowTo, with_scales
 
 Multiply = Callable[..., Products]
 
 
-@formulation("integers: multiplied as int8 into int32, exactly; zero points and scales come after")
+@formulation(
+    "integers: multiplied as int8 into int32, exactly; zero points and scales come after",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+)
 def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    return _integer(lhs, rhs, how.dimensions, plain)
+    return _integer(lhs, rhs, how, plain)
 
 
 @formulation(
     "integers with one row or column, zero points, or a contracted axis that is not last: on CPU "
     "(elsewhere where codes of 4 bits meet one row) a row is added, which keeps the product on the "
-    "int8 library and sums columns for zero points"
+    "int8 library and sums columns for zero points",
+    CPU,
+    lambda case: _is_shaped(case),
 )
 def integer_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    return _integer(lhs, rhs, how.dimensions, shaped)
+    return _integer(lhs, rhs, how, shaped)
 
 
 @formulation(
     "integers with scales in blocks: on CPU, where products of a batch leave the int8 library, one "
-    "block after another"
+    "block after another",
+    CPU,
+    lambda case: case.are_bytes and case.is_large and case.block is not None,
 )
 def integer_blocks(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    return _integer(lhs, rhs, how.dimensions, fitting, sum_in_turn)
+    return _integer(lhs, rhs, how, fitting, sum_in_turn)
 
 
 @formulation(
-    "integers whose sums are requantized by integers: int8 into int32, zero points corrected"
+    "integers whose sums are requantized by integers: int8 into int32, zero points corrected",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+    op="dot_general:int32",
 )
 def accumulator(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, plain)
 
 
-@formulation("sums to be requantized, where `integer_shaped` is the form of the product")
+@formulation(
+    "sums to be requantized, where `integer_shaped` is the form of the product",
+    CPU,
+    lambda case: _is_shaped(case),
+    op="dot_general:int32",
+)
 def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, shaped)
 
 
-@formulation("integers of more than 8 bits: split into int8 digits, whose products are exact")
+@formulation(
+    "integers of more than 8 bits: split into int8 digits, whose products are exact",
+    PLATFORMS,
+    lambda case: case.are_integers and not case.are_bytes,
+)
 def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     limit = longest(lhs, rhs)
 
@@ -72,7 +93,13 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
                     )
         return with_scales(total.astype(_float_of(lhs, rhs)), lhs, rhs, dimensions)
 
-    return sum_of_blocks(lhs, rhs, how.dimensions, compute)
+    return sum_of_blocks(lhs, rhs, how.dimensions, compute, how.block)
+
+
+def _is_shaped(case: Any) -> bool:
+    """Whether XLA on CPU would not hand a large product to its int8 library as it stands."""
+    whole = case.are_bytes and case.is_large and case.block is None
+    return whole and (case.is_corrected or case.is_narrow)
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
@@ -114,7 +141,7 @@ def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
 def _integer(
     lhs: QTensor,
     rhs: QTensor,
-    dimensions: Dimensions,
+    how: HowTo,
     multiply: Multiply,
     in_blocks: Callable[..., jax.Array] = sum_of_blocks,
 ) -> jax.Array:
@@ -127,7 +154,7 @@ def _integer(
         ]
         return with_scales(functools.reduce(jnp.add, parts), lhs, rhs, dimensions)
 
-    return in_blocks(as_int8(lhs), as_int8(rhs), dimensions, compute)
+    return in_blocks(as_int8(lhs), as_int8(rhs), how.dimensions, compute, how.block)
 
 
 def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:

@@ -129,29 +129,42 @@ def rows_product(
       left operand and for the rows in those of the right one.
     """
     at = len(dimensions.lhs_batch)
-    batch, m = rows.shape[:at], rows.shape[at]
-    contracted = rows.shape[at + 1 :]
-    sums_below = right and not is_at_least(m, TALL)
-    below = 1 if sums_below or m == 1 or turned else 0
+    m = rows.shape[at]
+    ones_below = right and not is_at_least(m, TALL)
     tall = rows
-    if below:
-        fill = jnp.ones if sums_below else jnp.zeros
-        tall = jnp.concatenate([rows, fill((*batch, 1, *contracted), jnp.int8)], axis=at)
+    if ones_below or m == 1 or turned:
+        tall = jnp.concatenate([rows, _constant(rows, at, 1, int(ones_below))], axis=at)
     y = _multiply(tall, rhs, dimensions)
     of_left = of_right = None
-    if right and sums_below:
-        of_right = y[(slice(None),) * at + (slice(m, m + 1),)]
+    if right and ones_below:
+        of_right = _between(y, at, m, m + 1)
     elif right:
-        ones = jnp.ones((*batch, 2, *contracted), jnp.int8)
-        of_right = _multiply(ones, rhs, dimensions)[(slice(None),) * at + (slice(0, 1),)]
+        of_right = _between(_multiply(_constant(rows, at, 2, 1), rhs, dimensions), at, 0, 1)
     if left:
-        # The rows on the right: sums in a row are read twice as fast after as those in a column.
-        axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
-        ones = jnp.ones((*batch, 2, *contracted), jnp.int8)
-        numbers = ((axes, axes), (leads, leads))
-        sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
-        of_left = sums[..., 0, :].reshape(*batch, m, *(1,) * len(dimensions.rhs_free))
-    return Products(y[(slice(None),) * at + (slice(0, m),)], of_left, of_right)
+        of_left = _sums_of_rows(rows, at)
+        of_left = of_left.reshape(*of_left.shape, *(1,) * len(dimensions.rhs_free))
+    return Products(_between(y, at, 0, m), of_left, of_right)
+
+
+def _constant(rows: jax.Array, at: int, count: int, value: int) -> jax.Array:
+    """Returns `count` rows like others, of one number."""
+    return jnp.full((*rows.shape[:at], count, *rows.shape[at + 1 :]), value, jnp.int8)
+
+
+def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
+    return y[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _sums_of_rows(rows: jax.Array, at: int) -> jax.Array:
+    """Returns the sums of rows, int32 of shape (*batch, rows), as a product with ones.
+
+    The rows stand on the right: sums in a row are read twice as fast after as those in a column.
+    """
+    axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
+    numbers = ((axes, axes), (leads, leads))
+    ones = _constant(rows, at, 2, 1)
+    sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
+    return sums[..., 0, :]
 
 
 def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:

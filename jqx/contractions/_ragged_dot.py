@@ -6,7 +6,6 @@ all matrices, nor of all rows for each; and a row has no part in the result of a
 a zero: a NaN stays where it is.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +15,19 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
+from ._axes import OperandAxes
 from ._blocks import can_leave_sum, with_own_scales
 from ._dimensions import Dimensions
 from ._dot_general import Operand, as_operand, contract
-from ._scales import HowTo
+from ._formulation import PLATFORMS, Planner, formulation
 from ._slices import item_at
 from ._take import as_signed, take_along
 
 LEAST, MOST = 8, 512
 """Rows of a tile: fewer cost as much as these; of more, the matrix hardly costs less each."""
+
+ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
+"""What becomes of the axes of rows and matrices."""
 
 MATRICES = Dimensions(2, 2, (1,), (0,), (), ())
 
@@ -102,26 +105,58 @@ def ragged_dot(
         check_real("ragged_dot", "`preferred_element_type`", dtype)
     if left.shape[0] == 0 or right.shape[0] == 0:
         return jnp.zeros((left.shape[0], right.shape[2]), dtype)
-    return _multiply_groups(left, right, sizes, precision=precision, dtype=dtype)
+    return GROUPS.compute(Groups(left, right, Told(precision, dtype)), left, right, sizes)
 
 
-@functools.partial(jax.jit, static_argnames=("precision", "dtype"))
-def _multiply_groups(
-    lhs: Any, rhs: Any, sizes: jax.Array, *, precision: lax.PrecisionLike, dtype: jnp.dtype
-) -> jax.Array:
+class Told(NamedTuple):
+    """The static arguments of a product of groups.
+
+    Attributes:
+      precision: of float products.
+      dtype: of the result.
+    """
+
+    precision: lax.PrecisionLike
+    dtype: Any
+
+
+class Groups(NamedTuple):
+    """Rows in groups and their matrices, as planning sees them, of which one is a QTensor.
+
+    Attributes:
+      lhs: an array or a QTensor, shape (m, k).
+      rhs: likewise, shape (g, k, n).
+      how: what else the product is told.
+    """
+
+    lhs: Any
+    rhs: Any
+    how: Told
+
+
+@formulation(
+    "rows in groups: each group padded to whole tiles, a scan contracts one tile after another",
+    PLATFORMS,
+    lambda case: True,
+    op="ragged_dot",
+    tells_parts=True,
+)
+def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
     tiles = _tiles(sizes, lhs.shape[0])
     rows, matrices = _rows(lhs, tiles), _one_by_one(rhs)
 
     def multiply(rows: Any, group: jax.Array) -> jax.Array:
-        y = contract(rows, _matrix(matrices, group), HowTo(MATRICES, precision))
-        return y.astype(dtype)
+        return contract(rows, _matrix(matrices, group), MATRICES, how.precision).astype(how.dtype)
 
     # Checkpointed: else the backward pass would keep the matrix of each tile.
     multiply = jax.checkpoint(multiply, prevent_cse=False)
     _, y = lax.scan(lambda carry, tile: (carry, multiply(*tile)), None, (rows, tiles.group))
     y = y.reshape(tiles.row.size, rhs.shape[2])
     y = jnp.take(y, tiles.place, axis=0, mode="clip")
-    return jnp.where(tiles.is_used[:, None], y, jnp.zeros((), dtype))
+    return jnp.where(tiles.is_used[:, None], y, jnp.zeros((), how.dtype))
+
+
+GROUPS = Planner("ragged_dot", ragged_tiles)
 
 
 class _Tiles(NamedTuple):

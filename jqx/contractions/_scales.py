@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..tensor import QTensor
+from ._blocks import Block, find_block
 from ._dimensions import Dimensions
 
 
@@ -16,10 +17,19 @@ class HowTo(NamedTuple):
     Attributes:
       dimensions: which axes are contracted.
       precision: of float products.
+      block: where a scale changes along a contracted axis; `None` where it does not.
     """
 
     dimensions: Dimensions
     precision: lax.PrecisionLike = None
+    block: Block | None = None
+
+    @classmethod
+    def of(
+        cls, lhs: Any, rhs: Any, dimensions: Dimensions, precision: lax.PrecisionLike = None
+    ) -> "HowTo":
+        """Returns what the contraction of two operands is told."""
+        return cls(dimensions, precision, find_block(lhs, rhs, dimensions))
 
 
 def with_scales(y: jax.Array, lhs: Any, rhs: Any, dimensions: Dimensions) -> jax.Array:

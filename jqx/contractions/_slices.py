@@ -31,6 +31,15 @@ class Cut(NamedTuple):
     size: int
     number: int
 
+    @property
+    def full(self) -> int:
+        """How many elements full slices have together."""
+        return self.runs * self.size * self.number
+
+
+Slice = Callable[[Any], jax.Array]
+"""The result of a slice, by its number."""
+
 
 def in_slices(
     lhs: jax.Array,
@@ -53,11 +62,10 @@ def in_slices(
     """
     cuts = (cut_of(rhs, axis, count) for axis in range(rhs.ndim))
     cut = next((cut for cut in cuts if cut is not None), None)
-    if count <= 1 or cut is None:
+    if cut is None:
         return compute(lhs, rhs)
     rhs = with_own_second_scales(rhs, cut.axis)
-    lhs_axis = dimensions.partner(cut.axis)
-    n = rhs.shape[cut.axis]
+    lhs_axis, n = dimensions.partner(cut.axis), rhs.shape[cut.axis]
     left = lhs if lhs_axis is None else _in_parts(lhs, lhs_axis, cut, n)
     right = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, rhs), rhs)
 
@@ -68,18 +76,25 @@ def in_slices(
             part, _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), right), cut, rhs)
         )
 
-    full = cut.runs * cut.size * cut.number
     rest = None
-    if full < n:
-        key = (slice(None),) * cut.axis + (slice(full, n),)
-        tail = lhs if lhs_axis is None else lax.slice_in_dim(lhs, full, n, axis=lhs_axis)
-        rest = compute(tail, rhs[key])
+    if cut.full < n:
+        tail = lhs if lhs_axis is None else lax.slice_in_dim(lhs, cut.full, n, axis=lhs_axis)
+        rest = compute(tail, rhs[(slice(None),) * cut.axis + (slice(cut.full, n),)])
     if cut.axis in dimensions.rhs_contracting:
-        start = slice_at(0) if rest is None else rest + slice_at(0)
-        steps = jnp.arange(1, cut.number)
-        return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
+        return _summed(slice_at, cut, rest)
+    return _joined(slice_at, cut, rest, dimensions.output_axis(cut.axis))
+
+
+def _summed(slice_at: Slice, cut: Cut, rest: jax.Array | None) -> jax.Array:
+    """Returns the sum of the results of all slices, and of what is left over."""
+    start = slice_at(0) if rest is None else rest + slice_at(0)
+    steps = jnp.arange(1, cut.number)
+    return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
+
+
+def _joined(slice_at: Slice, cut: Cut, rest: jax.Array | None, at: int) -> jax.Array:
+    """Returns the results of all slices, and of what is left over, along an axis."""
     _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
-    at = dimensions.output_axis(cut.axis)
     y = in_order(parts, cut, at)
     return y if rest is None else jnp.concatenate([y, rest], axis=at)
 
@@ -97,8 +112,7 @@ def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:
     """Joins the results of slices, stacked, along the axis `at` of a result."""
     shape = parts.shape[1:]
     parts = parts.reshape(cut.number, *shape[:at], cut.runs, cut.size, *shape[at + 1 :])
-    full = cut.runs * cut.size * cut.number
-    return jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], full, *shape[at + 1 :])
+    return jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], cut.full, *shape[at + 1 :])
 
 
 def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
@@ -150,27 +164,36 @@ def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
     """Returns how to cut an axis in about `count` slices, not through blocks; `None` if it is too
     short, or packed so that it cannot be cut.
     """
+    runs = _runs(q, axis)
+    if count < 2 or runs is None:
+        return None
     n, block = q.shape[axis], q.groups.sizes[axis]
     block = 1 if block == n else block
-    runs = 1
-    packing = None if q.layout is None else q.layout.packing
-    if packing is not None and packing.axis + q.ndim == axis:
-        bits = format_of(q.qtype).bits
-        if bits not in (1, 2, 4) or n * bits % 8:
-            return None
-        runs = 8 // bits
     length = n // runs
-    if count < 2 or length < 2 * block or (runs > 1 and length % block):
+    whole = length % block == 0
+    if length < 2 * block or (runs > 1 and not whole):
         return None
     blocks = -(-length // block)
-    counts = [c for c in range(count, 4 * count) if blocks % c == 0]
-    if counts and length % block == 0:
-        return Cut(axis, runs, length // counts[0], counts[0])
+    more = range(count, 4 * count) if whole else range(0)
+    fewer = range(count, 1, -1) if runs > 1 else range(0)
+    even = next((c for c in (*more, *fewer) if blocks % c == 0), None)
+    if even is not None:
+        return Cut(axis, runs, length // even, even)
     if runs > 1:
-        counts = [c for c in range(count, 1, -1) if blocks % c == 0]
-        return Cut(axis, runs, length // counts[0], counts[0]) if counts else None
+        return None
     size = max(1, blocks // count) * block
     return Cut(axis, 1, size, length // size)
+
+
+def _runs(q: QTensor, axis: int) -> int | None:
+    """Returns how many runs of codes lie over each other along an axis: 1 where it is not packed,
+    `None` where they do not fill bytes.
+    """
+    packing = None if q.layout is None else q.layout.packing
+    if packing is None or packing.axis + q.ndim != axis:
+        return 1
+    bits = format_of(q.qtype).bits
+    return 8 // bits if bits in (1, 2, 4) and q.shape[axis] * bits % 8 == 0 else None
 
 
 def _in_parts(x: jax.Array, axis: int, cut: Cut, n: int) -> jax.Array:

@@ -14,7 +14,7 @@ from ..tensor import QTensor
 from ._blocks import shares_scale, with_own_scales
 from ._convert import is_exact_in, numbers_of, parted, real_of
 from ._dimensions import Dimensions
-from ._formulation import Formulation, formulation
+from ._formulation import CPU, formulation
 from ._products import needs_shape
 from ._scales import HowTo, with_scales
 from ._slices import in_slices
@@ -27,18 +27,25 @@ TILES = 8
 
 
 @formulation(
-    "a float operand on CPU, which holds converted codes in memory: converted a tile at a time"
+    "a float operand on CPU, which holds converted codes in memory: converted a tile at a time",
+    CPU,
+    lambda case: case.is_beside_floats,
 )
 def tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     # Float32 holds any sum of products with float16.
     return _in_tiles(x, q, how, look=x.dtype != jnp.float16)
 
 
-tangent_tiles = Formulation("tiles", tiles.reason, lambda x, q, how: _in_tiles(x, q, how))
-"""The same, linear in either operand: it does not look at magnitudes."""
+def tangent_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    """The same, linear in either operand: it does not look at magnitudes."""
+    return _in_tiles(x, q, how)
 
 
-@formulation("two operands of 8-bit floats on CPU: as bfloat16, which holds them, a tile at a time")
+@formulation(
+    "two operands of 8-bit floats on CPU: as bfloat16, which holds them, a tile at a time",
+    CPU,
+    lambda case: case.are_float8,
+)
 def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     one = jnp.ones((1,) * rhs.ndim, jnp.float32)
     codes = dataclasses.replace(rhs, scale=one, blocks=())

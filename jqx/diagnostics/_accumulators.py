@@ -15,8 +15,8 @@ from ..contractions import longest
 from ..numerics import Block, Integer, format_of
 from ..ops import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
-from ..transforms import Address, Site
-from ._interval_arrays import image, kernel_axes
+from ..transforms import Address, Site, contraction_of
+from ._interval_arrays import image
 from ._interval_rules import RULES
 from ._intervals import (
     Bounds,
@@ -150,19 +150,24 @@ def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
     row = Accumulator(site.path, site.op, ends[0], ends[1], 0, None, "float")
     if len(seen) == 1:
         return dataclasses.replace(row, lhs=ends[0], rhs=None, how="lookup")
-    axes = _contracted(eqn)
-    sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
+    of_lhs, of_rhs = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
+    sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(of_lhs, of_rhs, strict=True)]
     row = dataclasses.replace(row, products=math.prod(sizes))
     if lhs.codes is None or rhs.codes is None or lhs.like is None or rhs.like is None:
         return row
     left = lhs.codes
-    if site.op == "conv_general_dilated":
+    if _is_conv(eqn):
         left = image(eqn, left) if left.value is None else left
     if site.op == "ragged_dot":
         left = left.with_zero() if left.value is None else left
-    sums = sum_of_products(left, rhs.codes, axes, sizes)
+    of_lhs = of_rhs if _is_conv(eqn) else of_lhs  # `image` brings it under the kernel
+    sums = sum_of_products(left, rhs.codes, (of_lhs, of_rhs), sizes)
     how = _how(lhs.like, rhs.like, row.products)
     return dataclasses.replace(row, sums=(int(sums.low), int(sums.high)), how=how)
+
+
+def _is_conv(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "conv_general_dilated"
 
 
 def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
@@ -176,23 +181,11 @@ def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
     return "int32" if parts <= 1 else f"int32 in {parts} parts, float32"
 
 
-def _contracted(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the axes that are summed over, of either operand; of a kernel, for both."""
-    if eqn.primitive.name == "dot_general":
-        lhs, rhs = eqn.params["dimension_numbers"][0]
-        return tuple(lhs), tuple(rhs)
-    if eqn.primitive.name == "conv_general_dilated":
-        return kernel_axes(eqn), kernel_axes(eqn)
-    return (1,), (1,)
-
-
 def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
-    """Returns how many elements along an axis are summed before a scale changes."""
+    """Returns how many elements along a pair of axes are summed before a scale changes."""
     n = eqn.invars[1].aval.shape[j]
-    left = lhs.sizes[i]
-    if eqn.primitive.name == "conv_general_dilated":
-        axes = eqn.params["dimension_numbers"]
-        left = lhs.sizes[axes.lhs_spec[1]] if j == axes.rhs_spec[1] else n
+    spatial = i in eqn.params["dimension_numbers"].lhs_spec[2:] if _is_conv(eqn) else False
+    left = n if spatial else lhs.sizes[i]
     return math.gcd(*(size for size in (left, rhs.sizes[j]) if 0 < size < n)) or n
 
 

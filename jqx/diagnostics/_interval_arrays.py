@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Eqn
+from ..transforms import contraction_of
 from ._interval_elementwise import raised
 from ._interval_rule import Rule, any_of, dtype_of
 from ._intervals import (
@@ -158,14 +159,8 @@ def image(eqn: Eqn, x: Interval) -> Interval:
     return x.with_zero() if gaps else x.hull_only()
 
 
-def kernel_axes(eqn: Eqn) -> tuple[int, ...]:
-    """Returns the axes of a kernel that a convolution sums over."""
-    _, *summed_axes = eqn.params["dimension_numbers"].rhs_spec
-    return tuple(summed_axes)
-
-
 def _conv(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    axes = kernel_axes(eqn)
+    axes = contraction_of(eqn).axes(eqn)[1].contracted
     sizes = [eqn.invars[1].aval.shape[axis] for axis in axes]
     return sum_of_products(image(eqn, xs[0]), xs[1], (axes, axes), sizes)
 

@@ -11,7 +11,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
 from ..tensor import QTensor
-from ..transforms import Address, Plan, is_marked, view
+from ..transforms import Address, Plan, addressed, is_marked, view
 from ._accumulators import at_site
 from ._interval_loops import NOWHERE, literal, scan, while_loop
 from ._interval_notes import Notes
@@ -72,11 +72,9 @@ class Follower:
         def read(atom: Any) -> Interval:
             return literal(atom) if _compat.is_literal(atom) else env[atom]
 
-        marked = 0
-        for eqn in body.eqns:
+        for here, eqn in addressed(body, address):
             operands = [read(atom) for atom in eqn.invars]
-            results = self._evaluate(eqn, operands, (*address, marked))
-            marked += is_marked(eqn)
+            results = self._evaluate(eqn, operands, here)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in (*body.outvars, *also)]
 

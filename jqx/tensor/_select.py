@@ -134,41 +134,13 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     )
     first = tensors[0]
     for q in tensors:
-        check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
-        require_that(
-            (q.qtype, q.dtype) == (first.qtype, first.dtype),
-            error=TypeError,
-            function=function,
-            problem="the tensors are of different formats.",
-            given=f"{first!r} and {q!r}",
-            expected="one qtype and one dtype",
-            mend="dequantize them, or quantize them alike.",
-        )
-        require_that(
-            q.layout == first.layout,
-            error=TypeError,
-            function=function,
-            problem="the tensors are laid out in different ways.",
-            given=f"{first!r} and {q!r}",
-            expected="one layout",
-            mend="call q.unpack() of each first.",
-        )
+        _check_alike(function, q, first)
     (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
     check_view(function, first, axis < first.ndim - depth_of(first))
     tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
     if not tensors:
         return first
-    tensors = _alike_elsewhere(_with_scales_alike(tensors), axis)
-    sizes = [q.groups.sizes[axis] for q in tensors]
-    b = sizes[0]
-    fits = all(
-        (size == b and (q.shape[axis] % b == 0 or last))
-        or (last and size < b and q.scale.shape[axis] == 1)
-        for size, q, last in zip(sizes, tensors, [False] * (len(tensors) - 1) + [True], strict=True)
-    )
-    if not fits:
-        tensors = [refine(q, axis) for q in tensors]
-        b = 1
+    tensors, block = _in_step(_alike_elsewhere(_with_scales_alike(tensors), axis), axis)
     values = _joined([q.values for q in tensors], axis)
     zero_point = None
     if any(q.zero_point is not None for q in tensors):
@@ -176,15 +148,48 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     scales = [q.scale for q in tensors]
     nested = hasattr(scales[0], "qtype")
     scale = concatenate(function, scales, axis) if nested else jnp.concatenate(scales, axis)
-    sizes = list(tensors[0].groups.sizes)
-    sizes[axis] = b
+    sizes = (*tensors[0].groups.sizes[:axis], block, *tensors[0].groups.sizes[axis + 1 :])
+    groups = Groups(real_shape(values.shape, first.layout), sizes)
     return dataclasses.replace(
-        first,
-        values=values,
-        scale=scale,
-        zero_point=zero_point,
-        blocks=Groups(real_shape(values.shape, first.layout), tuple(sizes)).blocks,
+        first, values=values, scale=scale, zero_point=zero_point, blocks=groups.blocks
     )
+
+
+def _check_alike(function: str, q: Any, first: Any) -> None:
+    """Checks that a tensor is of the format and the layout of another."""
+    check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
+    require_that(
+        (q.qtype, q.dtype) == (first.qtype, first.dtype),
+        error=TypeError,
+        function=function,
+        problem="the tensors are of different formats.",
+        given=f"{first!r} and {q!r}",
+        expected="one qtype and one dtype",
+        mend="dequantize them, or quantize them alike.",
+    )
+    require_that(
+        q.layout == first.layout,
+        error=TypeError,
+        function=function,
+        problem="the tensors are laid out in different ways.",
+        given=f"{first!r} and {q!r}",
+        expected="one layout",
+        mend="call q.unpack() of each first.",
+    )
+
+
+def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
+    """Returns tensors whose blocks are still blocks of one size where they are joined, and that
+    size: as they are, where only the last one has a shorter block at its end; else with a scale for
+    each index.
+    """
+    *others, last = tensors
+    size = tensors[0].groups.sizes[axis]
+    whole = all(q.groups.sizes[axis] == size and q.shape[axis] % size == 0 for q in others)
+    short = last.groups.sizes[axis] < size and last.scale.shape[axis] == 1
+    if whole and (last.groups.sizes[axis] == size or short):
+        return tensors, size
+    return [refine(q, axis) for q in tensors], 1
 
 
 def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:

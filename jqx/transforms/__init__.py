@@ -9,6 +9,8 @@ from ._calibrate import merge_stats as merge_stats
 from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import calibrate_batches as calibrate_batches
 from ._convert import convert as convert
+from ._find import addressed as addressed
+from ._find import contraction_of as contraction_of
 from ._find import is_marked as is_marked
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
@@ -35,4 +37,7 @@ from ._trace import trace_call as trace_call
 from ._weight import Trainable as Trainable
 from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of
+from .primitives import Contraction as Contraction
 from .primitives import Records as Records
+from .primitives import View as View
+from .primitives import primitive_rules as primitive_rules

@@ -1,7 +1,7 @@
 """Finding the contractions of a jaxpr, in order, and the weights that reach them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import _compat
@@ -58,6 +58,11 @@ class Found:
         return next((origin for origin in reversed(self.origins) if origin is not None), None)
 
 
+def contraction_of(eqn: Eqn) -> Contraction:
+    """Returns how the primitive of a contraction is read and evaluated."""
+    return CONTRACTIONS[eqn.primitive.name]
+
+
 def is_marked(eqn: Eqn) -> bool:
     """Whether an equation counts in addresses: a contraction, or a form that holds one."""
     if eqn.primitive.name in CONTRACTIONS:
@@ -72,6 +77,16 @@ def holds_contraction(eqn: Eqn) -> bool:
         for jaxpr in _compat.sub_jaxprs(eqn)
         for inner in jaxpr.eqns
     )
+
+
+def addressed(jaxpr: Any, address: Address = ()) -> Iterator[tuple[Address, Eqn]]:
+    """Yields the equations of an open jaxpr, each with the address that a site in its place has:
+    that of the function around, and how many marked ones stand before it.
+    """
+    marked = 0
+    for eqn in jaxpr.eqns:
+        yield (*address, marked), eqn
+        marked += is_marked(eqn)
 
 
 def find(
@@ -91,10 +106,8 @@ def find(
         return None if _compat.is_literal(atom) else env.get(atom)
 
     found: list[Found] = []
-    marked = 0
-    for eqn in jaxpr.eqns:
+    for here, eqn in addressed(jaxpr, address):
         name = eqn.primitive.name
-        here = (*address, marked)
         inner_scope = "/".join(part for part in (scope, _compat.scope_of(eqn)) if part)
         known = tuple(map(origin_of, eqn.invars))
         results: Sequence[Origin | None] = []
@@ -102,7 +115,7 @@ def find(
             family = CONTRACTIONS[name]
             if known[0] is not None or not family.needs_weight:
                 why = reason or family.excuse(eqn)
-                origins_here = known[: len(family.kept(eqn))]
+                origins_here = known[: len(family.axes(eqn))]
                 found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
         elif name in FORMS and any(True for _ in _compat.sub_jaxprs(eqn)):
             inside = _Inside(here, inner_scope, reason)
@@ -115,7 +128,6 @@ def find(
             for body in _compat.sub_jaxprs(eqn):
                 inside.leave(body, f"it stands inside `{name}`, which jqx does not look into")
             found += inside.found
-        marked += is_marked(eqn)
         env.update(zip(eqn.outvars, results, strict=False))
     return found, [origin_of(atom) for atom in jaxpr.outvars]
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import jqx
+from jqx.contractions._formulation import Choice
 
 from ..tensor.tensors import kept, random_codes, tensor
 
@@ -148,6 +149,14 @@ def dots(f: Callable[..., Any], *args: Any) -> list[Any]:
 def chosen(f: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
     """The names of the formulations of `f`: on CPU, and elsewhere."""
     return [(c.cpu.name, c.elsewhere.name) for c in jqx.formulations(f)(*args)]
+
+
+def as_elsewhere(monkeypatch: Any) -> None:
+    """Computes contractions as on platforms that have no formulation of their own."""
+    compute = Choice.compute
+    monkeypatch.setattr(
+        Choice, "compute", lambda self, *args: compute(Choice(*[self.default] * 5), *args)
+    )
 
 
 def dtypes(atoms: Sequence[Any]) -> list[str]:

@@ -351,9 +351,9 @@ def test_the_bound_of_an_int32_counts_the_products_of_a_block():
     lhs = tensor(np.full((1, k), -128), "int8")
     blocks = tensor(np.full((k, 1), -128), "int8", np.full((4, 1), 2.0**-10))
     whole = tensor(np.full((k, 1), -128), "int8", np.full((1, 1), 2.0**-10))
-    how = HowTo(Dimensions.of(MATRICES, 2, 2))
     for rhs, lengths in [(blocks, [k // 4]), (whole, [131071, 131071, 2])]:
-        found = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
+        how = HowTo.of(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
+        found = dots(functools.partial(integer.compute, how=how), lhs, rhs)
         assert [dot.invars[1].aval.shape[-2] for dot in found] == lengths
         assert_floats(multiply(lhs, rhs), np.full((1, 1), k * 2.0**4), np.float32)
 

@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from jqx.contractions import _conv_general_dilated
-
 from ..numerics.oracles import as_float64, assert_floats
 from .conv_cases import (
     FORMATS,
@@ -28,7 +26,7 @@ from .conv_cases import (
     uniform,
 )
 from .convolutions import convolution
-from .oracles import gamma
+from .oracles import as_elsewhere, gamma
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +49,7 @@ def forms(case, monkeypatch):
     yield jax.jit(lambda *pair: case.convolve(*pair))
     if case.groups.startswith("depthwise"):
         with monkeypatch.context() as patch:
-            choice = _conv_general_dilated.Choice
-            patch.setattr(_conv_general_dilated, "Choice", lambda _, other: choice(other, other))
+            as_elsewhere(patch)
             yield jax.jit(lambda *pair: case.convolve(*pair))
 
 

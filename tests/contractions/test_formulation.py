@@ -42,9 +42,9 @@ def test_each_formulation_has_a_name_of_its_own_and_a_reason():
 
 
 def test_what_rounds_an_operand_has_the_derivative_of_what_does_not():
-    linear = {f.name: f.linear for f in FORMULATIONS.values() if f.linear is not None}
-    assert {"digits", "block_digits", "dequantize"} <= linear.keys()
-    assert all(f.name in FORMULATIONS and f.linear is None for f in linear.values())
+    linear = {f.name for f in FORMULATIONS.values() if f.linear is not None}
+    assert linear == {"digits", "block_digits", "dequantize"}
+    assert {f.name for f in FORMULATIONS.values() if f.needs_linear} == linear - {"dequantize"}
 
 
 def test_a_contraction_tells_its_operands_its_result_and_both_formulations():

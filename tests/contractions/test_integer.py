@@ -192,7 +192,7 @@ LONGEST = [case for case in WIDEST if "16" not in case[0]]
 
 def lengths_of(lhs, rhs, numbers=MATRICES):
     """How many products each dot sums, in the form for other platforms than CPU."""
-    how = HowTo(Dimensions.of(numbers, lhs.ndim, rhs.ndim))
+    how = HowTo.of(lhs, rhs, Dimensions.of(numbers, lhs.ndim, rhs.ndim))
     found = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
     axes = numbers[0][0]
     return [math.prod(dot.invars[0].aval.shape[axis] for axis in axes) for dot in found]

@@ -12,9 +12,8 @@ import pytest
 import jqx
 from jqx import numerics
 from jqx.contractions import Dimensions, _planner
-from jqx.contractions._convert import FEW_ROWS
-from jqx.contractions._formulation import Formulation
-from jqx.contractions._planner import SHARE, SMALL, plan, plan_accumulator
+from jqx.contractions._planner import PRODUCTS, SUMS, plan
+from jqx.contractions._product import FEW_ROWS, SHARE, SMALL, Product
 from jqx.contractions._scales import HowTo
 
 from ..numerics.oracles import as_float64
@@ -35,8 +34,18 @@ def quantized(qtype, shape, numbers=MATRICES, **options):
     return jax.eval_shape(lambda: weight(qtype, Layout((), shape, numbers), **options))
 
 
+def case_of(lhs, rhs, numbers=MATRICES):
+    dimensions = Dimensions.of(numbers, len(lhs.shape), len(rhs.shape))
+    return Product(lhs, rhs, HowTo.of(lhs, rhs, dimensions))
+
+
+def sums_of(lhs, rhs):
+    choice = SUMS.choose(case_of(lhs, rhs))
+    return choice.cpu.name, choice.elsewhere.name
+
+
 def names(lhs, rhs, numbers=MATRICES):
-    choice = plan(lhs, rhs, Dimensions.of(numbers, len(lhs.shape), len(rhs.shape)))
+    choice = plan(case_of(lhs, rhs, numbers))
     return None if choice is None else (choice.cpu.name, choice.elsewhere.name)
 
 
@@ -152,10 +161,8 @@ def test_two_integer_operands(left, lq, right, rq, options, cpu):
     turned = quantized(rq, right[::-1], TURNED, **options)
     assert names(lhs, turned, TURNED) == (cpu, elsewhere)
     if cpu != "integer_digits":
-        sums = plan_accumulator(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
-        assert sums.elsewhere.name == "accumulator"
         shaped = "accumulator_shaped" if cpu == "integer_shaped" else "accumulator"
-        assert sums.cpu.name == shaped
+        assert sums_of(lhs, rhs) == (shaped, "accumulator")
 
 
 def test_one_row_beside_codes_of_4_bits_gets_another_on_every_platform():
@@ -163,8 +170,8 @@ def test_one_row_beside_codes_of_4_bits_gets_another_on_every_platform():
     for m, expected in [(1, ("integer_shaped",) * 2), (2, ("integer",) * 2)]:
         lhs, rhs = byte("int8", (m, K)), quantized("int4", (K, N))
         assert names(lhs, rhs) == expected
-        sums = plan_accumulator(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
-        assert [f.name for f in sums] == [n.replace("integer", "accumulator") for n in expected]
+        sums = tuple(name.replace("integer", "accumulator") for name in expected)
+        assert sums_of(lhs, rhs) == sums
     assert names(byte("int8", (1, K)), quantized("int4", (K, N), pack=0))[1] == "integer"
 
 
@@ -183,7 +190,7 @@ def test_two_operands_that_are_not_both_integers():
 
 
 def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
-    known = {f.name for f in vars(_planner).values() if isinstance(f, Formulation)}
+    known = {f.name for f in (*PRODUCTS.formulations, *SUMS.formulations)}
     tables = {name for *_, pair in WEIGHTS.values() for name in pair}
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
@@ -244,7 +251,7 @@ def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype)
     layout = Layout((1 if name == "convert_row" else 16, K), (K, N), MATRICES)
     w = weight(qtype, layout, **options)
     x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), dtype)
-    how = HowTo(Dimensions.of(MATRICES, 2, 2))
+    how = case_of(x, w).how
     y = jax.jit(getattr(_planner, name).compute, static_argnums=2)(x, w, how)
     expected = real_values(x) @ real_values(w)
     bound = gamma(K + 12) * contraction(magnitudes(x), magnitudes(w), MATRICES)
@@ -288,7 +295,7 @@ def test_the_row_that_is_added_stands_beside_batch_axes_too():
     layout = Layout((3, 1, K), (3, K, N), numbers)
     w = weight("int8", layout, size=32)
     x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), "float32")
-    how = HowTo(Dimensions.of(numbers, 3, 3))
+    how = case_of(x, w, numbers).how
     row, alone = (
         jax.jit(form.compute, static_argnums=2)(x, w, how)
         for form in (_planner.convert_row, _planner.convert)

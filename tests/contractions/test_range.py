@@ -13,9 +13,9 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import _conv_general_dilated, _planner
 
 from ..numerics.oracles import as_float64
+from . import oracles
 from .blocks import random_tensor, real_values
 from .convolutions import NHWC, convolution
 from .oracles import gamma
@@ -127,9 +127,7 @@ def test_no_product_on_the_way_is_out_of_range_in_any_form(form, dtype):
 @pytest.fixture
 def as_elsewhere(monkeypatch):
     """Computes contractions on CPU as other platforms do."""
-    choice = _planner.Choice
-    for module in (_planner, _conv_general_dilated):
-        monkeypatch.setattr(module, "Choice", lambda _, other: choice(other, other))
+    oracles.as_elsewhere(monkeypatch)
 
 
 @pytest.mark.parametrize("form", USUAL)

@@ -14,8 +14,11 @@ from jax.typing import DTypeLike
 from ... import _compat
 from ..._compat import Eqn
 from ...contractions import (
+    ROWS_OF_GROUPS,
     Dimensions,
+    OperandAxes,
     can_leave_sum,
+    conv_axes,
     conv_general_dilated,
     dot_general,
     dot_gradients,
@@ -35,33 +38,39 @@ class Contraction:
 
     Attributes:
       op: what policies call it.
-      kept: the axes that the result has, of each operand that can be quantized; these come first.
+      axes: what becomes of the axes of each operand that can be quantized; these come first.
       pattern: what of its parameters a plan depends on; no sizes.
       macs: how many multiply-adds it takes.
       apply: evaluates it on arrays and QTensors.
       gradients: the backward pass: from arrays and the cotangent, the gradients of those that can
         be quantized, contracted in a dtype.
-      batch: of the same operands, the axes along which each array of a stack meets another one.
       excuse: why an equation has no quantized form; `None` where it has one.
       needs_weight: whether it is a site only where its first operand is a weight.
     """
 
     op: str
-    kept: Callable[[Eqn], tuple[Axes, ...]]
+    axes: Callable[[Eqn], tuple[OperandAxes, ...]]
     pattern: Callable[[Eqn], str]
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
     gradients: Callable[[Eqn, Sequence[jax.Array], jax.Array, DTypeLike], Sequence[jax.Array]]
-    batch: Callable[[Eqn], tuple[Axes, ...]] = lambda eqn: ((), ())
     excuse: Callable[[Eqn], str | None] = lambda eqn: None
     needs_weight: bool = False
+
+    def kept(self, eqn: Eqn) -> tuple[Axes, ...]:
+        """Returns the axes that the result has, of each operand that can be quantized."""
+        return tuple(axes.kept for axes in self.axes(eqn))
+
+    def batch(self, eqn: Eqn) -> tuple[Axes, ...]:
+        """Returns, of the same operands, the axes along which stacks meet array by array."""
+        return tuple(axes.batch for axes in self.axes(eqn))
 
 
 def _transposed(
     eqn: Eqn, operands: Sequence[jax.Array], cotangent: jax.Array, dtype: DTypeLike
 ) -> Sequence[jax.Array]:
     """The backward pass as JAX has it."""
-    count = len(CONTRACTIONS[eqn.primitive.name].kept(eqn))
+    count = len(CONTRACTIONS[eqn.primitive.name].axes(eqn))
     narrow = _compat.with_result(eqn, dtype)
     _, pull = jax.vjp(
         lambda *real: _compat.bind(narrow, [*real, *operands[count:]])[0],
@@ -73,16 +82,6 @@ def _transposed(
 def _dimensions(eqn: Eqn) -> Dimensions:
     lhs, rhs = (v.aval for v in eqn.invars)
     return Dimensions.of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
-
-
-def _kept(eqn: Eqn) -> tuple[Axes, ...]:
-    dimensions = _dimensions(eqn)
-    return dimensions.lhs_kept, dimensions.rhs_kept
-
-
-def _batch(eqn: Eqn) -> tuple[Axes, ...]:
-    dimensions = _dimensions(eqn)
-    return dimensions.lhs_batch, dimensions.rhs_batch
 
 
 def _macs(eqn: Eqn) -> int:
@@ -136,15 +135,14 @@ def _gradients(
     return dot_gradients(lhs, rhs, eqn.params["dimension_numbers"], cotangent, dtype)
 
 
-def _conv_kept(eqn: Eqn) -> tuple[Axes, ...]:
-    axes = eqn.params["dimension_numbers"]
-    return (axes.lhs_spec[0],), (axes.rhs_spec[0],)
+def _conv_axes(eqn: Eqn) -> tuple[OperandAxes, ...]:
+    return conv_axes(eqn.params["dimension_numbers"])
 
 
 def _conv_macs(eqn: Eqn) -> int:
-    kernel = eqn.invars[1].aval
-    outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel.shape) // outputs)
+    kernel, (_, axes) = eqn.invars[1].aval, _conv_axes(eqn)
+    products = math.prod(kernel.shape[axis] for axis in axes.contracted)
+    return math.prod(eqn.outvars[0].aval.shape) * products
 
 
 def _conv_pattern(eqn: Eqn) -> str:
@@ -224,14 +222,11 @@ def _looked_up(eqn: Eqn) -> int | None:
     return axis if plain and collapsed and tuple(sizes) == whole else None
 
 
-def _gather_kept(eqn: Eqn) -> tuple[Axes, ...]:
-    axis = _looked_up(eqn)
-    return ((),) if axis is None else ((axis,),)
-
-
-def _gather_batch(eqn: Eqn) -> tuple[Axes, ...]:
+def _gather_axes(eqn: Eqn) -> tuple[OperandAxes, ...]:
     """A lookup of matrices takes each from a stack; the rows of a table are its own."""
-    return _gather_kept(eqn) if eqn.invars[0].aval.ndim > 2 else ((),)
+    axis = _looked_up(eqn)
+    kept = () if axis is None else (axis,)
+    return (OperandAxes((), kept, kept if eqn.invars[0].aval.ndim > 2 else ()),)
 
 
 _MODES = {
@@ -267,34 +262,31 @@ def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 CONTRACTIONS: dict[str, Contraction] = {
     "dot_general": Contraction(
         "dot_general",
-        _kept,
+        lambda eqn: _dimensions(eqn).axes,
         lambda eqn: repr(_dimensions(eqn).numbers),
         _macs,
         _apply,
         _gradients,
-        _batch,
     ),
     "conv_general_dilated": Contraction(
-        "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply, _transposed
+        "conv_general_dilated", _conv_axes, _conv_pattern, _conv_macs, _conv_apply, _transposed
     ),
     "ragged_dot_general": Contraction(
         "ragged_dot",
-        lambda eqn: ((0,), (0, 2)),
+        lambda eqn: ROWS_OF_GROUPS,
         lambda eqn: "",
         _ragged_macs,
         _ragged_apply,
         _transposed,
-        lambda eqn: ((), (0,)),
         _ragged_excuse,
     ),
     "gather": Contraction(
         "gather",
-        _gather_kept,
+        _gather_axes,
         lambda eqn: f" along {_looked_up(eqn)}",
         lambda eqn: 0,
         _gather_apply,
         _transposed,
-        _gather_batch,
         _gather_excuse,
         needs_weight=True,
     ),

@@ -1,0 +1,88 @@
+"""What is known of primitives, by name: the rules of jqx, and those of the user around them."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+import jax
+
+from ..._checks import check_instance, require_that
+from ._contractions import CONTRACTIONS as OF_CONTRACTIONS
+from ._contractions import Contraction
+from ._view import View
+from ._views import VIEWS as OF_VIEWS
+
+Rule = TypeVar("Rule")
+
+_ADDED = jax.make_user_context(())
+"""Rules of users, as pairs of a name and a rule: a part of what `jax.jit` looks traces up by."""
+
+
+class Known(Mapping[str, Rule], Generic[Rule]):
+    """Rules of one kind, by the name of the primitive."""
+
+    def __init__(self, kind: type[Rule], own: Mapping[str, Rule]):
+        self._kind, self._own = kind, own
+
+    def __getitem__(self, name: str) -> Rule:
+        for added, rule in _ADDED.value:
+            if added == name and isinstance(rule, self._kind):
+                return rule
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        added = (name for name, rule in _ADDED.value if isinstance(rule, self._kind))
+        return iter(dict.fromkeys((*added, *self._own)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+CONTRACTIONS: Known[Contraction] = Known(Contraction, OF_CONTRACTIONS)
+VIEWS: Known[View] = Known(View, OF_VIEWS)
+
+
+@contextlib.contextmanager
+def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
+    """Tells the transforms of primitives that jqx does not know, for what is planned, calibrated,
+    simulated and converted inside.
+
+    Only this thread is concerned, and nothing is left behind. A plan that was made inside fits its
+    function inside alone.
+
+    Args:
+      rules: by the name of the primitive, a `Contraction`, whose operands can be quantized, or a
+        `View`, through which a weight passes. The primitive has no functions among its parameters.
+
+    Raises:
+      TypeError: `rules` is no mapping, or one is no rule.
+      ValueError: jqx has a rule of that name.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> from jqx.transforms import View, primitive_rules
+      >>> def f(w, x):
+      ...     return x @ jax.lax.reduce_precision(w, 8, 23)
+      >>> same = View(track=lambda eqn, known: known, apply=lambda eqn, operands: list(operands))
+      >>> args = jnp.ones((4, 4)), jnp.ones((1, 4))
+      >>> with primitive_rules({"reduce_precision": same}):
+      ...     plan = jqx.make_plan(f, jqx.presets.w8a16())(*args)
+      >>> [site.op for site in plan.sites]
+      ['dot_general']
+    """
+    name = "transforms.primitive_rules"
+    mend = "pass for example {'my_primitive': jqx.transforms.View(track, apply)}."
+    check_instance(name, "rules", rules, Mapping, mend=mend)
+    for primitive, rule in rules.items():
+        check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), mend=mend)
+        require_that(
+            primitive not in {*OF_CONTRACTIONS, *OF_VIEWS},
+            error=ValueError,
+            function=name,
+            problem="jqx has a rule for this primitive.",
+            given=f"rules[{primitive!r}]",
+            expected="the name of another primitive",
+            mend="leave it out.",
+        )
+    with _ADDED((*rules.items(), *_ADDED.value)):
+        yield
