@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
-from ._blocks import can_leave_sum, shares_scale
-from ._bytes import is_integer
-from ._conv import (
+from ._dot_general import Operand, as_operand, dot_general, is_empty
+from ._how._blocks import can_leave_sum, shares_scale
+from ._how._conv import (
     conv_accumulator,
     conv_accumulator_depthwise,
     conv_convert,
@@ -24,13 +24,13 @@ from ._conv import (
     conv_integer,
     conv_tiles,
 )
-from ._conv_dimensions import Window, check_ranks, window_of
-from ._convolution import Convolution
-from ._dot_general import Operand, as_operand, dot_general, is_empty
-from ._formulation import Planner
-from ._integer import check_splittable
+from ._how._formulation import Planner
+from ._integers._bytes import is_integer
+from ._integers._integer import check_splittable
+from ._integers._requantize import Requantization, requantize
 from ._output import Output, as_asked, check_requantized
-from ._requantize import Requantization, requantize
+from ._what._conv_dimensions import Window, check_ranks, window_of
+from ._what._convolution import Convolution
 
 NAME = "conv_general_dilated"
 

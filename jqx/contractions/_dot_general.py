@@ -11,13 +11,13 @@ from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics import common_dtype
 from ..tensor import QTensor
-from ._blocks import can_leave_sum
-from ._dimensions import Dimensions
+from ._how._blocks import can_leave_sum
+from ._how._planner import SUMS, plan
+from ._how._scales import HowTo
+from ._integers._requantize import Requantization, requantize
 from ._output import Output, as_asked, check_requantized
-from ._planner import SUMS, plan
-from ._product import Product
-from ._requantize import Requantization, requantize
-from ._scales import HowTo
+from ._what._dimensions import Dimensions
+from ._what._product import Product
 
 Operand = ArrayLike | QTensor
 

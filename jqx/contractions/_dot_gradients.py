@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._dimensions import Dimensions
+from ._what._dimensions import Dimensions
 
 
 def dot_gradients(

@@ -15,9 +15,9 @@ from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
 from ..numerics import common_dtype
 from ..tensor import QTensor
-from ._blocks import can_leave_sum
 from ._dot_general import dot_general
-from ._subscripts import Labels, labels_of, read, sizes_of
+from ._how._blocks import can_leave_sum
+from ._what._subscripts import Labels, labels_of, read, sizes_of
 
 
 def einsum(

@@ -8,9 +8,9 @@ import jax
 from .._checks import is_at_least, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
-from ._blocks import shares_scale
-from ._bytes import is_byte, longest
-from ._requantize import Requantization, requantize_float
+from ._how._blocks import shares_scale
+from ._integers._bytes import is_byte, longest
+from ._integers._requantize import Requantization, requantize_float
 
 Output = QSpec | tuple[QSpec, Affine] | Requantization | None
 """A spec that finds its scale, one with a scale and zero point, or integer factors."""

@@ -15,13 +15,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
-from ._axes import OperandAxes
-from ._blocks import can_leave_sum, with_own_scales
-from ._dimensions import Dimensions
 from ._dot_general import Operand, as_operand, contract
-from ._formulation import PLATFORMS, Planner, formulation
-from ._slices import item_at
+from ._how._blocks import can_leave_sum, with_own_scales
+from ._how._formulation import PLATFORMS, Planner, formulation
+from ._how._slices import item_at
 from ._take import as_signed, take_along
+from ._what._axes import OperandAxes
+from ._what._dimensions import Dimensions
 
 LEAST, MOST = 8, 512
 """Rows of a tile: fewer cost as much as these; of more, the matrix hardly costs less each."""

@@ -12,9 +12,9 @@ import pytest
 import jqx
 from jqx import numerics
 from jqx.contractions import Dimensions, _planner
-from jqx.contractions._planner import PRODUCTS, SUMS, plan
-from jqx.contractions._product import FEW_ROWS, SHARE, SMALL, Product
-from jqx.contractions._scales import HowTo
+from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
+from jqx.contractions._how._scales import HowTo
+from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
 from ..numerics.oracles import as_float64
 from .blocks import magnitudes, real_values, weight

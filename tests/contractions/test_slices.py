@@ -13,7 +13,7 @@ from jax import lax
 
 from jqx import numerics
 from jqx.contractions import Dimensions
-from jqx.contractions._slices import in_slices, slice_along
+from jqx.contractions._how._slices import in_slices, slice_along
 
 from ..numerics.oracles import assert_floats
 from ..tensor.tensors import assert_equal

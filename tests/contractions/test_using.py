@@ -11,7 +11,7 @@ from jax import lax
 
 import jqx
 from jqx.contractions import Formulation, using
-from jqx.contractions._formulation import PLATFORMS
+from jqx.contractions._how._formulation import PLATFORMS
 
 from .blocks import weight
 from .oracles import MATRICES, Layout

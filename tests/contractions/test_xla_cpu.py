@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.contractions import _xla_cpu
+from jqx.contractions._how import _xla_cpu
 
 from .oracles import MATRICES
 
@@ -43,5 +43,5 @@ def test_sixteen_bit_floats_are_multiplied_in_some_layouts_alone():
 def test_each_workaround_has_a_test_and_stands_where_the_list_says(name):
     assert callable(globals()[f"test_{name}"])
     for place in _xla_cpu.WORKAROUNDS[name].where:
-        file, function = place.split(".")
+        file, function = place.rsplit(".", 1)
         assert hasattr(importlib.import_module(f"jqx.contractions.{file}"), function)

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import is_at_least
-from ..numerics import common_dtype, power_below
-from ..tensor import Layout, QTensor
+from ..._checks import is_at_least
+from ...numerics import common_dtype, power_below
+from ...tensor import Layout, QTensor
+from .._integers._bytes import as_int8, longest
+from .._integers._integer import digits_of
+from .._what._conv_dimensions import Window, padded
 from ._blocks import with_own_scales
-from ._bytes import as_int8, longest
-from ._conv_dimensions import Window, padded
 from ._convert import is_exact_in, numbers_of
 from ._formulation import CPU, ELSEWHERE, PLATFORMS, formulation
-from ._integer import digits_of
 from ._scales import times_scales
 from ._slices import cut_of, in_order, slice_along, slice_of, with_own_second_scales
 from ._tiles import count_of

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from .._checks import is_at_least, require_that
-from ..numerics import common_dtype, format_of, name_of_qtype
-from ..tensor import QTensor
-from ._blocks import sum_in_turn, sum_of_blocks
+from ..._checks import is_at_least, require_that
+from ...numerics import common_dtype, format_of, name_of_qtype
+from ...tensor import QTensor
+from .._how._blocks import sum_in_turn, sum_of_blocks
+from .._how._formulation import CPU, PLATFORMS, formulation
+from .._how._scales import HowTo, with_scales
+from .._what._dimensions import Dimensions
 from ._bytes import as_int8, longest, planes
-from ._dimensions import Dimensions
-from ._formulation import CPU, PLATFORMS, formulation
 from ._products import Products, fitting, plain, shaped
-from ._scales import HowTo, with_scales
 
 Multiply = Callable[..., Products]
 

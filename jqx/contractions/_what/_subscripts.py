@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from .._errors import message
+from ..._errors import message
 
 Label = Any
 """What the user calls an axis; for one under an ellipsis, `("...", its place from the last)`."""

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import as_like, as_real, require_that
-from .._compat import is_concrete
-from .._errors import message
+from ..._checks import as_like, as_real, require_that
+from ..._compat import is_concrete
+from ..._errors import message
 
 LEAST_SHIFT, LARGEST_SHIFT = -31, 30
 _LOWEST, _LARGEST = -(2**31), 2**31 - 1

@@ -7,10 +7,7 @@ says in its own file where it applies; here stands only which goes before which.
 
 import dataclasses
 
-from ._convert import convert, convert_row, convert_wide, dequantize, float8
-from ._digits import block_digits, digits
-from ._formulation import ELSEWHERE, Choice, Planner
-from ._integer import (
+from .._integers._integer import (
     accumulator,
     accumulator_shaped,
     check_splittable,
@@ -19,7 +16,10 @@ from ._integer import (
     integer_digits,
     integer_shaped,
 )
-from ._product import Product
+from .._what._product import Product
+from ._convert import convert, convert_row, convert_wide, dequantize, float8
+from ._digits import block_digits, digits
+from ._formulation import ELSEWHERE, Choice, Planner
 from ._tiles import float8_tiles, tiles
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import is_at_least
-from ..numerics import Minifloat, bit_width, common_dtype, format_of
-from ..tensor import QTensor, is_flipped
-from ._blocks import Block
-from ._bytes import ACCUMULATOR, is_byte, is_integer, largest
+from ..._checks import is_at_least
+from ...numerics import Minifloat, bit_width, common_dtype, format_of
+from ...tensor import QTensor, is_flipped
+from .._how._blocks import Block
+from .._how._scales import HowTo
+from .._integers._bytes import ACCUMULATOR, is_byte, is_integer, largest
+from .._integers._products import needs_shape
 from ._dimensions import Dimensions
-from ._products import needs_shape
-from ._scales import HowTo
 
 SMALL = 2**14
 """Elements of an operand below which its conversion costs less than avoiding it."""

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics import format_of
-from ..tensor import Layout, Packing, QTensor, refine
-from ._dimensions import Dimensions
+from ...numerics import format_of
+from ...tensor import Layout, Packing, QTensor, refine
+from .._what._dimensions import Dimensions
 
 
 class Cut(NamedTuple):

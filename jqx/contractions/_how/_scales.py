@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..tensor import QTensor
+from ...tensor import QTensor
+from .._what._dimensions import Dimensions
 from ._blocks import Block, find_block
-from ._dimensions import Dimensions
 
 
 class HowTo(NamedTuple):

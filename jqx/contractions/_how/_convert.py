@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..numerics import Block, Integer, Minifloat, common_dtype, format_of, power_below
-from ..ops import affine_dequantize
-from ..tensor import QTensor
+from ...numerics import Block, Integer, Minifloat, common_dtype, format_of, power_below
+from ...ops import affine_dequantize
+from ...tensor import QTensor
+from .._what._dimensions import Dimensions
 from ._blocks import sum_of_blocks
-from ._dimensions import Dimensions
 from ._formulation import CPU, ELSEWHERE, formulation
 from ._scales import HowTo, with_scales
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _compat
-from .._checks import check_instance, require_that
+from ... import _compat
+from ..._checks import check_instance, require_that
 
 PREFIX = "jqx_"
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import (
+from ..._checks import (
     as_array,
     as_dtype,
     as_like,
@@ -23,10 +23,10 @@ from .._checks import (
     check_real,
     require_that,
 )
-from .._compat import is_concrete
-from ..calibrators import Affine
-from ..numerics import Integer, QType, as_qtype, format_of
-from ..tensor import QSpec, QTensor
+from ..._compat import is_concrete
+from ...calibrators import Affine
+from ...numerics import Integer, QType, as_qtype, format_of
+from ...tensor import QSpec, QTensor
 from ._fixed_point import (
     LARGEST_SHIFT,
     LEAST_SHIFT,

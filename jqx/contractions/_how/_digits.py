@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
-from .._checks import is_at_least
-from ..numerics import divide, power_below
-from ..tensor import QTensor
+from ..._checks import is_at_least
+from ...numerics import divide, power_below
+from ...tensor import QTensor
+from .._integers._bytes import as_int8
+from .._integers._products import rows_product, to_rows
+from .._what._dimensions import Dimensions
 from ._blocks import with_own_scales
-from ._bytes import as_int8
-from ._dimensions import Dimensions
 from ._formulation import CPU, formulation
-from ._products import rows_product, to_rows
 from ._scales import HowTo
 from ._slices import in_slices
 from ._tiles import tangent_tiles

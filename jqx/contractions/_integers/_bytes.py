@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..numerics import Integer, format_of
-from ..tensor import Layout, QTensor, is_flipped, to_int8
+from ...numerics import Integer, format_of
+from ...tensor import Layout, QTensor, is_flipped, to_int8
 
 ACCUMULATOR = 2**31 - 1
 """The largest sum that an int32 holds."""

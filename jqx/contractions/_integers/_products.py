@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import is_at_least
-from ._dimensions import Dimensions
+from ..._checks import is_at_least
+from .._what._dimensions import Dimensions
 
 TALL = 512
 """Rows from which a row more costs less in a product of its own: the others need no copy then."""

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
-from .._checks import is_at_least
-from ..numerics import common_dtype, format_of
-from ..tensor import QTensor
+from ..._checks import is_at_least
+from ...numerics import common_dtype, format_of
+from ...tensor import QTensor
+from .._integers._products import needs_shape
+from .._what._dimensions import Dimensions
 from ._blocks import shares_scale, with_own_scales
 from ._convert import is_exact_in, numbers_of, parted, real_of
-from ._dimensions import Dimensions
 from ._formulation import CPU, formulation
-from ._products import needs_shape
 from ._scales import HowTo, with_scales
 from ._slices import in_slices
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._errors import message
+from ..._errors import message
 from ._axes import OperandAxes
 
 

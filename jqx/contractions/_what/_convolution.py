@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from ..tensor import QTensor
-from ._blocks import shares_scale
-from ._bytes import is_byte, is_integer
+from ...tensor import QTensor
+from .._how._blocks import shares_scale
+from .._integers._bytes import is_byte, is_integer
 from ._conv_dimensions import Window
 
 MOST_TAPS = 64

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import require_that
+from ..._checks import require_that
 from ._axes import OperandAxes
 
 

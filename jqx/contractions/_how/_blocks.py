@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import is_at_least
-from ..calibrators import Groups
-from ..tensor import QTensor, refine
-from ._dimensions import Dimensions
+from ..._checks import is_at_least
+from ...calibrators import Groups
+from ...tensor import QTensor, refine
+from .._what._dimensions import Dimensions
 from ._slices import item_along, slice_along
 
 AT_ONCE = 2**22
