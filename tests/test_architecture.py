@@ -138,6 +138,29 @@ def test_contractions_alone_bind_the_matrix_product():
     assert writers == ["contractions/__init__.py"] * 2
 
 
+def callers(name):
+    """The files that call a function, once for each call."""
+    return [
+        name_of(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name
+    ]
+
+
+def test_one_walk_gives_equations_their_addresses():
+    """Who else asks which equations are marked counts none of them."""
+    walks = [path for path in FILES if "(*address, marked)" in path.read_text()]
+    assert [name_of(path) for path in walks] == ["transforms/_find.py"]
+    assert "diagnostics/_interval_forms.py" in callers("addressed")
+
+
+def test_the_planner_alone_tells_platforms_apart():
+    """But for one sum that libraries of GPUs return in float32, inside of a formulation."""
+    found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
+    assert found == ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
+
+
 FIXED = (
     "round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize "
     "affine_from_range QTensor QSpec Rule Policy Plan RoundMode per_tensor per_axis per_channel "

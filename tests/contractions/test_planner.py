@@ -11,9 +11,15 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import Dimensions, _planner
+from jqx.contractions import Dimensions
+from jqx.contractions._conv_general_dilated import CONVOLUTIONS
+from jqx.contractions._conv_general_dilated import SUMS as CONVOLVED_SUMS
+from jqx.contractions._how import _blocks, _planner, _scales
+from jqx.contractions._how._blocks import find_block
+from jqx.contractions._how._formulation import FORMULATIONS
 from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
 from jqx.contractions._how._scales import HowTo
+from jqx.contractions._ragged_dot import GROUPS
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
 from ..numerics.oracles import as_float64
@@ -195,6 +201,29 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
     assert known == tables
+
+
+def test_every_formulation_stands_in_the_list_of_its_operation():
+    known = {}
+    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS):
+        for form in planner.formulations:
+            assert form.op == planner.op
+            known.setdefault(form.name, set()).add(planner.op)
+    assert known == {name: {form.op} for name, form in FORMULATIONS.items()}
+
+
+def test_blocks_of_scales_are_found_once(monkeypatch):
+    """By planning, which hands them to what computes the product."""
+    found = []
+
+    def counted(lhs, rhs, dimensions):
+        found.append(dimensions)
+        return find_block(lhs, rhs, dimensions)
+
+    monkeypatch.setattr(_scales, "find_block", counted)
+    monkeypatch.setattr(_blocks, "find_block", counted)
+    jax.make_jaxpr(jqx.matmul)(jnp.ones((3, K)), weight("int8", LARGE["one row"], size=32))
+    assert found.count(Dimensions.of(MATRICES, 2, 2)) == 1  # not that of single blocks
 
 
 def test_a_weight_on_the_left_is_planned_as_one_on_the_right():
