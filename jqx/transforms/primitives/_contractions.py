@@ -36,6 +36,8 @@ class Contraction:
     Attributes:
       op: what policies call it.
       kept: the axes that the result has, of each operand that can be quantized; these come first.
+      contracted: of the same operands, the axes that are summed over, in the order in which they
+        meet; of a convolution the features, and not the axes along which the kernel slides.
       pattern: what of its parameters a plan depends on; no sizes.
       macs: how many multiply-adds it takes.
       apply: evaluates it on arrays and QTensors.
@@ -48,6 +50,7 @@ class Contraction:
 
     op: str
     kept: Callable[[Eqn], tuple[Axes, ...]]
+    contracted: Callable[[Eqn], tuple[Axes, ...]]
     pattern: Callable[[Eqn], str]
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
@@ -78,6 +81,11 @@ def _dimensions(eqn: Eqn) -> Dimensions:
 def _kept(eqn: Eqn) -> tuple[Axes, ...]:
     dimensions = _dimensions(eqn)
     return dimensions.lhs_kept, dimensions.rhs_kept
+
+
+def _contracted(eqn: Eqn) -> tuple[Axes, ...]:
+    dimensions = _dimensions(eqn)
+    return dimensions.lhs_contracting, dimensions.rhs_contracting
 
 
 def _batch(eqn: Eqn) -> tuple[Axes, ...]:
@@ -139,6 +147,11 @@ def _gradients(
 def _conv_kept(eqn: Eqn) -> tuple[Axes, ...]:
     axes = eqn.params["dimension_numbers"]
     return (axes.lhs_spec[0],), (axes.rhs_spec[0],)
+
+
+def _conv_contracted(eqn: Eqn) -> tuple[Axes, ...]:
+    axes = eqn.params["dimension_numbers"]
+    return (axes.lhs_spec[1],), (axes.rhs_spec[1],)
 
 
 def _conv_macs(eqn: Eqn) -> int:
@@ -268,6 +281,7 @@ CONTRACTIONS: dict[str, Contraction] = {
     "dot_general": Contraction(
         "dot_general",
         _kept,
+        _contracted,
         lambda eqn: repr(_dimensions(eqn).numbers),
         _macs,
         _apply,
@@ -275,11 +289,18 @@ CONTRACTIONS: dict[str, Contraction] = {
         _batch,
     ),
     "conv_general_dilated": Contraction(
-        "conv_general_dilated", _conv_kept, _conv_pattern, _conv_macs, _conv_apply, _transposed
+        "conv_general_dilated",
+        _conv_kept,
+        _conv_contracted,
+        _conv_pattern,
+        _conv_macs,
+        _conv_apply,
+        _transposed,
     ),
     "ragged_dot_general": Contraction(
         "ragged_dot",
         lambda eqn: ((0,), (0, 2)),
+        lambda eqn: ((1,), (1,)),
         lambda eqn: "",
         _ragged_macs,
         _ragged_apply,
@@ -290,6 +311,7 @@ CONTRACTIONS: dict[str, Contraction] = {
     "gather": Contraction(
         "gather",
         _gather_kept,
+        lambda eqn: ((),),
         lambda eqn: f" along {_looked_up(eqn)}",
         lambda eqn: 0,
         _gather_apply,
