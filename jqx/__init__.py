@@ -9,6 +9,7 @@ from . import diagnostics as diagnostics
 from . import gradients as gradients
 from . import interop as interop
 from . import numerics as numerics
+from . import observers as observers
 from . import presets as presets
 from .calibrators import per_axis as per_axis
 from .calibrators import per_block as per_block

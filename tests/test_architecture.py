@@ -23,6 +23,7 @@ LAYERS = [
     ("calibrators",),
     ("tensor",),
     ("contractions",),
+    ("observers",),
     ("policy",),
     ("presets",),
     ("transforms",),
@@ -165,7 +166,7 @@ FIXED = (
     "round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize "
     "affine_from_range QTensor QSpec Rule Policy Plan RoundMode per_tensor per_axis per_channel "
     "per_token dot_general matmul make_plan calibrate merge_stats affines simulate "
-    "quantize_params convert presets numerics calibrators gradients"
+    "quantize_params convert presets numerics calibrators gradients observers"
 ).split()
 
 
@@ -177,7 +178,7 @@ def test_every_public_object_has_one_name():
     public = {name: value for name, value in vars(jqx).items() if not name.startswith("_")}
     folders = {path.parent.name for path in FILES if path.name == "__init__.py"}
     modules = {name for name in public if name in folders}
-    assert modules >= {"presets", "numerics", "calibrators", "gradients"}
+    assert modules >= {"presets", "numerics", "calibrators", "gradients", "observers"}
     count = Counter(id(value) for name, value in public.items() if name not in modules)
     assert [name for name, value in public.items() if count[id(value)] > 1] == []
 

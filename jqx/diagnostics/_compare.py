@@ -213,7 +213,10 @@ def compare(
 
     Both are evaluated side by side, in one pass, as the two members of a `jax.vmap`; through jit,
     scans (one row a layer where a scan steps over a weight), loops and branches. What is quantized
-    is rounded as `simulate` does it. No result is kept, so a deep function fits in memory.
+    is rounded as `simulate` does it, and multiplied in float. No result is kept, so a deep function
+    fits in memory. `convert` drifts away from this with depth: a site's own error holds for both,
+    but take the error of the whole function from `simulate(f, plan, affines, backward=jnp.float32)`
+    or `convert`, which have the same bits.
 
     Args:
       f: the function that the plan was made for.

@@ -14,10 +14,12 @@ from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
+from ._entries import Entries, entries_of, kinds_of
 from ._interpret import Rules, interpret
+from ._observers import GivenObservers, check_observers, keys_of, without_observers
 from ._origin import Address, Loop
 from ._plan import Plan, Site
-from ._plan_call import as_plan, params_of
+from ._plan_call import as_plan, contractions, params_of
 from ._trace import check_function, trace_call
 from ._weight import real_of
 from .primitives import Records
@@ -29,58 +31,69 @@ Affines = dict[str, Affine]
 """Scales and zero points by key."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Observe(Rules):
+    entries: Entries
+
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         operands = [real_of(x) for x in operands]
         (result,) = _compat.bind(eqn, operands)
-        seen = {operand.key: x for operand, x in zip(site.operands, operands, strict=False)}
-        seen[site.output_key] = result
-        with _compat.intermediates():
-            records = {
-                key: spec.calibrator.observe(jnp.asarray(seen[key]), spec)
-                for key, spec in site.static_specs().items()
-            }
-        return result, records
+        seen = [*operands, result]
+        return result, {
+            entry.key: entry.observe(jnp.asarray(seen[entry.part.place]))
+            for entry in self.entries.at(site.address)
+        }
 
     @_compat.intermediates()
     def unseen(self, here: Address) -> Records:
         records = {}
-        for key in self.plan.keys_in(here):
-            site = self.plan.site_of_key(key)
-            if any(loop.address == here for loop in site.loops):
+        for entry in self.entries.at(here):
+            if any(loop.address == here for loop in entry.site.loops):
                 continue
-            empty = site.static_specs()[key].calibrator.empty(site.scale_shape(key))
-            steps = tuple(loop.length for loop in site.loops_in(here))
-            records[key] = jax.tree.map(
-                lambda x, steps=steps: jnp.broadcast_to(x, steps + jnp.shape(x)), empty
+            steps = tuple(loop.length for loop in entry.site.loops_in(here))
+            records[entry.key] = jax.tree.map(
+                lambda x, steps=steps: jnp.broadcast_to(x, steps + jnp.shape(x)), entry.empty()
             )
         return records
 
     def merge(self, here: Address, a: Records, b: Records) -> Records:
         merged = {}
         for key in a:
-            site = self.plan.site_of_key(key)
-            merge = site.static_specs()[key].calibrator.merge
-            merged[key] = _each_step(merge, site.loops_in(here))(a[key], b[key])
+            entry = self.entries.recorded[key]
+            loops = entry.site.loops_in(here)
+            merged[key] = _each_step(entry.observer.merge, loops)(a[key], b[key])
         return merged
 
 
-def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple[Any, Stats]]:
-    """Returns a function that evaluates `f` in float and observes what needs a static scale.
+def calibrate(
+    f: Callable[..., Any], plan: Plan | Policy, *, observers: GivenObservers = None
+) -> Callable[..., tuple[Any, Stats]]:
+    """Returns a function that evaluates `f` in float and observes what needs a static scale, and
+    what observers look at.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+      observers: what else is recorded: a dict from regular expressions, matched in full against
+        the paths of the sites of the plan, to a `jqx.observers.Observer` or a tuple of them. Sites
+        without a static scale are observed too; contractions that the plan skips are not. A
+        calibrator observes the operands that the plan quantizes, static or not.
 
     Returns:
       `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and statistics of this one
       batch. Pure, so it may be jitted; merge the statistics of several batches with `merge_stats`.
       A QTensor that is no weight, such as a cache, stays one, as in `convert`.
 
+      The entry of an observer is called by it, such as `layer0/w:dot_general:lhs@hessian`; it has a
+      leading axis for each scan that steps over the weight of its site. Other loops, branches and
+      the devices of a `shard_map` are merged. Where several sites read one value, along the same
+      axes, its statistics are computed once: their entries are one object.
+
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function.
+      TypeError: `f` is no function, `plan` no plan or `observers` no dict of observers.
+      ValueError: the plan was made for another function, a regular expression of `observers` is
+        invalid or matches no site, an observer looks at nothing there, two observers of a site
+        have one name, or what an observer returns differs in structure, shapes or dtypes.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -90,9 +103,14 @@ def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple
       >>> out, stats = jqx.calibrate(f, plan)(w, x)
       >>> float(stats[":dot_general:lhs"].largest[0, 0])
       3.0
+      >>> _, stats = jqx.calibrate(f, plan, observers={".*": jqx.observers.hessian})(w, x)
+      >>> stats[":dot_general:lhs@hessian"].products
+      Array([[ 1., -3.],
+             [-3.,  9.]], dtype=float32)
     """
     check_function("calibrate", f)
     params = params_of("calibrate", plan)
+    given = check_observers("calibrate", observers)
 
     def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         call = trace_call("calibrate", f, params, args, kwargs)
@@ -101,22 +119,35 @@ def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple
             leaf if known.weight_at(path) is None else real_of(leaf)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
-        out, stats = interpret(call.jaxpr, call.consts, leaves, _Observe(known))
+        found = contractions(call)
+        entries = entries_of("calibrate", known, call.jaxpr, found, given)
+        rules = _Observe(known, entries=entries)
+        out, seen = interpret(call.jaxpr, call.consts, leaves, rules)
+        stats = {key: seen[first] for key, first in entries.shared.items()}
         return jax.tree.unflatten(call.out_tree, out), stats
 
     return calibrated
 
 
-def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats:
+def merge_stats(
+    plan: Plan,
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    *,
+    observers: GivenObservers = None,
+) -> Stats:
     """Returns the statistics of two calibrations together; associative.
 
     Args:
       plan: the plan that both were made with.
       a: statistics from `calibrate`.
       b: statistics from `calibrate`.
+      observers: those that `calibrate` was given, where it was given any.
 
     Raises:
-      ValueError: `a` or `b` has not the entries of the plan.
+      TypeError: `observers` is no dict of observers.
+      ValueError: `a` or `b` has not the entries of the plan, or entries of other observers, or a
+        regular expression of `observers` matches no site.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -126,13 +157,22 @@ def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats
       >>> float(jqx.merge_stats(plan, *parts)[":dot_general:lhs"].largest[0, 0])
       5.0
     """
+    name = "merge_stats"
     specs = plan.static_specs()
-    _check_keys("merge_stats", "a", a, specs)
-    _check_keys("merge_stats", "b", b, specs)
-    return {
-        key: _each_step(spec.calibrator.merge, plan.site_of_key(key).loops)(a[key], b[key])
-        for key, spec in specs.items()
-    }
+    known = keys_of(name, plan, check_observers(name, observers))
+    _check_keys(name, "a", without_observers(plan, a, known), specs)
+    _check_keys(name, "b", without_observers(plan, b, known), specs)
+    _check_observed(plan, a, b, known)
+    own = {key: (plan.site_of_key(key), spec.calibrator) for key, spec in specs.items()}
+    merged: Stats = {}
+    done: dict[Any, Any] = {}  # entries of one value are one object: each is merged once
+    for key in (*specs, *(key for key in a if key not in specs)):
+        site, observer = own[key] if key in own else known[key]
+        both = id(a[key]), id(b[key]), observer, len(site.loops)
+        if both not in done:
+            done[both] = _each_step(observer.merge, site.loops)(a[key], b[key])
+        merged[key] = done[both]
+    return merged
 
 
 def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
@@ -140,7 +180,7 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
 
     Args:
       plan: the plan that `stats` were made with.
-      stats: from `calibrate`, merged over batches.
+      stats: from `calibrate`, merged over batches; entries of observers have no part in it.
 
     Returns:
       A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`.
@@ -157,7 +197,8 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
       >>> jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])[":dot_general:lhs"].scale
       Array([[1.]], dtype=float32)
     """
-    _check_keys("affines", "stats", stats, plan.static_specs())
+    own = without_observers(plan, stats) if isinstance(stats, Mapping) else stats
+    _check_keys("affines", "stats", own, plan.static_specs())
     return affines_seen(plan, stats)
 
 
@@ -222,5 +263,47 @@ def _check_keys(
             given=f"{len(stats)} entries, of which these differ: {', '.join(differ[:4])}",
             expected=f"one entry for each of the {len(specs)} static activations of the plan",
             mend="pass statistics from jqx.calibrate with the same plan.",
+        )
+    )
+
+
+def _check_observed(
+    plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    """Checks that both have the entries of the same observers, all of them given, and of one shape
+    each.
+    """
+    static = plan.static_specs()
+    seen = set(a) | set(b)
+    strange = sorted(seen - set(static) - set(known))
+    one_sided = sorted(set(a) ^ set(b))
+    if not strange and not one_sided:
+        for key in sorted(seen - set(static)):
+            _check_same_kind(key, a[key], b[key])
+        return
+    raise ValueError(
+        message(
+            "merge_stats",
+            "entries are of observers that are not given."
+            if strange
+            else "`a` and `b` do not have the same entries of observers.",
+            given=f"{', '.join((strange or one_sided)[:4])}",
+            expected="entries of the observers given, the same in both",
+            mend="pass the observers= that both were calibrated with.",
+        )
+    )
+
+
+def _check_same_kind(key: str, a: Any, b: Any) -> None:
+    kinds = [kinds_of(jax.eval_shape(lambda x: x, stats)) for stats in (a, b)]
+    if kinds[0] == kinds[1]:
+        return
+    raise ValueError(
+        message(
+            "merge_stats",
+            f"the statistics {key!r} differ in structure, shapes or dtypes.",
+            given=" and ".join(kinds),
+            expected="statistics that do not depend on the size of a batch",
+            mend="let the observer reduce the axes that a batch may change: site.reduced(x.ndim).",
         )
     )

@@ -3,13 +3,13 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import jax
 
 from .._checks import check_instance, require_that
 from ._calibrate import Stats, calibrate, merge_stats
+from ._observers import GivenObservers, check_observers, observers_of
 from ._plan import Plan
 from ._trace import check_function, is_array
 
@@ -20,6 +20,7 @@ def calibrate_batches(
     params: Any,
     batches: Iterable[Any],
     *,
+    observers: GivenObservers = None,
     progress: bool = True,
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
@@ -33,11 +34,14 @@ def calibrate_batches(
         made with several. Leaves that are no arrays are static, as everywhere.
       batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
         tuple. All leaves are arrays or numbers.
+      observers: what else is recorded, as in `calibrate`.
       progress: whether to show a bar on standard error, where tqdm is installed.
 
     Raises:
-      TypeError: `f` is no function, `plan` no `Plan`, or `batches` cannot be iterated over.
-      ValueError: there is no batch, or the plan was made for another function.
+      TypeError: `f` is no function, `plan` no `Plan`, `observers` no dict of observers, or
+        `batches` cannot be iterated over.
+      ValueError: there is no batch, the plan was made for another function, or `observers` does
+        not fit it.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -52,23 +56,27 @@ def calibrate_batches(
     name = "calibrate_batches"
     check_instance(name, "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args).")
     check_instance(name, "batches", batches, Iterable, mend="pass a list, or a generator.")
+    observers_of(name, plan, check_observers(name, observers))
     leaves, tree = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> Stats:
+    def observe(arrays: list[Any], batch: Any) -> _Once:
         rest = iter(arrays)
         filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
         arguments = arguments_of(plan, jax.tree.unflatten(tree, filled), batch)
-        return calibrate(f, plan)(*arguments)[1]
+        return _Once(calibrate(f, plan, observers=observers)(*arguments)[1])
 
-    merge = jax.jit(partial(merge_stats, plan))
-    stats: Stats | None = None
+    @jax.jit
+    def merge(a: _Once, b: _Once) -> _Once:
+        return _Once(merge_stats(plan, a.stats, b.stats, observers=observers))
+
+    found: _Once | None = None
     for batch in _shown(batches) if progress else batches:
         seen = observe(arrays, batch)
-        stats = seen if stats is None else merge(stats, seen)
+        found = seen if found is None else merge(found, seen)
     require_that(
-        stats is not None,
+        found is not None,
         error=ValueError,
         function=name,
         problem="there is no batch.",
@@ -76,8 +84,27 @@ def calibrate_batches(
         expected="one batch or more",
         mend="pass a list, or make the generator anew.",
     )
-    assert stats is not None
-    return stats
+    assert found is not None
+    return found.stats
+
+
+@jax.tree_util.register_pytree_node_class
+class _Once:
+    """Statistics of which each object that several entries have crosses `jit` once."""
+
+    def __init__(self, stats: Stats):
+        self.stats = stats
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
+        """Returns the objects, and which of them each entry has."""
+        objects = {id(value): value for value in self.stats.values()}
+        places = {key: i for i, key in enumerate(objects)}
+        return tuple(objects.values()), tuple((k, places[id(v)]) for k, v in self.stats.items())
+
+    @classmethod
+    def tree_unflatten(cls, entries: Any, objects: Any) -> "_Once":
+        """Returns the statistics."""
+        return cls({key: objects[place] for key, place in entries})
 
 
 def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:

@@ -90,6 +90,9 @@ def convert(
 ) -> Callable[..., Any]:
     """Returns `f` with its planned contractions run on integers.
 
+    `simulate(f, plan, affines, backward=jnp.float32)` has the same bits, and gradients. `simulate`
+    alone computes in float: with depth its results drift away from these.
+
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).

@@ -95,6 +95,11 @@ class Site:
         """
         return self.output_key.removesuffix(":out")
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of the statistics of its operands and of its result."""
+        return (*(operand.key for operand in self.operands), self.output_key)
+
     def scale_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of a static scale in one step of its loops."""
         shapes = dict(zip((o.key for o in self.operands), self.shapes, strict=False))

@@ -102,12 +102,19 @@ def simulate(
     backward: DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> Callable[..., Any]:
-    """Returns `f` with its quantization simulated in floating point, for training and evaluation.
+    """Returns `f` with its quantization simulated in floating point, for training.
 
     Weights are rounded to their grid before their first use, activations (and outputs) at their
     sites, each with the gradient estimator of its spec. The contractions run in float; with
     `backward=` they run on integers, as `convert` runs them, and only those of the backward pass
     in float.
+
+    To evaluate what will be deployed, pass `backward=jnp.float32`: the result has the bits of
+    `convert`. Without it both drift apart with depth, for products in float and on integers differ
+    in the last bit, now and then a value is rounded to the other of two codes, and every layer
+    amplifies that. Of a language model of 30 layers (SmolLM2-135M, W8A8, dynamic scales) they
+    differ by .0009 after one layer and by .12 in the logits (relative L2), which is as much as
+    quantization itself costs.
 
     Args:
       f: the function that the plan was made for.
@@ -144,6 +151,8 @@ def simulate(
       >>> plan = jqx.make_plan(f, jqx.presets.w8a16(weight={"qtype": jnp.int2}))(w, x)
       >>> jqx.simulate(f, plan)(w, x)
       Array(1., dtype=float32)
+      >>> jqx.simulate(f, plan, backward=jnp.float32)(w, x) == jqx.convert(f, plan)(w, x)
+      Array(True, dtype=bool)
       >>> jax.grad(jqx.simulate(f, plan))(w, x)
       Array([[1.],
              [1.]], dtype=float32)

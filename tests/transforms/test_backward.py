@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jqx
 
@@ -34,6 +35,30 @@ def test_the_forward_pass_is_on_integers(name):
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     if name not in CUSTOM:
         assert products and not any("xf32" in line.split("->")[0] for line in products)
+
+
+def test_what_is_evaluated_is_what_is_deployed():
+    """In float a code is now and then the other of two, and layers amplify that."""
+
+    def f(params, x):
+        def layer(x, w):
+            return x + jax.nn.gelu(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) @ w), None
+
+        return lax.scan(layer, x, params["layers"])[0] @ params["head"]
+
+    params = {"layers": normal(0, 12, 32, 32) / 3, "head": normal(1, 32, 8)}
+    x = normal(2, 16, 32)
+    plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(params, x)
+
+    @jax.jit
+    def results(params, x):
+        converted = jqx.convert(f, plan)(jqx.quantize_params(params, plan), x)
+        exact = jqx.simulate(f, plan, backward=jnp.float32)(params, x)
+        return converted, exact, jqx.simulate(f, plan)(params, x)
+
+    converted, exact, simulated = results(params, x)
+    np.testing.assert_array_equal(exact, converted)
+    assert np.abs(simulated - converted).max() > 1e-4 * np.abs(converted).max()
 
 
 @pytest.mark.many

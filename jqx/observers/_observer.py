@@ -1,0 +1,140 @@
+"""The contract of an observer: which statistic of an operand a site records."""
+
+import abc
+import dataclasses
+import math
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from ..tensor import QSpec
+
+T = TypeVar("T")
+Axes = tuple[int, ...]
+
+
+def serializable(cls: type[T]) -> type[T]:
+    """Lets `jax.export` serialize functions that take or return values of a NamedTuple."""
+    name = f"jqx.observers.{cls.__name__}"
+    return export.register_namedtuple_serialization(cls, serialized_name=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedSite:
+    """What an observer is told of a contraction, and of the operand of it that it looks at.
+
+    Axes are those of this operand, in one step of the loops around the site. An axis of a
+    convolution along which the kernel slides is neither contracted nor kept.
+
+    Attributes:
+      path: key path of its weight, or its name scope, as the plan has it.
+      op: `dot_general`, `conv_general_dilated`, `ragged_dot` or `gather`.
+      side: which operand: `lhs`, `rhs`, or `out` for the result.
+      role: what it is: `activation`, `weight` or `result`.
+      has_weight: whether an operand of the contraction is a weight.
+      contracted: the axes that are summed over, in the order in which they meet those of the other
+        operand.
+      kept: the axes that the result has, those of `batch` among them.
+      batch: the axes along which each array of a stack meets another one, in the order of the
+        contraction: experts, for example.
+      spec: how the plan quantizes the operand, its granularity absolute; `None` for float.
+    """
+
+    path: str
+    op: str
+    side: Literal["lhs", "rhs", "out"]
+    role: Literal["activation", "weight", "result"]
+    has_weight: bool
+    contracted: Axes
+    kept: Axes
+    batch: Axes
+    spec: QSpec | None
+
+    def reduced(self, rank: int) -> Axes:
+        """Returns the axes that a statistic of each channel is taken over: those of an operand of
+        that rank that are neither contracted nor of `batch`.
+        """
+        own = {*self.contracted, *self.batch}
+        return tuple(axis for axis in range(rank) if axis not in own)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Returns the operand as rows of what is contracted: `[*batch, rows, channels]`, several
+        contracted axes as one, the last the fastest.
+        """
+        reduced = self.reduced(x.ndim)
+        count, size = (
+            math.prod(x.shape[axis] for axis in axes) for axes in (reduced, self.contracted)
+        )
+        stack = tuple(x.shape[axis] for axis in self.batch)
+        return x.transpose(*self.batch, *reduced, *self.contracted).reshape(*stack, count, size)
+
+
+class Observer(abc.ABC):
+    """A frozen, hashable value that says which statistic of an operand a site records.
+
+    Its statistics are a pytree of arrays and form a monoid: `merge` is associative and `empty` its
+    unit, so batches, steps of loops, branches and devices may be combined in any grouping. `empty`,
+    `observe` and `merge` give one structure, with the same shapes and dtypes, that do not depend on
+    the size of a batch. All three are traced, also under `jax.vmap`.
+
+    `str(observer)` names it in the statistics: `stats["layer0/w:dot_general:lhs@hessian"]`. By
+    default that is the name of its class in lower case; one with parameters shows them there.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> class Largest(jqx.observers.Observer):
+      ...     def empty(self, operand, site):
+      ...         return jnp.zeros(())
+      ...
+      ...     def observe(self, x, site):
+      ...         return jnp.abs(x).max(initial=0)
+      ...
+      ...     def merge(self, a, b):
+      ...         return jnp.maximum(a, b)
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.eye(2), jnp.array([[1.0, -3.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(w, x)
+      >>> _, stats = jqx.calibrate(f, plan, observers={".*": Largest()})(w, x)
+      >>> stats
+      {':dot_general:lhs@largest': Array(3., dtype=float32)}
+    """
+
+    def looks_at(self, site: ObservedSite) -> bool:
+        """Whether it records the statistic of an operand: by default of activations that a weight
+        is multiplied by.
+        """
+        return site.role == "activation" and site.has_weight
+
+    @abc.abstractmethod
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> Any:
+        """Returns the statistics of no values, for an operand of that shape and dtype."""
+
+    @abc.abstractmethod
+    def observe(self, x: jax.Array, site: ObservedSite) -> Any:
+        """Returns the statistics of one operand: in float, of its own dtype."""
+
+    @abc.abstractmethod
+    def merge(self, a: Any, b: Any) -> Any:
+        """Returns the statistics of both."""
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+def count_of(x: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns how many rows an operand has, int32."""
+    return jnp.asarray(math.prod(x.shape[axis] for axis in site.reduced(x.ndim)), jnp.int32)
+
+
+def added(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the sum of counts, or the largest int32 where it is less."""
+    total = a + b
+    return jnp.where(total < a, jnp.full_like(total, jnp.iinfo(jnp.int32).max), total)
+
+
+def by_channel(operand: Any, site: ObservedSite) -> tuple[int, ...]:
+    """Returns the shape of a statistic of each channel: that of the operand, size 1 elsewhere."""
+    reduced = site.reduced(len(operand.shape))
+    return tuple(1 if axis in reduced else n for axis, n in enumerate(operand.shape))

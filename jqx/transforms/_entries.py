@@ -1,0 +1,216 @@
+"""What is recorded at the sites of a call: by the calibrators of its plan, and by observers."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat
+from .._errors import message
+from ..observers import Calibrated, ObservedSite, Observer
+from ._find import Found
+from ._observers import Checked, observers_of
+from ._origin import Address
+from ._plan import Plan, Site
+from ._values import numbered
+
+
+class Part(NamedTuple):
+    """An operand of a site, or its result.
+
+    Attributes:
+      key: name of its statistics.
+      about: what an observer is told.
+      kind: its shape and dtype in one step of the loops around the site.
+      place: which operand of the contraction it is; -1 for the result.
+    """
+
+    key: str
+    about: ObservedSite
+    kind: jax.ShapeDtypeStruct
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One entry of the statistics: what one observer records of one operand of a site.
+
+    Attributes:
+      key: its name in the statistics.
+      site: the site.
+      observer: what records.
+      part: the operand.
+    """
+
+    key: str
+    site: Site
+    observer: Observer
+    part: Part
+
+    @_compat.intermediates()
+    def empty(self) -> Any:
+        """Returns the statistics of no values, in one step of the loops."""
+        return self.observer.empty(self.part.kind, self.part.about)
+
+    @_compat.intermediates()
+    def observe(self, x: jax.Array) -> Any:
+        """Returns the statistics of one operand."""
+        return self.observer.observe(x, self.part.about)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """All that is recorded in a call.
+
+    Attributes:
+      recorded: the entries that are computed, by key.
+      shared: for each entry of the statistics, in order, the key of the one that is computed: of
+        operands that are one value, along the same axes, an observer sees the first.
+    """
+
+    recorded: Mapping[str, Entry]
+    shared: Mapping[str, str]
+
+    @functools.cached_property
+    def _at(self) -> dict[Address, list[Entry]]:
+        found: dict[Address, list[Entry]] = {}
+        for entry in self.recorded.values():
+            for depth in range(len(entry.site.address) + 1):
+                found.setdefault(entry.site.address[:depth], []).append(entry)
+        return found
+
+    def at(self, address: Address) -> Sequence[Entry]:
+        """Returns the entries of the site at an address, or of those inside the equation there."""
+        return self._at.get(address, ())
+
+
+def entries_of(
+    function: str, plan: Plan, jaxpr: Any, found: Sequence[Found], given: Checked
+) -> Entries:
+    """Returns what is recorded in a call.
+
+    Args:
+      function: who asks, for messages.
+      plan: the plan of the call.
+      jaxpr: what it computes.
+      found: its contractions.
+      given: the observers, beside the calibrators of the plan.
+    """
+    items = {item.address: item for item in found if item.address}
+    entries: list[Entry] = []
+    looks: set[tuple[Observer, str]] = set()
+    checked: set[Any] = set()
+    for site, observers in observers_of(function, plan, given):
+        specs = site.static_specs()
+        for part in _parts(site, items[site.address]):
+            if part.key in specs:
+                own = Calibrated(specs[part.key].calibrator)
+                entries.append(Entry(part.key, site, own, part))
+            for observer in observers:
+                entry = Entry(f"{part.key}@{observer}", site, observer, part)
+                if observer.looks_at(part.about):
+                    looks.add((observer, site.path))
+                    entries.append(entry)
+                    _check_alike(function, entry, checked)
+    _check_looks(function, given, looks)
+    return _shared(jaxpr, entries)
+
+
+def _parts(site: Site, item: Found) -> list[Part]:
+    """Returns the operands of a site, and its result."""
+    family, eqn = item.family, item.eqn
+    has_weight = any(operand.role == "weight" for operand in site.operands)
+    axes = family.axes(eqn)
+    parts = []
+    for i, (operand, own) in enumerate(zip(site.operands, axes, strict=True)):
+        side = ("lhs", "rhs")[i]
+        # Of a convolution the features come first; along the others the kernel slides.
+        summed = own.contracted[:1] if site.op == "conv_general_dilated" else own.contracted
+        about = ObservedSite(
+            site.path,
+            site.op,
+            side,
+            operand.role,
+            has_weight,
+            summed,
+            own.kept,
+            own.batch,
+            operand.spec,
+        )
+        parts.append(Part(operand.key, about, _kind_of(eqn.invars[i]), i))
+    result = _kind_of(eqn.outvars[0])
+    kept = tuple(range(len(result.shape)))
+    batch = kept[: len(axes[0].batch)] if site.op == "dot_general" else ()
+    about = ObservedSite(
+        site.path, site.op, "out", "result", has_weight, (), kept, batch, site.output
+    )
+    return [*parts, Part(site.output_key, about, result, -1)]
+
+
+def _kind_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
+    """Finds the entries that are of one value and alike in all that an observer is told."""
+    numbers = numbered(jaxpr)
+    first: dict[Any, Entry] = {}
+    shared = {}
+    for entry in entries:
+        seen = numbers[entry.site.address]
+        place = entry.part.place
+        value = seen.result if place < 0 else seen.operands[place]
+        others = seen.operands[len(entry.site.operands) :]
+        about = dataclasses.replace(entry.part.about, path="")
+        same = (seen.inside, entry.site.loops, value, others, entry.observer, about)
+        shared[entry.key] = first.setdefault(same, entry).key
+    return Entries({entry.key: entry for entry in first.values()}, shared)
+
+
+def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
+    """Raises where the three functions of an observer do not return one kind of statistics."""
+    about, kind = dataclasses.replace(entry.part.about, path=""), entry.part.kind
+    what = (entry.observer, about, kind.shape, kind.dtype)
+    if what in checked:
+        return
+    checked.add(what)
+    empty = jax.eval_shape(entry.empty)
+    seen = jax.eval_shape(entry.observe, kind)
+    merged = jax.eval_shape(entry.observer.merge, empty, seen)
+    for name, found in (("observe", seen), ("merge", merged)):
+        if kinds_of(found) == kinds_of(empty):
+            continue
+        text = message(
+            function,
+            f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
+            "return.",
+            given=f"{kinds_of(empty)} and {kinds_of(found)}, of {entry.part.key!r}",
+            expected="one structure, with the same shapes and dtypes",
+            mend=f"let `empty` return what `{name}` does, of no values.",
+        )
+        raise ValueError(text)
+
+
+def kinds_of(stats: Any) -> str:
+    """Returns statistics as text: their structure, shapes and dtypes."""
+    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", stats))
+
+
+def _check_looks(function: str, given: Checked, looks: set[tuple[Observer, str]]) -> None:
+    """Raises where an observer looks at no operand of the sites that its pattern matches."""
+    for pattern, observers in given:
+        for observer in observers:
+            if any(who == observer and re.fullmatch(pattern, path) for who, path in looks):
+                continue
+            text = message(
+                function,
+                f"the observer {str(observer)!r} looks at no operand of its sites.",
+                given=f"observers[{pattern!r}]",
+                expected="an operand that its `looks_at` takes: by default an activation beside a "
+                "weight; for a calibrator one that the plan quantizes",
+                mend="name other sites, or leave that observer out.",
+            )
+            raise ValueError(text)

@@ -1,0 +1,139 @@
+"""What is given as `observers=`: checked, and matched with the sites of a plan."""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from .._checks import check_instance
+from .._errors import message
+from ..calibrators import Calibrator
+from ..observers import Calibrated, Observer
+from ._affines import some
+from ._plan import Plan, Site
+
+GivenObservers = Mapping[str, Observer | Calibrator | Sequence[Observer | Calibrator]] | None
+"""What `observers=` of a transform takes: what is recorded, by paths of sites."""
+
+Checked = tuple[tuple[str, tuple[Observer, ...]], ...]
+"""The same as pairs, calibrators among them as observers."""
+
+
+def check_observers(function: str, observers: GivenObservers) -> Checked:
+    """Returns what is given as `observers=`, after checking that it is a dict of observers."""
+    if observers is None:
+        return ()
+    mend = "pass for example observers={'.*': jqx.observers.hessian}."
+    check_instance(function, "observers", observers, Mapping, mend=mend)
+    checked = []
+    for pattern, value in observers.items():
+        name = f"observers[{pattern!r}]"
+        check_instance(function, f"a key of observers, {pattern!r},", pattern, str, mend=mend)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            text = message(
+                function,
+                "a key of `observers` is no regular expression.",
+                given=f"{pattern!r}: {error}",
+                expected="a regular expression, matched in full against the paths of sites",
+                mend="correct it; re.escape(path) matches one path as it is.",
+            )
+            raise ValueError(text) from None
+        each = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if not each:
+            text = message(
+                function,
+                f"`{name}` records nothing.",
+                given=repr(value),
+                expected="an observer, or a tuple of observers",
+                mend="drop that entry.",
+            )
+            raise ValueError(text)
+        checked.append((pattern, tuple(_as_observer(function, name, item) for item in each)))
+    return tuple(checked)
+
+
+def _as_observer(function: str, name: str, value: Any) -> Observer:
+    mend = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
+    check_instance(function, name, value, (Observer, Calibrator), mend=mend)
+    try:
+        hash(value)
+    except TypeError:
+        text = message(
+            function,
+            f"`{name}` cannot be hashed.",
+            given=f"a {type(value).__name__}",
+            expected="a frozen value: two that are equal record the same",
+            mend="write it with @dataclasses.dataclass(frozen=True).",
+        )
+        raise TypeError(text) from None
+    return Calibrated(value) if isinstance(value, Calibrator) else value
+
+
+def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, list[Observer]]]:
+    """Returns the sites of a plan, each with the observers whose regular expression matches its
+    path; raises where one matches none, or where two observers of a site have one name.
+    """
+    for pattern, _ in given:
+        if not any(re.fullmatch(pattern, site.path) for site in plan.sites):
+            raise ValueError(_unmatched(function, plan, pattern))
+    found = []
+    for site in plan.sites:
+        matching = [each for pattern, each in given if re.fullmatch(pattern, site.path)]
+        wanted = list(dict.fromkeys(observer for each in matching for observer in each))
+        names = [str(observer) for observer in wanted]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            text = message(
+                function,
+                "two observers of one site have one name.",
+                given=f"{twice!r} more than once at {site.path!r}",
+                expected="observers that differ in str(observer): it names their statistics",
+                mend="let __str__ of the observer show its parameters.",
+            )
+            raise ValueError(text)
+        found.append((site, wanted))
+    return found
+
+
+def _unmatched(function: str, plan: Plan, pattern: str) -> str:
+    paths = list(dict.fromkeys(site.path for site in plan.sites))
+    skipped = next((skip for skip in plan.skipped if re.fullmatch(pattern, skip.path)), None)
+    mend = "correct the regular expression, or drop it; it is matched in full."
+    if skipped is not None:
+        mend = "calibrate with a plan that quantizes it: what stays in float is not observed."
+    at = f"; {skipped.path!r} is skipped: {skipped.reason}" if skipped is not None else ""
+    return message(
+        function,
+        "an observer matches no site of the plan.",
+        given=f"observers[{pattern!r}]{at}",
+        expected=f"a match; paths are: {some([repr(path) for path in paths])}",
+        mend=mend,
+    )
+
+
+def keys_of(function: str, plan: Plan, given: Checked) -> dict[str, tuple[Site, Observer]]:
+    """Returns what the entries of the observers of a plan may be called, and whose they are."""
+    return {
+        f"{key}@{observer}": (site, observer)
+        for site, observers in observers_of(function, plan, given)
+        for key in site.keys
+        for observer in observers
+    }
+
+
+def without_observers(
+    plan: Plan, stats: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns the entries of statistics that are of no observer: of none that is known, and not
+    called as one of an observer of the plan is.
+    """
+    static = plan.static_specs()
+    names = {key for site in plan.sites for key in site.keys}
+
+    def is_observed(key: str) -> bool:
+        ends = [i for i, letter in enumerate(key) if letter == "@"]
+        return key not in static and (key in known or any(key[:i] in names for i in ends))
+
+    return {key: value for key, value in stats.items() if not is_observed(key)}
