@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
@@ -36,6 +37,7 @@ from ._requantize import Requantization, requantize
 NAME = "conv_general_dilated"
 
 
+@called("conv_general_dilated")
 def conv_general_dilated(
     lhs: Operand,
     rhs: Operand,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
@@ -20,6 +21,7 @@ from ._scales import HowTo
 Operand = ArrayLike | QTensor
 
 
+@called("dot_general")
 def dot_general(
     lhs: Operand,
     rhs: Operand,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
+from .._calls import called
 
 PREFIX = "jqx_"
 _ELSEWHERE = "_else_"
@@ -151,6 +152,7 @@ class Chosen(NamedTuple):
         )
 
 
+@called("formulations")
 def formulations(f: Callable[..., Any]) -> Callable[..., list[Chosen]]:
     """Returns a function of the arguments of `f` that tells how jqx computes its contractions.
 

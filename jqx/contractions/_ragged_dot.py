@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
 from ._blocks import can_leave_sum, with_own_scales
@@ -29,6 +30,7 @@ LEAST, MOST = 8, 512
 MATRICES = Dimensions(2, 2, (1,), (0,), (), ())
 
 
+@called("ragged_dot")
 def ragged_dot(
     lhs: Operand,
     rhs: Operand,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 
+from .._calls import called
 from .._checks import check_instance, require_that
 from ..policy import Policy
 from ..tensor import QTensor
@@ -94,6 +95,7 @@ class Explanation(Tabular):
         return text_table(HEAD, _rows(self), _footer(self))
 
 
+@called("explain", "pass the function and its arguments: jqx.explain(f, params, x, plan=plan).")
 def explain(
     f: Callable[..., Any],
     *args: Any,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from .._calls import called
 from .._checks import check_instance, require_that
 from ..transforms import Plan, is_array, is_quantized, named_leaves, quantize_params
 from ._table import Table, Tabular, decibels, finite
@@ -88,6 +89,7 @@ class Report(Tabular):
         return {**finite(dataclasses.asdict(self)), **totals}
 
 
+@called("report", "pass the plan first: jqx.report(plan, params).")
 def report(plan: Plan, params: Any) -> Report:
     """Returns what a plan does to the weights: format, bits, bytes, range, error.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._calls import called
 from .._checks import require_that, shown
 from .._errors import nesting
 from .._files import Path
@@ -16,6 +17,7 @@ from ._tree import describe, tensors_of
 from ._writer import Writer
 
 
+@called("save", 'pass for example jqx.save("model.safetensors", params).')
 def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     """Writes a tree of arrays and QTensors to a safetensors file, which any reader of these opens.
 

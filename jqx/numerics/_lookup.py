@@ -83,12 +83,15 @@ def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
         dtype = jnp.dtype(name)
         if dtype.name == name:
             return dtype
+    mend = "pass one of these, such as 'int8'."
+    if ":" in name:
+        mend = f"a scheme is a spec of its own: jqx.Rule('.*', weight={name!r}), or jqx.Policy."
     close = difflib.get_close_matches(name, known, n=1)
     text = message(
         function,
         f"`{argument}` is not a dtype, nor the name of a format.",
         given=f"{argument} = {shown(name)}",
         expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(known)}",
-        mend=f"pass {close[0]!r}." if close else "pass one of these, such as 'int8'.",
+        mend=f"pass {close[0]!r}." if close and ":" not in name else mend,
     )
     raise TypeError(text)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import check_instance, require_that, shown
+from .._checks import check_instance, require_that
 from ..calibrators import Granularity, per_channel, per_group
 from ..numerics import Block, QType, as_qtype, format_of
 from ..policy import Policy, Rule
-from ..tensor import QSpec, Role, as_spec
+from ..tensor import QSpec, Role, as_spec, needed_spec
 
 Fields = Mapping[str, Any] | QSpec | str
 """Fields of a `QSpec` to replace, by name; or a spec, or a scheme, in its place."""
@@ -91,18 +91,7 @@ def _refined(function: str, role: Role, spec: QSpec, fields: Fields) -> QSpec:
     """Returns a spec with some fields replaced, or the one given in its place."""
     if isinstance(fields, Mapping):
         return dataclasses.replace(spec, **fields)
-    given = as_spec(function, role, fields, role)
-    require_that(
-        given is not None,
-        error=ValueError,
-        function=function,
-        problem=f"`{role}` is float.",
-        given=f"{role} == {shown(fields)}",
-        expected="fields of a QSpec, a QSpec, or a scheme such as 'int8'",
-        mend="leave paths in float with exclude=; w8a16() and w4a16() quantize weights alone.",
-    )
-    assert given is not None
-    return given
+    return needed_spec(function, role, fields, role)
 
 
 def _table_spec(function: str, tables: Tables) -> QSpec | None:

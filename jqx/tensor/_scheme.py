@@ -130,6 +130,23 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
     return spec
 
 
+def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
+    """Returns the spec that is meant, where float is no answer."""
+    spec = as_spec(function, argument, value, role)
+    if spec is not None:
+        return spec
+    error = TypeError if value is None else ValueError
+    raise error(
+        message(
+            function,
+            f"`{argument}` is {value}, where a format is needed.",
+            given=f"{argument} == {value!r}",
+            expected='a jqx.QSpec, or a scheme such as "int8:tensor"',
+            mend='pass for example "int8", or leave the array as it is.',
+        )
+    )
+
+
 def _mend(value: Any) -> str:
     """Returns how to pass what is close to a spec."""
     if isinstance(value, Mapping):

@@ -29,7 +29,7 @@ from ._added import added
 _PER_TENSOR = per_tensor()
 
 
-@called("QSpec", 'pass these fields, such as jqx.QSpec("int4", jqx.per_group(32)).')
+@called("QSpec", 'the format says how many bits: jqx.QSpec("int4", jqx.per_group(32)).')
 @dataclasses.dataclass(frozen=True)
 class QSpec:
     """How one operand is quantized: a format, who shares a scale, and how the scale is found.

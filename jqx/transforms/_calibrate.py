@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._calls import called
 from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
@@ -66,6 +67,7 @@ class _Observe(Rules):
         return merged
 
 
+@called("calibrate", "call it in two steps: jqx.calibrate(f, plan)(params, x).")
 def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple[Any, Stats]]:
     """Returns a function that evaluates `f` in float and observes what needs a static scale.
 
@@ -107,6 +109,7 @@ def calibrate(f: Callable[..., Any], plan: Plan | Policy) -> Callable[..., tuple
     return calibrated
 
 
+@called("merge_stats", "pass the plan first: jqx.merge_stats(plan, a, b).")
 def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats:
     """Returns the statistics of two calibrations together; associative.
 
@@ -135,6 +138,7 @@ def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats
     }
 
 
+@called("affines", "pass the plan first: jqx.affines(plan, stats).")
 def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     """Returns the scale and zero point of every static activation: the calibrators decide here.
 

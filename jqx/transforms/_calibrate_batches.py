@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
+from .._calls import called
 from .._checks import check_instance, require_that
 from ._calibrate import Stats, calibrate, merge_stats
 from ._plan import Plan
 from ._trace import check_function, is_array
 
 
+@called("calibrate_batches", "pass for example jqx.calibrate_batches(f, plan, params, batches).")
 def calibrate_batches(
     f: Callable[..., Any],
     plan: Plan,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from .._calls import called
 from .._checks import check_instance
 from ..policy import Policy
 from ._paths import Names, Params, Weights, check_names
@@ -13,6 +14,7 @@ from ._refusals import check_reach
 from ._trace import as_params, check_function, trace_call
 
 
+@called("make_plan", "call it in two steps: jqx.make_plan(f, policy)(params, x).")
 def make_plan(
     f: Callable[..., Any],
     policy: Policy,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._calls import called
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
@@ -15,6 +16,7 @@ from ._plan import Plan, parameter_line
 from ._trace import is_parameter, is_quantized
 
 
+@called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
 def quantize_params(
     params: Any,
     plan: Plan,
@@ -87,6 +89,7 @@ def quantize_params(
     return tuple(converted[position] for position in plan.params)
 
 
+@called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
 def dequantize_params(params: Any) -> Any:
     """Returns `params` with every QTensor as the float array that it stands for.
 
