@@ -15,6 +15,7 @@ from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
+from ._arguments import check_plan, check_stats
 from ._interpret import Rules, interpret
 from ._origin import Address, Loop
 from ._plan import Plan, Site
@@ -129,6 +130,9 @@ def merge_stats(plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any]) -> Stats
       >>> float(jqx.merge_stats(plan, *parts)[":dot_general:lhs"].largest[0, 0])
       5.0
     """
+    check_plan("merge_stats", plan, a, b, order="merge_stats(plan, a, b)")
+    check_stats("merge_stats", "a", a)
+    check_stats("merge_stats", "b", b)
     specs = plan.static_specs()
     _check_keys("merge_stats", "a", a, specs)
     _check_keys("merge_stats", "b", b, specs)
@@ -161,6 +165,8 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
       >>> jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])[":dot_general:lhs"].scale
       Array([[1.]], dtype=float32)
     """
+    check_plan("affines", plan, stats, order="affines(plan, stats)")
+    check_stats("affines", "stats", stats)
     _check_keys("affines", "stats", stats, plan.static_specs())
     return affines_seen(plan, stats)
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from .._calls import called
-from .._checks import check_instance, require_that
+from .._checks import require_that
+from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._plan import Plan
 from ._trace import check_function, is_array
@@ -52,8 +53,9 @@ def calibrate_batches(
     """
     check_function("calibrate_batches", f)
     name = "calibrate_batches"
-    check_instance(name, "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args).")
-    check_instance(name, "batches", batches, Iterable, mend="pass a list, or a generator.")
+    order = "calibrate_batches(f, plan, params, batches)"
+    check_plan(name, plan, params, batches, order=order)
+    check_batches(name, batches)
     leaves, tree = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -66,7 +68,8 @@ def calibrate_batches(
 
     merge = jax.jit(partial(merge_stats, plan))
     stats: Stats | None = None
-    for batch in _shown(batches) if progress else batches:
+    for place, batch in enumerate(_shown(batches) if progress else batches):
+        check_batch(name, batch, place)
         seen = observe(arrays, batch)
         stats = seen if stats is None else merge(stats, seen)
     require_that(

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._calls import called
-from .._checks import check_instance
-from ..policy import Policy
+from ..policy import Policy, check_policy
 from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call
@@ -63,13 +62,7 @@ def make_plan(
       [('w', 'int8 per_axis(1)'), ('v', 'int8 per_axis(0)')]
     """
     check_function("make_plan", f)
-    check_instance(
-        "make_plan",
-        "policy",
-        policy,
-        Policy,
-        mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
-    )
+    check_policy("make_plan", policy)
     check_unsupported("make_plan", unsupported)
     check_names("make_plan", names)
     weights = Weights(as_params("make_plan", params), names)

@@ -10,8 +10,11 @@ import jax
 from .. import _compat
 from .._checks import check_integer, require_that
 from ..tensor import QTensor
+from ._arguments import check_function as check_function
+from ._evaluating import evaluating
 from ._live import live
 from ._paths import Params, Renamed, Weights, flatten, path_of, renamed
+from ._signature import check_same, parameter_line
 
 
 def is_quantized(x: Any) -> bool:
@@ -43,6 +46,7 @@ class Call:
       paths: for each leaf the path of a weight, or `None` where it is no parameter.
       names: the key paths of weights that have another name.
       out_tree: structure of the result; what does not depend on a traced value is in it.
+      keys: for each leaf its keys inside `(args, kwargs)`.
     """
 
     jaxpr: Any
@@ -51,19 +55,7 @@ class Call:
     paths: list[str | None]
     names: Renamed
     out_tree: Any
-
-
-def check_function(function: str, f: Any) -> None:
-    """Checks that `f` can be traced."""
-    require_that(
-        callable(f),
-        error=TypeError,
-        function=function,
-        problem="`f` is not a function.",
-        given=f"an object of type {type(f).__name__}",
-        expected="a function of arrays and pytrees of arrays",
-        mend=f"call it in two steps: jqx.{function}(f, ...)(params, x).",
-    )
+    keys: Sequence[tuple[Any, ...]] = ()
 
 
 def trace_call(
@@ -99,6 +91,7 @@ def trace_call(
     ]
     paths = weights.name(function, keys)
     _check_distinct(function, paths)
+    _check_parameters(function, weights, args, leaves, paths)
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
@@ -110,9 +103,11 @@ def trace_call(
         out, out_tree = jax.tree.flatten(result)
         return out
 
-    jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
+    with evaluating(function, f, args, kwargs):
+        jaxpr, consts = _compat.trace(flat_f, *map(_stand_in, leaves))
     own = [None if key is None else path_of(key) for key in keys]
-    return Call(live(jaxpr), consts, leaves, paths, renamed(own, paths), out_tree)
+    places = [keys for keys, leaf in flat if is_array(leaf)]
+    return Call(live(jaxpr), consts, leaves, paths, renamed(own, paths), out_tree, places)
 
 
 def as_params(function: str, params: Any) -> Params:
@@ -159,6 +154,30 @@ def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
         expected="parameters whose key paths, joined by '/', differ",
         mend="rename one, or pass names=: a key that holds '/' reads like a key inside of another.",
     )
+
+
+def _check_parameters(
+    function: str,
+    weights: Weights,
+    args: Sequence[Any],
+    leaves: Sequence[Any],
+    paths: Sequence[str | None],
+) -> None:
+    """Raises where parameters are not those of the plan; names the argument that has them."""
+    named = zip(paths, leaves, strict=True)
+    lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
+    if weights.lines is None or lines == [*weights.lines]:
+        return
+    for place, arg in enumerate(args):
+        flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
+        names = weights.name(function, [keys for keys, _ in flat])
+        own = [
+            parameter_line(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)
+        ]
+        if own == [*weights.lines] and isinstance(weights.params, int):
+            mend = f"argument {place} has them: pass the arguments in the order of f."
+            check_same(function, lines, weights.lines, mend)
+    check_same(function, lines, weights.lines)
 
 
 def _weight_keys(
