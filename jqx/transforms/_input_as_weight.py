@@ -18,6 +18,7 @@ from .._errors import message
 from ._find import Found, find
 from ._origin import Origin
 from ._paths import Weights, path_of
+from ._reasons import Source, sources
 from ._trace import Call
 
 
@@ -25,7 +26,8 @@ class _Leaf(NamedTuple):
     """An array that a function is given, or closes over.
 
     Attributes:
-      place: the argument that it is in, by position or name; `None` where it is closed over.
+      place: the argument that it is in, by position or name; `None` where it is closed over, or
+        computed from what is.
       path: its path there; empty for an argument that is an array.
       aval: its shape and dtype.
     """
@@ -64,77 +66,80 @@ def check_inputs(function: str, call: Call, planned: Iterable[Found], weights: W
     """Raises where the input of a function was planned as its weight; `planned` are contractions of
     quantized weights.
     """
-    if not isinstance(weights.params, int):
-        return
-    planned = {item.address: item for item in planned}
-    if not planned or any(len(item.origins) < 2 for item in planned.values()):
+    before = {item.address: item for item in planned if None in item.origins}
+    if not isinstance(weights.params, int) or not before:
         return
     leaves = _leaves(call)
     known = [Origin.of_leaf(str(i), len(x.aval.shape)) for i, x in enumerate(leaves)]
-    found, _ = find(_Opened.of(call.jaxpr), known)
+    found, _ = find(call.jaxpr, known)
+    made_from = sources(call)
+    closed = [any(x.is_closed_over for x in made_from.get(id(item.eqn), ())) for item in found]
     multiplied = {int(part.path) for item in found for o in item.origins if o for part in o.parts}
     matrices = [leaves[i] for i in multiplied if leaves[i].is_matrix]
-    own = [x for x in matrices if x.place == weights.params]
-    given = [x for x in matrices if x.place not in (weights.params, None)]
     products = []
     for item in found:
-        before = planned.get(item.address)
-        if before is not None and None in before.origins:
-            product = _product(item, before, leaves)
-            if product is None or not product.as_input or (product.other.place is None and given):
+        if item.address in before:
+            given = made_from[id(item.eqn)]
+            product = _product(item, before[item.address], leaves, given)
+            if product is None or not product.as_input:
                 return
             products.append(product)
-    if not products:
+    places = {product.other.place for product in products}
+    if len(places) != 1:
         return
-    others = {product.other.place for product in products}
-    foreign = [x for x in matrices if x.place in others]
+    (place,) = places
+    if place is None and any(x.place != weights.params for x in matrices):
+        return
+    count = sum(closed) if place is None else sum(x.place == place for x in matrices)
+    own = sum(x.place == weights.params for x in matrices)
     is_array = [path for path in call.paths if path is not None] == [""]
-    if len(others) == 1 and (is_array or len(foreign) > max(1, len(own))):
+    if is_array or count > max(1, own):
         _refuse(function, products[0], weights.params)
 
 
-class _Opened(NamedTuple):
-    """A jaxpr whose constants are operands before all others."""
-
-    invars: Sequence[Any]
-    eqns: Sequence[Any]
-    outvars: Sequence[Any]
-
-    @classmethod
-    def of(cls, jaxpr: Any) -> "_Opened":
-        """Returns the opened form of a jaxpr."""
-        return cls([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
-
-
 def _leaves(call: Call) -> list[_Leaf]:
-    """Returns what the jaxpr of a call reads, in the order of its opened form."""
-    leaves = [_Leaf(None, "", atom.aval) for atom in call.jaxpr.constvars]
-    for keys, atom in zip(call.keys, call.jaxpr.invars, strict=True):
-        place = keys[1].idx if keys[0].idx == 0 else keys[1].key
-        leaves.append(_Leaf(place, path_of(keys[2:]), atom.aval))
-    return leaves
+    """Returns the arrays that a function is given."""
+    return [
+        _Leaf(keys[1].idx if keys[0].idx == 0 else keys[1].key, path_of(keys[2:]), atom.aval)
+        for keys, atom in zip(call.keys, call.jaxpr.invars, strict=True)
+    ]
 
 
-def _product(item: Found, before: Found, leaves: Sequence[_Leaf]) -> _Product | None:
-    """Returns the product that a contraction is; `None` where the other operand is no matrix from a
-    tree, or of the function itself.
+def _product(
+    item: Found, before: Found, leaves: Sequence[_Leaf], given: Sequence[Source]
+) -> _Product | None:
+    """Returns the product that a contraction is; `None` where the other operand is neither a matrix
+    from a tree nor one of the function itself. `given` says what the operands are made from.
     """
     side = 0 if before.origins[1] is None else 1
     weight, other = item.origins[side], item.origins[1 - side]
-    if weight is None or other is None:
+    if weight is None:
         return None
-    of_tree = [leaves[int(part.path)] for part in other.parts]
-    if not all(x.is_matrix and (x.path or x.place is None) for x in of_tree):
+    if other is None and given[1 - side].is_closed_over:
+        parts = [_Leaf(None, "", item.eqn.invars[1 - side].aval)]
+    else:
+        parts = [leaves[int(part.path)] for part in other.parts] if other else []
+        parts = parts if all(part.path for part in parts) else []
+    if not parts or not all(part.is_matrix for part in parts):
         return None
-    own = leaves[int(weight.path)]
     last = [
-        len(leaves[int(origin.path)].aval.shape) - 1
-        not in origin.kept(axes, len(leaves[int(origin.path)].aval.shape))
-        for origin, axes in zip(item.origins, item.family.kept(item.eqn), strict=False)
-        if origin is not None
+        _contracts_last(origin, axes, len(atom.aval.shape), leaves)
+        for origin, axes, atom in zip(
+            item.origins, item.family.kept(item.eqn), item.eqn.invars, strict=False
+        )
     ]
     tells = item.op == "dot_general" and last[0] != last[1]
-    return _Product(own, of_tree[0], last[side] if tells else side == 0)
+    return _Product(leaves[int(weight.path)], parts[0], last[side] if tells else side == 0)
+
+
+def _contracts_last(
+    origin: Origin | None, kept: Sequence[int], rank: int, leaves: Sequence[_Leaf]
+) -> bool:
+    """Whether the last axis of an array is contracted, of one that was given before all views."""
+    if origin is None:
+        return rank - 1 not in kept
+    rank = len(leaves[int(origin.path)].aval.shape)
+    return rank - 1 not in origin.kept(kept, rank)
 
 
 def _refuse(function: str, product: _Product, params: int) -> NoReturn:
