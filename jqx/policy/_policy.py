@@ -127,10 +127,8 @@ def _mend(value: Any) -> str:
     name = preset_of(value)
     if name is not None:
         return f"call the preset: jqx.presets.{name}()."
-    if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]*", value):
-        return (
-            f"call a preset, such as jqx.presets.w8a8(), or write jqx.Policy({{'.*': {value!r}}})."
-        )
+    if isinstance(value, str) and _PRESET.fullmatch(value):
+        return f"call the preset: jqx.presets.{value}()."
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
     if isinstance(value, (list, tuple)):

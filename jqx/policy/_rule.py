@@ -139,11 +139,11 @@ class Rule:
 
 def _check_regex(field: str, pattern: Any) -> None:
     mend = 'pass a regular expression such as "blocks/[0-9]+/.*".'
-    if isinstance(pattern, QSpec):
-        mend = f"specs have names: weight=, activation=. As {field}, {mend}"
+    names = f"specs have names: weight=, activation=. As {field}, {mend}"
+    mend = names if isinstance(pattern, QSpec) else mend
     check_instance("Rule", field, pattern, str, mend=mend)
     try:
-        re.compile(pattern)
+        re.compile(str(pattern))
     except (re.error, OverflowError) as error:
         raise ValueError(
             message(

@@ -26,7 +26,6 @@ from .._checks import shown
 from .._errors import message
 from ..calibrators import (
     Calibrator,
-    Granularity,
     absmax,
     minmax,
     per_channel,
@@ -179,7 +178,8 @@ def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
 
 def _granularity(
     function: str, text: str, qtype: jnp.dtype | QType, given: dict[str, str], role: Role
-) -> Granularity | None:
+) -> Any:
+    """Returns who shares a scale; `None` leaves that to `QSpec`."""
     said = [name for name in (*_SIZES, *_GRANULARITIES) if name in given]
     if len(said) > 1:
         expected = f"one of {', '.join((*_SIZES, *_GRANULARITIES))}"

@@ -44,7 +44,7 @@ class _Leaf(NamedTuple):
     @property
     def name(self) -> str:
         """Its path, as a key of its argument."""
-        where = {None: "an array"}.get(self.place, f"{self.path!r} of argument {self.place}")
+        where = "an array" if self.place is None else f"{self.path!r} of argument {self.place}"
         return f"{where}, {self.aval.dtype}{list(self.aval.shape)}"
 
 
