@@ -89,12 +89,12 @@ class QSpec:
             check_round_mode("QSpec", self.round_mode)
         check_estimator("QSpec", self.gradient, uniform=form.uniform)
         _check_granularity(self.granularity)
-        for field, kind, package in (
-            ("calibrator", Calibrator, calibrators),
-            ("numerics", Numerics, numerics),
+        for field, kind, package, example in (
+            ("calibrator", Calibrator, calibrators, "absmax"),
+            ("numerics", Numerics, numerics, "onnx"),
         ):
             value = getattr(self, field)
-            mend = f"pass {_of_package(package, value, kind)}."
+            mend = f"pass {_of_package(package, value, kind, example)}."
             check_instance("QSpec", field, value, kind, mend=mend)
         require_that(
             isinstance(form, Integer) or self.numerics == ngraph,
@@ -191,13 +191,10 @@ _BY_NAME = {
 """What is meant by the name of a granularity."""
 
 
-def _of_package(package: Any, value: Any, kind: type) -> str:
+def _of_package(package: Any, value: Any, kind: type, example: str) -> str:
     """Returns the value of a package that a name stands for, or an example."""
-    known = [name for name, item in vars(package).items() if isinstance(item, kind)]
-    name = value if isinstance(value, str) and value in known else None
-    return (
-        f"{package.__name__}.{name}" if name else f"one of {package.__name__}, such as {known[0]}"
-    )
+    named = isinstance(value, str) and isinstance(getattr(package, value, None), kind)
+    return f"{package.__name__}.{value}" if named else f"for example {package.__name__}.{example}"
 
 
 def _check_stacked(form: QType, stacked: Sequence[int]) -> None:
