@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
     ("_errors",),
-    ("_checks", "_compat"),
+    ("_calls", "_checks", "_compat"),
     ("_files",),
     ("numerics",),
     ("gradients",),

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn, Protocol
 
+from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
 from ._arguments import check_group_size, check_integers, check_tail
@@ -271,6 +272,7 @@ def is_without_blocks(granularity: Granularity) -> bool:
     return isinstance(granularity, (PerAxis, PerKeptAxis))
 
 
+@called("per_tensor", "it takes nothing; jqx.per_axis(0) takes axes.")
 def per_tensor() -> Granularity:
     """Returns the granularity of one scale for the whole array.
 
@@ -282,6 +284,7 @@ def per_tensor() -> Granularity:
     return PerTensor()
 
 
+@called("per_axis")
 def per_axis(*axes: int) -> Granularity:
     """Returns the granularity of one scale for each index along `axes`.
 
@@ -309,6 +312,7 @@ def per_axis(*axes: int) -> Granularity:
     return PerAxis(axes)
 
 
+@called("per_channel", "it takes nothing: the axes are those that a contraction keeps.")
 def per_channel() -> Granularity:
     """Returns one scale for each index of every axis that a contraction keeps.
 
@@ -323,6 +327,7 @@ def per_channel() -> Granularity:
     return PerKeptAxis("per_channel")
 
 
+@called("per_block", "pass the sizes of a block: jqx.per_block({0: 32}).")
 def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
     """Returns the granularity of one scale for each block.
 
@@ -347,6 +352,7 @@ def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
     return PerBlock(tuple(sizes.items()), tail)
 
 
+@called("per_group", "pass the size of a group: jqx.per_group(32).")
 def per_group(size: int, tail: bool = False) -> Granularity:
     """Returns `per_channel()` with blocks of `size` along the axes that a contraction sums over.
 
@@ -370,6 +376,7 @@ def per_group(size: int, tail: bool = False) -> Granularity:
     return PerGroup(size, tail)
 
 
+@called("per_token", "it takes nothing: the axes are those that a contraction keeps.")
 def per_token() -> Granularity:
     """Returns `per_channel()` under the name that activations use: one scale for each token.
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_instance, check_real, require_that
 from ..calibrators import Affine, Groups, absmax, minmax, per_block, per_tensor
 from ..numerics import E8M0, Block, Integer, format_of
@@ -87,6 +88,7 @@ def _zeros(
     return QTensor.quantize(jnp.zeros(shape, dtype), spec, affine)
 
 
+@called("dynamic_slice")
 def dynamic_slice(
     operand: Operand, start_indices: Any, slice_sizes: Sequence[int]
 ) -> jax.Array | QTensor:
@@ -125,6 +127,7 @@ def dynamic_slice(
     return sliced(operand, window_of("dynamic_slice", operand, start_indices, slice_sizes))
 
 
+@called("dynamic_update_slice")
 def dynamic_update_slice(
     operand: Operand, update: Operand, start_indices: Any
 ) -> jax.Array | QTensor:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics import common_dtype
 from ..tensor import QTensor
@@ -48,6 +49,7 @@ CONVOLUTIONS = Planner(
 SUMS = Planner(f"{NAME}:int32", conv_accumulator_depthwise, conv_accumulator)
 
 
+@called("conv_general_dilated")
 def conv_general_dilated(
     lhs: Operand,
     rhs: Operand,

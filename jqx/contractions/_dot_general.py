@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics import common_dtype
@@ -22,6 +23,7 @@ from ._what._product import Product
 Operand = ArrayLike | QTensor
 
 
+@called("dot_general")
 def dot_general(
     lhs: Operand,
     rhs: Operand,

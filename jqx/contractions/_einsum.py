@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
 from ..numerics import common_dtype
@@ -20,6 +21,7 @@ from ._how._blocks import can_leave_sum
 from ._what._subscripts import Labels, labels_of, read, sizes_of
 
 
+@called("einsum")
 def einsum(
     subscripts: Any,
     *operands: Any,

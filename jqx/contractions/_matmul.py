@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._calls import called
 from .._checks import require_that
 from .._errors import message
 from ..tensor import QTensor
@@ -14,6 +15,7 @@ from ._dot_general import Operand, as_operand, dot_general
 from ._output import Output
 
 
+@called("matmul")
 def matmul(
     lhs: Operand,
     rhs: Operand,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, contract
@@ -32,6 +33,7 @@ ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
 MATRICES = Dimensions(2, 2, (1,), (0,), (), ())
 
 
+@called("ragged_dot")
 def ragged_dot(
     lhs: Operand,
     rhs: Operand,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .._calls import called
 from .._checks import as_array, name_of, normalize_axes, require_that
 from ..calibrators import Groups
 from ..tensor import QTensor
@@ -16,6 +17,7 @@ from ._dot_general import Operand
 MODES = (None, "fill", "clip", "wrap")
 
 
+@called("take")
 def take(
     operand: Operand,
     indices: ArrayLike,

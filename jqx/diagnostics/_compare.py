@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
+from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
 from ..calibrators import Affine
@@ -204,6 +205,7 @@ class Comparison(Tabular):
         return finite(dataclasses.asdict(self))
 
 
+@called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
     f: Callable[..., Any],
     plan: Plan | Policy,

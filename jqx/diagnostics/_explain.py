@@ -6,10 +6,19 @@ from typing import Any, Literal
 
 import jax
 
-from .._checks import check_instance, require_that
+from .._calls import called
+from .._checks import require_that
 from ..policy import Policy
 from ..tensor import QTensor
-from ..transforms import GivenAffines, Plan, convert, is_array, make_plan, quantize_params
+from ..transforms import (
+    GivenAffines,
+    Plan,
+    check_plan,
+    convert,
+    is_array,
+    make_plan,
+    quantize_params,
+)
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
@@ -94,6 +103,7 @@ class Explanation(Tabular):
         return text_table(HEAD, _rows(self), _footer(self))
 
 
+@called("explain", "pass the function and its arguments: jqx.explain(f, params, x, plan=plan).")
 def explain(
     f: Callable[..., Any],
     *args: Any,
@@ -146,8 +156,7 @@ def explain(
             mend="pass plan=, or the converted function alone.",
         )
         return _without_plan(lowering(f, *args, target=target))
-    mend = "make one with jqx.make_plan(f, policy)(*args)."
-    check_instance("explain", "plan", plan, (Plan, Policy), mend=mend)
+    check_plan("explain", plan, order="explain(f, *args, plan=plan)", policies=True)
     known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
     quantized = _with_codes(args, known)
     return _with_plan(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._calls import called
 from ._contraction import Contraction, contractions_of
 from ._hlo import Program
 from ._lowering_table import lowering_table
@@ -52,6 +53,7 @@ class Lowering(Tabular):
         return lowering_table(self)
 
 
+@called("lowering", "pass the function and its arguments: jqx.lowering(f, params, x).")
 def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering:
     """Compiles a function for a target, and returns what each of its contractions became.
 

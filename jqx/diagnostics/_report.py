@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from .._checks import check_instance, require_that
-from ..transforms import Plan, is_array, is_quantized, named_leaves, quantize_params
+from .._calls import called
+from .._checks import require_that
+from ..transforms import Plan, check_plan, is_array, is_quantized, named_leaves, quantize_params
 from ._table import Table, Tabular, decibels, finite
 from ._weights import WeightError, measure
 
@@ -88,6 +89,7 @@ class Report(Tabular):
         return {**finite(dataclasses.asdict(self)), **totals}
 
 
+@called("report", "pass the plan first: jqx.report(plan, params).")
 def report(plan: Plan, params: Any) -> Report:
     """Returns what a plan does to the weights: format, bits, bytes, range, error.
 
@@ -109,9 +111,7 @@ def report(plan: Plan, params: Any) -> Report:
       >>> found.bytes_before, found.bytes_after, [w.path for w in found.faults]
       (4352, 1568, ['b'])
     """
-    check_instance(
-        "report", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(...)."
-    )
+    check_plan("report", plan, params, order="report(plan, params)")
     given = _by_path(plan, params)
     abstract = [path for path, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)]
     require_that(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._checks import check_instance, require_that
-from ..policy import Policy, Rule
-from ..transforms import Plan, check_function
+from ..policy import Policy, Rule, check_policy
+from ..transforms import Plan, check_function, check_plan
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 from ._weights import bits_of
@@ -146,10 +146,10 @@ def search(
       {'a': 'int8', 'b': 'int4'}
     """
     check_function("search", f)
-    check_instance("search", "plan", plan, (Plan, Policy), mend="pass one of jqx.presets.")
+    check_plan("search", plan, order="search(f, plan, candidates, budget)", policies=True)
     check_instance("search", "candidates", candidates, Mapping, mend="pass {name: policy}.")
     for policy in candidates.values():
-        check_instance("search", "a candidate", policy, Policy, mend="pass one of jqx.presets.")
+        check_policy("search", policy, "a candidate")
     mend = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
     check_instance("search", "budget", budget, (Bytes, Bits, Error), mend=mend)
     require_that(

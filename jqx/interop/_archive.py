@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
+from .._calls import called
 from .._checks import require_that
 from .._errors import nesting
 from .._files import Path
@@ -195,6 +196,7 @@ def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
     return jnp.asarray(x) if dtypes.canonicalize_dtype(x.dtype) == x.dtype else x
 
 
+@called("load", 'pass for example jqx.load("model.safetensors").')
 def load(path: Path, *, values: Values | None = None) -> Any:
     """Reads a tree of arrays and QTensors from a safetensors file.
 

@@ -1,12 +1,14 @@
 """Trees of arrays and QTensors, written to safetensors files."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._calls import called
 from .._checks import require_that, shown
 from .._errors import nesting
 from .._files import Path
@@ -16,6 +18,7 @@ from ._tree import describe, tensors_of
 from ._writer import Writer
 
 
+@called("save", 'pass for example jqx.save("model.safetensors", params).')
 def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     """Writes a tree of arrays and QTensors to a safetensors file, which any reader of these opens.
 
@@ -50,6 +53,15 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     """
     values = NONE if values is None else values
     check_values("save", values)
+    require_that(
+        not isinstance(tree, (str, bytes, os.PathLike)),
+        error=TypeError,
+        function="save",
+        problem="`tree` is a path.",
+        given=f"tree == {shown(tree)}" if isinstance(tree, (str, os.PathLike)) else "bytes",
+        expected="dicts, lists and tuples of arrays, QTensors and None",
+        mend="pass the path first: jqx.save(path, tree).",
+    )
     node, named = _described(tree, values)
     _check_known(named)
     _write(path, node, named, (leaf for _, leaf in named), {})

@@ -9,7 +9,6 @@ from flax import linen as nn
 from flax.core import meta
 from jax.typing import DTypeLike
 
-from .._checks import check_instance
 from .._errors import message
 from ..modules import (
     Mode,
@@ -22,7 +21,7 @@ from ..modules import (
     nest,
     overlay,
 )
-from ..policy import Policy
+from ..policy import Policy, check_policy
 
 QPARAMS = "qparams"
 """Collection of quantized weights, where `params` has float ones."""
@@ -79,7 +78,7 @@ class State(nn.Module, kw_only=True):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        check_instance(name, "policy", self.policy, Policy, mend="pass one of jqx.presets.")
+        check_policy(name, self.policy)
         check_mode(name, self.mode)
         check_scales(name, self.scales)
         super().__post_init__()

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, require_that
+from .._checks import require_that
 from ..calibrators import Affine
 from ..modules import (
     Mode,
@@ -21,7 +21,7 @@ from ..modules import (
     nest,
     overlay,
 )
-from ..policy import Policy
+from ..policy import Policy, check_policy
 from ..tensor import QTensor
 from ..transforms import dequantize_params
 from ._classes import Over
@@ -64,7 +64,7 @@ class State(Over):
         rngs: nnx.Rngs | None,
     ) -> None:
         name = type(self).__name__
-        check_instance(name, "policy", policy, Policy, mend="pass one of jqx.presets.")
+        check_policy(name, policy)
         check_mode(name, mode)
         check_scales(name, scales)
         random = needs_key(policy)

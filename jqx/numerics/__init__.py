@@ -43,6 +43,7 @@ from ._integers import uint7 as uint7
 from ._lookup import DTYPES as DTYPES
 from ._lookup import as_qtype as as_qtype
 from ._lookup import format_of as format_of
+from ._lookup import formats_by_name as formats_by_name
 from ._lookup import name_of_qtype as name_of_qtype
 from ._minifloats import MINIFLOATS as MINIFLOATS
 from ._minifloats import Minifloat as Minifloat

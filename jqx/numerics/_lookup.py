@@ -1,11 +1,17 @@
-"""From what a user passes as `qtype=`, a JAX dtype or a `QType`, to the format."""
+"""From what a user passes as `qtype=`, a JAX dtype, a `QType` or the name of one, to the format."""
 
+import contextlib
+import difflib
+import functools
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, require_that
+from .._checks import as_dtype, require_that, shown
+from .._errors import message
 from ._e8m0 import E8M0, e8m0
 from ._integers import INTEGERS, integer_of
 from ._minifloats import MINIFLOATS, minifloat_of
@@ -14,9 +20,23 @@ from ._qtype import QType
 DTYPES = (*INTEGERS, *MINIFLOATS, E8M0.name)
 """Names of the JAX dtypes that are number formats."""
 
+SHORT = {"mxfp8": "mxfp8_e4m3", "fp8": "float8_e4m3fn"}
+"""Short names of formats, as presets have them."""
+
+
+@functools.cache
+def formats_by_name() -> Mapping[str, jnp.dtype | QType]:
+    """Returns the formats that have a name: the dtypes of JAX, and what `jqx.numerics` exports."""
+    exported = vars(sys.modules[__name__.rpartition(".")[0]])
+    named = {name: value for name, value in exported.items() if isinstance(value, QType)}
+    named |= {name: jnp.dtype(name) for name in DTYPES}
+    return named | {name: named[full] for name, full in SHORT.items()}
+
 
 def format_of(qtype: DTypeLike | QType) -> QType:
     """Returns the format that a dtype, or a `QType` itself, stands for."""
+    if isinstance(qtype, str):
+        qtype = formats_by_name().get(qtype, qtype)
     if isinstance(qtype, QType):
         return qtype
     dtype = jnp.dtype(qtype)
@@ -28,8 +48,11 @@ def format_of(qtype: DTypeLike | QType) -> QType:
 def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype | QType:
     """Returns a dtype object, or the `QType` given, after checking that it is a number format.
 
-    A `QType` that JAX has a dtype for becomes that dtype, so that both compare equal.
+    A `QType` that JAX has a dtype for becomes that dtype, so that both compare equal. A name stands
+    for the dtype, or the value of `jqx.numerics`, that is called so.
     """
+    if isinstance(qtype, str):
+        qtype = _named(function, argument, qtype)
     if isinstance(qtype, QType):
         same = qtype.storage.name in DTYPES and format_of(qtype.storage) == qtype
         return qtype.storage if same else qtype
@@ -49,3 +72,26 @@ def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype |
 def name_of_qtype(qtype: DTypeLike | QType) -> str:
     """Returns the name of a format."""
     return format_of(qtype).name
+
+
+def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
+    """Returns the format of a name; another dtype where it is that of one."""
+    known = formats_by_name()
+    if name in known:
+        return known[name]
+    with contextlib.suppress(Exception):  # NumPy parses what it says
+        dtype = jnp.dtype(name)
+        if dtype.name == name:
+            return dtype
+    mend = "pass one of these, such as 'int8'."
+    if ":" in name:
+        mend = f"a scheme is a spec of its own: jqx.Rule('.*', weight={name!r}), or jqx.Policy."
+    close = difflib.get_close_matches(name, known, n=1)
+    text = message(
+        function,
+        f"`{argument}` is not a dtype, nor the name of a format.",
+        given=f"{argument} = {shown(name)}",
+        expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(known)}",
+        mend=f"pass {close[0]!r}." if close and ":" not in name else mend,
+    )
+    raise TypeError(text)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .. import _compat
+from .._calls import called
 from .._checks import as_like, as_real, check_dtype, check_integer, require_that
 from ..gradients import Gradient, Surrogate, check_estimator, check_key, ste
 from ..numerics import (
@@ -27,6 +28,7 @@ _LIMITS = ("input_low", "input_high", "output_low", "output_high")
 _BROADCASTS = ("none", "numpy", "pdpd")
 
 
+@called("fake_quantize")
 def fake_quantize(
     x: ArrayLike,
     input_low: ArrayLike,

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_dtype, require_that
 from ..numerics import RoundMode, divide, format_of
 from ._onednn_operands import FLOAT8, attributes, check_type, operands_of, typed
 
 
+@called("dynamic_quantize")
 def dynamic_quantize(
     x: ArrayLike,
     scales: ArrayLike,

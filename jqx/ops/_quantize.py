@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import (
     as_array,
     as_dtype,
@@ -27,6 +28,10 @@ from ._range import check_zero_point
 from ._round import check_round_mode
 
 
+@called(
+    "quantize",
+    'pass scale= and qtype=; or let jqx.QTensor.quantize(x, jqx.QSpec("int8")) find a scale.',
+)
 def quantize(
     x: ArrayLike,
     scale: ArrayLike,
@@ -87,6 +92,7 @@ def quantize(
     return affine_quantize(x, scale, zero_point, qtype=qtype, round_mode=round_mode)
 
 
+@called("dequantize", "pass the scale of the codes; a QTensor has its own: q.dequantize().")
 def dequantize(
     q: ArrayLike,
     scale: ArrayLike,
@@ -147,6 +153,10 @@ def dequantize(
     return affine_dequantize(q, scale, zero_point, qtype=qtype, dtype=dtype)
 
 
+@called(
+    "quantize_dequantize",
+    'pass scale= and qtype=; jqx.affine_from_range(low, high, qtype="int8") finds a scale.',
+)
 def quantize_dequantize(
     x: ArrayLike,
     scale: ArrayLike,

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from .._calls import called
 from .._checks import as_like, as_real, check_dtype, require, require_that
 from ..numerics import (
     Block,
@@ -23,6 +24,7 @@ from ..numerics import (
 )
 
 
+@called("affine_from_range", 'pass for example jqx.affine_from_range(-1.0, 1.0, qtype="int8").')
 def affine_from_range(
     low: ArrayLike,
     high: ArrayLike,

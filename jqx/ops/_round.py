@@ -5,10 +5,12 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
+from .._calls import called
 from .._checks import as_real, check_instance
 from ..numerics import RoundMode, round_to_integer, widen
 
 
+@called("round", "pass a mode: jqx.round(x, jqx.RoundMode.NEAREST_TOWARD_EVEN).")
 def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
     """Rounds real numbers to integers by one of the nine nGraph modes, exactly.
 

@@ -1,17 +1,21 @@
-"""Rule and Policy: which contractions are quantized, and how."""
+"""Rule: which contractions are quantized, and how."""
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from typing import Any, Literal
 
+from .._calls import called
 from .._checks import check_instance
 from .._errors import message
-from ..tensor import QSpec
+from ..tensor import FLOAT, QSpec, as_spec
 
 OPS = ("dot_general", "conv_general_dilated", "ragged_dot", "gather")
 
+Spec = QSpec | str | None
+"""How an operand is quantized: a spec, a scheme such as `"int4:group=32"`, or `None` for float."""
 
+
+@called("Rule", 'name the specs: jqx.Rule(".*", weight="int4:group=32").')
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How the contractions that it matches are quantized.
@@ -19,6 +23,11 @@ class Rule:
     A rule with a `weight` spec matches contractions that have a weight. One without matches all,
     also those of two activations, such as attention scores, where `activation` applies to both
     operands.
+
+    Specs may be given as schemes, as on the command line: a format, and after colons `group=32`,
+    `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. Where none says who
+    shares a scale, a weight has one a channel, an activation one in all, or one a token where it is
+    dynamic, a block format one a block.
 
     Attributes:
       path: regular expression, matched in full against the path of the contraction: the key path of
@@ -36,44 +45,55 @@ class Rule:
 
     Raises:
       TypeError: a field is not of its kind.
-      ValueError: a regular expression is invalid.
+      ValueError: a regular expression or a scheme is invalid.
 
     Example:
-      >>> import jqx, jax.numpy as jnp
-      >>> rule = jqx.Rule("layer[0-9]+/w", weight=jqx.QSpec(jnp.int4, jqx.per_channel()))
+      >>> import jqx
+      >>> rule = jqx.Rule("layer[0-9]+/w", weight="int4:group=32", activation="int8:token:dynamic")
       >>> rule.matches("layer0/w", "dot_general", has_weight=True)
       True
+      >>> print(rule)
+      Rule('layer[0-9]+/w', weight=int4 per_group(32, tail=True), activation=int8 per_token dynamic)
     """
 
-    path: str = ".*"
-    op: str | None = None
+    path: str
+    op: str | None
     _: dataclasses.KW_ONLY
-    weight: QSpec | None = None
-    activation: QSpec | None = None
-    output: QSpec | None = None
-    tables: QSpec | Literal["weight"] | None = "weight"
-    optional: bool = False
+    weight: QSpec | None
+    activation: QSpec | None
+    output: QSpec | None
+    tables: QSpec | Literal["weight"] | None
+    optional: bool
 
-    def __post_init__(self) -> None:
-        for field in ("path", "op"):
-            pattern = getattr(self, field)
-            if pattern is not None or field == "path":
-                _check_regex(field, pattern)
-        for field in ("weight", "activation", "output", "tables"):
-            spec = getattr(self, field)
-            if field == "tables" and isinstance(spec, str) and spec == "weight":
-                continue
-            kinds = (QSpec, type(None))
-            check_instance(
-                "Rule",
-                field,
-                spec,
-                kinds,
-                mend="pass a QSpec such as jqx.QSpec(jnp.int8), or None for float.",
-            )
+    def __init__(
+        self,
+        path: str = ".*",
+        op: str | None = None,
+        *,
+        weight: Spec = None,
+        activation: Spec = None,
+        output: Spec = None,
+        tables: Spec = "weight",
+        optional: bool = False,
+    ) -> None:
+        _check_regex("path", path)
+        if op is not None:
+            _check_regex("op", op)
         check_instance(
-            "Rule", "optional", self.optional, bool, mend="pass optional=True or optional=False."
+            "Rule", "optional", optional, bool, mend="pass optional=True or optional=False."
         )
+        as_is = isinstance(tables, str) and tables == "weight"
+        fields = {
+            "path": path,
+            "op": op,
+            "weight": as_spec("Rule", "weight", weight),
+            "activation": as_spec("Rule", "activation", activation, "activation"),
+            "output": as_spec("Rule", "output", output, "activation"),
+            "tables": tables if as_is else as_spec("Rule", "tables", tables),
+            "optional": optional,
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
 
     def matches(self, path: str, op: str, *, has_weight: bool) -> bool:
         """Whether the rule applies to a contraction."""
@@ -86,6 +106,27 @@ class Rule:
         """Returns the spec of the weights of an operation."""
         return self.tables if op == "gather" and self.tables != "weight" else self.weight
 
+    @property
+    def is_float(self) -> bool:
+        """Whether it leaves all that it matches in float."""
+        tables = None if self.tables == "weight" else self.tables
+        return not any((self.weight, self.activation, self.output, tables))
+
+    def described(self) -> str:
+        """Returns what it does, in words: `int4 per_channel, activation int8 per_tensor`."""
+        parts = [str(self.weight)] if self.weight else []
+        parts += [
+            f"{field} {spec}"
+            for field in ("activation", "output", "tables")
+            if (spec := getattr(self, field)) is not None and spec != "weight"
+        ]
+        parts = parts or [FLOAT]
+        if self.tables is None and self.weight is not None:
+            parts.append("tables float")
+        if self.op is not None:
+            parts.append(f"op {self.op!r}")
+        return ", ".join([*parts, *(["optional"] if self.optional else [])])
+
     def __str__(self) -> str:
         parts = [repr(self.path)] + ([f"op={self.op!r}"] if self.op else [])
         for field in ("weight", "activation", "output"):
@@ -96,53 +137,13 @@ class Rule:
         return f"Rule({', '.join(parts)})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """Rules in order of precedence: the first that matches a contraction wins.
-
-    Attributes:
-      rules: any iterable of `Rule`.
-
-    Raises:
-      TypeError: something in `rules` is no `Rule`.
-
-    Example:
-      >>> import jqx
-      >>> head_in_float = jqx.Rule("head/.*")
-      >>> policy = jqx.Policy([head_in_float, *jqx.presets.w8a8().rules])
-      >>> policy.first("head/w", "dot_general", has_weight=True)[0]
-      0
-    """
-
-    rules: tuple[Rule, ...]
-
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        check_instance("Policy", "rules", rules, Iterable, mend="pass a list: jqx.Policy([rule]).")
-        rules = tuple(rules)
-        for rule in rules:
-            check_instance(
-                "Policy",
-                "an element of rules",
-                rule,
-                Rule,
-                mend="pass jqx.Rule(...) values; take those of a preset from its .rules.",
-            )
-        object.__setattr__(self, "rules", rules)
-
-    def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
-        """Returns the first rule that matches, with its place; `None` if none does."""
-        for place, rule in enumerate(self.rules):
-            if rule.matches(path, op, has_weight=has_weight):
-                return place, rule
-        return None
-
-
 def _check_regex(field: str, pattern: Any) -> None:
-    check_instance(
-        "Rule", field, pattern, str, mend='pass a regular expression such as "blocks/[0-9]+/.*".'
-    )
+    mend = 'pass a regular expression such as "blocks/[0-9]+/.*".'
+    names = f"specs have names: weight=, activation=. As {field}, {mend}"
+    mend = names if isinstance(pattern, QSpec) else mend
+    check_instance("Rule", field, pattern, str, mend=mend)
     try:
-        re.compile(pattern)
+        re.compile(str(pattern))
     except (re.error, OverflowError) as error:
         raise ValueError(
             message(

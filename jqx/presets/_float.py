@@ -6,12 +6,17 @@ from ..calibrators import per_channel, per_group, per_tensor
 from ..numerics import mxfp8_e4m3
 from ..policy import Policy
 from ..tensor import QSpec
-from ._preset import NONE, Fields, Tables, policy, preset
+from ._preset import NONE, Exclude, Fields, Tables, policy, preset
 
 
 @preset
 def fp8(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of float8_e4m3fn weights and activations with static, calibrated scales.
 
@@ -27,12 +32,17 @@ def fp8(
     """
     form = jnp.float8_e4m3fn
     weights, activations = QSpec(form, per_channel()), QSpec(form, per_tensor())
-    return policy(path, weights, activations, tables, weight, activation)
+    return policy("fp8", path, exclude, weights, activations, tables, weight, activation)
 
 
 @preset
 def mxfp8(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of MXFP8 weights and activations: float8_e4m3fn in blocks of 32 along the
     axes that a contraction sums over, each block with a power of two for a scale.
@@ -47,4 +57,4 @@ def mxfp8(
     """
     weights = QSpec(mxfp8_e4m3, per_group(mxfp8_e4m3.size, tail=True))
     activations = QSpec(mxfp8_e4m3, weights.granularity, dynamic=True)
-    return policy(path, weights, activations, tables, weight, activation)
+    return policy("mxfp8", path, exclude, weights, activations, tables, weight, activation)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ..calibrators import per_channel, per_tensor, per_token
 from ..policy import Policy
 from ..tensor import QSpec
-from ._preset import NONE, Fields, Tables, blocks, policy, preset
+from ._preset import NONE, Exclude, Fields, Tables, blocks, policy, preset
 
 _INT8 = QSpec(jnp.int8, per_channel())
 _INT4 = QSpec(jnp.int4, per_channel())
@@ -16,7 +16,12 @@ _PER_TOKEN = QSpec(jnp.int8, per_token(), dynamic=True)
 
 @preset
 def w8a8(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of int8 weights and int8 activations with static, calibrated scales.
 
@@ -25,12 +30,19 @@ def w8a8(
       >>> jqx.presets.w8a8(weight={"qtype": jnp.int4}).rules[0].weight.qtype
       dtype(int4)
     """
-    return policy(path, _INT8, QSpec(jnp.int8, per_tensor()), tables, weight, activation)
+    return policy(
+        "w8a8", path, exclude, _INT8, QSpec(jnp.int8, per_tensor()), tables, weight, activation
+    )
 
 
 @preset
 def w8a8_dynamic(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of int8 weights and int8 activations, scaled per token from the values at
     hand.
@@ -40,11 +52,13 @@ def w8a8_dynamic(
       >>> jqx.presets.w8a8_dynamic().rules[0].activation.dynamic
       True
     """
-    return policy(path, _INT8, _PER_TOKEN, tables, weight, activation)
+    return policy("w8a8_dynamic", path, exclude, _INT8, _PER_TOKEN, tables, weight, activation)
 
 
 @preset
-def w8a16(path: str = ".*", *, tables: Tables = None, weight: Fields = NONE) -> Policy:
+def w8a16(
+    path: str = ".*", *, exclude: Exclude = (), tables: Tables = None, weight: Fields = NONE
+) -> Policy:
     """Returns a policy of int8 weights alone; activations stay in the model's float dtype.
 
     Example:
@@ -52,12 +66,17 @@ def w8a16(path: str = ".*", *, tables: Tables = None, weight: Fields = NONE) -> 
       >>> jqx.presets.w8a16().rules[0].activation is None
       True
     """
-    return policy(path, _INT8, None, tables, weight)
+    return policy("w8a16", path, exclude, _INT8, None, tables, weight)
 
 
 @preset
 def w4a16(
-    path: str = ".*", *, block: int = 32, tables: Tables = None, weight: Fields = NONE
+    path: str = ".*",
+    *,
+    block: int = 32,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
 ) -> Policy:
     """Returns a policy of int4 weights in blocks; activations stay in the model's float dtype.
 
@@ -70,12 +89,25 @@ def w4a16(
       >>> str(jqx.presets.w4a16(block=128).rules[0].weight)
       'int4 per_group(128, tail=True)'
     """
-    return policy(path, QSpec(jnp.int4, blocks("w4a16", block, 32, weight)), None, tables, weight)
+    return policy(
+        "w4a16",
+        path,
+        exclude,
+        QSpec(jnp.int4, blocks("w4a16", block, 32, weight)),
+        None,
+        tables,
+        weight,
+    )
 
 
 @preset
 def w4a8(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of int4 weights and int8 activations, scaled per token from the values at
     hand.
@@ -89,12 +121,17 @@ def w4a8(
       >>> str(jqx.presets.w4a8().rules[0].activation)
       'int8 per_token dynamic'
     """
-    return policy(path, _INT4, _PER_TOKEN, tables, weight, activation)
+    return policy("w4a8", path, exclude, _INT4, _PER_TOKEN, tables, weight, activation)
 
 
 @preset
 def w4a4(
-    path: str = ".*", *, tables: Tables = None, weight: Fields = NONE, activation: Fields = NONE
+    path: str = ".*",
+    *,
+    exclude: Exclude = (),
+    tables: Tables = None,
+    weight: Fields = NONE,
+    activation: Fields = NONE,
 ) -> Policy:
     """Returns a policy of int4 weights and int4 activations, scaled per token from the values at
     hand.
@@ -108,5 +145,12 @@ def w4a4(
       'int4 per_token dynamic'
     """
     return policy(
-        path, _INT4, QSpec(jnp.int4, per_token(), dynamic=True), tables, weight, activation
+        "w4a4",
+        path,
+        exclude,
+        _INT4,
+        QSpec(jnp.int4, per_token(), dynamic=True),
+        tables,
+        weight,
+        activation,
     )

@@ -2,35 +2,42 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
 
-from .._checks import require_that
+from .._calls import called
+from .._checks import check_instance, require_that
 from ..calibrators import Granularity, per_channel, per_group
-from ..numerics import Block, QType, format_of
+from ..numerics import Block, QType, as_qtype, format_of
 from ..policy import Policy, Rule
-from ..tensor import QSpec
+from ..tensor import QSpec, Role, as_spec, needed_spec
 
-Fields = Mapping[str, Any]
-"""Fields of a `QSpec` to replace, by name."""
+Fields = Mapping[str, Any] | QSpec | str
+"""Fields of a `QSpec` to replace, by name; or a spec, or a scheme, in its place."""
 
 NONE: Fields = {}
 
 Tables = DTypeLike | QType | QSpec | None
-"""How lookup tables are quantized; `None` leaves them in float."""
+"""How lookup tables are quantized: a format, a scheme, a spec; `None` leaves them in float."""
+
+Exclude = str | Sequence[str]
+"""Regular expressions of paths that stay in float: one, or several."""
 
 _ARGUMENTS = {
     "path": """regular expression of the paths it covers.""",
     "block": """how many weights share a scale along the axes that a contraction sums over. Where
     it does not divide them blocks are smaller: the last one along an axis, and all of a kernel of
     3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
-    "tables": """format of the tables that are looked up in, such as `"int8"`, one scale a row, or
-    their `QSpec`; `None` leaves them in float. A table that is multiplied by as well is quantized
-    for all its uses or for none: by default for none.""",
-    "weight": """fields of the weights' `QSpec` to replace.""",
-    "activation": """fields of the activations' `QSpec` to replace.""",
+    "exclude": """regular expression, or several, of paths that it leaves in float: a rule for each,
+    put first. One that matches nothing is an error, as of any rule.""",
+    "tables": """format of the tables that are looked up in, such as `"int8"`, one scale a row; or a
+    scheme such as `"int4:group=32"`, or their `QSpec`; `None` leaves them in float. A table that
+    is multiplied by as well is quantized for all its uses or for none: by default for none.""",
+    "weight": """fields of the weights' `QSpec` to replace; or a `QSpec`, or a scheme such as
+    `"int4:group=32"`, in its place.""",
+    "activation": """the same of the activations, such as `"int8:token:dynamic"`.""",
 }
 _RAISES = {
     "TypeError": "a field that `QSpec` has not, or an argument of another kind.",
@@ -40,43 +47,68 @@ _Preset = TypeVar("_Preset", bound=Callable[..., Policy])
 
 
 def preset(f: _Preset) -> _Preset:
-    """Adds to a docstring what is the same for all presets, before its example."""
+    """Makes a preset of a function: adds `exclude=`, and to its docstring what all presets share.
+
+    Calls that do not fit are errors in four parts.
+    """
+    signature = inspect.signature(f)
+    taken = {name: _ARGUMENTS[name] for name in signature.parameters}
     before, heading, after = inspect.cleandoc(f.__doc__ or "").partition("Example:")
-    taken = {name: _ARGUMENTS[name] for name in inspect.signature(f).parameters}
     sections = [_section("Args", taken), _section("Raises", _RAISES), heading + after]
     f.__doc__ = before + "\n\n".join(sections)
-    return f
+    kept = "activations stay in the model's float dtype: see jqx.presets.w8a8_dynamic()."
+    mend = "" if "activation" in taken else kept
+    return called(f"presets.{f.__name__}", mend)(f)
 
 
 def policy(
+    name: str,
     path: str,
+    exclude: Exclude,
     weight: QSpec,
     activation: QSpec | None,
     tables: Tables,
     weight_fields: Fields,
     activation_fields: Fields = NONE,
 ) -> Policy:
-    """Returns the policy of one rule, of specs with some fields replaced."""
-    refined = dataclasses.replace(weight, **weight_fields)
+    """Returns the policy of a preset: a rule for each path that it leaves in float, and one whose
+    specs have some fields replaced.
+    """
+    function = f"presets.{name}"
+    check_instance(
+        function, "exclude", exclude, (str, list, tuple), mend='pass for example exclude="head/.*".'
+    )
+    left = (exclude,) if isinstance(exclude, str) else exclude
+    refined = _refined(function, "weight", weight, weight_fields)
     if activation is not None:
-        activation = dataclasses.replace(activation, **activation_fields)
-    spec = _table_spec(tables)
-    return Policy([Rule(path, weight=refined, activation=activation, tables=spec)])
+        activation = _refined(function, "activation", activation, activation_fields)
+    spec = _table_spec(function, tables)
+    rule = Rule(path, weight=refined, activation=activation, tables=spec)
+    return Policy([*map(Rule, left), rule])
 
 
-def _table_spec(tables: Tables) -> QSpec | None:
-    if tables is None or isinstance(tables, QSpec):
-        return tables
-    form = format_of(tables)
+def _refined(function: str, role: Role, spec: QSpec, fields: Fields) -> QSpec:
+    """Returns a spec with some fields replaced, or the one given in its place."""
+    if isinstance(fields, Mapping):
+        return dataclasses.replace(spec, **fields)
+    return needed_spec(function, role, fields, role)
+
+
+def _table_spec(function: str, tables: Tables) -> QSpec | None:
+    if tables is None or isinstance(tables, (str, QSpec)):
+        return as_spec(function, "tables", tables)
+    qtype = as_qtype(function, "tables", tables, "Table")
+    form = format_of(qtype)
     if isinstance(form, Block):
-        return QSpec(tables, per_group(form.size, tail=True))
-    return QSpec(tables, per_channel())
+        return QSpec(qtype, per_group(form.size, tail=True))
+    return QSpec(qtype, per_channel())
 
 
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:
     """Returns blocks of weights, the last ones smaller where need be."""
+    says = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
     require_that(
-        block == default or "granularity" not in weight_fields,
+        block == default or not says,
         error=ValueError,
         function=f"presets.{function}",
         problem="`block` and `weight` both say who shares a scale.",

@@ -20,6 +20,12 @@ from ._layout import to_int8 as to_int8
 from ._pack_for import pack_for as pack_for
 from ._partition import partition_specs as partition_specs
 from ._qtensor import QTensor as QTensor
+from ._scheme import FLOAT as FLOAT
+from ._scheme import Role as Role
+from ._scheme import Scheme as Scheme
+from ._scheme import as_spec as as_spec
+from ._scheme import needed_spec as needed_spec
+from ._scheme import parse_scheme as parse_scheme
 from ._select import refine as refine
 from ._select import sliceable as sliceable
 from ._spec import QSpec as QSpec

@@ -5,11 +5,13 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
+from .._calls import called
 from .._checks import require_that
 from ._qtensor import QTensor
 from ._targets import check_target, lay_out_for
 
 
+@called("pack_for", 'say for what: jqx.pack_for(params, "cpu").')
 def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     """Lays out every QTensor of a tree as a target contracts it fastest.
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import as_dtype, as_real, check_instance, check_real, normalize_axes
+from .._calls import called
+from .._checks import as_dtype, as_real, check_real, normalize_axes
 from .._errors import message
 from ..calibrators import Affine, Groups
 from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits
@@ -20,12 +21,14 @@ from ._export import make_exportable
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
 from ._grid import grid_of, wide_scale
 from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
+from ._scheme import needed_spec
 from ._select import concatenate, index, reshape_scale, split
 from ._show import text, treescope_tree
 from ._spec import QSpec
 from ._targets import check_target, lay_out_for
 
 
+@called("QTensor", 'pass codes, scale and qtype=; jqx.QTensor.quantize(x, "int8") makes them.')
 @dataclasses.dataclass(frozen=True, eq=False)
 class QTensor:
     """A quantized array: `real = (values - zero_point) * scale`, or `number of values * scale`.
@@ -93,10 +96,11 @@ class QTensor:
         check_shapes(self)
 
     @classmethod
+    @called("QTensor.quantize", 'pass for example jqx.QTensor.quantize(x, jqx.QSpec("int8")).')
     def quantize(
         cls,
         x: ArrayLike,
-        spec: QSpec,
+        spec: QSpec | str,
         affine: Affine | None = None,
         *,
         pack: int | None = None,
@@ -105,7 +109,7 @@ class QTensor:
 
         Args:
           x: real array, any shape; float16, bfloat16, float32 or float64.
-          spec: a `QSpec` with an absolute granularity.
+          spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8:tensor"`.
           affine: scale and zero point to use; `None` lets the calibrator of `spec` find them from
             `x`.
           pack: the axis along which codes of less than 8 bits are packed into bytes; `None` keeps
@@ -122,9 +126,7 @@ class QTensor:
             or the format has 8 bits or more.
         """
         x = as_real("QTensor.quantize", "x", x)
-        check_instance(
-            "QTensor.quantize", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8)."
-        )
+        spec = needed_spec("QTensor.quantize", "spec", spec, "array")
         grid = grid_of("QTensor.quantize", x, spec, affine)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
@@ -305,11 +307,7 @@ class QTensor:
         return concatenate("QTensor.stack", [q[new] for q in tensors], axis)
 
     def astype(self, dtype: DTypeLike) -> "QTensor":
-        """Changes the dtype of the real array; the codes stay.
-
-        Raises:
-          TypeError: `dtype` is not floating point.
-        """
+        """Changes the dtype of the real array; the codes stay. TypeError: it is not of floats."""
         return dataclasses.replace(self, dtype=dtype)
 
     def scaled(self, factor: ArrayLike) -> "QTensor":

@@ -1,11 +1,16 @@
 """QSpec: how one operand is quantized."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, normalize_axes, require_that
+from .. import calibrators, numerics
+from .._calls import called
+from .._checks import check_instance, normalize_axes, require_that, shown
+from .._errors import message
 from ..calibrators import (
     Calibrator,
     Granularity,
@@ -24,13 +29,14 @@ from ._added import added
 _PER_TENSOR = per_tensor()
 
 
+@called("QSpec", 'the format says how many bits: jqx.QSpec("int4", jqx.per_group(32)).')
 @dataclasses.dataclass(frozen=True)
 class QSpec:
     """How one operand is quantized: a format, who shares a scale, and how the scale is found.
 
     Attributes:
-      qtype: a number format: a dtype such as `jnp.int8` or `jnp.float8_e4m3fn`, or a value of
-        `jqx.numerics`.
+      qtype: a number format: a dtype such as `jnp.int8` or `jnp.float8_e4m3fn`, a value of
+        `jqx.numerics`, or the name of either, such as `"int4"` or `"nf4"`.
       granularity: which elements share a scale: `jqx.per_tensor()`, `jqx.per_axis(...)`,
         `jqx.per_block(...)`, or, where a contraction says which axes it keeps, `jqx.per_channel()`,
         `jqx.per_token()` and `jqx.per_group(size)`. `None` means per tensor; for a block format,
@@ -82,26 +88,14 @@ class QSpec:
         if self.round_mode is not None:
             check_round_mode("QSpec", self.round_mode)
         check_estimator("QSpec", self.gradient, uniform=form.uniform)
-        require_that(
-            callable(getattr(self.granularity, "groups", None))
-            and not isinstance(self.granularity, type),
-            error=TypeError,
-            function="QSpec",
-            problem="`granularity` is not a granularity.",
-            given=f"an object of type {type(self.granularity).__name__}",
-            expected="a value with a method groups",
-            mend="pass for example jqx.per_tensor().",
-        )
-        check_instance(
-            "QSpec",
-            "calibrator",
-            self.calibrator,
-            Calibrator,
-            mend="pass for example jqx.calibrators.absmax.",
-        )
-        check_instance(
-            "QSpec", "numerics", self.numerics, Numerics, mend="pass for example jqx.numerics.onnx."
-        )
+        _check_granularity(self.granularity)
+        for field, kind, package, example in (
+            ("calibrator", Calibrator, calibrators, "absmax"),
+            ("numerics", Numerics, numerics, "onnx"),
+        ):
+            value = getattr(self, field)
+            mend = f"pass {_of_package(package, value, kind, example)}."
+            check_instance("QSpec", field, value, kind, mend=mend)
         require_that(
             isinstance(form, Integer) or self.numerics == ngraph,
             error=ValueError,
@@ -163,6 +157,44 @@ class QSpec:
 def is_two_level(form: QType) -> bool:
     """Whether the scales of a format are quantized in turn."""
     return isinstance(form, Block) and form.two_level
+
+
+def _check_granularity(granularity: Any) -> None:
+    """Checks that it is a granularity; says which one a name, or its function, stands for."""
+    if callable(getattr(granularity, "groups", None)) and not isinstance(granularity, type):
+        return
+    name = getattr(granularity, "__name__", granularity)
+    known = _BY_NAME.get(re.sub(r"per_?|[^a-z]", "", name.lower())) if isinstance(name, str) else ""
+    if type(granularity) is int:
+        known = f"jqx.per_group({granularity})"
+    text = message(
+        "QSpec",
+        "`granularity` is not a granularity.",
+        given=f"granularity == {shown(granularity)}"
+        if isinstance(granularity, (str, int))
+        else f"an object of type {type(granularity).__name__}",
+        expected="jqx.per_tensor(), per_channel(), per_token(), per_group(size), per_axis(axis), "
+        "per_block({axis: size}), or a value of yours with a method groups",
+        mend=f"pass {known or 'for example jqx.per_channel()'}.",
+    )
+    raise TypeError(text)
+
+
+_BY_NAME = {
+    "channel": "jqx.per_channel()",
+    "token": "jqx.per_token()",
+    "tensor": "jqx.per_tensor()",
+    "axis": "jqx.per_axis(0), with the axes that have a scale of their own",
+    "group": "jqx.per_group(32), with the size of a group",
+    "block": "jqx.per_block({0: 32}), with the sizes of a block",
+}
+"""What is meant by the name of a granularity."""
+
+
+def _of_package(package: Any, value: Any, kind: type, example: str) -> str:
+    """Returns the value of a package that a name stands for, or an example."""
+    named = isinstance(value, str) and isinstance(getattr(package, value, None), kind)
+    return f"{package.__name__}.{value}" if named else f"for example {package.__name__}.{example}"
 
 
 def _check_stacked(form: QType, stacked: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """Functional transforms: plan, calibrate, simulate, quantize, convert any JAX function."""
 
 from ._affines import GivenAffines as GivenAffines
+from ._arguments import check_plan as check_plan
 from ._calibrate import Affines as Affines
 from ._calibrate import affines as affines
 from ._calibrate import affines_seen as affines_seen

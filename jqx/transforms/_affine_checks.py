@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .._checks import FLOATS, name_of, require_that
+from ..calibrators import Affine
 from ..numerics import E8M0, Integer, format_of
 from ..tensor import QSpec, check_zero_point
 
@@ -72,7 +73,8 @@ def check_sums(
 
 
 def _parts(function: str, key: str, affine: Any) -> tuple[Any, Any]:
-    fits = isinstance(affine, (tuple, list)) and len(affine) == 2
+    pair = isinstance(affine, (tuple, list)) and len(affine) == 2
+    fits = pair and (isinstance(affine, Affine) or not hasattr(affine, "_fields"))
     require_that(
         fits,
         error=TypeError,
@@ -80,7 +82,9 @@ def _parts(function: str, key: str, affine: Any) -> tuple[Any, Any]:
         problem=f"`affines[{key!r}]` is no scale and zero point.",
         given=f"an object of type {type(affine).__name__}",
         expected="a jqx.calibrators.Affine, or a pair",
-        mend=_MEND,
+        mend="these are statistics: pass jqx.affines(plan, stats)."
+        if hasattr(affine, "_fields")
+        else _MEND,
     )
     return affine[0], affine[1]
 

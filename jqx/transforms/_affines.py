@@ -1,7 +1,7 @@
 """What is given as `affines=`: checked against the plan, before anything is traced."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from .._checks import require_that
 from .._errors import message
@@ -23,14 +23,15 @@ def check_affines(
     """
     if affines is None:
         return {}
+    kind = f"an object of type {type(affines).__name__}"
     require_that(
         isinstance(affines, Mapping),
         error=TypeError,
         function=function,
         problem="`affines` is no dict of scales.",
-        given=f"affines == {affines!r}" if isinstance(affines, str) else type(affines).__name__,
+        given=f"affines == {affines!r}" if isinstance(affines, str) else kind,
         expected="what jqx.affines(plan, stats) returns",
-        mend="compute it with jqx.affines(plan, stats).",
+        mend=_mend(function, affines),
     )
     static = set(plan.static_specs())
     unknown = sorted(set(affines) - static - {weight.key for weight in plan.weights})
@@ -47,6 +48,18 @@ def check_affines(
         )
     check_entries(function, plan, affines)
     return dict(affines)
+
+
+def _mend(function: str, affines: Any) -> str:
+    """Returns how to pass what stands in the place of scales."""
+    if isinstance(affines, tuple):
+        return (
+            "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and pass "
+            "jqx.affines(plan, stats)."
+        )
+    if function != "quantize_params" and not isinstance(affines, (str, list)):
+        return f"arguments of f come second: jqx.{function}(f, plan, affines)(params, x)."
+    return "compute it with jqx.affines(plan, stats)."
 
 
 def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dict[str, Affine]:

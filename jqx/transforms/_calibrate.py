@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._calls import called
 from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
+from ._arguments import check_plan, check_stats
 from ._entries import Entries, entries_of, kinds_of
 from ._interpret import Rules, interpret
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
@@ -65,6 +67,7 @@ class _Observe(Rules):
         return merged
 
 
+@called("calibrate", "call it in two steps: jqx.calibrate(f, plan)(params, x).")
 def calibrate(
     f: Callable[..., Any], plan: Plan | Policy, *, observers: GivenObservers = None
 ) -> Callable[..., tuple[Any, Stats]]:
@@ -129,6 +132,7 @@ def calibrate(
     return calibrated
 
 
+@called("merge_stats", "pass the plan first: jqx.merge_stats(plan, a, b).")
 def merge_stats(
     plan: Plan,
     a: Mapping[str, Any],
@@ -158,6 +162,9 @@ def merge_stats(
       5.0
     """
     name = "merge_stats"
+    check_plan(name, plan, a, b, order="merge_stats(plan, a, b)")
+    check_stats(name, "a", a)
+    check_stats(name, "b", b)
     specs = plan.static_specs()
     known = keys_of(name, plan, check_observers(name, observers))
     _check_keys(name, "a", without_observers(plan, a, known), specs)
@@ -175,6 +182,7 @@ def merge_stats(
     return merged
 
 
+@called("affines", "pass the plan first: jqx.affines(plan, stats).")
 def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     """Returns the scale and zero point of every static activation: the calibrators decide here.
 
@@ -197,8 +205,9 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
       >>> jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])[":dot_general:lhs"].scale
       Array([[1.]], dtype=float32)
     """
-    own = without_observers(plan, stats) if isinstance(stats, Mapping) else stats
-    _check_keys("affines", "stats", own, plan.static_specs())
+    check_plan("affines", plan, stats, order="affines(plan, stats)")
+    check_stats("affines", "stats", stats)
+    _check_keys("affines", "stats", without_observers(plan, stats), plan.static_specs())
     return affines_seen(plan, stats)
 
 

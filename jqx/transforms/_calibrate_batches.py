@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 
-from .._checks import check_instance, require_that
+from .._calls import called
+from .._checks import require_that
+from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
 from ._plan import Plan
 from ._trace import check_function, is_array
 
 
+@called("calibrate_batches", "pass for example jqx.calibrate_batches(f, plan, params, batches).")
 def calibrate_batches(
     f: Callable[..., Any],
     plan: Plan,
@@ -54,8 +57,9 @@ def calibrate_batches(
     """
     check_function("calibrate_batches", f)
     name = "calibrate_batches"
-    check_instance(name, "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args).")
-    check_instance(name, "batches", batches, Iterable, mend="pass a list, or a generator.")
+    order = "calibrate_batches(f, plan, params, batches)"
+    check_plan(name, plan, params, batches, order=order)
+    check_batches(name, batches)
     observers_of(name, plan, check_observers(name, observers))
     leaves, tree = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -72,7 +76,8 @@ def calibrate_batches(
         return _Once(merge_stats(plan, a.stats, b.stats, observers=observers))
 
     found: _Once | None = None
-    for batch in _shown(batches) if progress else batches:
+    for place, batch in enumerate(_shown(batches) if progress else batches):
+        check_batch(name, batch, place)
         seen = observe(arrays, batch)
         found = seen if found is None else merge(found, seen)
     require_that(

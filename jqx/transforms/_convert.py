@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from .. import _compat
+from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
@@ -81,6 +82,7 @@ class _Integers(Rules):
         )
 
 
+@called("convert", "call it in two steps: jqx.convert(f, plan, affines)(params, x).")
 def convert(
     f: Callable[..., Any],
     plan: Plan | Policy,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import check_instance
-from ..policy import Policy
+from .._calls import called
+from ..policy import Policy, check_policy
 from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call
@@ -13,6 +13,7 @@ from ._refusals import check_reach
 from ._trace import as_params, check_function, trace_call
 
 
+@called("make_plan", "call it in two steps: jqx.make_plan(f, policy)(params, x).")
 def make_plan(
     f: Callable[..., Any],
     policy: Policy,
@@ -61,13 +62,7 @@ def make_plan(
       [('w', 'int8 per_axis(1)'), ('v', 'int8 per_axis(0)')]
     """
     check_function("make_plan", f)
-    check_instance(
-        "make_plan",
-        "policy",
-        policy,
-        Policy,
-        mend="pass jqx.presets.w8a8(), or jqx.Policy([rule, ...]).",
-    )
+    check_policy("make_plan", policy)
     check_unsupported("make_plan", unsupported)
     check_names("make_plan", names)
     weights = Weights(as_params("make_plan", params), names)

@@ -27,10 +27,12 @@ class Weights:
     Attributes:
       params: position, or positions.
       names: the user's names; those of a plan are `Renamed`.
+      lines: the parameters that a plan was made for, as its signature has them; `None` for any.
     """
 
     params: Params
     names: Names | Renamed = None
+    lines: tuple[str, ...] | None = None
 
     def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
         """Returns the name of each leaf, given by its keys inside the parameters; `None` stays."""

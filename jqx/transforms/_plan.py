@@ -23,6 +23,7 @@ from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
 from ._paths import Params, Weights
 from ._plan_table import as_rich_table, as_text
+from ._signature import check_same, is_parameter_line
 
 _VERSION = 1
 """Of what `to_dict` writes."""
@@ -166,11 +167,6 @@ class Weight:
     sites: int
 
 
-def parameter_line(path: str, leaf: Any) -> str:
-    """The line of a signature that describes one parameter."""
-    return f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What `make_plan` decided: sites, weights, and what was left alone. Prints as a table.
@@ -196,7 +192,8 @@ class Plan:
     @property
     def parameters(self) -> Weights:
         """Which arguments hold weights, and what these are called."""
-        return Weights(self.params, self.names)
+        lines = tuple(line for line in self.signature if is_parameter_line(line))
+        return Weights(self.params, self.names, lines)
 
     @property
     def fingerprint(self) -> str:
@@ -323,25 +320,11 @@ class Plan:
 
     def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
         """Raises where a function is not the one that the plan was made for."""
-        if signature == self.signature:
-            return
-        length = max(len(signature), len(self.signature))
-        pad = [*signature, *["(nothing)"] * (length - len(signature))]
-        own = [*self.signature, *["(nothing)"] * (length - len(self.signature))]
-        found, planned = next((a, b) for a, b in zip(pad, own, strict=True) if a != b)
-        raise ValueError(
-            message(
-                function,
-                "the plan was made for another function or other parameters.",
-                given=found,
-                expected=planned,
-                mend="make the plan again with jqx.make_plan(f, policy)(*args).",
-            )
-        )
+        check_same(function, signature, self.signature)
 
     def check_parameters(self, function: str, lines: Sequence[str]) -> None:
         """Raises where parameters are not those that the plan was made for."""
-        rest = [line for line in self.signature if not line.startswith("parameter ")]
+        rest = [line for line in self.signature if not is_parameter_line(line)]
         self.check_signature(function, (*lines, *rest))
 
     def check_affines(

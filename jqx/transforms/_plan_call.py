@@ -8,17 +8,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax import export
 
-from .._checks import check_instance
 from .._errors import message
 from ..policy import Policy
+from ._arguments import check_plan
 from ._choose import Chosen, choose
 from ._find import Found, find
+from ._input_as_weight import check_inputs
 from ._origin import Origin
 from ._paths import Weights
-from ._plan import Operand, Plan, Shape, Site, Skipped, parameter_line
+from ._plan import Operand, Plan, Shape, Site, Skipped
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
+from ._signature import check_ranks, parameter_line
 from ._trace import Call
 
 
@@ -88,6 +90,7 @@ def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Pl
             name = f"{name}#{numbers[name] - 1}"
         sites.append((_site(function, item, choice, name), item))
     _check_used(function, policy, used, found, skipped)
+    check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -102,6 +105,15 @@ def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Pl
         names=call.names,
         unreached=unreached(call, found),
     )
+
+
+def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:
+    """Returns the contractions of a quantized weight."""
+    return [
+        item
+        for site, item in sites
+        if any(operand.role == "weight" and operand.spec for operand in site.operands)
+    ]
 
 
 def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
@@ -173,7 +185,9 @@ def _check_used(
                 + (" that an earlier rule has not taken." if shadowed else "."),
                 given="; ".join([str(rule), *dict.fromkeys(apart[:2])]),
                 expected="a match; paths are: " + (", ".join(map(repr, known[:8])) or "(none)"),
-                mend="correct its path or op, move it up, or pass optional=True.",
+                mend="correct its path or op, move it up, or pass optional=True."
+                if weights
+                else "pass the weights in an argument of f, and its position as params=.",
             )
         )
 
@@ -182,17 +196,15 @@ def as_plan(function: str, plan: Plan | Policy, call: Call, weights: Weights) ->
     """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
     if isinstance(plan, Policy):
         return plan_call(function, call, plan, weights)
-    plan.check_signature(function, signature_of(call, contractions(call)))
+    found = contractions(call)
+    signature = signature_of(call, found)
+    if signature != plan.signature:
+        check_ranks(function, plan, found)
+        plan.check_signature(function, signature)
     return plan
 
 
 def params_of(function: str, plan: Any) -> Weights:
     """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
-    check_instance(
-        function,
-        "plan",
-        plan,
-        (Plan, Policy),
-        mend="make one with jqx.make_plan(f, policy)(*args).",
-    )
+    check_plan(function, plan, order=f"{function}(f, plan)", policies=True)
     return plan.parameters if isinstance(plan, Plan) else Weights(0)

@@ -7,14 +7,18 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._checks import check_instance, require_that
+from .._calls import called
+from .._checks import require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
+from ._arguments import check_plan
 from ._paths import flatten
-from ._plan import Plan, parameter_line
+from ._plan import Plan
+from ._signature import parameter_line
 from ._trace import is_parameter, is_quantized
 
 
+@called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
 def quantize_params(
     params: Any,
     plan: Plan,
@@ -50,9 +54,7 @@ def quantize_params(
       >>> jqx.quantize_params(params, plan)["w"]
       QTensor(int8[4, 3] per_axis(1), scale float32[1, 3], dtype=float32, 24 bytes)
     """
-    check_instance(
-        "quantize_params", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(*args)."
-    )
+    check_plan("quantize_params", plan, params, order="quantize_params(params, plan)")
     plan.check_affines("quantize_params", affines)
     given = affines or {}
     rooted = _rooted(params, plan)
@@ -87,6 +89,7 @@ def quantize_params(
     return tuple(converted[position] for position in plan.params)
 
 
+@called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
 def dequantize_params(params: Any) -> Any:
     """Returns `params` with every QTensor as the float array that it stands for.
 

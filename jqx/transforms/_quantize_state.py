@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._checks import check_instance, require_that
+from .._calls import called
+from .._checks import check_instance, require_that, shown
 from .._errors import message
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor
+from ..tensor import QSpec, QTensor, needed_spec
 from ._paths import flatten, path_of
 from ._quantize_params import quantize_weight
 from ._trace import is_array, is_quantized
 
 
-def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]]) -> Any:
+@called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
+def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]]) -> Any:
     """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
 
     Every transform takes such a tree in place of the float one: the function still sees arrays of
@@ -27,10 +29,10 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | tuple[QSpec, Affine]])
       tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
         arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
       specs: how to quantize the leaves whose path, named as weights are in a plan, a regular
-        expression matches in full; the first that matches wins. A `QSpec`, or a pair of it and an
-        `Affine` where many writes share a scale. Of relative granularities, `per_token()` and
-        `per_channel()` give each vector along the last axis a scale of its own, and
-        `per_group(size)` each of its blocks.
+        expression matches in full; the first that matches wins. A `QSpec`, a scheme such as
+        `"int8"` (one scale a token), or a pair of either and an `Affine` where many writes share a
+        scale. Of relative granularities, `per_token()` and `per_channel()` give each vector along
+        the last axis a scale of its own, and `per_group(size)` each of its blocks.
 
     Returns:
       The same tree; leaves that nothing matches are the very same objects.
@@ -94,14 +96,15 @@ def _rules(specs: Any) -> Rules:
         pair: Any = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         spec, affine = pair
         require_that(
-            isinstance(text, str) and isinstance(spec, QSpec),
+            isinstance(text, str) and isinstance(spec, (QSpec, str)),
             error=TypeError,
             function="quantize_state",
             problem="`specs` has an entry that is no spec.",
-            given=f"{text!r}: {given!r}",
-            expected="a regular expression: a QSpec, or a pair of it and an Affine",
+            given=f"{text!r}: {shown(given)}",
+            expected="a regular expression: a QSpec or a scheme, or a pair of it and an Affine",
             mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
         )
+        spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
         try:
             rules[text] = re.compile(text), (spec, affine and Affine(*affine))
         except re.error as error:

@@ -44,6 +44,11 @@ class Source:
         )
 
     @property
+    def is_closed_over(self) -> bool:
+        """Whether it is computed from arrays alone that the function closes over."""
+        return self.closure and not (self.weights or self.other or self.drawn)
+
+    @property
     def reason(self) -> str | None:
         """Why it is no weight; `None` where it depends on other arguments, as activations do."""
         if self.other:
@@ -64,7 +69,13 @@ _CLOSURE = Source(closure=True)
 
 
 def reasons(call: Call) -> dict[int, str]:
-    """Returns what is known of the operands of contractions, by the `id` of the equation.
+    """Returns what is known of the operands of contractions, by the `id` of the equation."""
+    known = {place: [source.reason for source in each] for place, each in sources(call).items()}
+    return {place: next(filter(None, why)) for place, why in known.items() if any(why)}
+
+
+def sources(call: Call) -> dict[int, list[Source]]:
+    """Returns what the operands of contractions are computed from, by the `id` of the equation.
 
     A function that is called twice is known by all its calls together.
     """
@@ -73,8 +84,7 @@ def reasons(call: Call) -> dict[int, str]:
         Source(other=True) if path is None else Source(frozenset({path})) for path in call.paths
     ]
     _follow(call.jaxpr, given, found)
-    known = {place: [source.reason for source in sources] for place, sources in found.items()}
-    return {place: next(filter(None, why)) for place, why in known.items() if any(why)}
+    return found
 
 
 def _follow(jaxpr: Any, given: Sequence[Source], found: dict[int, list[Source]]) -> list[Source]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _compat
+from .._calls import called
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
 from ..gradients import Surrogate, draws
@@ -94,6 +95,7 @@ class _FakeQuantize(Rules):
         return [integer_forward(eqn, codes, real, count, self.backward)]
 
 
+@called("simulate", "call it in two steps: jqx.simulate(f, plan, affines)(params, x).")
 def simulate(
     f: Callable[..., Any],
     plan: Plan | Policy,

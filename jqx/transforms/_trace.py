@@ -10,8 +10,11 @@ import jax
 from .. import _compat
 from .._checks import check_integer, require_that
 from ..tensor import QTensor
+from ._arguments import check_function as check_function
+from ._evaluating import evaluating
 from ._live import live
 from ._paths import Params, Renamed, Weights, flatten, path_of, renamed
+from ._signature import check_same, parameter_line
 
 
 def is_quantized(x: Any) -> bool:
@@ -51,6 +54,7 @@ class Call:
       paths: for each leaf the path of a weight, or `None` where it is no parameter.
       names: the key paths of weights that have another name.
       out_tree: structure of the result; what does not depend on a traced value is in it.
+      keys: for each leaf its keys inside `(args, kwargs)`.
     """
 
     jaxpr: Any
@@ -59,6 +63,7 @@ class Call:
     paths: list[str | None]
     names: Renamed
     out_tree: Any
+    keys: Sequence[tuple[Any, ...]] = ()
 
 
 class TracedOnce:
@@ -70,11 +75,11 @@ class TracedOnce:
     """
 
     def __init__(self, f: Callable[..., Any]):
-        self._f = f
+        self.f = f
         self._traces: list[tuple[Any, Traced]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._f(*args, **kwargs)
+        return self.f(*args, **kwargs)
 
     def trace(self, kind: Any, trace: Callable[[], Traced]) -> Traced:
         """Returns what `trace` does, or did for arguments of this kind."""
@@ -83,19 +88,6 @@ class TracedOnce:
                 return traced
         self._traces.append((kind, trace()))
         return self._traces[-1][1]
-
-
-def check_function(function: str, f: Any) -> None:
-    """Checks that `f` can be traced."""
-    require_that(
-        callable(f),
-        error=TypeError,
-        function=function,
-        problem="`f` is not a function.",
-        given=f"an object of type {type(f).__name__}",
-        expected="a function of arrays and pytrees of arrays",
-        mend=f"call it in two steps: jqx.{function}(f, ...)(params, x).",
-    )
 
 
 def trace_call(
@@ -131,10 +123,13 @@ def trace_call(
     ]
     paths = weights.name(function, keys)
     _check_distinct(function, paths)
+    _check_parameters(function, weights, args, leaves, paths)
     stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
-        return _trace(f, tree, stand_ins)
+        own = f.f if isinstance(f, TracedOnce) else f
+        with evaluating(function, own, args, kwargs):
+            return _trace(f, tree, stand_ins)
 
     if isinstance(f, TracedOnce):
         types = [x if isinstance(x, _Same) else _compat.type_of(x) for x in stand_ins]
@@ -142,7 +137,8 @@ def trace_call(
     else:
         traced = trace()
     own = [None if key is None else path_of(key) for key in keys]
-    return Call(*traced[:2], leaves, paths, renamed(own, paths), traced.out_tree)
+    places = [keys for keys, leaf in flat if is_array(leaf)]
+    return Call(*traced[:2], leaves, paths, renamed(own, paths), traced.out_tree, places)
 
 
 def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
@@ -220,6 +216,30 @@ def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
         expected="parameters whose key paths, joined by '/', differ",
         mend="rename one, or pass names=: a key that holds '/' reads like a key inside of another.",
     )
+
+
+def _check_parameters(
+    function: str,
+    weights: Weights,
+    args: Sequence[Any],
+    leaves: Sequence[Any],
+    paths: Sequence[str | None],
+) -> None:
+    """Raises where parameters are not those of the plan; names the argument that has them."""
+    named = zip(paths, leaves, strict=True)
+    lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
+    if weights.lines is None or lines == [*weights.lines]:
+        return
+    for place, arg in enumerate(args):
+        flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
+        names = weights.name(function, [keys for keys, _ in flat])
+        own = [
+            parameter_line(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)
+        ]
+        if own == [*weights.lines] and isinstance(weights.params, int):
+            mend = f"argument {place} has them: pass the arguments in the order of f."
+            check_same(function, lines, weights.lines, mend)
+    check_same(function, lines, weights.lines)
 
 
 def _weight_keys(

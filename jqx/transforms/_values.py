@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import _compat
 from .._compat import Eqn
-from ._find import is_marked
+from ._find import addressed, is_marked
 from ._origin import Address
 from .primitives import CONTRACTIONS, FORMS
 
@@ -68,18 +68,14 @@ class _Numbering:
                 return self.new()
             return self.number((str(atom.aval), repr(atom.val)))
 
-        marked = 0
-        for eqn in body.eqns:
+        for here, eqn in addressed(body, address):
             values = list(map(read, eqn.invars))
-            here = (*address, marked)
-            marks = is_marked(eqn)
-            if eqn.primitive.name in (FORMS if marks else _TRANSPARENT):
+            if eqn.primitive.name in (FORMS if is_marked(eqn) else _TRANSPARENT):
                 results = self.form(eqn, values, here, inside)
             else:
                 results = self.results(eqn, values)
             if eqn.primitive.name in CONTRACTIONS:
                 self.found[here] = Numbered(inside, tuple(values), results[0])
-            marked += marks
             env.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, body.outvars))
 

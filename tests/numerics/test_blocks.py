@@ -195,7 +195,7 @@ def test_sizes_and_units_that_make_no_format_are_refused(fields, fact):
     "fields, problem, fact",
     [
         ({"element": jnp.float32}, r"element type \(float32\)", "element is float32"),
-        ({"element": "int7"}, "`element` is not a dtype", "int7"),
+        ({"element": "int9"}, "`element` is not a dtype", "int9"),
         ({"size": 32.0}, "`size` must be an integer", "float"),
         ({"size": True}, "`size` must be an integer", "bool"),
         ({"label": 3}, "`label` is not a str", "label == 3"),

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jqx import numerics
 from jqx.numerics import (
     DTYPES,
     E8M0,
@@ -78,10 +79,30 @@ def test_other_dtypes_are_refused_with_their_role(name):
         as_qtype("caller", "argument", name, "Weight")
 
 
-@pytest.mark.parametrize("spelling", ["int7", "i4", "nf4", None, 8, object()])
+@pytest.mark.parametrize("spelling", ["int9", "i4", "nf3", "", None, 8, object()])
 def test_what_is_no_dtype_is_refused_by_name(spelling):
-    problem = re.escape("jqx.caller: `qtype` is not a dtype.")
+    problem = re.escape("jqx.caller: `qtype` is not a dtype") + "[^\n]*"
     with pytest.raises(
         TypeError, match=f"^{problem}\n  given:    qtype = .+\n  expected: .+\n  to"
     ):
         as_qtype("caller", "qtype", spelling, "Output")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((q.name, q) for q in WITHOUT_DTYPE if q is getattr(numerics, q.name, None)),
+        ("mxfp8", numerics.mxfp8_e4m3),
+        ("fp8", jnp.dtype("float8_e4m3fn")),
+        ("int4", jnp.dtype("int4")),
+    ],
+    ids=str,
+)
+def test_a_name_stands_for_the_format(name, value):
+    assert as_qtype("caller", "qtype", name, "Output") == value
+    assert format_of(name) == format_of(value)
+
+
+def test_the_name_that_is_meant_is_proposed():
+    with pytest.raises(TypeError, match=r"to mend:  pass 'nf4'\."):
+        as_qtype("caller", "qtype", "nf3", "Output")

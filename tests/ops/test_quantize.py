@@ -503,9 +503,9 @@ REFUSED_BY_QUANTIZE = {
     ),
     "qtype_not_a_dtype": (
         (F32, f32()),
-        {"qtype": "int7"},
+        {"qtype": "int9"},
         TypeError,
-        ("`qtype` is not a dtype", "'int7'"),
+        ("`qtype` is not a dtype", "'int9'"),
     ),
     "scale_of_another_dtype": (
         (F32, np.ones((), np.float16)),

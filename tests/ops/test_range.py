@@ -173,7 +173,7 @@ REFUSED = {
         ("Output element type (float32) must be a quantized type",),
     ),
     "qtype_of_64_bits": ((F32, F32), {"qtype": "int64"}, TypeError, ("(int64)", "quantized type")),
-    "qtype_not_a_dtype": ((F32, F32), {"qtype": "int7"}, TypeError, ("`qtype` is not a dtype",)),
+    "qtype_not_a_dtype": ((F32, F32), {"qtype": "int9"}, TypeError, ("`qtype` is not a dtype",)),
     "limits_of_integers": (
         (np.ones(3, np.int8), np.ones(3, np.int8)),
         {},

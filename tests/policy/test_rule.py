@@ -137,7 +137,7 @@ def test_an_invalid_regular_expression_is_refused(field, pattern):
     [
         ("path", [None, 0, b"w", ["w"]]),
         ("op", [0, b"gather", ("gather",)]),
-        ("weight", [jnp.int8, "int8", jqx.QSpec]),
+        ("weight", [jnp.int8, 8, {"qtype": "int8"}, jqx.QSpec]),
         ("activation", [jnp.int8, True]),
         ("output", [jqx.per_tensor()]),
     ],
@@ -148,12 +148,12 @@ def test_a_field_of_another_kind_is_refused_by_name(field, values):
         assert_refused(lambda value=value: jqx.Rule(**{field: value}), (), *refused)
 
 
-@pytest.mark.parametrize("rules", [[jqx.Rule(), INT8], [None], "a rule", [jqx.Policy([])]], ids=str)
+@pytest.mark.parametrize("rules", [[jqx.Rule(), INT8], [None], ["w8a8"], [jqx.Policy([])]], ids=str)
 def test_a_policy_of_anything_but_rules_is_refused(rules):
     assert_refused(lambda: jqx.Policy(rules), (), TypeError, "Policy", "Rule", ".rules")
 
 
-@pytest.mark.parametrize("rules", [jqx.Rule(), None, 3, jqx.Policy([])], ids=str)
+@pytest.mark.parametrize("rules", [jqx.Rule(), None, 3, "a rule", jqx.Policy([])], ids=str)
 def test_what_holds_no_rules_is_refused(rules):
     """Also one rule alone, or a policy: its rules are what is meant."""
     refused = (TypeError, "Policy", "`rules`", "jqx.Policy([")

@@ -224,7 +224,7 @@ def test_values_that_are_no_floats_are_refused(x):
     assert_refused(f, (x,), TypeError, "QTensor.quantize", "`x`", "floating point")
 
 
-@pytest.mark.parametrize("spec", [jnp.int8, "int8", None, jqx.per_tensor()], ids=repr)
+@pytest.mark.parametrize("spec", [jnp.int8, 8, None, jqx.per_tensor()], ids=repr)
 def test_a_spec_of_another_kind_is_refused(spec):
     f = functools.partial(jqx.QTensor.quantize, spec=spec)
     assert_refused(f, (jnp.ones(3),), TypeError, "QTensor.quantize", "`spec`", "QSpec")

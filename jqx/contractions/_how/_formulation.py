@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _compat
+from ..._calls import called
 from ..._checks import check_instance, require_that
 
 PREFIX = "jqx_"
@@ -334,6 +335,7 @@ class Chosen(NamedTuple):
         return "\n".join([head, *(tell.format(*item) for item in forms.items())])
 
 
+@called("formulations")
 def formulations(f: Callable[..., Any]) -> Callable[..., list[Chosen]]:
     """Returns a function of the arguments of `f` that tells how jqx computes its contractions.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from ..._calls import called
 from ..._checks import (
     as_array,
     as_dtype,
@@ -194,6 +195,7 @@ class Requantization:
             )
 
 
+@called("requantize")
 def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTensor:
     """Returns int32 accumulators as a quantized tensor, by integer arithmetic alone.
 

@@ -1,0 +1,97 @@
+"""Calls with arguments that a function has not, or without those that it needs: an error in four
+parts, where Python's own names neither what there is nor what was meant.
+"""
+
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ._errors import message
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def called(function: str, mend: str = "") -> Callable[[_Called], _Called]:
+    """Returns a decorator of a public function, or class, of that name.
+
+    A call that fits costs nothing more; one that does not is a TypeError that lists the arguments.
+
+    Args:
+      function: how users call it, less `jqx.`.
+      mend: what is meant, most likely, by a call that does not fit.
+    """
+
+    def decorate(f: Any) -> Any:
+        signature = inspect.signature(f)
+        if isinstance(f, type):
+            f.__init__ = _checked(f.__init__, signature, 1, function, mend)
+            return f
+        own = next(iter(signature.parameters), "") in ("cls", "self")
+        if own:
+            _, *rest = signature.parameters.values()
+            signature = signature.replace(parameters=rest)
+        return _checked(f, signature, int(own), function, mend)
+
+    return decorate
+
+
+def _checked(f: Any, signature: inspect.Signature, own: int, function: str, mend: str) -> Any:
+    """Returns `f`, which refuses calls that do not fit; its `own` first arguments do not count."""
+
+    def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _check_call(function, signature, args[own:], kwargs, mend)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except TypeError:
+            refuse(args, kwargs)
+            raise
+
+    # With the globals of its module, so that doctest finds it there.
+    same = types.FunctionType(checked.__code__, f.__globals__, closure=checked.__closure__)
+    return functools.update_wrapper(same, f)
+
+
+def _check_call(
+    function: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mend: str,
+) -> None:
+    """Raises where arguments do not fit a signature."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problem = f"{error}."
+    else:
+        return
+    names = list(signature.parameters)
+    unknown = [name for name in kwargs if name not in names]
+    close = [(name, difflib.get_close_matches(name, names, n=1)) for name in unknown]
+    meant = [f"{name}= is called {found[0]}=" for name, found in close if found]
+    given = [f"{len(args)} arguments by position"] if args or not kwargs else []
+    given += [f"{name}=" for name in kwargs]
+    raise TypeError(
+        message(
+            function,
+            problem,
+            given=", ".join(given),
+            expected=f"{function}({', '.join(map(_shown, signature.parameters.values()))})",
+            mend=f"{', '.join(meant)}." if meant else mend or "pass these arguments, by name.",
+        )
+    ) from None
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """Returns a parameter as it is listed: one with a default as `name=...`."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}"
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    needed = parameter.default is parameter.empty
+    return parameter.name if needed else f"{parameter.name}=..."

@@ -1,0 +1,191 @@
+"""Policy: rules in order, and the ways to write and join them."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .._calls import called
+from .._checks import check_instance, shown
+from .._errors import message
+from ..tensor import FLOAT, QSpec, as_spec
+from ._rule import Rule
+
+_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?|(mx)?fp8|nf4")
+"""What presets are called."""
+
+
+@called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Rules in order of precedence: the first that matches a contraction wins.
+
+    `a + b` is the policy of the rules of `a`, then those of `b`. Prints as one line a rule.
+
+    Attributes:
+      rules: any iterable of `Rule`; or a dict from regular expressions of paths to what becomes of
+        the weights there: `"float"` (or `None`), a scheme such as `"int4:group=32"`, a `QSpec`, a
+        `Rule`, or a policy, such as a preset. A scheme or a spec is that of the weights alone. The
+        key takes the place of the path of a rule, or of a policy that is all of one path; what a
+        policy leaves in float (`exclude=` of a preset), it leaves where the key matches as well.
+
+    Raises:
+      TypeError: something in `rules` is no `Rule`, or a value of the dict none of the above.
+      ValueError: a key is no regular expression, a scheme is invalid, or a policy under a key is of
+        several paths.
+
+    Example:
+      >>> import jqx
+      >>> policy = jqx.Policy(
+      ...     {"head/.*": "float", ".*attn.*": jqx.presets.w8a8_dynamic(), ".*": "int4:group=32"}
+      ... )
+      >>> print(policy)
+      0  'head/.*'   float
+      1  '.*attn.*'  int8 per_channel, activation int8 per_token dynamic, tables float
+      2  '.*'        int4 per_group(32, tail=True)
+      >>> policy.first("head/w", "dot_general", has_weight=True)[0]
+      0
+      >>> jqx.presets.w8a8("attn/.*") + jqx.presets.w4a16() == jqx.Policy(
+      ...     {"attn/.*": jqx.presets.w8a8(), ".*": jqx.presets.w4a16()}
+      ... )
+      True
+    """
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, rules: Iterable[Rule] | Mapping[str, Any]) -> None:
+        if isinstance(rules, Mapping):
+            rules = [rule for path, value in rules.items() for rule in _under(path, value)]
+        if isinstance(rules, str):
+            text = message(
+                "Policy",
+                "`rules` is a string.",
+                given=f"rules == {shown(rules)}",
+                expected="a list of rules, or a dict from paths to schemes or presets",
+                mend=_mend(rules),
+            )
+            raise TypeError(text)
+        check_instance(
+            "Policy",
+            "rules",
+            rules,
+            Iterable,
+            mend="pass a list, jqx.Policy([rule]), or a dict; policies are joined by +.",
+        )
+        rules = tuple(rules)
+        for rule in rules:
+            check_instance(
+                "Policy",
+                "an element of rules",
+                rule,
+                Rule,
+                mend="pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
+                "policies: jqx.Policy([rule]) + jqx.presets.w8a8().",
+            )
+        object.__setattr__(self, "rules", rules)
+
+    def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
+        """Returns the first rule that matches, with its place; `None` if none does."""
+        for place, rule in enumerate(self.rules):
+            if rule.matches(path, op, has_weight=has_weight):
+                return place, rule
+        return None
+
+    def __add__(self, other: "Policy") -> "Policy":
+        _check_summand(other)
+        return Policy((*self.rules, *other.rules))
+
+    def __radd__(self, other: Any) -> "Policy":
+        _check_summand(other)
+        raise AssertionError("a policy adds itself")
+
+    def __str__(self) -> str:
+        paths = [repr(rule.path) for rule in self.rules]
+        width = max(map(len, paths), default=0)
+        count = len(str(len(paths) - 1))
+        return "\n".join(
+            f"{place:{count}}  {path:{width}}  {rule.described()}"
+            for place, (path, rule) in enumerate(zip(paths, self.rules, strict=True))
+        )
+
+
+def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
+    """Checks that `policy` is a `Policy`; says how to make one of what is close to one."""
+    if not isinstance(policy, Policy):
+        check_instance(function, argument, policy, Policy, mend=_mend(policy))
+
+
+def preset_of(value: Any) -> str | None:
+    """Returns the name of a preset that was passed itself, not what it returns."""
+    module = getattr(value, "__module__", None) or ""
+    is_preset = callable(value) and module.startswith("jqx.presets")
+    return value.__name__ if is_preset else None
+
+
+def _mend(value: Any) -> str:
+    """Returns how to make a policy of what was passed in place of one."""
+    name = preset_of(value)
+    if name is not None:
+        return f"call the preset: jqx.presets.{name}()."
+    if isinstance(value, str) and _PRESET.fullmatch(value):
+        return f"call the preset: jqx.presets.{value}()."
+    if isinstance(value, Rule):
+        return "pass jqx.Policy([rule])."
+    if isinstance(value, (list, tuple)):
+        return "pass jqx.Policy([rule, ...]), or join policies by +."
+    if isinstance(value, Mapping):
+        return "pass jqx.Policy({regex: scheme, ...})."
+    if isinstance(value, (QSpec, str)):
+        return "say which paths it is for: jqx.Policy({'.*': ...}), or jqx.Policy([rule])."
+    return "pass jqx.presets.w8a8(), or jqx.Policy([rule, ...])."
+
+
+def _check_summand(value: Any) -> None:
+    if not isinstance(value, Policy):
+        mend = "add jqx.Policy([rule, ...]); policies are summed from jqx.Policy([])."
+        name = preset_of(value)
+        mend = mend if name is None else f"call the preset: jqx.presets.{name}()."
+        check_instance("Policy", "what is added", value, Policy, mend=mend)
+
+
+def _under(path: Any, value: Any) -> tuple[Rule, ...]:
+    """Returns the rules that an entry of a dict says."""
+    if isinstance(value, Policy):
+        return _replaced(path, value)
+    if isinstance(value, Rule):
+        return (dataclasses.replace(value, path=path),)
+    if value is None or (isinstance(value, str) and value == FLOAT):
+        return (Rule(path),)
+    name = preset_of(value)
+    if name is not None:
+        text = message(
+            "Policy",
+            f"the preset at {path!r} was not called.",
+            given=f"jqx.presets.{name}",
+            expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
+            mend=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+        )
+        raise TypeError(text)
+    return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)
+
+
+def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
+    """Returns the rules of a policy under another path. What it leaves in float it leaves there."""
+    paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
+    if len(paths) > 1:
+        text = message(
+            "Policy",
+            f"the policy at {path!r} has rules of several paths, which its key cannot replace.",
+            given=f"rules of {', '.join(map(repr, paths[:4]))}",
+            expected="a policy of one path, such as a preset",
+            mend="join them instead: jqx.Policy({...}) + policy.",
+        )
+        raise ValueError(text)
+    own = Rule(path).path  # a regular expression, or an error
+    rules = []
+    for rule in policy.rules:
+        new = own
+        if rule.is_float and paths:
+            new = rule.path if own == ".*" else f"(?=(?:{own})\\Z)(?:{rule.path})"
+        rules.append(dataclasses.replace(rule, path=new))
+    return tuple(rules)

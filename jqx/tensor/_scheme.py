@@ -1,0 +1,235 @@
+"""Schemes: a `QSpec` in words, `int4:group=32:asymmetric`, for rules and on the command line.
+
+    scheme = "float" | format { ":" option }
+    option = "group=N" | "block=N" | "channel" | "token" | "tensor"
+           | "asymmetric" | "dynamic" | "calibrator=NAME" | "contract=AXES"
+
+A format is a dtype of JAX or a name of `jqx.numerics`. `group` (or `block`: the same) gives the
+elements that share a scale along the contracted axes, the last group smaller where need be;
+`channel`, `token` and `tensor` are `jqx.per_channel()` and so on. Where none of them is said, the
+scale is what presets take: one a channel for weights, one in all for activations, one a token for
+dynamic activations and for state; of a block format, one a block. `asymmetric` means zero points,
+`dynamic` a scale of an activation from the values at hand, and `calibrator` is a name of
+`jqx.calibrators`. `contract` names the axes that the product of a weight in a file sums over, such
+as `contract=0` or `contract=0,1`: a contraction says so itself.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from .. import calibrators
+from .._checks import shown
+from .._errors import message
+from ..calibrators import (
+    Calibrator,
+    absmax,
+    minmax,
+    per_channel,
+    per_group,
+    per_tensor,
+    per_token,
+)
+from ..numerics import Block, QType, format_of, formats_by_name
+from ._spec import QSpec
+
+Role = Literal["weight", "activation", "state", "array"]
+"""What a scheme is for; an array has no contraction, so that its default is that of `QSpec`."""
+
+FLOAT = "float"
+"""The scheme that leaves an operand as it is."""
+
+_CALIBRATORS = {n: c for n, c in vars(calibrators).items() if isinstance(c, Calibrator)}
+_GRANULARITIES = {"channel": per_channel, "token": per_token, "tensor": per_tensor}
+_SIZES = ("group", "block")
+_VALUED = (*_SIZES, "calibrator", "contract")
+_OPTIONS = (*_VALUED, *_GRANULARITIES, "asymmetric", "dynamic")
+_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?")
+
+
+class Scheme(NamedTuple):
+    """What a scheme says.
+
+    Attributes:
+      spec: `None` leaves an operand in float.
+      contract: the axes that are contracted; `None` leaves that to a contraction, or a layout.
+    """
+
+    spec: QSpec | None
+    contract: tuple[int, ...] | None = None
+
+
+def parse_scheme(text: str, role: Role = "weight", function: str = "scheme") -> Scheme:
+    """Returns what a scheme says of an operand of that role.
+
+    Raises:
+      ValueError: a name or option is unknown, or they do not fit each other.
+
+    Example:
+      >>> str(parse_scheme("uint4:group=64:asymmetric").spec)
+      'uint4 per_group(64, tail=True) asymmetric minmax'
+      >>> str(parse_scheme("int8:token:dynamic", "activation").spec)
+      'int8 per_token dynamic'
+      >>> parse_scheme("float").spec is None
+      True
+    """
+    name, *options = text.split(":")
+    given = _given(function, text, options)
+    if name == FLOAT:
+        if given:
+            raise _wrong(function, "`float` has no options.", text, "float")
+        return Scheme(None)
+    known = formats_by_name()
+    if name not in known:
+        raise _unknown(function, name, known)
+    if "dynamic" in given and role != "activation":
+        expected = "a scale of their own: weights do not change from call to call"
+        raise _wrong(function, "`dynamic` is for activations.", text, expected)
+    spec = QSpec(
+        known[name],
+        _granularity(function, text, known[name], given, role),
+        symmetric="asymmetric" not in given,
+        calibrator=_calibrator(function, text, given),
+        dynamic="dynamic" in given,
+    )
+    contract = given.get("contract")
+    if contract is None:
+        return Scheme(spec)
+    return Scheme(spec, tuple(_integer(function, text, n) for n in contract.split(",")))
+
+
+def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> QSpec | None:
+    """Returns the spec that is meant: a `QSpec` itself, or what a scheme says; `None` for float.
+
+    Raises:
+      TypeError: it is neither a spec nor a string.
+      ValueError: it is no scheme, or one for files.
+    """
+    if value is None or isinstance(value, QSpec):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            message(
+                function,
+                f"`{argument}` is no QSpec and no scheme.",
+                given=f"{argument} == {shown(value)}"
+                if isinstance(value, (bool, int, float, Mapping))
+                else f"an object of type {type(value).__name__}",
+                expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
+                mend=_mend(value),
+            )
+        )
+    spec, contract = parse_scheme(value, role, function)
+    if contract is not None:
+        expected = "a contraction says which axes it sums over"
+        raise _wrong(function, "`contract` is for tensors of files.", value, expected)
+    return spec
+
+
+def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
+    """Returns the spec that is meant, where float is no answer."""
+    spec = as_spec(function, argument, value, role)
+    if spec is not None:
+        return spec
+    error = TypeError if value is None else ValueError
+    raise error(
+        message(
+            function,
+            f"`{argument}` is {value}, where a format is needed.",
+            given=f"{argument} == {value!r}",
+            expected='a jqx.QSpec, or a scheme such as "int8:tensor"',
+            mend='pass for example "int8", or leave the array as it is.',
+        )
+    )
+
+
+def _mend(value: Any) -> str:
+    """Returns how to pass what is close to a spec."""
+    if isinstance(value, Mapping):
+        return 'make a spec of the fields: jqx.QSpec("int8", symmetric=True).'
+    if isinstance(value, type) and issubclass(value, QSpec):
+        return 'make a spec: jqx.QSpec("int8").'
+    try:
+        name = format_of(value).name
+    except (TypeError, ValueError):
+        return 'pass for example "int8", or jqx.QSpec("int8", jqx.per_channel()).'
+    return f'pass the scheme "{name}", which is a scale a channel, or jqx.QSpec("{name}", ...).'
+
+
+def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
+    """Returns the options of a scheme, each with its value."""
+    given: dict[str, str] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        known = key in _OPTIONS and (key in _VALUED) == ("=" in option) == bool(value)
+        if key in given or not known:
+            raise _wrong(
+                function,
+                f"the option {option!r} is unknown, lacks a value, or is there twice.",
+                text,
+                ", ".join(f"{key}=..." if key in _VALUED else key for key in _OPTIONS),
+            )
+        given[key] = value
+    return given
+
+
+def _granularity(
+    function: str, text: str, qtype: jnp.dtype | QType, given: dict[str, str], role: Role
+) -> Any:
+    """Returns who shares a scale; `None` leaves that to `QSpec`."""
+    said = [name for name in (*_SIZES, *_GRANULARITIES) if name in given]
+    if len(said) > 1:
+        expected = f"one of {', '.join((*_SIZES, *_GRANULARITIES))}"
+        raise _wrong(function, "the scheme says twice who shares a scale.", text, expected)
+    if said and said[0] in _SIZES:
+        return per_group(_integer(function, text, given[said[0]]), tail=True)
+    if said == ["token"] and role == "weight":
+        expected = "channel: one scale for each index of an axis that its product keeps"
+        raise _wrong(function, "`token` is for activations.", text, expected)
+    if said:
+        return _GRANULARITIES[said[0]]()
+    form = format_of(qtype)
+    if isinstance(form, Block):
+        return per_group(form.size, tail=True)
+    if role == "array":
+        return None
+    if role == "weight":
+        return per_channel()
+    return per_token() if role == "state" or "dynamic" in given else per_tensor()
+
+
+def _calibrator(function: str, text: str, given: dict[str, str]) -> Calibrator:
+    name = given.get("calibrator")
+    if name is None:
+        return minmax if "asymmetric" in given else absmax
+    if name not in _CALIBRATORS:
+        expected = f"one of {', '.join(_CALIBRATORS)}"
+        raise _wrong(function, "the calibrator is unknown.", text, expected)
+    return _CALIBRATORS[name]
+
+
+def _integer(function: str, text: str, number: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,9}", number):
+        expected = "such as group=32 or contract=0,1"
+        raise _wrong(function, "a number of the scheme is none.", text, expected)
+    return int(number)
+
+
+def _unknown(function: str, name: str, known: Mapping[str, Any]) -> ValueError:
+    close = difflib.get_close_matches(name, known, n=1)
+    mend = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
+    if _PRESET.fullmatch(name):
+        mend = f"call the preset of that name: jqx.presets.{name}()."
+    expected = f"float, or one of {', '.join(known)}"
+    text = message(
+        function, "the format is unknown.", given=repr(name), expected=expected, mend=mend
+    )
+    return ValueError(text)
+
+
+def _wrong(function: str, problem: str, given: str, expected: str) -> ValueError:
+    mend = 'write a format and its options, such as "int8:tensor" or "int4:group=32:asymmetric".'
+    return ValueError(message(function, problem, given=given, expected=expected, mend=mend))

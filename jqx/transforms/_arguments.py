@@ -1,0 +1,150 @@
+"""What users pass as `f`, `plan`, `stats` and `batches`: checked, and named where it is something
+else that jqx makes, or stands in the place of another argument.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._checks import check_instance
+from .._errors import message
+from ..calibrators import Affine
+from ..policy import Policy, preset_of
+from ..tensor import QTensor
+from ._plan import Plan
+
+_MAKE = "plan = jqx.make_plan(f, policy)(params, x)"
+
+
+def check_function(function: str, f: Any) -> None:
+    """Checks that `f` can be traced."""
+    mend = f"call it in two steps: jqx.{function}(f, ...)(params, x)."
+    if callable(f) and not _is_unbound(f):
+        return
+    kind = "an array" if hasattr(f, "shape") else f"an object of type {type(f).__name__}"
+    if isinstance(f, (Plan, Policy)):
+        mend = f"pass the function first: jqx.{function}(f, ...)(params, x)."
+    elif hasattr(f, "shape"):
+        mend = f"pass the function itself, not what it returns: jqx.{function}(f, ...)(params, x)."
+    elif callable(f):
+        mend = "pass module.apply, whose parameters are the variables, or use jqx.linen."
+    raise TypeError(
+        message(
+            function,
+            "`f` is not a function.",
+            given=f"{kind}, a linen module without variables" if callable(f) else kind,
+            expected="a function of arrays and pytrees of arrays",
+            mend=mend,
+        )
+    )
+
+
+def check_plan(function: str, plan: Any, *others: Any, order: str, policies: bool = False) -> None:
+    """Checks that `plan` is a `Plan`, or, where these are taken, a `Policy`.
+
+    Args:
+      function: who asks, for messages.
+      plan: what was passed as the plan.
+      *others: what was passed beside it, one of which may be the plan.
+      order: how the function is called: `quantize_params(params, plan)`.
+      policies: whether a `Policy` will do.
+    """
+    kinds = (Plan, Policy) if policies else Plan
+    if isinstance(plan, kinds):
+        return
+    name = preset_of(plan)
+    if any(isinstance(other, Plan) for other in others):
+        mend = f"the arguments are in another order: call jqx.{order}."
+    elif isinstance(plan, Policy):
+        mend = f"a policy is no plan: plan first, {_MAKE}."
+    elif name is not None:
+        mend = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
+    elif callable(plan):
+        mend = f"call what jqx.make_plan returns: {_MAKE}."
+    else:
+        mend = "make one with jqx.make_plan(f, policy)(*args)."
+    check_instance(function, "plan", plan, kinds, mend=mend)
+
+
+def check_stats(function: str, argument: str, stats: Any) -> None:
+    """Checks that statistics are a dict of them, and no scales yet."""
+    is_dict = isinstance(stats, Mapping)
+    first = next(iter(stats.values()), None) if is_dict else None
+    if is_dict and not isinstance(first, Affine):
+        return
+    mend = "pass statistics from jqx.calibrate with the same plan."
+    given = f"an object of type {type(stats).__name__}"
+    if isinstance(first, Affine):
+        given, mend = "a dict of scales, from jqx.affines", "pass what jqx.calibrate returned."
+    elif isinstance(stats, tuple) and len(stats) == 2 and isinstance(stats[1], Mapping):
+        given = "a pair of which the second is a dict: what a function from jqx.calibrate returns"
+        mend = "take the second: out, stats = jqx.calibrate(f, plan)(params, x)."
+    elif isinstance(stats, (list, tuple)):
+        mend = "merge them first: jqx.merge_stats(plan, a, b), or jqx.calibrate_batches."
+    elif isinstance(stats, Plan):
+        mend = "pass the plan first."
+    elif callable(stats):
+        mend = "call it: out, stats = jqx.calibrate(f, plan)(params, x)."
+    raise TypeError(
+        message(
+            function,
+            f"`{argument}` is no dict of statistics.",
+            given=given,
+            expected="the statistics of a calibration, a dict",
+            mend=mend,
+        )
+    )
+
+
+def check_batches(function: str, batches: Any) -> None:
+    """Checks that batches can be iterated over, each a batch."""
+    mend = "pass a list, or a generator."
+    if isinstance(batches, (Iterable, QTensor)) and not isinstance(batches, (Mapping, str, bytes)):
+        return
+    kind = type(batches).__name__
+    given = f"a {kind}, which has its keys for items" if isinstance(batches, Mapping) else None
+    if isinstance(batches, Mapping):
+        mend = "pass a list of batches: [batch]."
+    elif isinstance(batches, (Plan, Policy)):
+        mend = "call jqx.calibrate_batches(f, plan, params, batches)."
+    raise TypeError(
+        message(
+            function,
+            "`batches` is no list of batches.",
+            given=given or f"an object of type {kind}",
+            expected="an iterable of batches, each a tuple of arguments, or a lone argument",
+            mend=mend,
+        )
+    )
+
+
+def check_batch(function: str, batch: Any, place: int) -> None:
+    """Checks that the leaves of a batch are arrays or numbers."""
+    for leaf in jax.tree.leaves(batch):
+        if not _is_value(leaf):
+            raise TypeError(
+                message(
+                    function,
+                    f"batch {place} holds something else than arrays.",
+                    given=f"an object of type {type(leaf).__name__}",
+                    expected="arrays and numbers, in a tuple of arguments or a lone argument",
+                    mend="convert it with jnp.asarray; bind what is static: "
+                    "functools.partial(f, train=False).",
+                )
+            )
+
+
+def _is_value(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OUSM"
+    known = (jax.Array, bool, int, float, complex)
+    return isinstance(leaf, known) or hasattr(leaf, "__jax_array__")
+
+
+def _is_unbound(f: Any) -> bool:
+    """Whether `f` is a linen module that has no variables: to call it is an error of Flax."""
+    linen = sys.modules.get("flax.linen")
+    return linen is not None and isinstance(f, linen.Module) and f.scope is None

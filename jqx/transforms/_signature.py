@@ -1,0 +1,72 @@
+"""Where a call is not the one that a plan was made for: the first difference, and what it means."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from .._errors import message
+
+_AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
+
+
+def parameter_line(path: str, leaf: Any) -> str:
+    """The line of a signature that describes one parameter."""
+    return f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
+
+
+def is_parameter_line(line: str) -> bool:
+    """Whether the line of a signature describes a parameter."""
+    return line.startswith("parameter ")
+
+
+def check_same(
+    function: str, signature: Sequence[str], planned: Sequence[str], mend: str = _AGAIN
+) -> None:
+    """Raises where a function, or its parameters, are not those that the plan was made for."""
+    if tuple(signature) == tuple(planned):
+        return
+    length = max(len(signature), len(planned))
+    pad = [*signature, *["(nothing)"] * (length - len(signature))]
+    own = [*planned, *["(nothing)"] * (length - len(planned))]
+    found, wanted = next((a, b) for a, b in zip(pad, own, strict=True) if a != b)
+    if _without_first_axis(wanted) == found:
+        mend = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
+    raise ValueError(
+        message(
+            function,
+            "the plan was made for another function or other parameters.",
+            given=found,
+            expected=wanted,
+            mend=mend,
+        )
+    )
+
+
+def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
+    """Raises where the operands of a contraction have other numbers of axes than they had."""
+    shapes = {item.address: item.shapes for item in (*plan.skipped, *plan.sites)}
+    for item in found:
+        now = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
+        planned = shapes.get(item.address) if item.address else None
+        if planned is None or [*map(len, now)] == [*map(len, planned)]:
+            continue
+        where = f" at path {item.path!r}" if item.path else ""
+        raise ValueError(
+            message(
+                function,
+                "an argument has another number of axes than when the plan was made.",
+                given=f"{item.op} of {_shown(now)}{where}",
+                expected=f"{_shown(planned)}, of any batch size",
+                mend="give it the axes that it had, such as x[None] for one example of a batch, or "
+                "make the plan for such an argument; under jax.vmap, for what one call sees.",
+            )
+        )
+
+
+def _without_first_axis(line: str) -> str:
+    """Returns the line of a parameter for one index of its first axis."""
+    return re.sub(r"\[\d+(, )?(.*)\]$", r"[\2]", line) if is_parameter_line(line) else ""
+
+
+def _shown(shapes: Sequence[Sequence[Any]]) -> str:
+    return " x ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)

@@ -1,0 +1,294 @@
+"""What a first user gets wrong: each an error in four parts that names the mend.
+
+Nothing is compiled.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+
+PARTS = r"jqx\.[\w.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+
+
+def f(params, x):
+    return jax.nn.relu(x @ params["w"]) @ params["v"].T
+
+
+def dense(w, x):
+    return x @ w
+
+
+def g(x, params):
+    return f(params, x)
+
+
+P = {"w": np.ones((64, 128), np.float32), "v": np.ones((10, 128), np.float32)}
+X = np.ones((4, 64), np.float32)
+RULES = [jqx.Rule("a")]
+W8A8, W8A16 = jqx.presets.w8a8(), jqx.presets.w8a16()
+PLAN = jqx.make_plan(f, W8A8)(P, X)
+STATS = {key: jqx.calibrators.absmax.empty((1, 1)) for key in PLAN.static_specs()}
+SCALE = jqx.calibrators.Affine(np.ones((1, 1), np.float32), None)
+AFFINES = dict.fromkeys(PLAN.static_specs(), SCALE)
+CLOSED = jnp.ones((64, 10))
+
+
+def traced(function, *args):
+    """Evaluates without computing anything."""
+    return jax.eval_shape(function, *args)
+
+
+MISTAKES = {
+    # policies
+    "a preset that is not called": (lambda: jqx.make_plan(f, jqx.presets.w8a8), "presets.w8a8()"),
+    "a preset by name": (lambda: jqx.make_plan(f, "w8a8"), "call the preset: jqx.presets.w8a8()"),
+    "a scheme as policy": (lambda: jqx.make_plan(f, "int8"), "jqx.Policy({'.*': ...})"),
+    "a list of rules": (lambda: jqx.make_plan(f, [jqx.Rule("w")]), "jqx.Policy([rule, ...])"),
+    "a rule": (lambda: jqx.make_plan(f, jqx.Rule("w")), "jqx.Policy([rule])"),
+    "a dict": (lambda: jqx.make_plan(f, {".*": "int8"}), "jqx.Policy({regex: scheme, ...})"),
+    "a spec as policy": (lambda: jqx.make_plan(f, jqx.QSpec("int8")), "jqx.Policy({'.*': ...})"),
+    "a policy of a name": (lambda: jqx.Policy("w8a8"), "jqx.presets.w8a8()"),
+    "no rules": (lambda: jqx.Policy(), "one list, jqx.Policy([rule, ...])"),
+    "rules one by one": (lambda: jqx.Policy(jqx.Rule("a"), jqx.Rule("b")), "one list"),
+    "a preset in a dict": (lambda: jqx.Policy({"a": jqx.presets.nf4}), "jqx.presets.nf4()"),
+    "a preset's name in a dict": (lambda: jqx.Policy({"a": "w4a16"}), "jqx.presets.w4a16()"),
+    "a dtype in a dict": (lambda: jqx.Policy({"a": jnp.int8}), 'the scheme "int8"'),
+    "a key that is no regex": (lambda: jqx.Policy({"(": "int8"}), "escape special characters"),
+    "a number for a key": (lambda: jqx.Policy({0: "int8"}), "pass a regular expression"),
+    "a list added": (lambda: W8A8 + RULES, "jqx.Policy([rule, ...])"),
+    "added to a list": (lambda: RULES + W8A8, "jqx.Policy([rule, ...])"),
+    "a preset added": (lambda: W8A8 + jqx.presets.w8a16, "jqx.presets.w8a16()"),
+    "a sum of policies": (lambda: sum([W8A8, W8A16]), "jqx.Policy([])"),
+    "a wrong regex": (lambda: jqx.make_plan(f, jqx.presets.w8a8("l.*"))(P, X), "correct its path"),
+    "an invalid regex": (lambda: jqx.presets.w8a8("(w"), "escape special characters"),
+    "excluded in vain": (
+        lambda: jqx.make_plan(f, jqx.presets.w8a8(exclude="head"))(P, X),
+        "correct its path",
+    ),
+    "excluded by a dict": (lambda: jqx.presets.w8a8(exclude={"w": 1}), 'exclude="head/.*"'),
+    # rules, specs, presets
+    "a spec by position": (lambda: jqx.Rule("w", jqx.QSpec("int8")), "specs have names: weight="),
+    "specs by position": (lambda: jqx.Rule("w", None, jqx.QSpec("int8")), "name the specs"),
+    "another field": (lambda: jqx.Rule("w", weights="int8"), "weights= is called weight="),
+    "a dtype for a spec": (lambda: jqx.Rule("w", weight=jnp.int4), 'the scheme "int4"'),
+    "fields for a spec": (lambda: jqx.Rule("w", weight={"qtype": "int4"}), "jqx.QSpec("),
+    "no such format": (lambda: jqx.Rule("w", weight="int9"), "write 'int8'"),
+    "no such option": (lambda: jqx.Rule("w", weight="int8:per_channel"), "int4:group=32"),
+    "no number": (lambda: jqx.Rule("w", weight="int8:group"), "int4:group=32"),
+    "a dynamic weight": (lambda: jqx.Rule("w", weight="int8:dynamic"), "format and its options"),
+    "axes of a file": (lambda: jqx.Rule("w", weight="int8:contract=0"), "format and its options"),
+    "a field of a preset": (lambda: jqx.presets.w8a8(weight={"bits": 4}), "says how many bits"),
+    "bits of a spec": (lambda: jqx.QSpec("int8", bits=4), 'jqx.QSpec("int4"'),
+    "no format": (lambda: jqx.QSpec(), "granularity=..., symmetric=..."),
+    "a format": (lambda: jqx.presets.w8a8(weight={"qtype": "int9"}), "pass 'int8'"),
+    "a scheme as format": (lambda: jqx.QSpec("int4:group=32"), "weight='int4:group=32'"),
+    "a granularity": (
+        lambda: jqx.presets.w8a8(weight={"granularity": "channel"}),
+        "pass jqx.per_channel()",
+    ),
+    "per_tensor by name": (lambda: jqx.QSpec("int8", "per_tensor"), "pass jqx.per_tensor()"),
+    "not called": (lambda: jqx.QSpec("int8", jqx.per_token), "pass jqx.per_token()"),
+    "a size": (lambda: jqx.QSpec("int8", 32), "pass jqx.per_group(32)"),
+    "a calibrator": (lambda: jqx.QSpec("int8", calibrator="mse"), "pass jqx.calibrators.mse"),
+    "a runtime": (lambda: jqx.QSpec("int8", numerics="onnx"), "pass jqx.numerics.onnx"),
+    "an estimator": (lambda: jqx.QSpec("int8", gradient="lsq"), "one of jqx.gradients"),
+    "a round mode": (lambda: jqx.QSpec("int8", round_mode="up"), "jqx.RoundMode.NEAREST"),
+    "unsigned": (lambda: jqx.QSpec("uint4"), "symmetric=False"),
+    "activations of w8a16": (lambda: jqx.presets.w8a16(activation={}), "w8a8_dynamic()"),
+    "a preset that is float": (lambda: jqx.presets.w8a8(weight="float"), 'pass for example "int8"'),
+    "a block twice": (lambda: jqx.presets.w4a16(block=64, weight="int4"), "drop block"),
+    "axes of a channel": (lambda: jqx.per_channel(0), "that a contraction keeps"),
+    "no group": (lambda: jqx.per_group(), "jqx.per_group(32)"),
+    "no axes": (lambda: jqx.per_axis(), "jqx.per_tensor()"),
+    "a block of no axis": (lambda: jqx.per_block(32), "{0: 32}"),
+    # operators and tensors
+    "no scale": (lambda: jqx.quantize(X, qtype=jnp.int8), "jqx.QTensor.quantize(x"),
+    "a format for a scale": (lambda: jqx.quantize(X, jnp.int8, qtype="int8"), "jax.Array"),
+    "no qtype": (lambda: jqx.quantize(X, 1.0), "qtype="),
+    "no scale again": (lambda: jqx.dequantize(X), "q.dequantize()"),
+    "a QTensor of a dtype": (lambda: jqx.QTensor.quantize(X, jnp.int8), 'the scheme "int8"'),
+    "a QTensor of nothing": (lambda: jqx.QTensor.quantize(X), "jqx.QSpec("),
+    "a QTensor without qtype": (lambda: jqx.QTensor(X, X), "jqx.QTensor.quantize"),
+    "a QTensor in float": (lambda: jqx.QTensor.quantize(X, "float"), 'for example "int8"'),
+    "a relative QTensor": (lambda: jqx.QTensor.quantize(X, "int8:channel"), "per_axis"),
+    "a target": (lambda: jqx.pack_for(P, "cuda"), "jax.default_backend()"),
+    "no target": (lambda: jqx.pack_for(P), 'jqx.pack_for(params, "cpu")'),
+    "target first": (lambda: jqx.pack_for("cpu", P), "jax.default_backend()"),
+    "no mode": (lambda: jqx.round(X), "jqx.RoundMode"),
+    "a state of floats": (lambda: jqx.quantize_state(P, {"w": "float"}), 'for example "int8"'),
+    "a state of dtypes": (lambda: jqx.quantize_state(P, {"w": jnp.int8}), "jqx.QSpec("),
+    "a state of a spec": (lambda: jqx.quantize_state(P, jqx.QSpec("int8")), "jqx.QSpec("),
+    # two steps
+    "all at once": (lambda: jqx.make_plan(f, W8A8, P, X), "jqx.make_plan(f, policy)(params, x)"),
+    "calibrated at once": (lambda: jqx.calibrate(f, PLAN, P, X), "in two steps"),
+    "converted at once": (lambda: jqx.convert(f, PLAN, AFFINES, P, X), "in two steps"),
+    "converted with x": (lambda: jqx.convert(f, PLAN, X)(P, X), "jqx.convert(f, plan, affines)"),
+    "simulated at once": (lambda: jqx.simulate(f, PLAN, AFFINES, P, X), "in two steps"),
+    "compared at once": (lambda: jqx.compare(f, PLAN, AFFINES, P, X), "in two steps"),
+    "param=": (lambda: jqx.make_plan(g, W8A8, param=1), "param= is called params="),
+    "policy first": (lambda: jqx.make_plan(W8A8, f), "pass the function first"),
+    "plan first": (lambda: jqx.convert(PLAN, f), "pass the function first"),
+    "a result for f": (lambda: jqx.make_plan(X, W8A8), "pass the function itself"),
+    "parameters for f": (lambda: jqx.make_plan(P, W8A8), "in two steps"),
+    "a plan for a policy": (lambda: jqx.make_plan(f, PLAN), "jqx.presets.w8a8()"),
+    "a plan that is not made": (
+        lambda: jqx.convert(f, jqx.make_plan(f, W8A8)),
+        "make_plan returns",
+    ),
+    "a preset for a plan": (lambda: jqx.convert(f, jqx.presets.w8a8), "jqx.presets.w8a8()"),
+    "parameters for a plan": (lambda: jqx.simulate(f, P), "jqx.make_plan(f, policy)"),
+    "params= of no number": (lambda: jqx.make_plan(f, W8A8, params="w"), "params"),
+    "params= too far": (lambda: jqx.make_plan(f, W8A8, params=2)(P, X), "params="),
+    # plans and what belongs to them
+    "quantized by a policy": (lambda: jqx.quantize_params(P, W8A8), "plan first"),
+    "quantized plan": (lambda: jqx.quantize_params(PLAN, P), "jqx.quantize_params(params, plan)"),
+    "quantized by statistics": (
+        lambda: jqx.quantize_params(P, PLAN, STATS),
+        "affines(plan, stats)",
+    ),
+    "affines of a policy": (lambda: jqx.affines(W8A8, STATS), "plan first"),
+    "affines swapped": (lambda: jqx.affines(STATS, PLAN), "jqx.affines(plan, stats)"),
+    "affines of a pair": (lambda: jqx.affines(PLAN, (X, STATS)), "out, stats = jqx.calibrate"),
+    "affines of a function": (
+        lambda: jqx.affines(PLAN, jqx.calibrate(f, PLAN)),
+        "call it: out, stats = jqx.calibrate",
+    ),
+    "affines of affines": (lambda: jqx.affines(PLAN, AFFINES), "what jqx.calibrate returned"),
+    "affines of a list": (lambda: jqx.affines(PLAN, [STATS]), "jqx.merge_stats(plan, a, b)"),
+    "affines of nothing": (lambda: jqx.affines(PLAN, {}), "jqx.calibrate with the same plan"),
+    "no statistics": (lambda: jqx.affines(PLAN), "jqx.affines(plan, stats)"),
+    "merged without plan": (lambda: jqx.merge_stats(STATS, STATS), "jqx.merge_stats(plan, a, b)"),
+    "merged, plan last": (lambda: jqx.merge_stats(STATS, STATS, PLAN), "merge_stats(plan, a, b)"),
+    "merged by a policy": (lambda: jqx.merge_stats(W8A8, STATS, STATS), "plan first"),
+    "merged pairs": (lambda: jqx.merge_stats(PLAN, (X, STATS), STATS), "take the second"),
+    "statistics for scales": (
+        lambda: jqx.convert(f, PLAN, STATS)(P, X),
+        "these are statistics: pass jqx.affines(plan, stats)",
+    ),
+    "a pair for scales": (lambda: jqx.simulate(f, PLAN, (X, STATS))(P, X), "out, stats ="),
+    "no scales": (lambda: jqx.convert(f, PLAN)(P, X), 'affines="dynamic"'),
+    "empty scales": (lambda: jqx.convert(f, PLAN, {})(P, X), "jqx.affines(plan, stats)"),
+    "a word for scales": (lambda: jqx.convert(f, PLAN, "auto")(P, X), "jqx.affines(plan, stats)"),
+    "batches swapped": (
+        lambda: jqx.calibrate_batches(f, P, PLAN, [X]),
+        "calibrate_batches(f, plan, params, batches)",
+    ),
+    "batches of a policy": (lambda: jqx.calibrate_batches(f, W8A8, P, [X]), "plan first"),
+    "batches of a dict": (lambda: jqx.calibrate_batches(f, PLAN, P, {"x": X}), "[batch]"),
+    "no batches": (lambda: jqx.calibrate_batches(f, PLAN, P, []), "make the generator anew"),
+    "missing batches": (lambda: jqx.calibrate_batches(f, PLAN, P), "params, batches)"),
+    "a batch of words": (
+        lambda: jqx.calibrate_batches(f, PLAN, P, [("text",)], progress=False),
+        "jnp.asarray",
+    ),
+    "a number for batches": (lambda: jqx.calibrate_batches(f, PLAN, P, 3), "pass a list"),
+    "reported, swapped": (lambda: jqx.report(P, PLAN), "jqx.report(plan, params)"),
+    "reported policy": (lambda: jqx.report(W8A8, P), "plan first"),
+    "explained by a preset": (
+        lambda: jqx.explain(f, P, X, plan=jqx.presets.w8a16),
+        "jqx.presets.w8a16()",
+    ),
+    "searched presets": (
+        lambda: jqx.diagnostics.search(f, PLAN, {"a": jqx.presets.w8a16}, None),
+        "jqx.presets.w8a16()",
+    ),
+    "saved, swapped": (lambda: jqx.save(P, "model.safetensors"), "jqx.save(path, tree)"),
+    "saved nothing": (lambda: jqx.save("model.safetensors"), "jqx.save("),
+    "loaded tree": (lambda: jqx.load(P), "path"),
+    # arguments of f
+    "x of another shape": (
+        lambda: traced(jqx.simulate(f, PLAN, AFFINES), P, X[:, 1:]),
+        "call f itself",
+    ),
+    "x of another rank": (
+        lambda: traced(jqx.convert(f, PLAN, AFFINES), P, X[None]),
+        "give it the axes that it had",
+    ),
+    "mapped over the batch": (
+        lambda: traced(jax.vmap(jqx.convert(f, PLAN, AFFINES), (None, 0)), P, X),
+        "under jax.vmap",
+    ),
+    "mapped over weights": (
+        lambda: traced(
+            jax.vmap(jqx.convert(f, PLAN, AFFINES)), {"w": X.T, "v": P["v"][:1].repeat(64, 0)}, X.T
+        ),
+        "in_axes=(None, 0)",
+    ),
+    "mapped over all": (
+        lambda: traced(
+            jax.vmap(
+                jqx.convert(lambda w, x: x @ w, jqx.make_plan(lambda w, x: x @ w, W8A16)(X, X.T))
+            ),
+            X,
+            X,
+        ),
+        "in_axes=(None, 0)",
+    ),
+    "x forgotten": (lambda: jqx.make_plan(f, W8A8)(P), "pass the arguments of f"),
+    "x twice": (lambda: jqx.make_plan(f, W8A8)(P, X, X), "pass the arguments of f"),
+    "no arguments": (lambda: jqx.make_plan(f, W8A8)(), "positional argument"),
+    "x first": (lambda: jqx.make_plan(f, W8A8)(X, P), "call f itself"),
+    "x first, planned": (
+        lambda: traced(jqx.simulate(f, PLAN, AFFINES), X, P),
+        "argument 1 has them: pass the arguments in the order of f",
+    ),
+    "parameters in a dict": (
+        lambda: traced(jqx.convert(f, PLAN, AFFINES), {"params": P}, X),
+        "make the plan again",
+    ),
+    "other parameters": (lambda: jqx.make_plan(f, W8A8)({"kernel": P["w"]}, X), "call f itself"),
+    "other weights": (
+        lambda: jqx.quantize_params({"w": P["w"][:, 1:], "v": P["v"]}, PLAN),
+        "make the plan again",
+    ),
+    "another function": (
+        lambda: traced(jqx.convert(lambda p, x: f(p, x) @ p["v"], PLAN, AFFINES), P, X),
+        "make the plan again",
+    ),
+    "numpy inside": (
+        lambda: jqx.make_plan(lambda p, x: np.dot(np.asarray(x), p["w"]), W8A16)(P, X),
+        "write f with jax.numpy",
+    ),
+    "a branch on a value": (
+        lambda: jqx.make_plan(lambda p, x: x @ p["w"] if x.sum() > 0 else x, W8A16)(P, X),
+        "write f with jax.numpy",
+    ),
+    # weights where jqx does not look for them
+    "x, params": (lambda: jqx.make_plan(g, W8A16)(X, P), "pass params=1"),
+    "x, a list": (lambda: jqx.make_plan(lambda x, p: x @ p[0], W8A16)(X, [P["w"]]), "params=1"),
+    "x, params by name": (lambda: jqx.make_plan(g, W8A16)(X, params=P), "by position"),
+    "a batch of a dict, params": (
+        lambda: jqx.make_plan(lambda b, p: f(p, b["x"]), W8A16)({"x": X}, P),
+        "pass params=1",
+    ),
+    "tokens, params": (
+        lambda: jqx.make_plan(lambda t, p: p["w"][t] @ p["v"].T, W8A16)(np.zeros((2, 3), int), P),
+        "its position as params=",
+    ),
+    "a closure": (lambda: jqx.make_plan(lambda x: x @ CLOSED, W8A16)(X), "f(params, x)"),
+    "a jitted closure": (
+        lambda: jqx.make_plan(jax.jit(lambda x: jnp.tanh(x @ CLOSED)), W8A16)(X),
+        "f(params, x)",
+    ),
+    "a closure, with a policy": (
+        lambda: traced(jqx.convert(lambda x: x @ CLOSED, W8A16), X),
+        "f(params, x)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_likely_mistake_is_an_error_that_names_the_mend(name):
+    mistake, mend = MISTAKES[name]
+    with pytest.raises(Exception, match=r"^jqx\.") as refusal:
+        mistake()
+    text = str(refusal.value)
+    assert refusal.type in (TypeError, ValueError) or issubclass(refusal.type, OSError), text
+    assert re.fullmatch(PARTS, text), text
+    assert mend in text, text
+    assert not re.search(r"Traced<|Array\(|<function|<locals>", text), text
