@@ -17,14 +17,15 @@ import jax.numpy as jnp
 
 from .. import calibrators, numerics
 from .._errors import message
-from ..calibrators import Calibrator, absmax, minmax, per_channel, per_group, per_tensor
+from ..calibrators import Calibrator, absmax, minmax
+from ..calibrators._shared import per_channel, per_group, per_tensor
 from ..numerics import Block, QType, format_of
 from ..tensor import QSpec
 
 _RULE = re.compile(r"(.+?)=([a-z][a-z0-9_]*(?::[a-z]+(?:=[^:=]+)?)*)", re.DOTALL)
 _CALIBRATORS = {n: c for n, c in vars(calibrators).items() if isinstance(c, Calibrator)}
 _FORMATS = {name: q for name, q in vars(numerics).items() if isinstance(q, QType)}
-_FORMATS |= {name: jnp.dtype(name) for name in numerics.DTYPES}
+_FORMATS |= {name: jnp.dtype(name) for name in numerics._shared.DTYPES}
 
 _OPTIONS = {
     "group": True,

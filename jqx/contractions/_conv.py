@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_at_least
-from ..numerics import common_dtype, power_below
-from ..tensor import Layout, QTensor
+from ..numerics._shared import common_dtype, power_below
+from ..tensor import QTensor
+from ..tensor._shared import Layout
 from ._blocks import with_own_scales
 from ._bytes import as_int8, longest
 from ._conv_dimensions import Window, padded

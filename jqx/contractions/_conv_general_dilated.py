@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, as_real, check_real, require_that
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum, shares_scale
 from ._bytes import is_byte, is_integer

@@ -8,7 +8,7 @@ from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum
 from ._dimensions import Dimensions

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._blocks import can_leave_sum
 from ._dot_general import dot_general

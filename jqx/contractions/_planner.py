@@ -9,8 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._checks import is_at_least
-from ..numerics import Minifloat, bit_width, common_dtype, format_of
-from ..tensor import QTensor, is_flipped
+from ..numerics import Minifloat, format_of
+from ..numerics._shared import bit_width, common_dtype
+from ..tensor import QTensor
+from ..tensor._shared import is_flipped
 from ._blocks import find_block
 from ._bytes import ACCUMULATOR, is_byte, is_integer, largest
 from ._convert import FEW_ROWS, convert, convert_row, convert_wide, dequantize, float8

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from .._checks import is_at_least
-from ..numerics import common_dtype, format_of
+from ..numerics import format_of
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._blocks import shares_scale, with_own_scales
 from ._convert import is_exact_in, numbers_of, parted, real_of

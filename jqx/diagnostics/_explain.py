@@ -9,7 +9,8 @@ import jax
 from .._checks import check_instance, require_that
 from ..policy import Policy
 from ..tensor import QTensor
-from ..transforms import GivenAffines, Plan, convert, is_array, make_plan, quantize_params
+from ..transforms import Plan, convert, make_plan, quantize_params
+from ..transforms._shared import GivenAffines, is_array
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from .._checks import check_instance, require_that
-from ..transforms import Plan, is_array, is_quantized, named_leaves, quantize_params
+from ..transforms import Plan, quantize_params
+from ..transforms._shared import is_array, is_quantized, named_leaves
 from ._table import Table, Tabular, decibels, finite
 from ._weights import WeightError, measure
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from .._checks import check_instance, require_that
 from ..policy import Policy, Rule
-from ..transforms import Plan, check_function
+from ..transforms import Plan
+from ..transforms._shared import check_function
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 from ._weights import bits_of

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     QuantizedFunction,
     Scales,
     Wanted,

@@ -9,8 +9,8 @@ from flax.core import DenyList, unfreeze
 
 from .._checks import check_instance, require_that
 from .._errors import message
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     Scales,
     Wanted,
     check_learnable,

@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from .._checks import check_instance, require_that
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     Scales,
     Wanted,
     check_learnable,

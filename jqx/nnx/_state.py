@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance, require_that
 from ..calibrators import Affine
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     QuantizedFunction,
     Scales,
     Wanted,

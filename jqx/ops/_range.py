@@ -12,15 +12,11 @@ from ..numerics import (
     Numerics,
     QType,
     SymmetricRange,
-    as_qtype,
-    compute_dtype,
-    divide,
     format_of,
-    narrow,
     ngraph,
     round_to_integer,
-    saturating_sum,
 )
+from ..numerics._shared import as_qtype, compute_dtype, divide, narrow, saturating_sum
 
 
 def affine_from_range(

@@ -6,7 +6,8 @@ import jax
 from jax.typing import ArrayLike
 
 from .._checks import as_real, check_instance
-from ..numerics import RoundMode, round_to_integer, widen
+from ..numerics import round_to_integer
+from ..numerics._shared import RoundMode, widen
 
 
 def round(x: ArrayLike, mode: RoundMode) -> jax.Array:

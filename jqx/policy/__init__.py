@@ -1,5 +1,4 @@
 """Rules and policies."""
 
-from ._rule import OPS as OPS
 from ._rule import Policy as Policy
 from ._rule import Rule as Rule

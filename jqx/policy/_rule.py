@@ -9,8 +9,6 @@ from .._checks import check_instance
 from .._errors import message
 from ..tensor import QSpec
 
-OPS = ("dot_general", "conv_general_dilated", "ragged_dot", "gather")
-
 
 @dataclasses.dataclass(frozen=True)
 class Rule:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from jax.typing import DTypeLike
 
 from .._checks import require_that
-from ..calibrators import Granularity, per_channel, per_group
+from ..calibrators import Granularity
+from ..calibrators._shared import per_channel, per_group
 from ..numerics import Block, QType, format_of
 from ..policy import Policy, Rule
 from ..tensor import QSpec

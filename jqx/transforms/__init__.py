@@ -1,37 +1,13 @@
 """Functional transforms: plan, calibrate, simulate, quantize, convert any JAX function."""
 
-from ._affines import GivenAffines as GivenAffines
-from ._calibrate import Affines as Affines
 from ._calibrate import affines as affines
-from ._calibrate import affines_seen as affines_seen
 from ._calibrate import calibrate as calibrate
 from ._calibrate import merge_stats as merge_stats
-from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import calibrate_batches as calibrate_batches
 from ._convert import convert as convert
-from ._find import is_marked as is_marked
-from ._interpret import Rules as Rules
-from ._interpret import interpret as interpret
-from ._interpret import view as view
 from ._make_plan import make_plan as make_plan
-from ._origin import Address as Address
 from ._plan import Plan as Plan
-from ._plan import Site as Site
-from ._plan import Weight as Weight
-from ._plan_call import as_plan as as_plan
-from ._plan_call import params_of as params_of
 from ._quantize_params import dequantize_params as dequantize_params
-from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_params as quantize_params
-from ._quantize_params import quantize_weight as quantize_weight
 from ._quantize_state import quantize_state as quantize_state
 from ._simulate import simulate as simulate
-from ._trace import Call as Call
-from ._trace import check_function as check_function
-from ._trace import is_array as is_array
-from ._trace import is_quantized as is_quantized
-from ._trace import trace_call as trace_call
-from ._weight import Trainable as Trainable
-from ._weight import codes_of as codes_of
-from ._weight import real_of as real_of
-from .primitives import Records as Records

@@ -11,11 +11,12 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import Dimensions, _planner
+from jqx.contractions import _planner
 from jqx.contractions._convert import FEW_ROWS
 from jqx.contractions._formulation import Formulation
 from jqx.contractions._planner import SHARE, SMALL, plan, plan_accumulator
 from jqx.contractions._scales import HowTo
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import as_float64
 from .blocks import magnitudes, real_values, weight

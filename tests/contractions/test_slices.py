@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.contractions import Dimensions
+from jqx.contractions._shared import Dimensions
 from jqx.contractions._slices import in_slices, slice_along
 
 from ..numerics.oracles import assert_floats

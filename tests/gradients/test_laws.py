@@ -9,11 +9,9 @@ import jqx
 from jqx.gradients import (
     ElementwiseGradientScaling,
     LearnedStep,
-    Parq,
     StochasticRounding,
     Surrogate,
     additive_noise,
-    check_estimator,
     dorefa,
     ewgs,
     lsq,
@@ -23,6 +21,7 @@ from jqx.gradients import (
     ste_unclipped,
     stochastic,
 )
+from jqx.gradients._shared import Parq, check_estimator
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import Parq, proximal_round
+from jqx.gradients import proximal_round
+from jqx.gradients._shared import Parq
 
 from ..ops.refusals import assert_refused
 from .points import RANGES, SCALES, case

@@ -10,7 +10,7 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import flatten
+from jqx.modules._shared import flatten
 
 from .networks import DOORS, POLICIES, Net, images, variables
 

@@ -13,16 +13,8 @@ from jax.typing import DTypeLike
 
 from ... import _compat
 from ..._compat import Eqn
-from ...contractions import (
-    Dimensions,
-    can_leave_sum,
-    conv_general_dilated,
-    dot_general,
-    dot_gradients,
-    einsum,
-    ragged_dot,
-    take,
-)
+from ...contractions import conv_general_dilated, dot_general, einsum, ragged_dot, take
+from ...contractions._shared import Dimensions, can_leave_sum, dot_gradients
 from ...tensor import QTensor
 from .._weight import real_of
 
