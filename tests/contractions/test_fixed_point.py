@@ -183,7 +183,7 @@ ONE = np.float32(1)
 )
 def test_of_refuses_scales_without_a_multiplier(scales, error, facts):
     of = functools.partial(Requantization.of, *scales, qtype=jnp.int8)
-    assert_refused(of, (), error, "Requantization.of", *facts)
+    assert_refused(of, (), error, "tflite.Requantization.of", *facts)
 
 
 @pytest.mark.parametrize("argument", ["lhs_scale", "rhs_scale", "output_scale"])

@@ -17,11 +17,12 @@ from jqx.gradients import (
     lsq,
     lsq_plus,
     pact,
+    parq,
     ste,
     ste_unclipped,
     stochastic,
 )
-from jqx.gradients._shared import Parq, check_estimator
+from jqx.gradients._shared import check_estimator
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +33,15 @@ ESTIMATORS = [
     LearnedStep(gradient_scale=False),
     lsq_plus,
     pact,
+    parq,
     dorefa,
     ewgs,
     ElementwiseGradientScaling(0.5),
     stochastic,
     StochasticRounding((0,)),
     additive_noise,
-    Parq(0.0),
-    Parq(0.5),
+    parq(0.0),
+    parq(0.5),
 ]
 KEY = jax.random.key(12)
 every = pytest.mark.parametrize("gradient", ESTIMATORS, ids=str)

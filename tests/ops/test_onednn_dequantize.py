@@ -218,4 +218,4 @@ REFUSED = {
 def test_dequantizing_is_refused_with_the_facts(case):
     function, operands, options, error, facts = REFUSED[case]
     f = functools.partial(function, **options)
-    assert_refused(f, operands, error, function.__name__, *facts)
+    assert_refused(f, operands, error, f"onednn.{function.__name__}", *facts)

@@ -369,7 +369,7 @@ REFUSED_BY_ONEDNN_QUANTIZE = {
 def test_onednn_quantize_refuses_with_the_facts(case):
     operands, options, error, facts = REFUSED_BY_ONEDNN_QUANTIZE[case]
     f = functools.partial(jqx.onednn.onednn_quantize, **options)
-    assert_refused(f, operands, error, "onednn_quantize", *facts)
+    assert_refused(f, operands, error, "onednn.onednn_quantize", *facts)
 
 
 @pytest.mark.parametrize("zps", [[2.7], [2**31], [True]])
