@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.tree_util import keystr
 
 from .._checks import check_instance, require_that
 from ..policy import Policy
-from ..tensor import QTensor
+from ..tensor import QTensor, pack_for
 from ..transforms import Plan, convert, make_plan, quantize_params
 from ..transforms._shared import GivenAffines, is_array
 from ._contraction import Contraction
@@ -16,6 +17,7 @@ from ._hlo import CODES
 from ._lowering import Lowering, lowering
 from ._lowering_table import multiplied, remarks, text_table
 from ._table import Table, Tabular
+from ._targets import target_of
 
 HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
 
@@ -63,11 +65,14 @@ class Explanation(Tabular):
         `jqx.convert` names.
       others: contractions of the program that belong to none of them.
       lowering: the whole program.
+      plain: paths of quantized weights that do not lie as the target contracts them fastest;
+        `quantize_params(..., target=)` and `pack_for` lay them out.
     """
 
     sites: tuple[Explained, ...]
     others: tuple[Contraction, ...]
     lowering: Lowering
+    plain: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> tuple[Explained, ...]:
         """Returns what stands on a path, in order; empty where nothing does."""
@@ -88,6 +93,7 @@ class Explanation(Tabular):
                 for site in self.sites
             ],
             "others": [c.to_dict() for c in self.others],
+            "plain": list(self.plain),
         }
 
     def table(self) -> Table:
@@ -103,6 +109,9 @@ def explain(
     target: str = "cpu",
 ) -> Explanation:
     """Compiles a quantized function, and says of each of its sites what multiplies what.
+
+    It also says how many weights lie as files keep them, and would be read faster laid out for the
+    target: by `jqx.quantize_params(..., target=)`, or `jqx.pack_for`.
 
     With a plan, `f` is the float function, and what is compiled is `jqx.convert(f, plan, affines)`,
     its weights quantized outside (float weights among `args` are taken as `quantize_params` makes
@@ -146,7 +155,8 @@ def explain(
             expected="a plan that they are the scales of",
             mend="pass plan=, or the converted function alone.",
         )
-        return _without_plan(lowering(f, *args, target=target))
+        low = lowering(f, *args, target=target)
+        return _without_plan(low, _plain(args, target))
     mend = "make one with jqx.make_plan(f, policy)(*args)."
     check_instance("explain", "plan", plan, (Plan, Policy), mend=mend)
     known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
@@ -156,6 +166,19 @@ def explain(
             convert(f, known, "dynamic" if affines is None else affines), *quantized, target=target
         ),
         known,
+        _plain(quantized, target),
+    )
+
+
+def _plain(args: Any, target: str) -> tuple[str, ...]:
+    """Returns the paths of QTensors that would lie otherwise if laid out for a target."""
+    platform = target_of("explain", target).platform
+    kind = "gpu" if platform == "cuda" else platform
+    flat, _ = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_quantized)
+    return tuple(
+        keystr(path[1:], simple=True, separator="/")
+        for path, q in flat
+        if _is_quantized(q) and pack_for(q, kind).layout != q.layout
     )
 
 
@@ -180,7 +203,7 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, QTensor)
 
 
-def _with_plan(low: Lowering, plan: Plan) -> Explanation:
+def _with_plan(low: Lowering, plan: Plan, plain: tuple[str, ...]) -> Explanation:
     found = _by_site(low)
     sites = []
     for site in plan.sites:
@@ -194,10 +217,10 @@ def _with_plan(low: Lowering, plan: Plan) -> Explanation:
         reason = f"left in float: {skip.reason}"
         sites.append(Explained(skip.path, skip.op, reason, _really(skip.op, parts), parts))
     others = tuple(c for parts in found.values() for c in parts)
-    return Explanation(tuple(sites), others, low)
+    return Explanation(tuple(sites), others, low, plain)
 
 
-def _without_plan(low: Lowering) -> Explanation:
+def _without_plan(low: Lowering, plain: tuple[str, ...]) -> Explanation:
     found = _by_site(low)
     others = tuple(found.pop("", ()))
     sites = []
@@ -205,7 +228,7 @@ def _without_plan(low: Lowering) -> Explanation:
         path, _, op = name.rpartition(":")
         op = op.partition("#")[0].partition("~")[0]
         sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts)))
-    return Explanation(tuple(sites), others, low)
+    return Explanation(tuple(sites), others, low, plain)
 
 
 def _by_site(low: Lowering) -> dict[str, list[Contraction]]:
@@ -258,4 +281,8 @@ def _cells(c: Contraction) -> tuple[str, ...]:
 def _footer(explanation: Explanation) -> str:
     done = sum(site.is_quantized for site in explanation.sites)
     count = len(explanation.sites)
-    return f"{done} of {count} contractions read codes on {explanation.lowering.target}"
+    text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
+    if not explanation.plain:
+        return text
+    lie = f"{len(explanation.plain)} weights lie plainly, and are read faster as target= of "
+    return f"{lie}quantize_params, or pack_for, lays them out\n{text}"

@@ -20,4 +20,6 @@ from ._layout import to_int8 as to_int8
 from ._partition import partition_specs as partition_specs
 from ._select import refine as refine
 from ._select import sliceable as sliceable
+from ._targets import TARGETS as TARGETS
+from ._targets import check_target as check_target
 from ._views import axis_groups as axis_groups
