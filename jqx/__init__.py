@@ -44,6 +44,9 @@ from .ops import quantize_dequantize as quantize_dequantize
 from .ops import round as round
 from .policy import Policy as Policy
 from .policy import Rule as Rule
+from .ptq import Algorithm as Algorithm
+from .ptq import Quantized as Quantized
+from .ptq import ptq as ptq
 from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor
 from .tensor import pack_for as pack_for

@@ -29,7 +29,9 @@ LAYERS = [
     ("presets",),
     ("transforms",),
     ("modules",),
-    ("linen", "nnx", "interop", "diagnostics"),
+    ("diagnostics",),
+    ("ptq",),
+    ("linen", "nnx", "interop"),
     ("_command_line",),
     ("__main__",),
 ]
@@ -143,7 +145,7 @@ def test_contractions_alone_bind_the_matrix_product():
 
 PUBLIC = {
     "jqx": """
-        QSpec QTensor Plan Policy RoundMode Rule
+        Algorithm QSpec QTensor Quantized Plan Policy RoundMode Rule ptq
         round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
@@ -276,7 +278,7 @@ def test_every_public_function_and_class_has_a_docstring_with_an_example():
             continue
         text = value.__doc__ or ""
         assert len(text) > 100, name
-        assert ">>>" in text or name in ("RoundMode", "Plan"), name
+        assert ">>>" in text or name in ("Algorithm", "Plan", "Quantized", "RoundMode"), name
 
 
 def test_importing_jqx_does_not_import_flax():

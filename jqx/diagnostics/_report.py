@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,6 +114,11 @@ def report(plan: Plan, params: Any) -> Report:
     check_instance(
         "report", "plan", plan, Plan, mend="make one with jqx.make_plan(f, policy)(...)."
     )
+    return report_of(plan, params, lambda: quantize_params(params, plan))
+
+
+def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
+    """Returns what quantization did to the weights; `quantize` returns them quantized."""
     given = _by_path(plan, params)
     abstract = [path for path, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)]
     require_that(
@@ -124,7 +130,7 @@ def report(plan: Plan, params: Any) -> Report:
         expected="float arrays",
         mend="pass the parameters, or print the plan, which needs no values.",
     )
-    quantized = _by_path(plan, quantize_params(params, plan))
+    quantized = _by_path(plan, quantize())
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     known = [n for n in macs if n is not None]
     whole = len(known) == len(macs) and sum(known) > 0

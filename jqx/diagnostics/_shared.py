@@ -1,5 +1,6 @@
 """What other folders of jqx import from this one, and users do not."""
 
+from ._report import report_of as report_of
 from ._table import Table as Table
 from ._table import decibels as decibels
 from ._table import finite as finite
