@@ -10,15 +10,16 @@ from . import gradients as gradients
 from . import interop as interop
 from . import numerics as numerics
 from . import observers as observers
+from . import onednn as onednn
 from . import presets as presets
-from .calibrators import per_axis as per_axis
-from .calibrators import per_block as per_block
-from .calibrators import per_channel as per_channel
-from .calibrators import per_group as per_group
-from .calibrators import per_tensor as per_tensor
-from .calibrators import per_token as per_token
-from .contractions import FixedPointRounding as FixedPointRounding
-from .contractions import Requantization as Requantization
+from . import tflite as tflite
+from ._old_names import renamed as _renamed
+from .calibrators._shared import per_axis as per_axis
+from .calibrators._shared import per_block as per_block
+from .calibrators._shared import per_channel as per_channel
+from .calibrators._shared import per_group as per_group
+from .calibrators._shared import per_tensor as per_tensor
+from .calibrators._shared import per_token as per_token
 from .contractions import conv_general_dilated as conv_general_dilated
 from .contractions import dot_general as dot_general
 from .contractions import dynamic_slice as dynamic_slice
@@ -27,28 +28,26 @@ from .contractions import einsum as einsum
 from .contractions import formulations as formulations
 from .contractions import matmul as matmul
 from .contractions import ragged_dot as ragged_dot
-from .contractions import requantize as requantize
 from .contractions import take as take
-from .contractions import zeros as zeros
 from .diagnostics import compare as compare
 from .diagnostics import explain as explain
 from .diagnostics import lowering as lowering
 from .diagnostics import report as report
 from .interop import load as load
 from .interop import save as save
-from .numerics import RoundMode as RoundMode
+from .numerics._shared import RoundMode as RoundMode
 from .ops import affine_from_range as affine_from_range
 from .ops import dequantize as dequantize
-from .ops import dynamic_dequantize as dynamic_dequantize
 from .ops import dynamic_quantize as dynamic_quantize
 from .ops import fake_quantize as fake_quantize
-from .ops import onednn_dequantize as onednn_dequantize
-from .ops import onednn_quantize as onednn_quantize
 from .ops import quantize as quantize
 from .ops import quantize_dequantize as quantize_dequantize
 from .ops import round as round
 from .policy import Policy as Policy
 from .policy import Rule as Rule
+from .ptq import Algorithm as Algorithm
+from .ptq import Quantized as Quantized
+from .ptq import ptq as ptq
 from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor
 from .tensor import pack_for as pack_for
@@ -64,4 +63,16 @@ from .transforms import quantize_params as quantize_params
 from .transforms import quantize_state as quantize_state
 from .transforms import simulate as simulate
 
+__getattr__ = _renamed(
+    __name__,
+    {
+        "FixedPointRounding": "jqx.tflite.FixedPointRounding",
+        "Requantization": "jqx.tflite.Requantization",
+        "dynamic_dequantize": "jqx.onednn.dynamic_dequantize",
+        "onednn_dequantize": "jqx.onednn.onednn_dequantize",
+        "onednn_quantize": "jqx.onednn.onednn_quantize",
+        "requantize": "jqx.tflite.requantize",
+        "zeros": "jqx.QTensor.zeros",
+    },
+)
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """The architecture, checked on the syntax trees of the package: layers, names, private places."""
 
 import ast
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -16,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     ("_errors",),
     ("_calls", "_checks", "_compat"),
-    ("_files",),
+    ("_files", "_old_names"),
     ("numerics",),
     ("gradients",),
     ("ops",),
@@ -24,11 +25,14 @@ LAYERS = [
     ("tensor",),
     ("contractions",),
     ("observers",),
+    ("onednn", "tflite"),
     ("policy",),
     ("presets",),
     ("transforms",),
     ("modules",),
-    ("linen", "nnx", "interop", "diagnostics"),
+    ("diagnostics",),
+    ("ptq",),
+    ("linen", "nnx", "interop"),
     ("_command_line",),
     ("__main__",),
 ]
@@ -75,11 +79,11 @@ def test_a_layer_imports_only_from_layers_below(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_another_folder_is_imported_by_its_package(path):
+def test_another_folder_is_imported_by_its_package_or_by_what_it_shares(path):
     for module, _, _ in imports(path):
         parts = module.split(".")
         if parts[0] == "jqx" and len(parts) > 2 and parts[1] != layer_of(path):
-            raise AssertionError(f"import {module} reaches inside another folder")
+            assert parts[2:] == ["_shared"], f"import {module} reaches inside another folder"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -121,7 +125,8 @@ def test_an_init_file_lists_each_name_once(path):
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                internal = path.parent.name == "contractions" and alias.name == "QTensor"
+                internal = alias.asname == "_renamed"
+                internal |= path.parent.name == "contractions" and alias.name == "QTensor"
                 assert alias.asname == alias.name or internal, f"{alias.name} is not re-exported"
                 names.append(alias.name)
     assert [name for name, count in Counter(names).items() if count > 1] == []
@@ -162,24 +167,136 @@ def test_the_planner_alone_tells_platforms_apart():
     assert found == ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
 
 
-FIXED = (
-    "round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize "
-    "affine_from_range QTensor QSpec Rule Policy Plan RoundMode per_tensor per_axis per_channel "
-    "per_token dot_general matmul make_plan calibrate merge_stats affines simulate "
-    "quantize_params convert presets numerics calibrators gradients observers"
-).split()
+PUBLIC = {
+    "jqx": """
+        Algorithm QSpec QTensor Quantized Plan Policy RoundMode Rule ptq
+        round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
+        affine_from_range per_tensor per_axis per_block per_channel per_group per_token
+        dot_general matmul einsum conv_general_dilated ragged_dot take formulations
+        dynamic_slice dynamic_update_slice pack_for
+        make_plan calibrate calibrate_batches merge_stats affines simulate convert
+        quantize_params dequantize_params quantize_state
+        compare explain lowering report save load
+        calibrators diagnostics gradients interop numerics observers onednn presets tflite
+    """,
+    "calibrators": """
+        Affine Calibrator Granularity Groups advance moving_average
+        AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse
+        Percentile percentile Rms rms
+    """,
+    "diagnostics": """
+        compare Comparison SiteError explain Explanation Explained lowering Lowering Contraction
+        ranges Ranges Accumulator Overflow report Report WeightError
+        search Assignment Bits Bytes Error sensitivity Sensitivities Sensitivity relative_error
+    """,
+    "gradients": """
+        Gradient GradientEstimator Surrogate straight_through ste ste_unclipped
+        LearnedStep lsq LearnedStepAndOffset lsq_plus pact dorefa dorefa_weights
+        ElementwiseGradientScaling ewgs StochasticRounding stochastic stochastic_round
+        additive_noise parq proximal_round
+    """,
+    "interop": "Archive load save save_leaves",
+    "linen": """
+        Mode quantize Quantized convert fix_scales learn_scales make_plan
+        Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention
+        MultiHeadDotProductAttention LoRADense merge_lora
+        DotGeneral ConvGeneralDilated promote_dtype
+    """,
+    "nnx": """
+        Mode quantize Quantized convert fix_scales learn_scales make_plan QParam Scale Stat
+        Conv ConvTranspose Einsum Embed Linear LinearGeneral MultiHeadAttention
+        LoRALinear merge_lora DotGeneral ConvGeneralDilated promote_dtype
+    """,
+    "numerics": """
+        QType format_of power_of_two round_to_integer step_of
+        Block mxfp4 mxfp6_e2m3 mxfp6_e3m2 mxfp8_e4m3 mxfp8_e5m2 mxint8 nvfp4
+        Codebook binary nf4 Integer int3 int5 int6 int7 ternary uint3 uint5 uint6 uint7
+        Minifloat Specials float6_e2m3fn float6_e3m2fn
+        Numerics SymmetricRange ngraph onednn onednn_runtime onnx openvino qwix tflite torchao
+    """,
+    "observers": """
+        Observer ObservedSite AbsMax absmax Hessian hessian Mean mean
+    """,
+    "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
+    "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
+    "tflite": "FixedPointRounding Requantization requantize",
+}
+"""What users may write: of jqx itself, and of each module of it that users meet."""
 
 
-def test_public_names_are_attributes_of_the_package():
-    assert [name for name in FIXED if not hasattr(jqx, name)] == []
+def exported(path: pathlib.Path) -> set[str]:
+    """The names that a file re-exports, as `Name as Name`."""
+    body = ast.parse(path.read_text()).body
+    aliases = [alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return {alias.asname for alias in aliases if alias.asname == alias.name}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_those_that_are_listed(module):
+    folder = ROOT if module == "jqx" else ROOT / module
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    assert exported(path) == set(PUBLIC[module].split())
+    found = importlib.import_module("jqx" if module == "jqx" else f"jqx.{module}")
+    assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
+
+
+def test_no_folder_exports_an_internal_name():
+    """A folder that users do not meet exports what jqx has of it at the top, and no more."""
+    top = {}
+    for module, name, _ in imports(ROOT / "__init__.py"):
+        top.setdefault(module, set()).add(name)
+    top["jqx.modules"] = {"Mode"}  # of jqx.linen and jqx.nnx
+    top["jqx._command_line"] = {"main"}
+    top["jqx.contractions"] |= {"Formulation", "using"}  # to extend jqx
+    top["jqx.transforms"] |= {"Contraction", "View", "primitive_rules"}
+    folders = {path.parent.name for path in FILES if path.parent.parent == ROOT}
+    for folder in folders - set(PUBLIC):
+        assert exported(ROOT / folder / "__init__.py") == top[f"jqx.{folder}"], folder
+
+
+def test_what_a_folder_shares_is_not_public():
+    for path in ROOT.glob("*/_shared.py"):
+        assert not exported(path) & exported(path.with_name("__init__.py")), name_of(path)
+
+
+OLD = {
+    "jqx.FixedPointRounding": jqx.tflite.FixedPointRounding,
+    "jqx.Requantization": jqx.tflite.Requantization,
+    "jqx.calibrators.Hqo": jqx.calibrators.Hqq,
+    "jqx.calibrators.hqo": jqx.calibrators.hqq,
+    "jqx.calibrators.per_axis": jqx.per_axis,
+    "jqx.diagnostics.sqnr": None,
+    "jqx.dynamic_dequantize": jqx.onednn.dynamic_dequantize,
+    "jqx.gradients.Parq": jqx.gradients.parq,
+    "jqx.gradients.StraightThrough": type(jqx.gradients.ste),
+    "jqx.numerics.RoundMode": jqx.RoundMode,
+    "jqx.numerics.divide": None,
+    "jqx.onednn_dequantize": jqx.onednn.onednn_dequantize,
+    "jqx.onednn_quantize": jqx.onednn.onednn_quantize,
+    "jqx.requantize": jqx.tflite.requantize,
+    "jqx.zeros": jqx.QTensor.zeros,
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_old_name_works_and_says_what_to_write_instead(old):
+    module, name = old.rsplit(".", 1)
+    with pytest.warns(DeprecationWarning, match=rf"^{old} goes in the next release: ") as caught:
+        found = getattr(importlib.import_module(module), name)
+    assert caught[0].filename == __file__
+    assert found is not None and OLD[old] in (None, found)
+
+
+def test_a_name_that_never_was_is_no_attribute():
+    for module in (jqx, jqx.numerics, jqx.calibrators, jqx.gradients, jqx.diagnostics):
+        for name in ("nothing", "__wrapped__"):
+            with pytest.raises(AttributeError, match=f"{module.__name__}.*{name}"):
+                getattr(module, name)
 
 
 def test_every_public_object_has_one_name():
     public = {name: value for name, value in vars(jqx).items() if not name.startswith("_")}
-    folders = {path.parent.name for path in FILES if path.name == "__init__.py"}
-    modules = {name for name in public if name in folders}
-    assert modules >= {"presets", "numerics", "calibrators", "gradients", "observers"}
-    count = Counter(id(value) for name, value in public.items() if name not in modules)
+    count = Counter(id(value) for value in public.values())
     assert [name for name, value in public.items() if count[id(value)] > 1] == []
 
 
@@ -190,7 +307,7 @@ def test_every_public_function_and_class_has_a_docstring_with_an_example():
             continue
         text = value.__doc__ or ""
         assert len(text) > 100, name
-        assert ">>>" in text or name in ("RoundMode", "Plan"), name
+        assert ">>>" in text or name in ("Algorithm", "Plan", "Quantized", "RoundMode"), name
 
 
 def test_importing_jqx_does_not_import_flax():

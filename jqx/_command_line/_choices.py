@@ -21,7 +21,8 @@ from .. import presets
 from .._checks import normalize_axes, require_that
 from ..interop import Archive
 from ..numerics import format_of
-from ..tensor import QSpec, QTensor, Scheme, parse_scheme
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import Scheme, parse_scheme
 from ._scheme import FileRule, parse_rule
 
 _SUFFIXES = ("weight", "weights", "kernel", "embedding", "embeddings")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..diagnostics import Table, decibels, scheme_of
+from ..diagnostics._shared import Table, decibels, scheme_of
 from ..interop import Archive
 from ..tensor import QTensor
 from ._output import print_json

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..diagnostics import finite
+from ..diagnostics._shared import finite
 
 
 def print_json(data: Any) -> None:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from .._checks import require_that
 from .._errors import message
 from .._files import Replacement
-from ..diagnostics import Report, measure
+from ..diagnostics import Report
+from ..diagnostics._shared import measure
 from ..interop import Archive
 from ..tensor import QTensor
 from ._choices import Choice, add_choices, choose, quantize_leaf

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .._checks import require_that
-from ..diagnostics import Table, scheme_of
+from ..diagnostics._shared import Table, scheme_of
 from ..interop import Archive, save_leaves
 from ..tensor import QTensor
 from ._choices import Choice, add_choices, choose, quantize_leaf

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from .._checks import require_that
-from ..diagnostics import Report, WeightError, measure
+from ..diagnostics import Report, WeightError
+from ..diagnostics._shared import measure
 from ..interop import Archive
 from ..tensor import QTensor
 from ._choices import Choice, add_choices, choose, quantize_leaf

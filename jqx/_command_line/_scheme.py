@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from .._errors import message
-from ..tensor import Scheme, parse_scheme
+from ..tensor._shared import Scheme, parse_scheme
 
 _RULE = re.compile(r"(.+?)=([a-z][a-z0-9_]*(?::[a-z]+(?:=[^:=]+)?)*)", re.DOTALL)
 

@@ -1,5 +1,6 @@
 """Granularities and calibrators, values that a user passes: from observed values to a scale."""
 
+from .._old_names import renamed as _renamed
 from ._absmax import AbsMax as AbsMax
 from ._absmax import absmax as absmax
 from ._calibrator import Affine as Affine
@@ -12,22 +13,9 @@ from ._entropy import entropy as entropy
 from ._fixed import Fixed as Fixed
 from ._fixed import fixed as fixed
 from ._granularity import Granularity as Granularity
-from ._granularity import PerAxis as PerAxis
-from ._granularity import PerBlock as PerBlock
-from ._granularity import PerGroup as PerGroup
-from ._granularity import PerKeptAxis as PerKeptAxis
-from ._granularity import PerRun as PerRun
-from ._granularity import PerTensor as PerTensor
-from ._granularity import is_without_blocks as is_without_blocks
-from ._granularity import per_axis as per_axis
-from ._granularity import per_block as per_block
-from ._granularity import per_channel as per_channel
-from ._granularity import per_group as per_group
-from ._granularity import per_tensor as per_tensor
-from ._granularity import per_token as per_token
 from ._groups import Groups as Groups
-from ._hqo import Hqo as Hqo
-from ._hqo import hqo as hqo
+from ._hqq import Hqq as Hqq
+from ._hqq import hqq as hqq
 from ._minmax import MinMax as MinMax
 from ._minmax import minmax as minmax
 from ._moving_average import moving_average as moving_average
@@ -37,3 +25,17 @@ from ._percentile import Percentile as Percentile
 from ._percentile import percentile as percentile
 from ._rms import Rms as Rms
 from ._rms import rms as rms
+
+__getattr__ = _renamed(
+    __name__,
+    {
+        "Hqo": "jqx.calibrators.Hqq",
+        "hqo": "jqx.calibrators.hqq",
+        "per_axis": "jqx.per_axis",
+        "per_block": "jqx.per_block",
+        "per_channel": "jqx.per_channel",
+        "per_group": "jqx.per_group",
+        "per_tensor": "jqx.per_tensor",
+        "per_token": "jqx.per_token",
+    },
+)

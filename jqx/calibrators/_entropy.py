@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import QType, RoundMode, format_of
+from ..numerics import QType, format_of
+from ..numerics._shared import RoundMode
 from ._arguments import check_count
 from ._calibrator import Affine, Affinity, look_at, poisoned
 from ._cover import cover

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E8M0, Block, format_of
+from ..numerics import Block, format_of
+from ..numerics._shared import E8M0
 from ._arguments import check_count, check_number
 from ._calibrator import Affine, Affinity, look_at, poisoned
 from ._cover import cover

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gradients import ste
-from ..numerics import RoundMode
-from ..ops import affine_fake_quantize
+from ..numerics._shared import RoundMode
+from ..ops._shared import affine_fake_quantize
 from ._calibrator import Affine, Affinity
 from ._histogram import EDGES, ZERO, HistogramStats, extremes
 from ._rows import rows_of

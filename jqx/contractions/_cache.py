@@ -6,19 +6,19 @@ stays, and what is written is quantized with it.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_instance, check_real, require_that
-from ..calibrators import Affine, Groups, absmax, minmax, per_block, per_tensor
-from ..numerics import E8M0, Block, Integer, format_of
-from ..tensor import QSpec, QTensor, groups_of, refine, to_int8
+from .._checks import as_real, require_that
+from ..calibrators import Affine, Groups, absmax, minmax
+from ..calibrators._shared import per_block, per_tensor
+from ..numerics import Integer, format_of
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import refine, to_int8
 from ._dot_general import Operand
 from ._window import (
     Window,
@@ -30,62 +30,6 @@ from ._window import (
     sliced,
     window_of,
 )
-
-
-def zeros(
-    shape: Sequence[int],
-    spec: QSpec,
-    dtype: DTypeLike = jnp.float32,
-    *,
-    affine: Affine | None = None,
-) -> QTensor:
-    """Returns a QTensor of zeros, such as an empty cache to be written by `dynamic_update_slice`.
-
-    Args:
-      shape: its shape.
-      spec: a `QSpec` with an absolute granularity.
-      dtype: dtype of the real array.
-      affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1 and
-        the zero point 0. A scale that many writes share is never found anew: give the calibrated
-        one.
-
-    Returns:
-      QTensor of the codes of 0 (in a format without, of the number nearest to it).
-
-    Raises:
-      TypeError: `shape` is not a tuple, `spec` not a `QSpec`, or `dtype` no float.
-      ValueError: the granularity is relative, or does not fit the shape; nor does `affine`.
-
-    Gradient: none.
-    NaN and infinities: as `affine` has them.
-
-    Example:
-      >>> import jqx, jax.numpy as jnp
-      >>> jqx.zeros((2, 128, 4, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
-      QTensor(int8[2, 128, 4, 64] per_axis(0, 1, 2), scale float32[2, 128, 4, 1], dtype=float32, \
-69,632 bytes)
-    """
-    check_instance("zeros", "shape", shape, (tuple, list), mend="pass for example (2, 128, 64).")
-    check_instance("zeros", "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8).")
-    dtype = as_dtype("zeros", "dtype", dtype)
-    check_real("zeros", "`dtype`", dtype)
-    return _zeros(affine, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
-
-
-@partial(jax.jit, static_argnames=("shape", "spec", "dtype"))  # no array of floats is made
-def _zeros(
-    affine: Affine | None, *, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
-) -> QTensor:
-    form, entries = format_of(spec.qtype), groups_of("zeros", spec, shape).scale_shape
-    if affine is None and isinstance(form, Block) and form.two_level:
-        codes = jnp.ones(entries, form.scale_qtype)
-        inner = jnp.ones(spec.of_second_scale(len(shape)).scale_shape(entries), jnp.float32)
-        scale = QTensor(codes, inner, qtype=form.scale_qtype)
-        affine = Affine(scale)  # type: ignore[arg-type]
-    elif affine is None:
-        scale = jnp.ones(entries, E8M0 if isinstance(form, Block) else jnp.float32)
-        affine = Affine(scale, None if spec.symmetric else jnp.zeros(entries, form.storage))
-    return QTensor.quantize(jnp.zeros(shape, dtype), spec, affine)
 
 
 @called("dynamic_slice")
@@ -164,7 +108,7 @@ def dynamic_update_slice(
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> cache = jqx.zeros((4, 2), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+      >>> cache = jqx.QTensor.zeros((4, 2), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
       >>> cache = jqx.dynamic_update_slice(cache, jnp.array([[1.0, 254.0]]), (jnp.int32(1), 0))
       >>> cache.dequantize()
       Array([[  0.,   0.],
@@ -181,7 +125,7 @@ def dynamic_update_slice(
             problem="a QTensor cannot be written to an array.",
             given=f"update {update!r}",
             expected="an array, or a QTensor as operand",
-            mend="pass update.dequantize(), or start from jqx.zeros(shape, spec).",
+            mend="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
         )
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
@@ -321,7 +265,7 @@ def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
         problem="`operand` has no place for the zero points.",
         given=f"zero points of shape {() if new is None else new.shape} for operand {q!r}",
         expected="a symmetric update" if old is None else "a zero point for each scale",
-        mend="start from jqx.zeros(shape, spec) with the spec of update.",
+        mend="start from jqx.QTensor.zeros(shape, spec) with the spec of update.",
     )
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, dot_general, is_empty
 from ._how._blocks import can_leave_sum, shares_scale

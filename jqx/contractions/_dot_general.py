@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._calls import called
 from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._how._blocks import can_leave_sum
 from ._how._planner import SUMS, plan

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
-from ..numerics import common_dtype
+from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._dot_general import dot_general
 from ._how._blocks import can_leave_sum

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from ..calibrators import Affine, Groups
-from ..numerics import bit_width
-from ..tensor import QTensor, refine
+from ..numerics._shared import bit_width
+from ..tensor import QTensor
+from ..tensor._shared import refine
 from ._cache import spec_like, values_as
 
 FILL = lax.GatherScatterMode.FILL_OR_DROP

@@ -1,5 +1,6 @@
 """Which layer hurts, is it really quantized, what will the chip run."""
 
+from .._old_names import renamed as _renamed
 from ._accumulators import Accumulator as Accumulator
 from ._compare import Comparison as Comparison
 from ._compare import SiteError as SiteError
@@ -24,11 +25,6 @@ from ._sensitivity import Sensitivities as Sensitivities
 from ._sensitivity import Sensitivity as Sensitivity
 from ._sensitivity import sensitivity as sensitivity
 from ._sweep import relative_error as relative_error
-from ._table import Table as Table
-from ._table import decibels as decibels
-from ._table import finite as finite
 from ._weights import WeightError as WeightError
-from ._weights import bits_of as bits_of
-from ._weights import measure as measure
-from ._weights import scheme_of as scheme_of
-from ._weights import sqnr as sqnr
+
+__getattr__ = _renamed(__name__, {})

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import Eqn
-from ..calibrators import Affine, per_tensor
-from ..contractions import longest
+from ..calibrators import Affine
+from ..calibrators._shared import per_tensor
+from ..contractions._shared import longest
 from ..numerics import Block, Integer, format_of
-from ..ops import affine_dequantize, affine_quantize
+from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
-from ..transforms import Address, Site, contraction_of
+from ..transforms._shared import Address, Site, contraction_of
 from ._interval_arrays import image
 from ._interval_rules import RULES
 from ._intervals import (

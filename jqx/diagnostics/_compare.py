@@ -22,11 +22,11 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
-from ..transforms import (
+from ..transforms import Plan
+from ..transforms._shared import (
     Address,
     Call,
     GivenAffines,
-    Plan,
     Records,
     Rules,
     Site,

@@ -5,25 +5,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.tree_util import keystr
 
 from .._calls import called
 from .._checks import require_that
 from ..policy import Policy
-from ..tensor import QTensor
-from ..transforms import (
-    GivenAffines,
-    Plan,
-    check_plan,
-    convert,
-    is_array,
-    make_plan,
-    quantize_params,
-)
+from ..tensor import QTensor, pack_for
+from ..transforms import Plan, convert, make_plan, quantize_params
+from ..transforms._shared import GivenAffines, check_plan, is_array
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
 from ._lowering_table import multiplied, remarks, text_table
 from ._table import Table, Tabular
+from ._targets import target_of
 
 HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
 
@@ -71,11 +66,14 @@ class Explanation(Tabular):
         `jqx.convert` names.
       others: contractions of the program that belong to none of them.
       lowering: the whole program.
+      plain: paths of quantized weights that do not lie as the target contracts them fastest;
+        `quantize_params(..., target=)` and `pack_for` lay them out.
     """
 
     sites: tuple[Explained, ...]
     others: tuple[Contraction, ...]
     lowering: Lowering
+    plain: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> tuple[Explained, ...]:
         """Returns what stands on a path, in order; empty where nothing does."""
@@ -96,6 +94,7 @@ class Explanation(Tabular):
                 for site in self.sites
             ],
             "others": [c.to_dict() for c in self.others],
+            "plain": list(self.plain),
         }
 
     def table(self) -> Table:
@@ -112,6 +111,9 @@ def explain(
     target: str = "cpu",
 ) -> Explanation:
     """Compiles a quantized function, and says of each of its sites what multiplies what.
+
+    It also says how many weights lie as files keep them, and would be read faster laid out for the
+    target: by `jqx.quantize_params(..., target=)`, or `jqx.pack_for`.
 
     With a plan, `f` is the float function, and what is compiled is `jqx.convert(f, plan, affines)`,
     its weights quantized outside (float weights among `args` are taken as `quantize_params` makes
@@ -155,7 +157,8 @@ def explain(
             expected="a plan that they are the scales of",
             mend="pass plan=, or the converted function alone.",
         )
-        return _without_plan(lowering(f, *args, target=target))
+        low = lowering(f, *args, target=target)
+        return _without_plan(low, _plain(args, target))
     check_plan("explain", plan, order="explain(f, *args, plan=plan)", policies=True)
     known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
     quantized = _with_codes(args, known)
@@ -164,6 +167,19 @@ def explain(
             convert(f, known, "dynamic" if affines is None else affines), *quantized, target=target
         ),
         known,
+        _plain(quantized, target),
+    )
+
+
+def _plain(args: Any, target: str) -> tuple[str, ...]:
+    """Returns the paths of QTensors that would lie otherwise if laid out for a target."""
+    platform = target_of("explain", target).platform
+    kind = "gpu" if platform == "cuda" else platform
+    flat, _ = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_quantized)
+    return tuple(
+        keystr(path[1:], simple=True, separator="/")
+        for path, q in flat
+        if _is_quantized(q) and pack_for(q, kind).layout != q.layout
     )
 
 
@@ -188,7 +204,7 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, QTensor)
 
 
-def _with_plan(low: Lowering, plan: Plan) -> Explanation:
+def _with_plan(low: Lowering, plan: Plan, plain: tuple[str, ...]) -> Explanation:
     found = _by_site(low)
     sites = []
     for site in plan.sites:
@@ -202,10 +218,10 @@ def _with_plan(low: Lowering, plan: Plan) -> Explanation:
         reason = f"left in float: {skip.reason}"
         sites.append(Explained(skip.path, skip.op, reason, _really(skip.op, parts), parts))
     others = tuple(c for parts in found.values() for c in parts)
-    return Explanation(tuple(sites), others, low)
+    return Explanation(tuple(sites), others, low, plain)
 
 
-def _without_plan(low: Lowering) -> Explanation:
+def _without_plan(low: Lowering, plain: tuple[str, ...]) -> Explanation:
     found = _by_site(low)
     others = tuple(found.pop("", ()))
     sites = []
@@ -213,7 +229,7 @@ def _without_plan(low: Lowering) -> Explanation:
         path, _, op = name.rpartition(":")
         op = op.partition("#")[0].partition("~")[0]
         sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts)))
-    return Explanation(tuple(sites), others, low)
+    return Explanation(tuple(sites), others, low, plain)
 
 
 def _by_site(low: Lowering) -> dict[str, list[Contraction]]:
@@ -266,4 +282,8 @@ def _cells(c: Contraction) -> tuple[str, ...]:
 def _footer(explanation: Explanation) -> str:
     done = sum(site.is_quantized for site in explanation.sites)
     count = len(explanation.sites)
-    return f"{done} of {count} contractions read codes on {explanation.lowering.target}"
+    text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
+    if not explanation.plain:
+        return text
+    lie = f"{len(explanation.plain)} weights lie plainly, and are read faster as target= of "
+    return f"{lie}quantize_params, or pack_for, lays them out\n{text}"

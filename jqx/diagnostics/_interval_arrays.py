@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Eqn
-from ..transforms import contraction_of
+from ..transforms._shared import contraction_of
 from ._interval_elementwise import raised
 from ._interval_rule import Rule, any_of, dtype_of
 from ._intervals import (

@@ -11,7 +11,8 @@ from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
 from ..tensor import QTensor
-from ..transforms import Address, Plan, addressed, is_marked, view
+from ..transforms import Plan
+from ..transforms._shared import Address, addressed, is_marked, view
 from ._accumulators import at_site
 from ._interval_loops import NOWHERE, literal, scan, while_loop
 from ._interval_notes import Notes

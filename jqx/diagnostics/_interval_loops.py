@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
-from ..tensor import refine
-from ..transforms import Address
+from ..tensor._shared import refine
+from ..transforms._shared import Address
 from ._intervals import Interval, anything, hull, is_integer, limits, of_value, summed
 
 STEPS = 128

@@ -12,9 +12,9 @@ from .. import _compat
 from .._checks import require_that
 from ..calibrators import Affine
 from ..policy import Policy
-from ..transforms import (
+from ..transforms import Plan
+from ..transforms._shared import (
     Call,
-    Plan,
     as_plan,
     check_function,
     is_array,

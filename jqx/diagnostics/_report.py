@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .._calls import called
 from .._checks import require_that
-from ..transforms import Plan, check_plan, is_array, is_quantized, named_leaves, quantize_params
+from ..transforms import Plan, quantize_params
+from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves
 from ._table import Table, Tabular, decibels, finite
 from ._weights import WeightError, measure
 
@@ -112,6 +114,11 @@ def report(plan: Plan, params: Any) -> Report:
       (4352, 1568, ['b'])
     """
     check_plan("report", plan, params, order="report(plan, params)")
+    return report_of(plan, params, lambda: quantize_params(params, plan))
+
+
+def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
+    """Returns what quantization did to the weights; `quantize` returns them quantized."""
     given = _by_path(plan, params)
     abstract = [path for path, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)]
     require_that(
@@ -123,7 +130,7 @@ def report(plan: Plan, params: Any) -> Report:
         expected="float arrays",
         mend="pass the parameters, or print the plan, which needs no values.",
     )
-    quantized = _by_path(plan, quantize_params(params, plan))
+    quantized = _by_path(plan, quantize())
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     known = [n for n in macs if n is not None]
     whole = len(known) == len(macs) and sum(known) > 0

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._checks import check_instance, require_that
-from ..policy import Policy, Rule, check_policy
-from ..transforms import Plan, check_function, check_plan
+from ..policy import Policy, Rule
+from ..policy._shared import check_policy
+from ..transforms import Plan
+from ..transforms._shared import check_function, check_plan
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 from ._weights import bits_of

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ..policy import Policy
-from ..transforms import Plan, check_function, params_of
+from ..transforms import Plan
+from ..transforms._shared import check_function, params_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 

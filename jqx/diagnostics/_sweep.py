@@ -18,20 +18,17 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
-from ..transforms import (
+from ..transforms import Plan, affines, calibrate_batches, make_plan
+from ..transforms._shared import (
     Call,
-    Plan,
     Records,
     Rules,
     Site,
-    affines,
     arguments_of,
     as_plan,
-    calibrate_batches,
     interpret,
     is_array,
     is_quantized,
-    make_plan,
     quantize_weight,
     real_of,
     trace_call,

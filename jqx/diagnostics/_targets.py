@@ -14,7 +14,7 @@ import jax
 from .. import _compat
 from .._checks import require_that
 from .._errors import message
-from ..transforms import is_array
+from ..transforms._shared import is_array
 
 
 @dataclass(frozen=True)

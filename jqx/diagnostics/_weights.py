@@ -16,7 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import as_real, check_instance, require_that
-from ..numerics import QType, RoundMode, format_of
+from ..numerics import QType, format_of
+from ..numerics._shared import RoundMode
 from ..tensor import QTensor
 
 _CHUNK = 1 << 20

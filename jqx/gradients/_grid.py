@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ..numerics import divide
+from ..numerics._shared import divide
 
 
 def grid(low: jax.Array, high: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._checks import as_like, as_real, check_instance, require_that
-from ..numerics import compute_dtype, divide
+from ..numerics._shared import compute_dtype, divide
 from ._grid import grid
 from ._ste import clamp, straight_through
 
@@ -65,7 +65,7 @@ def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Parq:
-    """Moves `x` toward its level with a slope; backward as `ste`.
+    """Moves `x` toward its level with a slope; backward as `ste`. See `parq`.
 
     Attributes:
       inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each value compiles anew;
@@ -77,11 +77,13 @@ class Parq:
 
     def __post_init__(self) -> None:
         mend = "pass a number that falls from 1 to 0 in training, such as inverse_slope=0.5."
-        check_instance("Parq", "inverse_slope", self.inverse_slope, (int, float), mend=mend)
+        check_instance(
+            "gradients.parq", "inverse_slope", self.inverse_slope, (int, float), mend=mend
+        )
         require_that(
             0 <= self.inverse_slope <= 1,
             error=ValueError,
-            function="Parq",
+            function="gradients.parq",
             problem="`inverse_slope` is out of range.",
             given=f"inverse_slope == {self.inverse_slope}",
             expected="0 <= inverse_slope <= 1",
@@ -97,3 +99,23 @@ class Parq:
         origin, step = grid(low, high, levels)
         moved = proximal_round(divide(c - origin, step), self.inverse_slope)
         return straight_through(jnp.clip(origin + moved * step, low, high), clamped)
+
+
+def parq(inverse_slope: float) -> Parq:
+    """Returns an estimator that moves `x` toward its level with a slope; backward as `ste`.
+
+    Args:
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each value compiles anew;
+        for a schedule within one program see `proximal_round`.
+
+    Raises:
+      TypeError: `inverse_slope` is not a number.
+      ValueError: it is not in `[0, 1]`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> x = jnp.array([0.125, 0.375, 0.5, 0.625])
+      >>> jqx.quantize_dequantize(x, 1.0, qtype=jnp.int8, gradient=jqx.gradients.parq(0.5))
+      Array([0.  , 0.25, 0.5 , 0.75], dtype=float32)
+    """
+    return Parq(inverse_slope)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._checks import as_real, check_integer, normalize_axes
-from ..numerics import compute_dtype, divide
+from ..numerics._shared import compute_dtype, divide
 from ._grid import grid
 from ._ste import clamp, straight_through
 

@@ -14,7 +14,8 @@ from .._calls import called
 from .._checks import require_that
 from .._errors import nesting
 from .._files import Path
-from ..tensor import NONE, QTensor, Values, check_codes, check_values, check_version
+from ..tensor import QTensor
+from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
 from ._reader import Reader
 from ._tree import Read, Stored, StoredArray, map_stored, parse
 

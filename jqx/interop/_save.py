@@ -12,7 +12,8 @@ from .._calls import called
 from .._checks import require_that, shown
 from .._errors import nesting
 from .._files import Path
-from ..tensor import NONE, QTensor, Values, check_codes, check_values
+from ..tensor import QTensor
+from ..tensor._shared import NONE, Values, check_codes, check_values
 from ._archive import KEY, VERSION
 from ._tree import describe, tensors_of
 from ._writer import Writer

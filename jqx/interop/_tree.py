@@ -19,7 +19,8 @@ import numpy as np
 from .. import _compat
 from .._checks import as_dtype, require_that, shown
 from .._errors import message
-from ..tensor import QTensor, Values, fields_from_json, fields_to_json
+from ..tensor import QTensor
+from ..tensor._shared import Values, fields_from_json, fields_to_json
 from ._safetensors import stored_dtype
 
 Read = Callable[[str, np.dtype], Any]

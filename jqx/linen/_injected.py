@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax.linen import dtypes
 from jax import lax
 
-from ..modules import QuantizedFunction, split
+from ..modules._shared import QuantizedFunction, split
 from ..tensor import QTensor
 from ._state import State
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import unfreeze
 
 from .._checks import require_that
-from ..modules import without
+from ..modules._shared import without
 from ..tensor import QTensor
 from ._quantized import Quantized
 from ._state import QPARAMS

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode, Scales, forwards
+from ..modules import Mode
+from ..modules._shared import Scales, forwards
 from ..policy import Policy
 from ._quantized import OUTER, Quantized
 from ._state import State

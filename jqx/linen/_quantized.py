@@ -8,7 +8,8 @@ from flax import linen as nn
 from flax.core import DenyList, meta, unfreeze
 from flax.core.scope import intersect_filters
 
-from ..modules import Mode, QuantizedFunction, holds_codes, optional, overlay, split
+from ..modules import Mode
+from ..modules._shared import QuantizedFunction, holds_codes, optional, overlay, split
 from ..transforms import Plan, dequantize_params
 from ._state import OWN, QPARAMS, State, wanted
 

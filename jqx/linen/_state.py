@@ -10,8 +10,8 @@ from flax.core import meta
 from jax.typing import DTypeLike
 
 from .._errors import message
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     QuantizedFunction,
     Scales,
     Wanted,
@@ -21,7 +21,8 @@ from ..modules import (
     nest,
     overlay,
 )
-from ..policy import Policy, check_policy
+from ..policy import Policy
+from ..policy._shared import check_policy
 
 QPARAMS = "qparams"
 """Collection of quantized weights, where `params` has float ones."""

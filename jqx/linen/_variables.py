@@ -9,8 +9,8 @@ from flax.core import DenyList, unfreeze
 
 from .._checks import check_instance, require_that
 from .._errors import message
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     Scales,
     Wanted,
     check_learnable,
@@ -21,6 +21,8 @@ from ..modules import (
     unscaled,
     without,
 )
+from ..tensor import pack_for
+from ..tensor._shared import check_target
 from ..transforms import Plan
 from ._injected import INJECTED
 from ._quantized import Quantized
@@ -40,6 +42,7 @@ def convert(
     variables: Variables,
     *args: Any,
     scales: Scales | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Returns variables for integer execution: quantized weights, and the scales of activations.
@@ -54,6 +57,8 @@ def convert(
       *args: of the call, as for `module.apply`.
       scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
         leaves that to the module.
+      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
+        products of few rows; `None` leaves them plain.
       **kwargs: of the call, such as `method=` and `rngs=`.
 
     Returns:
@@ -63,7 +68,7 @@ def convert(
 
     Raises:
       ValueError: no module in it was in `Mode.CONVERT`, or its weights are quantized already; a
-        static activation or output has neither statistics nor a scale.
+        static activation or output has neither statistics nor a scale; `target` is unknown.
       TypeError: a layer around an injected contraction takes no QTensor.
 
     Example:
@@ -75,13 +80,16 @@ def convert(
       >>> jax.tree.map(lambda x: x.dtype.name, jqx.linen.convert(module, variables, x)["params"])
       {'bias': 'float32'}
     """
+    if target is not None:
+        check_target("convert", target, None)
     new = _find(Wanted.CODES, module, variables, scales, args, kwargs)
     _require(new.get(QPARAMS), "convert", module, variables, Mode.CONVERT, "quantized a weight")
     kept = {name: unfreeze(tree) for name, tree in variables.items()}
     params, _ = split(kept.pop("params", {}))
     new = unfreeze(dict(new))
     left = unscaled(kept.pop(STATS, {}), new.get(SCALES, {}))
-    codes, injected = _part(new[QPARAMS])
+    codes = new[QPARAMS] if target is None else pack_for(new[QPARAMS], target)
+    codes, injected = _part(codes)
     params = overlay(without(params, codes), injected)
     found = {"params": params, QPARAMS: codes, SCALES: new.get(SCALES, {}), STATS: left}
     converted = {**kept, **{name: tree for name, tree in found.items() if tree}}

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 
 from .._checks import require_that
-from ..modules import read
+from ..modules._shared import read
 from ._quantized import Quantized, call, float_class
 from ._state import State
 

@@ -10,14 +10,11 @@ from jax.typing import DTypeLike
 
 from .._errors import message
 from ..calibrators import Affine
-from ..gradients import draws
+from ..gradients._shared import draws
 from ..policy import Policy
 from ..tensor import QTensor
 from ..transforms import (
-    GivenAffines,
     Plan,
-    TracedOnce,
-    affines_seen,
     calibrate,
     convert,
     dequantize_params,
@@ -26,6 +23,7 @@ from ..transforms import (
     quantize_params,
     simulate,
 )
+from ..transforms._shared import GivenAffines, TracedOnce, affines_seen
 from ._mode import Mode
 from ._scales import check_calibrated, needs_calibration
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..modules import QuantizedFunction, forwards, read
+from ..modules._shared import QuantizedFunction, forwards, read
 from ..transforms import Plan
 
 Run = Callable[..., Any]

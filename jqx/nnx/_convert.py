@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from .._checks import check_instance, require_that
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     Scales,
     Wanted,
     check_learnable,
@@ -18,6 +18,8 @@ from ..modules import (
     overlay,
     unscaled,
 )
+from ..tensor import pack_for
+from ..tensor._shared import check_target
 from ..transforms import Plan
 from ._injected import Contraction
 from ._outputs import is_node
@@ -32,6 +34,7 @@ def convert(
     *args: Any,
     method: str = "__call__",
     scales: Scales | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> None:
     """Turns a model to integer execution, in place: quantized weights, and scales of activations.
@@ -49,13 +52,15 @@ def convert(
       method: name of the method that is called.
       scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
         leaves that to the model.
+      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
+        products of few rows; `None` leaves them plain.
       **kwargs: of the call.
 
     Raises:
       TypeError: `model` is no module.
       ValueError: no weight in it was quantized: no part is quantized or not in `Mode.FLOAT`, or all
         weights that the call reaches are codes already; a static activation or output has neither
-        statistics nor a scale.
+        statistics nor a scale; `target` is unknown.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -67,6 +72,8 @@ def convert(
       >>> model.kernel.get_value().qtype
       dtype(int4)
     """
+    if target is not None:
+        check_target("convert", target, None)
     parts = _search("convert", model, scales, Wanted.CODES, method, args, kwargs)
     found = [(part, found) for part, found in parts if found.get("codes")]
     _require(found, "convert", model, "quantized a weight", "weights that are not yet codes")
@@ -75,6 +82,8 @@ def convert(
         weights = _owned(model, part) if isinstance(part, Contraction) else _weights(part)
         for path, variable in weights:
             value = _at(new["codes"], path)
+            if value is not None and target is not None:
+                value = pack_for(value, target)
             if isinstance(value, Mapping):
                 value = overlay(variable.get_value(), value)
             if value is not None:

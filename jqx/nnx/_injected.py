@@ -9,7 +9,8 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction, Scales
+from ..modules import Mode
+from ..modules._shared import QuantizedFunction, Scales
 from ..policy import Policy
 from ..tensor import QTensor
 from ._state import State

@@ -8,7 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._checks import require_that
-from ..modules import Mode, QuantizedFunction, holds_codes, needs_calibration, optional
+from ..modules import Mode
+from ..modules._shared import QuantizedFunction, holds_codes, needs_calibration, optional
 from ..policy import Policy
 from ._classes import Over, Run, become, has_members, over
 from ._pure import PureCall, pure_call

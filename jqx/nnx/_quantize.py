@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance
 from .._errors import message
-from ..modules import Mode, Scales
+from ..modules import Mode
+from ..modules._shared import Scales
 from ..policy import Policy
 from ._classes import Over, become, over
 from ._quantized import Quantized

@@ -6,7 +6,8 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..modules import Mode, QuantizedFunction, Scales, Wanted, holds_codes, optional
+from ..modules import Mode
+from ..modules._shared import QuantizedFunction, Scales, Wanted, holds_codes, optional
 from ..policy import Policy
 from ._classes import Run
 from ._part import TOLD, make_parts, tell_parts

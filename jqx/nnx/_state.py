@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from .._checks import require_that
 from ..calibrators import Affine
-from ..modules import (
-    Mode,
+from ..modules import Mode
+from ..modules._shared import (
     QuantizedFunction,
     Scales,
     Wanted,
@@ -21,7 +21,8 @@ from ..modules import (
     nest,
     overlay,
 )
-from ..policy import Policy, check_policy
+from ..policy import Policy
+from ..policy._shared import check_policy
 from ..tensor import QTensor
 from ..transforms import dequantize_params
 from ._classes import Over

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from ..modules import Wanted
+from ..modules._shared import Wanted
 
 
 class QParam(nnx.Variable[Any]):

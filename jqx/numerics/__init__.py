@@ -1,5 +1,6 @@
 """Number formats, round modes, and arithmetic that XLA leaves alone."""
 
+from .._old_names import renamed as _renamed
 from ._blocks import Block as Block
 from ._blocks import mxfp4 as mxfp4
 from ._blocks import mxfp6_e2m3 as mxfp6_e2m3
@@ -11,25 +12,6 @@ from ._blocks import nvfp4 as nvfp4
 from ._codebooks import Codebook as Codebook
 from ._codebooks import binary as binary
 from ._codebooks import nf4 as nf4
-from ._e8m0 import E8M0 as E8M0
-from ._e8m0 import PowerOfTwo as PowerOfTwo
-from ._e8m0 import exponent_of_e8m0 as exponent_of_e8m0
-from ._e8m0 import times_e8m0 as times_e8m0
-from ._exact import bit_width as bit_width
-from ._exact import common_dtype as common_dtype
-from ._exact import compute_dtype as compute_dtype
-from ._exact import difference as difference
-from ._exact import divide as divide
-from ._exact import divide_by_steps as divide_by_steps
-from ._exact import float_difference as float_difference
-from ._exact import holds_codes as holds_codes
-from ._exact import is_signed as is_signed
-from ._exact import multiply as multiply
-from ._exact import narrow as narrow
-from ._exact import saturating_float_sum as saturating_float_sum
-from ._exact import saturating_sum as saturating_sum
-from ._exact import widen as widen
-from ._integers import INTEGERS as INTEGERS
 from ._integers import Integer as Integer
 from ._integers import int3 as int3
 from ._integers import int5 as int5
@@ -40,26 +22,14 @@ from ._integers import uint3 as uint3
 from ._integers import uint5 as uint5
 from ._integers import uint6 as uint6
 from ._integers import uint7 as uint7
-from ._lookup import DTYPES as DTYPES
-from ._lookup import as_qtype as as_qtype
 from ._lookup import format_of as format_of
-from ._lookup import formats_by_name as formats_by_name
-from ._lookup import name_of_qtype as name_of_qtype
-from ._minifloats import MINIFLOATS as MINIFLOATS
 from ._minifloats import Minifloat as Minifloat
 from ._minifloats import Specials as Specials
 from ._minifloats import float6_e2m3fn as float6_e2m3fn
 from ._minifloats import float6_e3m2fn as float6_e3m2fn
-from ._packing import pack_bits as pack_bits
-from ._packing import packed_length as packed_length
-from ._packing import unpack_bits as unpack_bits
-from ._powers import exponent_of as exponent_of
-from ._powers import power_below as power_below
 from ._powers import power_of_two as power_of_two
 from ._powers import step_of as step_of
-from ._powers import times_power_of_two as times_power_of_two
 from ._qtype import QType as QType
-from ._rounding import RoundMode as RoundMode
 from ._rounding import round_to_integer as round_to_integer
 from ._runtimes import Numerics as Numerics
 from ._runtimes import SymmetricRange as SymmetricRange
@@ -71,3 +41,5 @@ from ._runtimes import openvino as openvino
 from ._runtimes import qwix as qwix
 from ._runtimes import tflite as tflite
 from ._runtimes import torchao as torchao
+
+__getattr__ = _renamed(__name__, {"RoundMode": "jqx.RoundMode"})

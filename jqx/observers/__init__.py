@@ -1,14 +1,10 @@
 """Observers, values that a user passes: which statistics of the operands of a site are recorded."""
 
 from ._absmax import AbsMax as AbsMax
-from ._absmax import AbsMaxStats as AbsMaxStats
 from ._absmax import absmax as absmax
-from ._calibrated import Calibrated as Calibrated
 from ._hessian import Hessian as Hessian
-from ._hessian import HessianStats as HessianStats
 from ._hessian import hessian as hessian
 from ._mean import Mean as Mean
-from ._mean import MeanStats as MeanStats
 from ._mean import mean as mean
 from ._observer import ObservedSite as ObservedSite
 from ._observer import Observer as Observer

@@ -17,11 +17,9 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from ..gradients import Gradient, Surrogate
-from ..numerics import (
+from ..numerics import Integer, Numerics, QType, format_of, ngraph, round_to_integer
+from ..numerics._shared import (
     E8M0,
-    Integer,
-    Numerics,
-    QType,
     RoundMode,
     common_dtype,
     compute_dtype,
@@ -29,12 +27,9 @@ from ..numerics import (
     divide,
     exponent_of_e8m0,
     float_difference,
-    format_of,
     holds_codes,
     multiply,
     narrow,
-    ngraph,
-    round_to_integer,
     saturating_float_sum,
     saturating_sum,
     times_e8m0,

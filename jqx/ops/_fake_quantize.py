@@ -11,15 +11,16 @@ from jax.typing import ArrayLike
 from .. import _compat
 from .._calls import called
 from .._checks import as_like, as_real, check_dtype, check_integer, require_that
-from ..gradients import Gradient, Surrogate, check_estimator, check_key, ste
-from ..numerics import (
+from ..gradients import Gradient, Surrogate, ste
+from ..gradients._shared import check_estimator, check_key
+from ..numerics import round_to_integer
+from ..numerics._shared import (
     RoundMode,
     compute_dtype,
     divide,
     divide_by_steps,
     multiply,
     narrow,
-    round_to_integer,
     widen,
 )
 from ._broadcast import sum_to_shape

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import require_that
-from ..numerics import multiply, narrow, widen
+from ..numerics._shared import multiply, narrow, widen
 from ._onednn_operands import FLOAT8, attributes, group_operands, operands_of, typed
 
 
@@ -46,10 +46,10 @@ def onednn_dequantize(
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> jqx.onednn_dequantize(jnp.array([5, -8], jnp.int8), [0.5], [2])
+      >>> jqx.onednn.onednn_dequantize(jnp.array([5, -8], jnp.int8), [0.5], [2])
       Array([ 1.5, -5. ], dtype=float32)
     """
-    function = "onednn_dequantize"
+    function = "onednn.onednn_dequantize"
     q = typed(function, "q", q, ("int8", "uint8", *FLOAT8))
     operands = operands_of(
         function, q, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
@@ -93,10 +93,10 @@ def dynamic_dequantize(
       >>> import jqx, jax.numpy as jnp
       >>> q = jnp.array([[1, 2, 3, 4]], jnp.int4)
       >>> scales = jnp.array([[1.0, 10.0]])
-      >>> jqx.dynamic_dequantize(q, scales, granularity="per_group", group_shape=(1, 2))
+      >>> jqx.onednn.dynamic_dequantize(q, scales, granularity="per_group", group_shape=(1, 2))
       Array([[ 1.,  2., 30., 40.]], dtype=float32)
     """
-    function = "dynamic_dequantize"
+    function = "onednn.dynamic_dequantize"
     q = typed(function, "q", q, ("int8", "uint8", "int4", "uint4"))
     floats, integers = (
         ("float32", "float16", "bfloat16"),

@@ -15,7 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
 from .._checks import as_dtype, require_that
-from ..numerics import RoundMode, divide, format_of
+from ..numerics import format_of
+from ..numerics._shared import RoundMode, divide
 from ._onednn_operands import FLOAT8, attributes, check_type, operands_of, typed
 
 
@@ -106,10 +107,10 @@ def onednn_quantize(
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> jqx.onednn_quantize(jnp.array([0.3, -1.0]), [0.1], [2])
+      >>> jqx.onednn.onednn_quantize(jnp.array([0.3, -1.0]), [0.1], [2])
       Array([ 5, -8], dtype=int8)
     """
-    function = "onednn_quantize"
+    function = "onednn.onednn_quantize"
     x = typed(function, "x", x, ("float32",))
     qtype = as_dtype(function, "qtype", qtype)
     check_type(function, "qtype", qtype, ("int8", "uint8", *FLOAT8))

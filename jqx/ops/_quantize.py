@@ -20,8 +20,10 @@ from .._checks import (
     require_that,
 )
 from .._errors import message
-from ..gradients import Gradient, check_estimator, check_key, ste
-from ..numerics import Block, QType, RoundMode, as_qtype, format_of
+from ..gradients import Gradient, ste
+from ..gradients._shared import check_estimator, check_key
+from ..numerics import Block, QType, format_of
+from ..numerics._shared import RoundMode, as_qtype
 from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._broadcast import expand_to_axes
 from ._range import check_zero_point

@@ -13,15 +13,11 @@ from ..numerics import (
     Numerics,
     QType,
     SymmetricRange,
-    as_qtype,
-    compute_dtype,
-    divide,
     format_of,
-    narrow,
     ngraph,
     round_to_integer,
-    saturating_sum,
 )
+from ..numerics._shared import as_qtype, compute_dtype, divide, narrow, saturating_sum
 
 
 @called("affine_from_range", 'pass for example jqx.affine_from_range(-1.0, 1.0, qtype="int8").')

@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from .._calls import called
 from .._checks import as_real, check_instance
-from ..numerics import RoundMode, round_to_integer, widen
+from ..numerics import round_to_integer
+from ..numerics._shared import RoundMode, widen
 
 
 @called("round", "pass a mode: jqx.round(x, jqx.RoundMode.NEAREST_TOWARD_EVEN).")

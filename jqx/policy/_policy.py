@@ -8,7 +8,8 @@ from typing import Any
 from .._calls import called
 from .._checks import check_instance, shown
 from .._errors import message
-from ..tensor import FLOAT, QSpec, as_spec
+from ..tensor import QSpec
+from ..tensor._shared import FLOAT, as_spec
 from ._rule import Rule
 
 _PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?|(mx)?fp8|nf4")

@@ -7,9 +7,8 @@ from typing import Any, Literal
 from .._calls import called
 from .._checks import check_instance
 from .._errors import message
-from ..tensor import FLOAT, QSpec, as_spec
-
-OPS = ("dot_general", "conv_general_dilated", "ragged_dot", "gather")
+from ..tensor import QSpec
+from ..tensor._shared import FLOAT, as_spec
 
 Spec = QSpec | str | None
 """How an operand is quantized: a spec, a scheme such as `"int4:group=32"`, or `None` for float."""

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from ..calibrators import per_channel, per_group, per_tensor
+from ..calibrators._shared import per_channel, per_group, per_tensor
 from ..numerics import mxfp8_e4m3
 from ..policy import Policy
 from ..tensor import QSpec

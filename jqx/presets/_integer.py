@@ -4,7 +4,7 @@ static, per token where they are dynamic.
 
 import jax.numpy as jnp
 
-from ..calibrators import per_channel, per_tensor, per_token
+from ..calibrators._shared import per_channel, per_tensor, per_token
 from ..policy import Policy
 from ..tensor import QSpec
 from ._preset import NONE, Exclude, Fields, Tables, blocks, policy, preset

@@ -9,10 +9,13 @@ from jax.typing import DTypeLike
 
 from .._calls import called
 from .._checks import check_instance, require_that
-from ..calibrators import Granularity, per_channel, per_group
-from ..numerics import Block, QType, as_qtype, format_of
+from ..calibrators import Granularity
+from ..calibrators._shared import per_channel, per_group
+from ..numerics import Block, QType, format_of
+from ..numerics._shared import as_qtype
 from ..policy import Policy, Rule
-from ..tensor import QSpec, Role, as_spec, needed_spec
+from ..tensor import QSpec
+from ..tensor._shared import Role, as_spec, needed_spec
 
 Fields = Mapping[str, Any] | QSpec | str
 """Fields of a `QSpec` to replace, by name; or a spec, or a scheme, in its place."""

@@ -7,7 +7,8 @@ from jax import export
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, require_that
-from ..numerics import QType, as_qtype, format_of
+from ..numerics import QType, format_of
+from ..numerics._shared import as_qtype
 from ._json import NONE, Values, check_version, record_from_json, to_json
 from ._layout import Layout, values_dtype
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from .._checks import check_real, require_that, shown
 from .._errors import message
-from ..numerics import E8M0, Integer, format_of, packed_length
+from ..numerics import Integer, format_of
+from ..numerics._shared import E8M0, packed_length
 from ._layout import Layout, Packing, lies_otherwise, values_dtype
 
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from .._checks import require_that
 from ..calibrators import Affine, Groups, absmax
-from ..gradients import check_key, ste, ste_unclipped, straight_through
-from ..numerics import E8M0, Block, RoundMode, format_of, ngraph, widen
-from ..ops import affine_dequantize, affine_fake_quantize, affine_quantize
+from ..gradients import ste, ste_unclipped, straight_through
+from ..gradients._shared import check_key
+from ..numerics import Block, format_of, ngraph
+from ..numerics._shared import E8M0, RoundMode, widen
+from ..ops._shared import affine_dequantize, affine_fake_quantize, affine_quantize
 from ._fields import check_zero_point
 from ._fit import fit, groups_of
 from ._spec import QSpec

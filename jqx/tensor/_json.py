@@ -3,13 +3,13 @@
 - Numbers, strings and `None` are themselves, tuples are lists, a dtype is its name; a number that
   JSON lacks is `{"number": "inf"}`.
 - A value of a class is an object of its fields, a member of an enum its name. Where the annotation
-  of the field does not settle the class, its public name stands before:
+  of the field does not settle the class, its name stands before:
   `{"jqx.calibrators.Percentile": {"percent": 99.9}}`.
 - A field that a class got later is not written while it has its default.
 - An object of the user's is `{"value": name}`, to be looked up in a dict of theirs.
 
-Nothing is imported or evaluated by a name that is read: names are those of the classes that jqx
-makes public for values, or of the user's dict.
+Nothing is imported or evaluated by a name that is read: names are those of the classes of
+jqx's values, or of the user's dict.
 """
 
 import dataclasses
@@ -34,12 +34,14 @@ NONE: Values = {}
 CLASSES: dict[str, type] = {
     f"{package.__name__}.{name}": value
     for package in (numerics, gradients, calibrators)
-    for name, value in vars(package).items()
+    for name, value in {**vars(package), **vars(package._shared)}.items()
     if dataclasses.is_dataclass(value) and isinstance(value, type)
 }
-"""The classes of jqx's own values, by public name."""
+"""The classes of jqx's own values, by the name that stands for them in a file."""
 
 _NAMES = {cls: name for name, cls in CLASSES.items()}
+
+CLASSES["jqx.calibrators.Hqo"] = calibrators.Hqq  # what 0.1.0 wrote
 
 
 def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -> Any:

@@ -11,15 +11,8 @@ import numpy as np
 from jax import lax
 
 from .._checks import require_that
-from ..numerics import (
-    Block,
-    Integer,
-    QType,
-    format_of,
-    is_signed,
-    pack_bits,
-    unpack_bits,
-)
+from ..numerics import Block, Integer, QType, format_of
+from ..numerics._shared import is_signed, pack_bits, unpack_bits
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""

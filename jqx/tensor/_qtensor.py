@@ -14,18 +14,20 @@ from .._calls import called
 from .._checks import as_dtype, as_real, check_real, normalize_axes
 from .._errors import message
 from ..calibrators import Affine, Groups
-from ..numerics import E8M0, QType, as_qtype, format_of, pack_bits
-from ..ops import affine_dequantize, affine_quantize
-from . import _layout, _views
-from ._export import make_exportable
+from ..numerics import QType, format_of
+from ..numerics._shared import E8M0, as_qtype, pack_bits
+from ..ops._shared import affine_dequantize, affine_quantize
+from . import _layout
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
 from ._grid import grid_of, wide_scale
 from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
+from ._pytree import register
 from ._scheme import needed_spec
-from ._select import concatenate, index, reshape_scale, split
+from ._select import concatenate, index, reshape, split
 from ._show import text, treescope_tree
 from ._spec import QSpec
 from ._targets import check_target, lay_out_for
+from ._zeros import zeros
 
 
 @called("QTensor", 'pass codes, scale and qtype=; jqx.QTensor.quantize(x, "int8") makes them.')
@@ -152,6 +154,39 @@ class QTensor:
             layout=None if axis is None else Layout(Packing(axis - x.ndim, x.shape[axis])),
         )
 
+    @classmethod
+    def zeros(
+        cls,
+        shape: Sequence[int],
+        spec: QSpec,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        affine: Affine | None = None,
+    ) -> "QTensor":
+        """Returns a QTensor of zeros, such as an empty cache for `dynamic_update_slice` to write.
+
+        Args:
+          shape: its shape.
+          spec: a `QSpec` with an absolute granularity.
+          dtype: dtype of the real array.
+          affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1
+            and the zero point 0. A scale that many writes share is never found anew: give the
+            calibrated one.
+
+        Returns:
+          QTensor of the codes of 0 (in a format without, of the number nearest to it).
+
+        Raises:
+          TypeError: `shape` is not a tuple, `spec` not a `QSpec`, or `dtype` no float.
+          ValueError: the granularity is relative, or does not fit the shape; nor does `affine`.
+
+        Example:
+          >>> import jqx, jax.numpy as jnp
+          >>> jqx.QTensor.zeros((128, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+          QTensor(int8[128, 64] per_axis(0), scale float32[128, 1], dtype=float32, 8,704 bytes)
+        """
+        return zeros(cls, shape, spec, dtype, affine)
+
     def dequantize(self) -> jax.Array:
         """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""
         check_shapes(self)  # a map over leaves may have changed them
@@ -260,18 +295,7 @@ class QTensor:
         """
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])
-        values = jnp.reshape(self.values, shape_of_values("QTensor.reshape", self, shape))
-        zero_point = self.zero_point
-        after = _views.reshaped(self.groups, real_shape(values.shape, self.layout))
-        if zero_point is not None:
-            zero_point = jnp.broadcast_to(zero_point, self.scale.shape).reshape(after.scale_shape)
-        return dataclasses.replace(
-            self,
-            values=values,
-            scale=reshape_scale(self.scale, after.scale_shape),
-            zero_point=zero_point,
-            blocks=after.blocks,
-        )
+        return reshape(self, shape)
 
     def broadcast_to(self, shape: Sequence[int]) -> "QTensor":
         """Broadcasts, as `jnp.broadcast_to` does; the scale stays shared along what is new."""
@@ -371,27 +395,4 @@ class QTensor:
         )
 
 
-_STATIC = ("qtype", "dtype", "blocks", "layout")
-_LEAVES = ("values", "scale", "zero_point")
-
-
-def _flatten(q: QTensor) -> tuple[tuple, tuple]:
-    return tuple(getattr(q, name) for name in _LEAVES), tuple(getattr(q, n) for n in _STATIC)
-
-
-def _flatten_with_keys(q: QTensor) -> tuple[tuple, tuple]:
-    leaves, static = _flatten(q)
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _LEAVES)
-    return tuple(zip(keys, leaves, strict=True)), static
-
-
-def _unflatten(static: Any, leaves: Any) -> QTensor:
-    """Rebuilds without checks: a tree may hold anything in place of its arrays."""
-    q = object.__new__(QTensor)
-    for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
-        object.__setattr__(q, name, value)
-    return q
-
-
-jax.tree_util.register_pytree_with_keys(QTensor, _flatten_with_keys, _unflatten, _flatten)
-make_exportable(QTensor)
+register(QTensor)

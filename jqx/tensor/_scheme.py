@@ -24,16 +24,10 @@ import jax.numpy as jnp
 from .. import calibrators
 from .._checks import shown
 from .._errors import message
-from ..calibrators import (
-    Calibrator,
-    absmax,
-    minmax,
-    per_channel,
-    per_group,
-    per_tensor,
-    per_token,
-)
-from ..numerics import Block, QType, format_of, formats_by_name
+from ..calibrators import Calibrator, absmax, minmax
+from ..calibrators._shared import per_channel, per_group, per_tensor, per_token
+from ..numerics import Block, QType, format_of
+from ..numerics._shared import formats_by_name
 from ._spec import QSpec
 
 Role = Literal["weight", "activation", "state", "array"]
@@ -43,6 +37,7 @@ FLOAT = "float"
 """The scheme that leaves an operand as it is."""
 
 _CALIBRATORS = {n: c for n, c in vars(calibrators).items() if isinstance(c, Calibrator)}
+_CALIBRATORS["hqo"] = calibrators.hqq  # its former name
 _GRANULARITIES = {"channel": per_channel, "token": per_token, "tensor": per_tensor}
 _SIZES = ("group", "block")
 _VALUED = (*_SIZES, "calibrator", "contract")

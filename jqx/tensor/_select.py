@@ -11,9 +11,10 @@ import numpy as np
 
 from .._checks import check_instance, normalize_axes, require_that
 from ..calibrators import Groups
-from ..numerics import bit_width, format_of
-from ._layout import byte_of, check_view, depth_of, real_shape
-from ._views import blocks_after, cut_axes, index_for, normal_index, repeated
+from ..numerics import format_of
+from ..numerics._shared import bit_width
+from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values
+from ._views import blocks_after, cut_axes, index_for, normal_index, repeated, reshaped
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
@@ -109,7 +110,23 @@ def sliceable(q: T, axis: int) -> T:
     return dataclasses.replace(q, scale=scale, zero_point=zero_point)
 
 
-def reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
+def reshape(q: T, shape: tuple[int, ...]) -> T:
+    """Reshapes a QTensor; see `QTensor.reshape`."""
+    values = jnp.reshape(q.values, shape_of_values("QTensor.reshape", q, shape))
+    zero_point = q.zero_point
+    after = reshaped(q.groups, real_shape(values.shape, q.layout))
+    if zero_point is not None:
+        zero_point = jnp.broadcast_to(zero_point, q.scale.shape).reshape(after.scale_shape)
+    return dataclasses.replace(
+        q,
+        values=values,
+        scale=_reshape_scale(q.scale, after.scale_shape),
+        zero_point=zero_point,
+        blocks=after.blocks,
+    )
+
+
+def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
     """Reshapes a scale; one that is quantized in turn gets a scale each where shared ones cannot
     follow.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..numerics import name_of_qtype
+from ..numerics._shared import name_of_qtype
 
 
 def text(q: Any) -> str:

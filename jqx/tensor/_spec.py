@@ -11,19 +11,13 @@ from .. import calibrators, numerics
 from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
-from ..calibrators import (
-    Calibrator,
-    Granularity,
-    PerGroup,
-    absmax,
-    is_without_blocks,
-    per_axis,
-    per_group,
-    per_tensor,
-)
-from ..gradients import Gradient, check_estimator, ste
-from ..numerics import Block, Integer, Numerics, QType, RoundMode, as_qtype, format_of, ngraph
-from ..ops import check_round_mode, check_symmetric
+from ..calibrators import Calibrator, Granularity, absmax
+from ..calibrators._shared import PerGroup, is_without_blocks, per_axis, per_group, per_tensor
+from ..gradients import Gradient, ste
+from ..gradients._shared import check_estimator
+from ..numerics import Block, Integer, Numerics, QType, format_of, ngraph
+from ..numerics._shared import RoundMode, as_qtype
+from ..ops._shared import check_round_mode, check_symmetric
 from ._added import added
 
 _PER_TENSOR = per_tensor()

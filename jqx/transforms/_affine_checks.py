@@ -5,8 +5,10 @@ from typing import Any, Protocol
 
 from .._checks import FLOATS, name_of, require_that
 from ..calibrators import Affine
-from ..numerics import E8M0, Integer, format_of
-from ..tensor import QSpec, check_zero_point
+from ..numerics import Integer, format_of
+from ..numerics._shared import E8M0
+from ..tensor import QSpec
+from ..tensor._shared import check_zero_point
 
 _MEND = "compute it with jqx.affines(plan, stats), or pass arrays as that returns them."
 

@@ -12,7 +12,8 @@ import numpy as np
 from .._checks import check_instance
 from .._errors import message
 from ..calibrators import Affine
-from ..policy import Policy, preset_of
+from ..policy import Policy
+from ..policy._shared import preset_of
 from ..tensor import QTensor
 from ._plan import Plan
 

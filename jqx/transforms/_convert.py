@@ -14,9 +14,10 @@ from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
-from ..numerics import name_of_qtype
+from ..numerics._shared import name_of_qtype
 from ..policy import Policy
-from ..tensor import QTensor, groups_of
+from ..tensor import QTensor
+from ..tensor._shared import groups_of
 from ._affines import GivenAffines
 from ._interpret import Rules, interpret
 from ._origin import Address

@@ -10,7 +10,8 @@ import jax
 
 from .. import _compat
 from .._errors import message
-from ..observers import Calibrated, ObservedSite, Observer
+from ..observers import ObservedSite, Observer
+from ..observers._shared import Calibrated
 from ._find import Found
 from ._observers import Checked, observers_of
 from ._origin import Address

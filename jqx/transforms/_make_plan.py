@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._calls import called
-from ..policy import Policy, check_policy
+from ..policy import Policy
+from ..policy._shared import check_policy
 from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call

@@ -8,7 +8,8 @@ from typing import Any
 from .._checks import check_instance
 from .._errors import message
 from ..calibrators import Calibrator
-from ..observers import Calibrated, Observer
+from ..observers import Observer
+from ..observers._shared import Calibrated
 from ._affines import some
 from ._plan import Plan, Site
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from .._errors import message, nesting
 from ..calibrators import Affine
-from ..tensor import (
+from ..tensor import QSpec
+from ..tensor._shared import (
     NONE,
-    QSpec,
     Values,
     added,
     check_values,

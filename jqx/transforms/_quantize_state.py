@@ -12,7 +12,8 @@ from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor, needed_spec
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import needed_spec
 from ._paths import flatten, path_of
 from ._quantize_params import quantize_weight
 from ._trace import is_array, is_quantized

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .._checks import require_that
-from ..contractions import can_leave_sum
-from ..tensor import QSpec, groups_of
+from ..contractions._shared import can_leave_sum
+from ..tensor import QSpec
+from ..tensor._shared import groups_of
 from ._find import Found
 from ._origin import Origin, close_over_merges
 from ._plan import Site, Weight

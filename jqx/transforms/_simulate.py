@@ -13,9 +13,11 @@ from .. import _compat
 from .._calls import called
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
-from ..gradients import Surrogate, draws
+from ..gradients import Surrogate
+from ..gradients._shared import draws
 from ..policy import Policy
-from ..tensor import QSpec, QTensor, fake_quantize_as
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import fake_quantize_as
 from ._affines import GivenAffines
 from ._integer_forward import integer_forward
 from ._interpret import Rules, interpret

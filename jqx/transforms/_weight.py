@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..contractions import is_like, quantized_like
+from ..contractions._shared import is_like, quantized_like
 from ..gradients import straight_through
 from ..tensor import QTensor
 

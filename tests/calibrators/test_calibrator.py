@@ -29,7 +29,7 @@ OF_A_HISTOGRAM = [
     calibrators.Percentile(90),
     calibrators.Mse(10, 0.3),
     calibrators.Entropy(64, 4),
-    calibrators.Hqo(3),
+    calibrators.Hqq(3),
 ]
 EVERY = [
     calibrators.absmax,

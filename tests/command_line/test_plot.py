@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.diagnostics import measure, plots
+from jqx.diagnostics import plots
+from jqx.diagnostics._shared import measure
 
 from .files import error_of, run, run_json, saved, torch_weights
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.diagnostics import measure
+from jqx.diagnostics._shared import measure
 
 from ..tensor.tensors import spread_out
 from .files import error_of, run, run_json, saved, torch_weights

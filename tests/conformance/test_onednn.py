@@ -38,11 +38,11 @@ def _sibling(attrs):
     match attrs["kind"]:
         case "Quantize":
             qtype = DTYPES[attrs["dst"]]
-            return lambda x: jqx.onednn_quantize(x, *fixed, qtype=qtype, **_placement(attrs))
+            return lambda x: jqx.onednn.onednn_quantize(x, *fixed, qtype=qtype, **_placement(attrs))
         case "Dequantize":
-            return lambda q: jqx.onednn_dequantize(q, *fixed, **_placement(attrs))
+            return lambda q: jqx.onednn.onednn_dequantize(q, *fixed, **_placement(attrs))
         case "DynamicDequantize":
-            return lambda q, scales, zps: jqx.dynamic_dequantize(
+            return lambda q, scales, zps: jqx.onednn.dynamic_dequantize(
                 q, scales, zps, group_shape=attrs.get("group_shape"), **_placement(attrs)
             )
     raise AssertionError(attrs["kind"])

@@ -11,7 +11,8 @@ import numpy as np
 import jqx
 from jqx import numerics
 from jqx.calibrators import Groups
-from jqx.numerics import E8M0, Block, Codebook, Integer, format_of
+from jqx.numerics import Block, Codebook, Integer, format_of
+from jqx.numerics._shared import E8M0
 
 from ..numerics.oracles import as_float64, as_int64
 from .oracles import Layout

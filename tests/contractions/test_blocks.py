@@ -15,9 +15,9 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import Dimensions
 from jqx.contractions._how._scales import HowTo
 from jqx.contractions._integers._integer import integer
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import as_float64, as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor

@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx import numerics
+from jqx import QTensor, dynamic_slice, dynamic_update_slice, numerics
 from jqx.calibrators import Affine
-from jqx.contractions._cache import dynamic_slice, dynamic_update_slice, zeros
 from jqx.contractions._einsum import einsum
 
 from ..numerics.oracles import as_float64, assert_floats
@@ -71,7 +70,7 @@ def test_tokens_are_appended_as_each_is_quantized_by_itself(name):
     expected = jqx.QTensor.concatenate(
         [jqx.QTensor.quantize(x[:, t : t + 1], spec) for t in range(TOKENS)], axis=1
     )
-    for empty in packed(spec, zeros(SHAPE, spec)):
+    for empty in packed(spec, QTensor.zeros(SHAPE, spec)):
         want = expected if empty.layout is None else expected.pack(-1)
 
         def step(cache, t):
@@ -89,7 +88,7 @@ def test_tokens_are_appended_as_each_is_quantized_by_itself(name):
 def test_scales_that_are_quantized_in_turn_keep_their_own_scale():
     """NVFP4: of each block the largest magnitude by 6 as e4m3, and codes by that; in NumPy."""
     x = tokens()
-    for cache in packed(NVFP4, zeros(SHAPE, NVFP4)):
+    for cache in packed(NVFP4, QTensor.zeros(SHAPE, NVFP4)):
         cache = jax.tree.map(jnp.copy, cache)  # what is donated is shared by both
         for t in range(TOKENS):
             cache = write(cache, x[:, t : t + 1], t)
@@ -109,7 +108,7 @@ def test_attention_over_a_cache_is_that_over_its_real_values(names, quantized_qu
     """Sums of 32 and of 5 products, 12 roundings more for scales and zero points: Higham (3.5)."""
     rng = np.random.default_rng(0)
     k, v = (
-        write(zeros(SHAPE, PER_TOKEN[name]), jnp.asarray(spread_out(SHAPE, seed)), 0)
+        write(QTensor.zeros(SHAPE, PER_TOKEN[name]), jnp.asarray(spread_out(SHAPE, seed)), 0)
         for seed, name in enumerate(names)
     )
     q = jnp.asarray(rng.normal(size=(BATCH, HEADS, WIDTH)), jnp.float32)
@@ -131,13 +130,13 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
     x = tokens()[:, 1:3]
     affine = Affine(jnp.full((1, 1, 1, 1), 0.5), jnp.full((1, 1, 1, 1), 7, jnp.int8))
     spec = jqx.QSpec(jnp.int8, jqx.per_tensor(), **MINMAX)
-    cache = write(zeros(SHAPE, spec, affine=affine), x, 2)
+    cache = write(QTensor.zeros(SHAPE, spec, affine=affine), x, 2)
     assert_equal(cache[:, 2:4], jqx.QTensor.quantize(x, spec, affine))
     np.testing.assert_array_equal(cache.dequantize()[:, [0, 1, 4]], 0)
 
     layers = jnp.asarray([0.5, 2.0, 8.0]).reshape(3, 1, 1)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
-    empty = zeros((3, 4, 8), spec, affine=Affine(layers))
+    empty = QTensor.zeros((3, 4, 8), spec, affine=Affine(layers))
     x = jnp.asarray(spread_out((1, 2, 8)))
     cache = jax.jit(dynamic_update_slice)(empty, x, (jnp.int32(1), jnp.int32(-2), 0))
     assert_equal(cache[1:2, 2:], jqx.QTensor.quantize(x, spec, Affine(layers[1:2])))
@@ -148,7 +147,7 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
 
 def test_part_of_a_token_is_quantized_with_the_scale_it_has():
     spec = PER_TOKEN["int8"]
-    cache = write(zeros(SHAPE, spec), tokens(), 0)
+    cache = write(QTensor.zeros(SHAPE, spec), tokens(), 0)
     x = tokens()[:, :1, :, 8:24] / 2
     after = dynamic_update_slice(cache, x, (0, 3, 0, 4))
     part = jqx.QTensor.quantize(x, spec, Affine(cache.scale[:, 3:4]))
@@ -160,20 +159,22 @@ def test_part_of_a_token_is_quantized_with_the_scale_it_has():
 
 def test_no_tokens_change_nothing():
     for name in ("uint8 asymmetric", "mxfp4"):
-        cache = zeros(SHAPE, PER_TOKEN[name])
+        cache = QTensor.zeros(SHAPE, PER_TOKEN[name])
         assert_equal(dynamic_update_slice(cache, tokens()[:, :0], (0, 2, 0, 0)), cache)
 
 
 def test_a_cache_that_is_overwritten_as_a_whole_is_quantized_anew():
     spec = jqx.QSpec(jnp.int8)
-    assert_equal(write(zeros(SHAPE, spec), tokens(), 0), jqx.QTensor.quantize(tokens(), spec))
+    assert_equal(
+        write(QTensor.zeros(SHAPE, spec), tokens(), 0), jqx.QTensor.quantize(tokens(), spec)
+    )
 
 
 def test_sequences_may_be_at_different_places():
     """Mapped over a batch: each writes to, and reads from, where it is."""
     spec, places = PER_TOKEN["uint4 asymmetric in blocks"], jnp.array([3, 1])
     x = tokens()[:, :1]
-    for empty in packed(spec, zeros(SHAPE, spec)):
+    for empty in packed(spec, QTensor.zeros(SHAPE, spec)):
         each = jax.vmap(lambda cache, x, t: dynamic_update_slice(cache, x, (t, 0, 0)))
         cache = jax.jit(each)(empty, x, places)
         read = jax.vmap(lambda cache, t: dynamic_slice(cache, (t, 0, 0), (1, *SHAPE[2:])))
@@ -189,10 +190,10 @@ def test_arrays_of_any_float_dtype_are_written():
     spec = PER_TOKEN["int8"]
     for dtype in ("bfloat16", "float16", "float32"):
         x = tokens(dtype)[:, :1]
-        cache = write(zeros(SHAPE, spec, dtype), x, 1)
+        cache = write(QTensor.zeros(SHAPE, spec, dtype), x, 1)
         assert cache.dtype == jnp.dtype(dtype)
         assert_equal(cache[:, 1:2], jqx.QTensor.quantize(x, spec))
-        cache = write(zeros(SHAPE, spec), x, 1)
+        cache = write(QTensor.zeros(SHAPE, spec), x, 1)
         assert_equal(cache[:, 1:2], jqx.QTensor.quantize(x, spec).astype(jnp.float32))
 
 
@@ -200,7 +201,7 @@ def test_a_found_scale_is_rounded_to_the_dtype_that_scales_are_kept_in():
     spec = PER_TOKEN["int8"]
     half = Affine(jnp.ones((*SHAPE[:3], 1), jnp.bfloat16))
     x = tokens()[:, :1]
-    cache = write(zeros(SHAPE, spec, affine=half), x, 0)
+    cache = write(QTensor.zeros(SHAPE, spec, affine=half), x, 0)
     scale = jqx.QTensor.quantize(x, spec).scale.astype(jnp.bfloat16)
     assert_equal(cache[:, :1], jqx.QTensor.quantize(x, spec, Affine(scale)))
 
@@ -210,7 +211,7 @@ def test_a_donated_cache_is_written_in_place(name):
     """The compiled step aliases every byte of it, and holds no more than some tokens besides."""
     spec = NVFP4 if name == "nvfp4" else PER_TOKEN[name]
     large = (2, 1024, 3, 32)
-    for cache in packed(spec, zeros(large, spec)):
+    for cache in packed(spec, QTensor.zeros(large, spec)):
         x = jax.ShapeDtypeStruct((2, 1, 3, 32), jnp.float32)
         memory = write.lower(cache, x, jnp.int32(0)).compile().memory_analysis()
         bits = sum(
@@ -320,12 +321,12 @@ def test_whole_blocks_of_tokens_get_scales_anew():
     x = jnp.asarray(spread_out((2, 10, 6)))
     expected = jqx.QTensor.quantize(x, spec)
     for places in [(0, 4, 8, 10), (0, 4, 10), (0, 8, 10)]:
-        cache = zeros(x.shape, spec)
+        cache = QTensor.zeros(x.shape, spec)
         for start, stop in itertools.pairwise(places):
             cache = dynamic_update_slice(cache, x[:, start:stop], (0, start, 0))
         assert_equal(cache, expected)
     whole = jqx.QTensor.quantize(x[:, :8], spec)
-    blocks = zeros((2, 8, 6), spec).reshape(2, 2, 4, 6)
+    blocks = QTensor.zeros((2, 8, 6), spec).reshape(2, 2, 4, 6)
     for i in range(2):
         part = x[:, None, 4 * i : 4 * i + 4]
         blocks = jax.jit(dynamic_update_slice)(blocks, part, (0, jnp.int32(i), 0, 0))
@@ -336,19 +337,19 @@ def test_whole_blocks_of_tokens_get_scales_anew():
 @pytest.mark.parametrize("name", [*PER_TOKEN, "nvfp4"])
 def test_zeros_are_zero(name, dtype):
     spec = NVFP4 if name == "nvfp4" else PER_TOKEN[name]
-    q = zeros(SHAPE, spec, jnp.dtype(dtype))
+    q = QTensor.zeros(SHAPE, spec, jnp.dtype(dtype))
     assert q.shape == SHAPE and q.dtype == jnp.dtype(dtype) and q.qtype == spec.qtype
     assert_floats(q.dequantize(), np.zeros(SHAPE), dtype)
     np.testing.assert_array_equal(as_float64(q.real_scale()), 1)
     assert q.scale.shape == spec.granularity.scale_shape(SHAPE)
     assert (q.zero_point is None) == spec.symmetric
-    again = jax.jit(lambda: zeros(SHAPE, spec, jnp.dtype(dtype)))()
+    again = jax.jit(lambda: QTensor.zeros(SHAPE, spec, jnp.dtype(dtype)))()
     assert_equal(again, q)
 
 
 def test_zeros_may_have_calibrated_scales():
     scale, zero = jnp.full((1, 1), 0.25), jnp.full((1, 1), 9, jnp.uint8)
-    q = zeros((2, 3), jqx.QSpec(jnp.uint8, **MINMAX), affine=Affine(scale, zero))
+    q = QTensor.zeros((2, 3), jqx.QSpec(jnp.uint8, **MINMAX), affine=Affine(scale, zero))
     np.testing.assert_array_equal(q.values, np.full((2, 3), 9))
     np.testing.assert_array_equal(q.scale, scale)
 
@@ -390,7 +391,7 @@ def test_the_gradient_of_a_scale_is_that_of_the_dequantized_slice():
 
 def test_a_nan_spoils_its_own_token_alone():
     x = tokens().at[0, 1, 2, 3].set(jnp.nan)
-    cache = zeros(SHAPE, PER_TOKEN["int8"])
+    cache = QTensor.zeros(SHAPE, PER_TOKEN["int8"])
     for t in range(TOKENS):
         cache = write(cache, x[:, t : t + 1], t)
     bad = np.isnan(np.asarray(cache.dequantize()))
@@ -425,7 +426,7 @@ def test_slices_that_cut_what_is_laid_out_are_refused():
 
 
 def test_writes_that_may_cut_a_block_are_refused():
-    q = zeros((8, 4), jqx.QSpec(jnp.int8, jqx.per_block({0: 4, 1: 1})))
+    q = QTensor.zeros((8, 4), jqx.QSpec(jnp.int8, jqx.per_block({0: 4, 1: 1})))
     for size, start in [(4, 2), (2, 0), (3, 4), (6, 1)]:
         f = functools.partial(dynamic_update_slice, start_indices=(start, 0))
         facts = "axis 0", f"size {size}", "blocks of 4", "reshape(..., 2, 4, ...)"
@@ -457,7 +458,7 @@ def test_qtensors_that_have_no_place_for_their_scales_are_refused():
     facts = "no place for the zero points", "(2, 1)"
     assert_refused(f, (shared, own), ValueError, "dynamic_update_slice", *facts)
     assert_refused(f, (shared, jnp.ones((2, 6))), ValueError, "dynamic_update_slice", *facts)
-    nested = zeros((4, 16), jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16})))
+    nested = QTensor.zeros((4, 16), jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16})))
     fact = "quantized in turn"
     assert_refused(f, (nested, nested[:1]), ValueError, "dynamic_update_slice", fact)
 
@@ -472,7 +473,9 @@ def test_qtensors_of_another_kind_are_refused():
     ):
         fact = "different formats"
         assert_refused(f, (q, update), TypeError, "dynamic_update_slice", fact)
-    assert_refused(f, (jnp.zeros((4, 6)), q[:1]), TypeError, "dynamic_update_slice", "jqx.zeros")
+    assert_refused(
+        f, (jnp.zeros((4, 6)), q[:1]), TypeError, "dynamic_update_slice", "jqx.QTensor.zeros"
+    )
     ints = jnp.zeros((1, 6), jnp.int8)
     assert_refused(f, (q, ints), TypeError, "dynamic_update_slice", "`update`", "int8")
 
@@ -480,13 +483,13 @@ def test_qtensors_of_another_kind_are_refused():
 def test_zeros_of_nothing_known_are_refused():
     def refused(error, *facts, **options):
         with pytest.raises(error) as refusal:
-            zeros(**{"shape": (2, 3), "spec": jqx.QSpec(jnp.int8), **options})
+            QTensor.zeros(**{"shape": (2, 3), "spec": jqx.QSpec(jnp.int8), **options})
         for fact in facts:
             assert fact in str(refusal.value)
 
-    refused(TypeError, "jqx.zeros", "`shape`", shape=5)
-    refused(TypeError, "jqx.zeros", "`spec`", spec=jnp.int8)
-    refused(TypeError, "jqx.zeros", "`dtype`", dtype=jnp.int8)
+    refused(TypeError, "jqx.QTensor.zeros", "`shape`", shape=5)
+    refused(TypeError, "jqx.QTensor.zeros", "`spec`", spec=jnp.int8)
+    refused(TypeError, "jqx.QTensor.zeros", "`dtype`", dtype=jnp.int8)
     refused(ValueError, "relative", spec=jqx.QSpec(jnp.int8, jqx.per_token()))
     refused(ValueError, "does not fit", affine=Affine(jnp.ones((5, 1))))
 
@@ -494,6 +497,8 @@ def test_zeros_of_nothing_known_are_refused():
 @pytest.mark.parametrize("axes", [(), (0,), (1,)])
 @pytest.mark.parametrize("shape, size", [((4, 0), (2, 0)), ((0, 4), (0, 4)), ((4, 8), (2, 0))])
 def test_nothing_is_written_where_an_axis_is_empty(shape, size, axes):
-    q = jqx.zeros(shape, jqx.QSpec(jnp.int8, jqx.per_axis(*axes) if axes else jqx.per_tensor()))
+    q = jqx.QTensor.zeros(
+        shape, jqx.QSpec(jnp.int8, jqx.per_axis(*axes) if axes else jqx.per_tensor())
+    )
     assert_equal(jqx.dynamic_update_slice(q, jnp.zeros(size), (0, 0)), q)
     assert jqx.dynamic_slice(q, (0, 0), size).dequantize().shape == size

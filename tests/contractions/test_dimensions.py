@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jqx
-from jqx.contractions import Dimensions
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import assert_floats
 from ..strategies import law

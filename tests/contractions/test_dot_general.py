@@ -377,9 +377,9 @@ def test_ml_dtypes_arrays_are_operands_as_jax_arrays_are():
 def test_a_sum_of_nothing_is_zero_whoever_shares_the_scales(left):
     """Of an axis without elements there is no scale either."""
     k = left[1]
-    x, q = jnp.ones(left), jqx.zeros((k, 5), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
-    rows = jqx.zeros(left, jqx.QSpec(jnp.int8, jqx.per_axis(0)))
-    empty = jqx.zeros((k, 0), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+    x, q = jnp.ones(left), jqx.QTensor.zeros((k, 5), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+    rows = jqx.QTensor.zeros(left, jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+    empty = jqx.QTensor.zeros((k, 0), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
     for y in (jqx.matmul(x, q), jqx.matmul(rows, q), jqx.einsum("ik,kn->in", rows, q)):
         np.testing.assert_array_equal(y, np.zeros((left[0], 5), np.float32))
     assert jqx.matmul(x, empty).shape == jqx.matmul(rows, empty).shape == (left[0], 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jqx.contractions import dot_gradients
+from jqx.contractions._shared import dot_gradients
 
 CASES = {  # shapes of both operands, dimension numbers
     "matrices": ((3, 4), (4, 5), (((1,), (0,)), ((), ()))),

@@ -183,7 +183,7 @@ ONE = np.float32(1)
 )
 def test_of_refuses_scales_without_a_multiplier(scales, error, facts):
     of = functools.partial(Requantization.of, *scales, qtype=jnp.int8)
-    assert_refused(of, (), error, "Requantization.of", *facts)
+    assert_refused(of, (), error, "tflite.Requantization.of", *facts)
 
 
 @pytest.mark.parametrize("argument", ["lhs_scale", "rhs_scale", "output_scale"])
@@ -197,7 +197,7 @@ def test_a_traced_scale_is_an_error_that_says_where_to_compute(argument, transfo
     with pytest.raises(TypeError) as refusal:
         transform(f)(x)
     assert str(refusal.value) == (
-        f"jqx.Requantization.of: `{argument}` has no value yet.\n"
+        f"jqx.tflite.Requantization.of: `{argument}` has no value yet.\n"
         "  given:    an array inside jit, vmap or grad\n"
         "  expected: an array with values: a multiplier is computed on the host, in float64\n"
         "  to mend:  make the Requantization outside and pass it in (it is a pytree), or quantize "

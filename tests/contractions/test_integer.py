@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx.contractions import Dimensions
 from jqx.contractions._how._scales import HowTo
 from jqx.contractions._integers._bytes import planes
 from jqx.contractions._integers._integer import integer
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import as_float64, as_int64, assert_floats, code_range
 from ..ops.refusals import assert_refused

@@ -11,7 +11,6 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import Dimensions
 from jqx.contractions._conv_general_dilated import CONVOLUTIONS
 from jqx.contractions._conv_general_dilated import SUMS as CONVOLVED_SUMS
 from jqx.contractions._how import _blocks, _planner, _scales
@@ -20,6 +19,7 @@ from jqx.contractions._how._formulation import FORMULATIONS
 from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
 from jqx.contractions._how._scales import HowTo
 from jqx.contractions._ragged_dot import GROUPS
+from jqx.contractions._shared import Dimensions
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
 from ..numerics.oracles import as_float64

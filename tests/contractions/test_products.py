@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.contractions import Dimensions
 from jqx.contractions._integers._products import TALL, plain, rows_product, shaped
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor

@@ -321,7 +321,7 @@ def test_a_field_of_another_kind_is_a_type_error(field):
     Requantization(**fields())
     wrong = {"qtype": "float8_e4m3fn", "dtype": "Real element type"}.get(field, field)
     build = functools.partial(Requantization, **fields(**{field: TYPES[field]}))
-    assert_refused(build, (), TypeError, "Requantization", wrong)
+    assert_refused(build, (), TypeError, "tflite.Requantization", wrong)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_field_of_another_kind_is_a_type_error(field):
 )
 def test_other_fields_that_are_no_such_thing(change, facts):
     build = functools.partial(Requantization, **fields(**change))
-    assert_refused(build, (), TypeError, "Requantization", *facts)
+    assert_refused(build, (), TypeError, "tflite.Requantization", *facts)
 
 
 @pytest.mark.parametrize(
@@ -351,14 +351,14 @@ def test_other_fields_that_are_no_such_thing(change, facts):
 )
 def test_a_number_out_of_range_is_a_value_error(change, facts):
     build = functools.partial(Requantization, **fields(**change))
-    assert_refused(build, (), ValueError, "Requantization", *facts)
+    assert_refused(build, (), ValueError, "tflite.Requantization", *facts)
 
 
 def test_a_shift_out_of_range_is_refused_where_it_has_values():
     for shift in (-32, 31):
         values = jnp.asarray(np.array([0, 3, shift], np.int32))
         build = functools.partial(Requantization, **fields(shift=values))
-        assert_refused(build, (), ValueError, "Requantization", str(shift), "-31 to 30")
+        assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "-31 to 30")
     for shift in (-31, 30):
         Requantization(**fields(shift=jnp.full((3,), shift, jnp.int32)))
     jax.jit(lambda s: Requantization(**fields(shift=s)).shift)(jnp.full((3,), 40, jnp.int32))
@@ -378,16 +378,16 @@ def test_an_array_that_does_not_fit_the_accumulators_is_named(field):
         f = functools.partial(requantize, requantization=Requantization(**wide, qtype=jnp.int8))
         x = jnp.zeros((4, 3), jnp.int32)
         facts = (f"`{field}` does not fit", f"{field}.shape == {shape}", "(4, 3)")
-        assert_refused(f, (x,), ValueError, "requantize", *facts)
+        assert_refused(f, (x,), ValueError, "tflite.requantize", *facts)
 
 
 def test_requantize_refuses_other_accumulators_and_other_values():
     r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8)
     f = functools.partial(requantize, requantization=r)
     for x in (jnp.ones(3), jnp.ones(3, jnp.int8), jnp.ones(3, jnp.uint32)):
-        assert_refused(f, (x,), TypeError, "requantize", f"({x.dtype.name})", "int32")
+        assert_refused(f, (x,), TypeError, "tflite.requantize", f"({x.dtype.name})", "int32")
     g = functools.partial(requantize, requantization=jqx.QSpec(jnp.int8))
-    assert_refused(g, (jnp.ones(3, jnp.int32),), TypeError, "requantize", "Requantization")
+    assert_refused(g, (jnp.ones(3, jnp.int32),), TypeError, "tflite.requantize", "Requantization")
     zeros = Requantization(**fields(zero_point=jnp.zeros((3,), jnp.int8)))
     h = functools.partial(requantize, requantization=zeros)
     assert_refused(h, (jnp.ones(3, jnp.int32),), ValueError, "QTensor", "does not fit `scale`")

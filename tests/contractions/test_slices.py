@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.contractions import Dimensions
 from jqx.contractions._how._slices import in_slices, slice_along
+from jqx.contractions._shared import Dimensions
 
 from ..numerics.oracles import assert_floats
 from ..tensor.tensors import assert_equal

@@ -140,3 +140,14 @@ def test_the_compilation_cache_does_not_mix_up_names():
         f = lambda params, x, path=path: jnp.tanh(x @ params[path])  # noqa: E731
         found = jqx.explain(f, {path: shape(256, 192)}, X, plan=w8a8_dynamic())
         assert really(found) == {(path, "dot_general"): "codes"}
+
+
+def test_weights_that_lie_plainly_are_named_with_what_lays_them_out():
+    f, params = lambda p, x: x @ p["w"] + p["b"], {"w": jnp.ones((64, 32)), "b": jnp.ones((1, 32))}
+    plan = jqx.make_plan(f, jqx.presets.w4a16())(params, jnp.ones((2, 64)))
+    plain = jqx.explain(f, params, jnp.ones((2, 64)), plan=plan)
+    assert plain.plain == ("w",) and plain.to_dict()["plain"] == ["w"]
+    assert "quantize_params" in str(plain) and "pack_for" in str(plain)
+    packed = jqx.quantize_params(params, plan, target="cpu")
+    found = jqx.explain(f, packed, jnp.ones((2, 64)), plan=plan)
+    assert found.plain == () and "pack_for" not in str(found)

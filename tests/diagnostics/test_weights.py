@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import jqx
 from jqx import numerics
 from jqx.calibrators import fixed, minmax
-from jqx.diagnostics import WeightError, bits_of, measure, sqnr
+from jqx.diagnostics import WeightError
+from jqx.diagnostics._shared import bits_of, measure, sqnr
 
 from ..strategies import law
 from ..tensor.tensors import CASES, NV4, made, quantized_case, spec, spread_out

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import AdditiveNoise, additive_noise
+from jqx.gradients import additive_noise
+from jqx.gradients._shared import AdditiveNoise
 
 KEY = jax.random.key(10)
 N = 40_000

@@ -9,20 +9,20 @@ import jqx
 from jqx.gradients import (
     ElementwiseGradientScaling,
     LearnedStep,
-    Parq,
     StochasticRounding,
     Surrogate,
     additive_noise,
-    check_estimator,
     dorefa,
     ewgs,
     lsq,
     lsq_plus,
     pact,
+    parq,
     ste,
     ste_unclipped,
     stochastic,
 )
+from jqx.gradients._shared import check_estimator
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +33,15 @@ ESTIMATORS = [
     LearnedStep(gradient_scale=False),
     lsq_plus,
     pact,
+    parq,
     dorefa,
     ewgs,
     ElementwiseGradientScaling(0.5),
     stochastic,
     StochasticRounding((0,)),
     additive_noise,
-    Parq(0.0),
-    Parq(0.5),
+    parq(0.0),
+    parq(0.5),
 ]
 KEY = jax.random.key(12)
 every = pytest.mark.parametrize("gradient", ESTIMATORS, ids=str)

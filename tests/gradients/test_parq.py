@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import Parq, proximal_round
+from jqx.gradients import parq, proximal_round
 
 from ..ops.refusals import assert_refused
 from .points import RANGES, SCALES, case
@@ -69,7 +69,7 @@ def test_the_surrogate_is_the_map_on_the_levels(qmin, qmax, scale, r):
     v, x, low, high, _ = case(qmin, qmax, scale)
     if r < 0.1:  # so steep about the midpoints that float32 cannot follow
         v, x = (a[np.abs(v % 1 - 0.5) > 0.02] for a in (v, x))
-    y = Parq(r).surrogate(x, low, high, qmax - qmin + 1, None)
+    y = parq(r).surrogate(x, low, high, qmax - qmin + 1, None)
     expected = paper(np.clip(v, qmin, qmax), r) * scale
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-4 * scale / r**0.5)
     assert np.all((y >= low) & (y <= high))
@@ -88,7 +88,7 @@ def test_inverse_slope_0_is_the_quantizer_and_1_the_clamp(qtype, z, scale):
     def y(**options):
         return jqx.quantize_dequantize(x, np.float32(scale), z, qtype=qtype, **options)
 
-    hard, soft = y(gradient=Parq(0.0)), y(gradient=Parq(1.0))
+    hard, soft = y(gradient=parq(0.0)), y(gradient=parq(1.0))
     np.testing.assert_allclose(hard, y(), rtol=2.0**-22)
     np.testing.assert_array_equal(np.asarray(hard) == 0, np.asarray(y()) == 0)
     np.testing.assert_allclose(soft, np.clip(x, y().min(), y().max()), rtol=2.0**-22)
@@ -103,19 +103,19 @@ def test_the_gradient_of_the_surrogate_is_that_of_ste():
             (0, 1),
         )(x, np.float32(0.25))
 
-    for a, b in zip(gradients(Parq(0.3)), gradients(jqx.gradients.ste), strict=True):
+    for a, b in zip(gradients(parq(0.3)), gradients(jqx.gradients.ste), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("slope", [-0.1, 1.5, float("nan")])
 def test_a_slope_out_of_range_is_refused(slope):
-    assert_refused(lambda: Parq(slope), (), ValueError, "Parq", "inverse_slope")
+    assert_refused(lambda: parq(slope), (), ValueError, "gradients.parq", "inverse_slope")
 
 
 def test_a_traced_slope_is_refused_and_points_to_a_number():
     with pytest.raises(TypeError, match="`inverse_slope` is not an int or a float"):
-        jax.jit(lambda r: Parq(r).inverse_slope)(0.5)
+        jax.jit(lambda r: parq(r).inverse_slope)(0.5)
 
 
 def test_parq_is_a_value():
-    assert Parq(0.5) == Parq(0.5) != Parq(0.25) and not Parq(0.5).needs_key
+    assert parq(0.5) == parq(0.5) != parq(0.25) and not parq(0.5).needs_key

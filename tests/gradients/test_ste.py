@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import StraightThrough, StraightThroughUnclipped, ste, ste_unclipped
+from jqx.gradients import ste, ste_unclipped
+from jqx.gradients._shared import StraightThrough, StraightThroughUnclipped
 from jqx.gradients._ste import clamp, straight_through
 
 from ..numerics.oracles import as_float64, code_range, codes_of

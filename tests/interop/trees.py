@@ -22,7 +22,7 @@ DTYPES = [
 """All dtypes of JAX but complex128."""
 
 QTYPES = [
-    *(jnp.dtype(name) for name in numerics.DTYPES if name != "float8_e8m0fnu"),
+    *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
     *(numerics.int3, numerics.int5, numerics.uint7, numerics.ternary),
     *(numerics.Integer(8, narrow=True), numerics.nf4, numerics.binary),
     numerics.Codebook((-1.0, 0.25, 3.0), "three"),

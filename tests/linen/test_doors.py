@@ -8,7 +8,7 @@ from jax.tree_util import tree_leaves_with_path
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import nest, overlay
+from jqx.modules._shared import nest, overlay
 
 from .networks import DOORS, POLICIES, float_network, images, variables
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import overlay
+from jqx.modules._shared import overlay
 
 POLICY = jqx.presets.w8a8_dynamic()
 W8 = jqx.presets.w8a16(tables="int8")

@@ -10,7 +10,7 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import flatten, nest, overlay
+from jqx.modules._shared import flatten, nest, overlay
 
 LAYERS, WIDTH = 3, 8
 POLICY = jqx.presets.w8a8()

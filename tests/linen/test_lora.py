@@ -8,7 +8,7 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import overlay
+from jqx.modules._shared import overlay
 
 NF4 = jqx.presets.nf4(block=8)
 X = jax.random.normal(jax.random.key(1), (4, 16))

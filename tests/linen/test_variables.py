@@ -1,6 +1,7 @@
 """From variables to variables: scales found, fixed and learned; and what is refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 from jqx.linen import Mode
-from jqx.modules import flatten
+from jqx.modules._shared import flatten
 
 from .networks import DOORS, POLICIES, Net, images, variables
 
@@ -249,3 +250,23 @@ def test_scales_of_statistics_by_key():
         "hidden/kernel:dot_general:lhs",
         "out/kernel:dot_general:lhs",
     }
+
+
+def test_convert_lays_weights_out_for_a_target():
+    policy, x = jqx.presets.w4a16(block=4), jnp.ones((2, 8))
+    dot = functools.partial(jqx.linen.DotGeneral, policy=policy, mode=Mode.CONVERT)
+    for module in (
+        jqx.linen.Dense(6, policy=policy, mode=Mode.CONVERT),
+        nn.Dense(6, dot_general_cls=dot, promote_dtype=jqx.linen.promote_dtype),
+    ):
+        known = nn.Dense(6).init(jax.random.key(0), x)
+        plain = jqx.linen.convert(module, known, x)
+        packed = jqx.linen.convert(module, known, x, target="cpu")
+        expected = jqx.pack_for(plain, "cpu")
+        assert jax.tree.structure(packed) == jax.tree.structure(expected)
+        pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True)
+        assert all((a == b).all() for a, b in pairs)
+        assert jax.tree.structure(packed) != jax.tree.structure(plain)
+        module.apply(packed, x)
+        with pytest.raises(ValueError, match=r"jqx\.convert: `target` is unknown"):
+            jqx.linen.convert(module, known, x, target="cuda")

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.modules import Mode, QuantizedFunction
+from jqx.modules import Mode
+from jqx.modules._shared import QuantizedFunction
 
 POLICIES = {"static": jqx.presets.w8a8(), "dynamic": jqx.presets.w8a8_dynamic()}
 X = jnp.ones((2, 4))

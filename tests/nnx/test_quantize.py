@@ -271,3 +271,25 @@ def test_a_variable_may_hold_several_weights():
     jqx.nnx.convert(model, x)
     assert isinstance(model.both.get_value()["w"], jqx.QTensor)
     assert jnp.allclose(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_convert_lays_weights_out_for_a_target():
+    policy, x = jqx.presets.w4a16(block=4), jnp.ones((2, 8))
+    dot = jqx.nnx.DotGeneral(policy=policy)
+    for make in (
+        lambda: jqx.nnx.Linear(8, 6, policy=policy, rngs=nnx.Rngs(0)),
+        lambda: nnx.Linear(
+            8, 6, dot_general=dot, promote_dtype=jqx.nnx.promote_dtype, rngs=nnx.Rngs(0)
+        ),
+    ):
+        plain, packed = make(), make()
+        with pytest.raises(ValueError, match=r"jqx\.convert: `target` is unknown"):
+            jqx.nnx.convert(plain, x, target="cuda")
+        jqx.nnx.convert(plain, x)
+        jqx.nnx.convert(packed, x, target="cpu")
+        expected = jqx.pack_for(plain.kernel.get_value(), "cpu")
+        found = packed.kernel.get_value()
+        assert found.layout == expected.layout != plain.kernel.get_value().layout
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        assert all((a == b).all() for a, b in pairs)
+        packed(x)

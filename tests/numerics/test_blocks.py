@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode, numerics
-from jqx.numerics import (
-    E8M0,
-    Block,
-    Integer,
-    float6_e2m3fn,
-    float6_e3m2fn,
-    mxfp4,
-    mxint8,
-    nf4,
-    nvfp4,
-)
+from jqx.numerics import Block, Integer, float6_e2m3fn, float6_e3m2fn, mxfp4, mxint8, nf4, nvfp4
+from jqx.numerics._shared import E8M0
 
 from .tables import assert_conforms, assert_same_numbers, every_way, grid, minifloat_table, table_of
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode
-from jqx.numerics import E8M0, PowerOfTwo, exponent_of_e8m0
+from jqx.numerics._shared import E8M0, PowerOfTwo, exponent_of_e8m0
 
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
 

@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.numerics import (
+from jqx.numerics._exact import split_reciprocal
+from jqx.numerics._shared import (
     INTEGERS,
     difference,
     divide,
@@ -20,7 +21,6 @@ from jqx.numerics import (
     saturating_float_sum,
     saturating_sum,
 )
-from jqx.numerics._exact import split_reciprocal
 
 from .oracles import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
 
@@ -454,17 +454,17 @@ def test_sums_of_32_bits_saturate_to_a_narrow_range_in_float32():
     ],
 )
 def test_small_floats_are_computed_in_float32(dtype, wide):
-    assert numerics.compute_dtype(dtype) == np.dtype(wide)
-    assert numerics.common_dtype(jnp.dtype(dtype), jnp.dtype("float16")) == np.dtype(wide)
-    assert numerics.common_dtype(jnp.dtype("bfloat16"), jnp.dtype(dtype)) == np.dtype(wide)
+    assert numerics._shared.compute_dtype(dtype) == np.dtype(wide)
+    assert numerics._shared.common_dtype(jnp.dtype(dtype), jnp.dtype("float16")) == np.dtype(wide)
+    assert numerics._shared.common_dtype(jnp.dtype("bfloat16"), jnp.dtype(dtype)) == np.dtype(wide)
 
 
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_widths_and_signs_are_those_of_the_names(qtype):
     low, high = code_range(qtype)
-    assert numerics.bit_width(qtype) == (high - low).bit_length()
-    assert numerics.is_signed(qtype) is (low < 0)
-    assert type(numerics.bit_width(qtype)) is int
+    assert numerics._shared.bit_width(qtype) == (high - low).bit_length()
+    assert numerics._shared.is_signed(qtype) is (low < 0)
+    assert type(numerics._shared.bit_width(qtype)) is int
 
 
 def test_float32_holds_no_codes_of_32_bits_and_float64_holds_all():
@@ -487,7 +487,7 @@ def _assert_difference_is_rounded_once(q, zero_point, dtype):
     exact = q.astype(np.int64) - zero_point.astype(np.int64)  # of 33 bits, so exact in float64
     with np.errstate(over="ignore"):
         expected = nearest(exact.astype(np.float64), dtype)
-    wide = numerics.compute_dtype(dtype)
+    wide = numerics._shared.compute_dtype(dtype)
     assert_floats(jax.jit(lambda q, z: difference(q, z, dtype))(q, zero_point), expected, wide)
     if q.dtype.itemsize == 4:  # where it takes more than one subtraction
         operands = jnp.asarray(q), jnp.asarray(zero_point)
@@ -517,7 +517,7 @@ def test_difference_without_a_zero_point_rounds_the_codes_once(qtype, dtype):
     with np.errstate(over="ignore"):
         expected = nearest(q.astype(np.float64), dtype)
     result = jax.jit(lambda q: difference(q, None, dtype))(q)
-    assert_floats(result, expected, numerics.compute_dtype(dtype))
+    assert_floats(result, expected, numerics._shared.compute_dtype(dtype))
 
 
 @pytest.mark.parametrize("qtype", ["int32", "uint32"])

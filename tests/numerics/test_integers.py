@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode, numerics
-from jqx.numerics import INTEGERS, Integer
+from jqx.numerics import Integer
+from jqx.numerics._shared import INTEGERS
 
 from .oracles import assert_codes, code_range, codes_of, rounded, saturated
 from .tables import GRID, assert_conforms, every_way, grid, table_of

@@ -7,24 +7,26 @@ import pytest
 
 from jqx import numerics
 from jqx.numerics import (
-    DTYPES,
-    E8M0,
-    INTEGERS,
-    MINIFLOATS,
     Codebook,
     Integer,
     Minifloat,
-    PowerOfTwo,
     Specials,
-    as_qtype,
     binary,
     float6_e2m3fn,
     format_of,
     int3,
     mxfp4,
-    name_of_qtype,
     nf4,
     ternary,
+)
+from jqx.numerics._shared import (
+    DTYPES,
+    E8M0,
+    INTEGERS,
+    MINIFLOATS,
+    PowerOfTwo,
+    as_qtype,
+    name_of_qtype,
 )
 
 OTHERS = ["bool", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jqx.numerics import pack_bits, packed_length, unpack_bits
+from jqx.numerics._shared import pack_bits, packed_length, unpack_bits
 
 LENGTHS = [0, 1, 7, 8, 17]
 SHAPE = (3, 5, 2)

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jqx.numerics import exponent_of, power_of_two, step_of, times_power_of_two
+from jqx.numerics import power_of_two, step_of
+from jqx.numerics._shared import exponent_of, times_power_of_two
 
 KINDS = {"float32": (np.float32, -126, 127), "float64": (np.float64, -1022, 1023)}
 

@@ -10,19 +10,17 @@ import pytest
 import jqx
 from jqx import RoundMode, numerics
 from jqx.numerics import (
-    DTYPES,
     Block,
     Codebook,
     Integer,
     Minifloat,
-    PowerOfTwo,
     QType,
     Specials,
-    as_qtype,
     format_of,
     round_to_integer,
     step_of,
 )
+from jqx.numerics._shared import DTYPES, PowerOfTwo, as_qtype
 
 from .tables import Table, assert_conforms, assert_same_numbers, every_way, grid
 

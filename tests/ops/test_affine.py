@@ -8,7 +8,7 @@ import pytest
 import jqx
 from jqx import RoundMode, numerics
 from jqx.gradients import ste
-from jqx.ops import affine_dequantize, affine_fake_quantize, affine_quantize
+from jqx.ops._shared import affine_dequantize, affine_fake_quantize, affine_quantize
 
 from ..numerics.oracles import (
     as_float64,

@@ -26,7 +26,7 @@ def f32(*values):
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,)])
 def test_shapes_without_extent_keep_their_shape(shape):
-    y = jqx.dynamic_dequantize(np.full(shape, 3, np.int8), f32(0.5), np.int8([1]))
+    y = jqx.onednn.dynamic_dequantize(np.full(shape, 3, np.int8), f32(0.5), np.int8([1]))
     assert y.shape == shape and y.dtype == jnp.float32
     assert np.all(np.asarray(y) == 1)
 
@@ -38,7 +38,9 @@ def test_onednn_dequantize_gives_every_code_its_value(qtype):
     scale, z = f32(0.1, -3, 1e30, INF, NAN), np.int32([0, 1000, -7, low, 0])
     with np.errstate(all="ignore"):
         expected = (q.astype(np.float32) - z.astype(np.float32)) * scale
-    f = functools.partial(jqx.onednn_dequantize, scales=scale, zps=z, granularity="per_channel")
+    f = functools.partial(
+        jqx.onednn.onednn_dequantize, scales=scale, zps=z, granularity="per_channel"
+    )
     assert_floats(f(q), expected, np.float32)
     assert_floats(jax.jit(f)(q), expected, np.float32)
 
@@ -54,7 +56,7 @@ def test_dynamic_dequantize_multiplies_in_float32_and_narrows_once(qtype, dtype)
     for zps in (qtype, "int32"):
         z = codes_of(rng.integers(0, 3000 if zps == "int32" else 8, 200), zps)
         exact = (as_int64(q) - as_int64(z)) * as_float64(scale)  # fits in float32 for 16 bits
-        f = functools.partial(jqx.dynamic_dequantize, granularity="per_channel", axis=1)
+        f = functools.partial(jqx.onednn.dynamic_dequantize, granularity="per_channel", axis=1)
         assert_floats(f(q, scale, z), nearest(exact, dtype), dtype)
         assert_floats(jax.jit(f)(q, scale, z), nearest(exact, dtype), dtype)
 
@@ -62,12 +64,12 @@ def test_dynamic_dequantize_multiplies_in_float32_and_narrows_once(qtype, dtype)
 def test_a_sum_with_a_dequantized_value_is_no_fused_multiply_add():
     q = np.arange(-128, 128, dtype=np.int8)[:, None] * np.ones(400, np.int8)
     bias = np.random.default_rng(7).normal(size=q.shape).astype(np.float32)
-    y = jax.jit(lambda q, s, bias: jqx.dynamic_dequantize(q, s) + bias)(q, f32(0.1234), bias)
+    y = jax.jit(lambda q, s, bias: jqx.onednn.dynamic_dequantize(q, s) + bias)(q, f32(0.1234), bias)
     assert_floats(y, q.astype(np.float32) * np.float32(0.1234) + bias, np.float32)
 
 
 def test_dynamic_dequantize_per_tensor_takes_one_scale():
-    y = jqx.dynamic_dequantize(np.int8([[1, -2]]), f32(0.5), np.int32([1000]))
+    y = jqx.onednn.dynamic_dequantize(np.int8([[1, -2]]), f32(0.5), np.int32([1000]))
     assert_floats(y, np.array([[-499.5, -501.0]]), np.float32)
 
 
@@ -80,7 +82,9 @@ def test_dynamic_dequantize_gives_each_group_its_scale(group_shape):
     z = rng.integers(-128, 128, groups).astype(np.int8)
     spread = [np.kron(v, np.ones(group_shape, v.dtype)) for v in (scale, z)]
     expected = nearest((as_int64(q) - as_int64(spread[1])) * as_float64(spread[0]), np.float32)
-    f = functools.partial(jqx.dynamic_dequantize, granularity="per_group", group_shape=group_shape)
+    f = functools.partial(
+        jqx.onednn.dynamic_dequantize, granularity="per_group", group_shape=group_shape
+    )
     assert_floats(f(q, scale, z), expected, np.float32)
     assert_floats(jax.jit(f)(q, scale, z), expected, np.float32)
     without = nearest(as_int64(q) * as_float64(spread[0]), np.float32)
@@ -92,7 +96,7 @@ def test_the_gradient_of_dynamic_dequantize_in_the_scales_sums_the_differences()
     z = np.int8([[1, 2]])
 
     def f(scales):
-        return jqx.dynamic_dequantize(
+        return jqx.onednn.dynamic_dequantize(
             q, scales, z, granularity="per_group", group_shape=(2, 2)
         ).sum()
 
@@ -110,98 +114,98 @@ def ones(shape, dtype=np.float32):
 
 REFUSED = {
     "dequantize_int32": (
-        jqx.onednn_dequantize,
+        jqx.onednn.onednn_dequantize,
         (ones(3, np.int32),),
         {"scales": [1.0]},
         TypeError,
         (f"`q` {WRONG_TYPE}", "int32"),
     ),
     "dequantize_with_three_scales": (
-        jqx.onednn_dequantize,
+        jqx.onednn.onednn_dequantize,
         (Q,),
         {"scales": [1.0, 2.0, 3.0], "granularity": "per_channel"},
         ValueError,
         ("`scales` must be 1-D with one element per channel", "scales.shape == (4,)"),
     ),
     "dequantize_axis": (
-        jqx.onednn_dequantize,
+        jqx.onednn.onednn_dequantize,
         (Q,),
         {"scales": [1.0], "granularity": "per_channel", "axis": 5},
         ValueError,
         ("axis (5) must be less than input shape rank (2)",),
     ),
     "dynamic_dequantize_int16": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (ones(3, np.int16), ONE),
         {},
         TypeError,
         (f"`q` {WRONG_TYPE}", "int16", "int4"),
     ),
     "dynamic_dequantize_scales": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones(1, np.int32)),
         {},
         TypeError,
         (f"`scales` {WRONG_TYPE}", "int32", "bfloat16"),
     ),
     "dynamic_dequantize_zps": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ONE, ones(1, np.uint16)),
         {},
         TypeError,
         (f"`zps` {WRONG_TYPE}", "uint16"),
     ),
     "dynamic_dequantize_granularity": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ONE),
         {"granularity": "per_row"},
         ValueError,
         ("`granularity` is unknown", "per_group"),
     ),
     "group_shape_without_groups": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ONE),
         {"group_shape": (1, 2)},
         ValueError,
         ("`group_shape` has no meaning without groups", "(1, 2)", "per_tensor"),
     ),
     "no_group_shape": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 2))),
         {"granularity": "per_group"},
         ValueError,
         ("`group_shape` does not divide the shape of `q`", "None", "(2, 4)"),
     ),
     "group_shape_that_does_not_divide": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 2))),
         {"granularity": "per_group", "group_shape": (1, 3)},
         ValueError,
         ("`group_shape` does not divide", "group_shape == (1, 3), q.shape == (2, 4)"),
     ),
     "group_shape_of_another_rank": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 2))),
         {"granularity": "per_group", "group_shape": (2,)},
         ValueError,
         ("`group_shape` does not divide",),
     ),
     "group_of_zero": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 2))),
         {"granularity": "per_group", "group_shape": (1, 0)},
         ValueError,
         ("`group_shape` does not divide",),
     ),
     "scales_not_one_per_group": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 4))),
         {"granularity": "per_group", "group_shape": (1, 2)},
         ValueError,
         ("`scales` must hold one element per group", "(2, 4)", "scales.shape == (2, 2)"),
     ),
     "zps_not_one_per_group": (
-        jqx.dynamic_dequantize,
+        jqx.onednn.dynamic_dequantize,
         (Q, ones((2, 2)), ones((1, 2), np.int8)),
         {"granularity": "per_group", "group_shape": (1, 2)},
         ValueError,
@@ -214,4 +218,4 @@ REFUSED = {
 def test_dequantizing_is_refused_with_the_facts(case):
     function, operands, options, error, facts = REFUSED[case]
     f = functools.partial(function, **options)
-    assert_refused(f, operands, error, function.__name__, *facts)
+    assert_refused(f, operands, error, f"onednn.{function.__name__}", *facts)

@@ -51,7 +51,7 @@ def test_the_zero_point_is_added_before_the_one_rounding():
     x = f32(0.5, 1.5, 2.5, -0.5, -1.5)
     codes = jqx.dynamic_quantize(x, f32(1), np.int8([3]))
     assert codes.tolist() == [4, 4, 6, 2, 2]
-    assert jqx.onednn_quantize(x, [1.0], [3]).tolist() == [4, 4, 6, 2, 2]
+    assert jqx.onednn.onednn_quantize(x, [1.0], [3]).tolist() == [4, 4, 6, 2, 2]
 
 
 @pytest.mark.many
@@ -79,7 +79,7 @@ def test_dynamic_quantize_gives_the_specified_codes_per_channel(axis):
     expected = specified(x, scale.reshape(shape), z.reshape(shape), "int8")
     assert_codes(f(x, scale, z), expected, "int8")
     assert_codes(jax.jit(f)(x, scale, z), expected, "int8")
-    static = jqx.onednn_quantize(x, scale, z, granularity="per_channel", axis=axis)
+    static = jqx.onednn.onednn_quantize(x, scale, z, granularity="per_channel", axis=axis)
     assert_codes(static, expected, "int8")
 
 
@@ -162,7 +162,7 @@ def test_special_values_follow_the_table(qtype):
     assert_codes(per_channel(x, scale, z), expected, qtype)
     per_tensor = jax.jit(jax.vmap(functools.partial(jqx.dynamic_quantize, qtype=qtype)))
     assert_codes(per_tensor(x, scale[:, None], z[:, None]), expected, qtype)
-    static = jqx.onednn_quantize(x, scale, z, qtype=qtype, granularity="per_channel", axis=0)
+    static = jqx.onednn.onednn_quantize(x, scale, z, qtype=qtype, granularity="per_channel", axis=0)
     assert_codes(static, expected, qtype)
 
 
@@ -183,17 +183,17 @@ def test_float8_is_the_quotient_rounded_once_and_never_saturated(name):
     y = np.concatenate([codes, ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20), beyond, -beyond])
     x = np.float32(y)
     expected = x.astype(dtype).astype(np.float32)
-    f = functools.partial(jqx.onednn_quantize, scales=[1.0], qtype=dtype)
+    f = functools.partial(jqx.onednn.onednn_quantize, scales=[1.0], qtype=dtype)
     for codes in (f(x), jax.jit(f)(x)):
         assert codes.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(codes).astype(np.float32), expected)
-    widened = jax.jit(lambda x: jqx.onednn_dequantize(f(x), [3.0]))(x)
+    widened = jax.jit(lambda x: jqx.onednn.onednn_dequantize(f(x), [3.0]))(x)
     assert_floats(widened, expected * np.float32(3), np.float32)
 
 
 def test_float8_takes_channels():
     x = values(4, (6, 3))
-    y = jqx.onednn_quantize(
+    y = jqx.onednn.onednn_quantize(
         x, [0.1, 1, 10], qtype=jnp.float8_e5m2, granularity="per_channel", axis=-1
     )
     expected = (x / f32(0.1, 1, 10)).astype(ml_dtypes.float8_e5m2)
@@ -368,14 +368,14 @@ REFUSED_BY_ONEDNN_QUANTIZE = {
 @pytest.mark.parametrize("case", REFUSED_BY_ONEDNN_QUANTIZE)
 def test_onednn_quantize_refuses_with_the_facts(case):
     operands, options, error, facts = REFUSED_BY_ONEDNN_QUANTIZE[case]
-    f = functools.partial(jqx.onednn_quantize, **options)
-    assert_refused(f, operands, error, "onednn_quantize", *facts)
+    f = functools.partial(jqx.onednn.onednn_quantize, **options)
+    assert_refused(f, operands, error, "onednn.onednn_quantize", *facts)
 
 
 @pytest.mark.parametrize("zps", [[2.7], [2**31], [True]])
 def test_zero_points_that_are_no_int32_are_refused(zps):
     with pytest.raises(ValueError, match="`zps` must hold 32-bit integers"):
-        jqx.onednn_quantize(jnp.ones(3), [1.0], zps)
+        jqx.onednn.onednn_quantize(jnp.ones(3), [1.0], zps)
 
 
 @pytest.mark.parametrize("axis", [(0, 1), (0,), 1.5, True])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import RoundMode, numerics
-from jqx.numerics import INTEGERS
+from jqx.numerics._shared import INTEGERS
 
 from ..numerics.oracles import (
     as_float64,

@@ -11,7 +11,7 @@ import pytest
 import jqx
 from jqx import RoundMode, calibrators, numerics
 from jqx.calibrators import Affine
-from jqx.tensor import fake_quantize_as
+from jqx.tensor._shared import fake_quantize_as
 
 from ..numerics.oracles import assert_floats
 from .tensors import CASES, spread_out

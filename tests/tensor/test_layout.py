@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx.tensor import Layout, Packing
+from jqx.tensor._shared import Layout, Packing
 
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
@@ -55,7 +55,7 @@ def laid_out(q, layout):
         axis = layout.packing.axis
         if layout.swapped and axis > -3:
             axis = -3 - axis
-        values = numerics.pack_bits(form.to_bits(values), form.bits, axis % q.ndim)
+        values = numerics._shared.pack_bits(form.to_bits(values), form.bits, axis % q.ndim)
     return dataclasses.replace(q, values=values, layout=layout)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
-from jqx.tensor import Layout
+from jqx.tensor._shared import Layout
 
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused

@@ -17,8 +17,8 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import RoundMode, calibrators, numerics
-from jqx.numerics import INTEGERS
-from jqx.tensor import Layout, Packing, fake_quantize_as
+from jqx.numerics._shared import INTEGERS
+from jqx.tensor._shared import Layout, Packing, fake_quantize_as
 
 from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats
 from ..numerics.oracles import (

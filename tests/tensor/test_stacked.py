@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jqx
 from jqx import numerics
-from jqx.tensor import partition_specs, record_from_json, sliceable, to_json
+from jqx.tensor._shared import partition_specs, record_from_json, sliceable, to_json
 
 SHAPE = (2, 3, 4, 32)
 ALONE = jqx.QSpec(numerics.nvfp4, jqx.per_block({2: 1, 3: 16, 0: 1, 1: 1}))
@@ -102,7 +102,7 @@ def test_a_scan_and_a_map_step_over_it():
 
 def test_zeros_have_the_second_scales_of_the_spec():
     for axes, q in zip(STACKS, in_every_way(), strict=True):
-        empty = jqx.zeros(SHAPE, stacked(*axes))
+        empty = jqx.QTensor.zeros(SHAPE, stacked(*axes))
         assert jax.tree.structure(empty) == jax.tree.structure(q)
         assert [x.shape for x in jax.tree.leaves(empty)] == [x.shape for x in jax.tree.leaves(q)]
     written = jqx.dynamic_update_slice(empty, jnp.full((1, 3, 4, 32), 6.0), (jnp.int32(1), 0, 0, 0))

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx.tensor import axis_groups
+from jqx.tensor._shared import axis_groups
 
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused

@@ -19,7 +19,7 @@ CALIBRATORS = [
     *(
         pytest.param(calibrator, marks=pytest.mark.slow)
         for calibrator in (
-            *(calibrators.percentile, calibrators.mse, calibrators.hqo, calibrators.entropy),
+            *(calibrators.percentile, calibrators.mse, calibrators.hqq, calibrators.entropy),
         )
     ),
 ]

@@ -18,7 +18,7 @@ from jax import export
 import jqx
 from jqx import calibrators, gradients, numerics
 from jqx.calibrators import AbsMax, Groups
-from jqx.tensor import record_from_json, to_json
+from jqx.tensor._shared import record_from_json, to_json
 from jqx.transforms._plan import Weight
 
 from .forms import FORMS, POLICIES, function, rows, weights
@@ -92,7 +92,7 @@ def public(package, of):
 
 
 QTYPES = [
-    *(jnp.dtype(name) for name in numerics.DTYPES if name != "float8_e8m0fnu"),
+    *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
     *public(numerics, lambda value: isinstance(value, numerics.QType)),
     numerics.Integer(7, narrow=True),
     numerics.Minifloat(3, 3, numerics.Specials.NAN, bias=2, saturate=False),
@@ -108,7 +108,7 @@ CALIBRATORS = [
 ]
 GRADIENTS = [
     *public(gradients, lambda value: hasattr(value, "bwd") or hasattr(value, "surrogate")),
-    gradients.Parq(0.1),
+    gradients.parq(0.1),
     gradients.StochasticRounding((0, 2)),
     gradients.LearnedStep(False),
 ]
@@ -139,11 +139,11 @@ def test_the_tables_hold_every_class_of_values():
     known = {
         value
         for package in (numerics, calibrators, gradients)
-        for value in vars(package).values()
+        for value in (*vars(package).values(), *vars(package._shared).values())
         if isinstance(value, type) and dataclasses.is_dataclass(value)
     }
     rest = known - {type(value) for table in tables for value in table}
-    assert rest == {Groups, numerics.PowerOfTwo}  # no value of a spec, and one with a dtype
+    assert rest == {Groups, numerics._shared.PowerOfTwo}  # no value of a spec, and one with a dtype
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.tensor import fake_quantize_as
+from jqx.tensor._shared import fake_quantize_as
 
 from ..contractions.oracles import equations_of
 from ..presets.table import PRESETS, STATIC, every_preset

@@ -115,3 +115,33 @@ def test_weights_that_are_alike_share_one_compiled_program_and_its_bits():
             np.testing.assert_array_equal(a, b)
     traced = jax.jit(lambda p: jqx.quantize_params(p, plan))(params)
     assert all(np.array_equal(traced[path].values, q[path].values) for path in q)
+
+
+def assert_laid_out(tree, plain, target):
+    """The leaves of a tree are those of another as `pack_for` lays them out, bit for bit."""
+    expected = jqx.pack_for(plain, target)
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("preset", [w8a16(), jqx.presets.w4a16(block=4)], ids=["w8", "w4"])
+@pytest.mark.parametrize("target", ["cpu", "gpu", "tpu"])
+def test_a_target_lays_weights_out_as_pack_for_does(target, preset):
+    params = mlp_params()
+    plan = plan_of(mlp, preset, params, X)
+    q = jqx.quantize_params(params, plan, target=target)
+    assert_laid_out(q, jqx.quantize_params(params, plan), target)
+    if target == "cpu":
+        assert q["w"].layout is not None
+        abstract = jqx.quantize_params(jax.eval_shape(lambda p: p, params), plan, target=target)
+        assert jax.tree.structure(abstract) == jax.tree.structure(q)
+        given = dict(params, w=jnp.array(params["w"]))
+        assert_laid_out(jqx.quantize_params(given, plan, donate=True, target=target), q, target)
+
+
+@pytest.mark.parametrize("target", ["cuda", 3])
+def test_an_unknown_target_is_refused(target):
+    params = mlp_params()
+    with pytest.raises(ValueError, match=r"jqx\.quantize_params: `target` is unknown"):
+        jqx.quantize_params(params, plan_of(mlp, w8a8(), params, X), target=target)

@@ -347,7 +347,7 @@ def test_gradients_pass_what_is_written_straight_through():
 
 def test_a_step_holds_no_float_copy_of_the_cache():
     shape = (1, 2048, 4, 64)
-    cache = jqx.zeros(shape, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
+    cache = jqx.QTensor.zeros(shape, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
     assert cache.nbytes / (4 * cache.size) <= 0.27
 
     def f(p, q, k, c, t):

@@ -16,7 +16,8 @@ from jax import lax
 
 from ..._checks import is_at_least
 from ...calibrators import Groups
-from ...tensor import QTensor, refine
+from ...tensor import QTensor
+from ...tensor._shared import refine
 from .._what._dimensions import Dimensions
 from ._slices import item_along, slice_along
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from ..._checks import is_at_least
-from ...numerics import common_dtype, power_below
-from ...tensor import Layout, QTensor
+from ...numerics._shared import common_dtype, power_below
+from ...tensor import QTensor
+from ...tensor._shared import Layout
 from .._integers._bytes import as_int8, longest
 from .._integers._integer import digits_of
 from .._what._conv_dimensions import Window, padded

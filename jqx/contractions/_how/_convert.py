@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...numerics import Block, Integer, Minifloat, common_dtype, format_of, power_below
-from ...ops import affine_dequantize
+from ...numerics import Block, Integer, Minifloat, format_of
+from ...numerics._shared import common_dtype, power_below
+from ...ops._shared import affine_dequantize
 from ...tensor import QTensor
 from .._what._dimensions import Dimensions
 from ._blocks import sum_of_blocks

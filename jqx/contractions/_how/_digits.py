@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from ..._checks import is_at_least
-from ...numerics import divide, power_below
+from ...numerics._shared import divide, power_below
 from ...tensor import QTensor
 from .._integers._bytes import as_int8
 from .._integers._products import rows_product, to_rows

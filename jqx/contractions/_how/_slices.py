@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...numerics import format_of
-from ...tensor import Layout, Packing, QTensor, refine
+from ...tensor import QTensor
+from ...tensor._shared import Layout, Packing, refine
 from .._what._dimensions import Dimensions
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from ..._checks import is_at_least
-from ...numerics import common_dtype, format_of
+from ...numerics import format_of
+from ...numerics._shared import common_dtype
 from ...tensor import QTensor
 from .._integers._products import needs_shape
 from .._what._dimensions import Dimensions

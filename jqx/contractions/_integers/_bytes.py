@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ...numerics import Integer, format_of
-from ...tensor import Layout, QTensor, is_flipped, to_int8
+from ...tensor import QTensor
+from ...tensor._shared import Layout, is_flipped, to_int8
 
 ACCUMULATOR = 2**31 - 1
 """The largest sum that an int32 holds."""

@@ -30,9 +30,9 @@ class FixedPointRounding(enum.Enum):
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> single = jqx.FixedPointRounding.SINGLE
-      >>> r = jqx.Requantization.of(0.25, 1.0, 1.0, qtype=jnp.int8, rounding=single)
-      >>> jqx.requantize(jnp.array([-6, -2, 2, 6]), r).values  # -1.5, -0.5, 0.5 and 1.5
+      >>> single = jqx.tflite.FixedPointRounding.SINGLE
+      >>> r = jqx.tflite.Requantization.of(0.25, 1.0, 1.0, qtype=jnp.int8, rounding=single)
+      >>> jqx.tflite.requantize(jnp.array([-6, -2, 2, 6]), r).values  # -1.5, -0.5, 0.5 and 1.5
       Array([-1,  0,  1,  2], dtype=int8)
     """
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import export
 
 from ..._checks import is_at_least, require_that
-from ...numerics import common_dtype, format_of, name_of_qtype
+from ...numerics import format_of
+from ...numerics._shared import common_dtype, name_of_qtype
 from ...tensor import QTensor
 from .._how._blocks import sum_in_turn, sum_of_blocks
 from .._how._formulation import CPU, PLATFORMS, formulation

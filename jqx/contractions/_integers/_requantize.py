@@ -26,7 +26,8 @@ from ..._checks import (
 )
 from ..._compat import is_concrete
 from ...calibrators import Affine
-from ...numerics import Integer, QType, as_qtype, format_of
+from ...numerics import Integer, QType, format_of
+from ...numerics._shared import as_qtype
 from ...tensor import QSpec, QTensor
 from ._fixed_point import (
     LARGEST_SHIFT,
@@ -60,7 +61,7 @@ class Requantization:
       bias: int32, in units of the accumulators; `None` means none.
       qtype: format of the codes, integers of 16 bits or less.
       dtype: dtype of the real result.
-      rounding: how often to round, a `jqx.FixedPointRounding`.
+      rounding: how often to round, a `jqx.tflite.FixedPointRounding`.
       low: the smallest code to return; `None` takes that of `qtype`. For a ReLU, the zero point.
       high: the largest code to return, likewise.
 
@@ -71,7 +72,7 @@ class Requantization:
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> r = jqx.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
+      >>> r = jqx.tflite.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
       >>> int(r.multiplier) == 2**30, int(r.shift)
       (True, -3)
     """
@@ -89,7 +90,7 @@ class Requantization:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        name = "Requantization"
+        name = "tflite.Requantization"
         qtype = as_qtype(name, "qtype", self.qtype, "Output")
         form = _integers_of(name, qtype)
         dtype = as_dtype(name, "dtype", self.dtype)
@@ -99,7 +100,7 @@ class Requantization:
             "rounding",
             self.rounding,
             FixedPointRounding,
-            mend="pass for example jqx.FixedPointRounding.SINGLE.",
+            mend="pass for example jqx.tflite.FixedPointRounding.SINGLE.",
         )
         zero, bias = self.zero_point, self.bias
         fields = {
@@ -173,10 +174,10 @@ class Requantization:
           >>> import jqx, jax.numpy as jnp
           >>> spec = jqx.QSpec(jnp.int8, jqx.per_axis(1))
           >>> w = jqx.QTensor.quantize(jnp.array([[1.0, 8.0], [-2.0, 3.0]]), spec)
-          >>> jqx.Requantization.of(0.1, w.scale, 0.05, qtype=jnp.int8).shift
+          >>> jqx.tflite.Requantization.of(0.1, w.scale, 0.05, qtype=jnp.int8).shift
           Array([[-4, -2]], dtype=int32)
         """
-        name = "Requantization.of"
+        name = "tflite.Requantization.of"
         given = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "output_scale": output_scale}
         with jax.ensure_compile_time_eval():
             scales = {field: known_scale(name, field, scale) for field, scale in given.items()}
@@ -219,18 +220,18 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> r = jqx.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
-      >>> jqx.requantize(jnp.array([-8, 0, 24, 100_000]), r).values
+      >>> r = jqx.tflite.Requantization.of(0.5, 0.25, 2.0, qtype=jnp.int8, zero_point=3)
+      >>> jqx.tflite.requantize(jnp.array([-8, 0, 24, 100_000]), r).values
       Array([  2,   3,   5, 127], dtype=int8)
     """
-    x = as_array("requantize", "accumulator", accumulator)
-    check_dtype("requantize", "accumulator", x, jnp.int32, of="the multiplier's")
+    x = as_array("tflite.requantize", "accumulator", accumulator)
+    check_dtype("tflite.requantize", "accumulator", x, jnp.int32, of="the multiplier's")
     check_instance(
-        "requantize",
+        "tflite.requantize",
         "requantization",
         requantization,
         Requantization,
-        mend="make one with jqx.Requantization.of(...).",
+        mend="make one with jqx.tflite.Requantization.of(...).",
     )
     r = requantization
     multiplier, shift, scale, zero_point, bias = (
@@ -255,7 +256,7 @@ def requantize_float(
         "output",
         spec,
         QSpec,
-        mend="pass a QSpec, (QSpec, Affine), or jqx.Requantization.of(...).",
+        mend="pass a QSpec, (QSpec, Affine), or jqx.tflite.Requantization.of(...).",
     )
     return QTensor.quantize(y, spec, affine)
 
@@ -278,19 +279,19 @@ def _integers_of(function: str, qtype: Any) -> Integer:
 def _integers(field: str, x: Any, form: Integer) -> jax.Array:
     """Returns an array of codes of `form`; a Python number must be one, so that none wraps."""
     if isinstance(x, (bool, int, float)):
-        value = check_integer("Requantization", field, x)
+        value = check_integer("tflite.Requantization", field, x)
         require_that(
             form.low <= value <= form.high,
             error=ValueError,
-            function="Requantization",
+            function="tflite.Requantization",
             problem=f"`{field}` is out of the range of {form.name}.",
             given=f"{field} == {value}",
             expected=f"an integer in [{form.low}, {form.high}]",
             mend="pass an integer in this range.",
         )
-    array = as_like("Requantization", field, x, form.storage)
+    array = as_like("tflite.Requantization", field, x, form.storage)
     of = "output" if field == "zero_point" else "accumulator"
-    check_dtype("Requantization", field, array, form.storage, of=of)
+    check_dtype("tflite.Requantization", field, array, form.storage, of=of)
     return array
 
 
@@ -302,11 +303,11 @@ def _check_shift(shift: jax.Array) -> None:
     require_that(
         least >= LEAST_SHIFT and largest <= LARGEST_SHIFT,
         error=ValueError,
-        function="Requantization",
+        function="tflite.Requantization",
         problem="`shift` is out of range.",
         given=f"shifts from {least} to {largest}",
         expected=f"{LEAST_SHIFT} to {LARGEST_SHIFT}, negative for a factor below a half",
-        mend="compute it with jqx.Requantization.of(...).",
+        mend="compute it with jqx.tflite.Requantization.of(...).",
     )
 
 
@@ -318,7 +319,7 @@ def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
     require_that(
         missing >= 0 and all(m in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True)),
         error=ValueError,
-        function="requantize",
+        function="tflite.requantize",
         problem=f"`{field}` does not fit the accumulators.",
         given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
         expected="the last axes of the accumulators, each of size 1 or theirs",

@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._checks import is_at_least
-from ...numerics import Minifloat, bit_width, common_dtype, format_of
-from ...tensor import QTensor, is_flipped
+from ...numerics import Minifloat, format_of
+from ...numerics._shared import bit_width, common_dtype
+from ...tensor import QTensor
+from ...tensor._shared import is_flipped
 from .._how._blocks import Block
 from .._how._scales import HowTo
 from .._integers._bytes import ACCUMULATOR, is_byte, is_integer, largest

@@ -13,18 +13,14 @@ from jax.typing import DTypeLike
 
 from ... import _compat
 from ..._compat import Eqn
-from ...contractions import (
+from ...contractions import conv_general_dilated, dot_general, einsum, ragged_dot, take
+from ...contractions._shared import (
     ROWS_OF_GROUPS,
     Dimensions,
     OperandAxes,
     can_leave_sum,
     conv_axes,
-    conv_general_dilated,
-    dot_general,
     dot_gradients,
-    einsum,
-    ragged_dot,
-    take,
 )
 from ...tensor import QTensor
 from .._weight import real_of

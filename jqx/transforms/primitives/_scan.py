@@ -9,7 +9,7 @@ from jax import lax
 
 from ... import _compat
 from ..._compat import Eqn
-from ...tensor import sliceable
+from ...tensor._shared import sliceable
 from .._origin import Loop, Origin
 from .._weight import is_coded, map_codes
 from ._carry import Carry, unchanged

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 
 from ... import _compat
 from ..._compat import Eqn
-from ...tensor import QTensor, partition_specs
+from ...tensor import QTensor
+from ...tensor._shared import partition_specs
 from .._origin import Origin
 from .._weight import is_coded, map_codes
 from ._form import Finder, Form, Records, Runner

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, Sharding
 from ... import _compat
 from ..._checks import require_that
 from ..._compat import Eqn
-from ...tensor import QTensor, partition_specs
+from ...tensor import QTensor
+from ...tensor._shared import partition_specs
 from .._weight import map_codes
 from ._view import Known, View, of_one, same
 

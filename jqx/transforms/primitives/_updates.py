@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._compat import Eqn
-from ...contractions import dynamic_update_slice, gathered, scattered, select
+from ...contractions import dynamic_update_slice
+from ...contractions._shared import gathered, scattered, select
 from ...tensor import QTensor
 from ._view import starts_of
 

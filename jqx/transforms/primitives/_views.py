@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from ..._compat import Eqn
 from ...contractions import dynamic_slice
-from ...tensor import QTensor, axis_groups
+from ...tensor import QTensor
+from ...tensor._shared import axis_groups
 from .._origin import Origin
 from ._shardings import SHARDINGS
 from ._view import Known, View, of_one, same, starts_of

@@ -10,7 +10,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jqx
-from jqx.contractions import OperandAxes
+from jqx.contractions._shared import OperandAxes
 from jqx.transforms import Contraction, View, primitive_rules
 
 

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import RoundMode, format_of, round_to_integer, saturating_sum
+from ..numerics import format_of, round_to_integer
+from ..numerics._shared import RoundMode, saturating_sum
 from ._arguments import check_count, check_number
 from ._calibrator import Affine, Affinity, look_at, poisoned
 from ._cover import cover
@@ -33,8 +34,11 @@ _NEAREST = RoundMode.NEAREST_TOWARD_EVEN
 
 
 @dataclasses.dataclass(frozen=True)
-class Hqo(FromHistogram):
+class Hqq(FromHistogram):
     """Optimises the zero point (symmetric: the scale) for the least lp error.
+
+    The zero point is an integer, as everywhere in jqx; that of the published HQQ is a float, an
+    offset of the codes, which formats with offsets are to bring.
 
     `fit` measures it on the array itself and is never worse than `minmax` (symmetric: `absmax`);
     of observed statistics the same is done on four points for each bin of the histogram. An
@@ -57,7 +61,7 @@ class Hqo(FromHistogram):
     kappa: float = 1.01
 
     def __post_init__(self) -> None:
-        name = "calibrators.Hqo"
+        name = "calibrators.Hqq"
         object.__setattr__(self, "iterations", check_count(name, "iterations", self.iterations, 1))
         for field, holds, expected in (
             ("p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -145,7 +149,7 @@ class Hqo(FromHistogram):
 
     def __str__(self) -> str:
         fields = (self.iterations, self.p, self.beta, self.kappa)
-        return "hqo" if self == hqo else f"hqo{fields}"
+        return "hqq" if self == hqq else f"hqq{fields}"
 
 
-hqo = Hqo()
+hqq = Hqq()

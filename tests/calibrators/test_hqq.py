@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.calibrators import Hqo, absmax, hqo, minmax
+from jqx.calibrators import Hqq, absmax, hqq, minmax
 from jqx.numerics import mxfp4, nf4
 
 from ..ops.refusals import assert_refused
@@ -48,7 +48,7 @@ def zero_points(x, scale, zero, calibrator, high):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_scale_is_the_best_iterate(seed):
     """Against float64; the iterates differ by rounding, so the errors are compared."""
-    x, calibrator = draw((300,), seed), Hqo(10)
+    x, calibrator = draw((300,), seed), Hqq(10)
     spec = jqx.QSpec(jnp.int4, calibrator=calibrator)
     found = jqx.QTensor.quantize(jnp.asarray(x), spec).dequantize()
     limits = np.float32(list(ranges(x, calibrator, 7)))
@@ -60,7 +60,7 @@ def test_the_scale_is_the_best_iterate(seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("beta", [1.0, 10.0])
 def test_the_zero_point_is_the_best_iterate(seed, beta):
-    x, calibrator = np.exp(draw((300,), seed) / 2), Hqo(10, beta=beta)
+    x, calibrator = np.exp(draw((300,), seed) / 2), Hqq(10, beta=beta)
     spec = jqx.QSpec(jnp.uint4, symmetric=False, calibrator=calibrator)
     start, found = minmax.fit(jnp.asarray(x), spec), fit(x, spec)
     assert found.scale == start.scale
@@ -88,7 +88,7 @@ def test_the_zero_point_is_the_best_iterate(seed, beta):
 def test_it_is_never_worse_than_covering_everything(qtype, symmetric):
     """By the lp error, on the array, for every scale."""
     x = draw((5, 40), seed=4)
-    spec = jqx.QSpec(qtype, jqx.per_axis(0), symmetric, hqo)
+    spec = jqx.QSpec(qtype, jqx.per_axis(0), symmetric, hqq)
     whole = (absmax if symmetric else minmax).fit(jnp.asarray(x), spec)
     ours = jqx.QTensor.quantize(jnp.asarray(x), spec).dequantize()
     theirs = jqx.QTensor.quantize(jnp.asarray(x), spec, whole).dequantize()
@@ -99,7 +99,7 @@ def test_it_is_never_worse_than_covering_everything(qtype, symmetric):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_result_follows_the_units_of_the_values(symmetric):
     x = draw((200,), seed=5)
-    spec = jqx.QSpec("int4", symmetric=symmetric, calibrator=hqo)
+    spec = jqx.QSpec("int4", symmetric=symmetric, calibrator=hqq)
     one, other = fit(x, spec), fit(x * np.float32(2.0**-9), spec)
     np.testing.assert_allclose(one.scale, other.scale * 2.0**9, rtol=1e-6)
     assert symmetric or one.zero_point == other.zero_point
@@ -107,7 +107,7 @@ def test_the_result_follows_the_units_of_the_values(symmetric):
 
 def test_of_a_histogram_the_error_is_near_that_of_the_array():
     x = draw((20_000,), seed=6)
-    spec = jqx.QSpec(jnp.int4, calibrator=hqo)
+    spec = jqx.QSpec(jnp.int4, calibrator=hqq)
     errors = [
         lp(x, jqx.QTensor.quantize(jnp.asarray(x), spec, find(x, spec)).dequantize())
         for find in (fit, decide, lambda x, spec: absmax.fit(jnp.asarray(x), spec))
@@ -117,7 +117,7 @@ def test_of_a_histogram_the_error_is_near_that_of_the_array():
 
 def test_scales_that_are_powers_of_two_stay_so():
     x = draw((64,), seed=7)
-    spec = jqx.QSpec(mxfp4, jqx.per_block({0: 32}), calibrator=hqo)
+    spec = jqx.QSpec(mxfp4, jqx.per_block({0: 32}), calibrator=hqq)
     found = fit(x, spec).scale
     assert found.dtype == jnp.float8_e8m0fnu
     assert (np.frexp(np.float32(found))[0] == 0.5).all()
@@ -126,18 +126,18 @@ def test_scales_that_are_powers_of_two_stay_so():
 @pytest.mark.parametrize(
     "make, error, fact",
     [
-        (lambda: Hqo(0), ValueError, "iterations"),
-        (lambda: Hqo(1.5), TypeError, "iterations"),
-        (lambda: Hqo(p=0.0), ValueError, "p == 0.0"),
-        (lambda: Hqo(p=1.1), ValueError, "p == 1.1"),
-        (lambda: Hqo(beta=0.0), ValueError, "beta"),
-        (lambda: Hqo(kappa=0.9), ValueError, "kappa"),
-        (lambda: Hqo(kappa="1"), TypeError, "kappa"),
+        (lambda: Hqq(0), ValueError, "iterations"),
+        (lambda: Hqq(1.5), TypeError, "iterations"),
+        (lambda: Hqq(p=0.0), ValueError, "p == 0.0"),
+        (lambda: Hqq(p=1.1), ValueError, "p == 1.1"),
+        (lambda: Hqq(beta=0.0), ValueError, "beta"),
+        (lambda: Hqq(kappa=0.9), ValueError, "kappa"),
+        (lambda: Hqq(kappa="1"), TypeError, "kappa"),
     ],
 )
 def test_what_is_out_of_range_is_refused(make, error, fact):
-    assert_refused(make, (), error, "calibrators.Hqo", fact)
+    assert_refused(make, (), error, "calibrators.Hqq", fact)
 
 
 def test_it_prints_as_it_is_written():
-    assert (str(hqo), str(Hqo(5))) == ("hqo", "hqo(5, 0.7, 10.0, 1.01)")
+    assert (str(hqq), str(Hqq(5))) == ("hqq", "hqq(5, 0.7, 10.0, 1.01)")

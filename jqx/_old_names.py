@@ -1,0 +1,40 @@
+"""Names of the release before: they work for one release, and say what to write instead."""
+
+import functools
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module: it finds names of old, with a DeprecationWarning.
+
+    Args:
+      module: the name of the module, `jqx` or `jqx.<folder>`.
+      names: the names that have others now: `{"old": "jqx.place.new"}`. Beside these, what
+        the file `_shared.py` of a folder lists was public, and is internal.
+    """
+
+    def getattr_of_old(name: str) -> Any:
+        if name in names:
+            parts = names[name].split(".")[1:]
+            value = functools.reduce(getattr, parts, sys.modules["jqx"])
+            mend = f"use {names[name]}"
+        else:
+            value = None if name.startswith("__") else _internal(module, name)
+            mend = "it is internal to jqx"
+        if value is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module}.{name} goes in the next release: {mend}."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return value
+
+    return getattr_of_old
+
+
+def _internal(module: str, name: str) -> Any:
+    if module == "jqx":
+        return None
+    return vars(importlib.import_module(f"{module}._shared")).get(name)

@@ -1,0 +1,17 @@
+"""What other folders of jqx import from this one, and users do not."""
+
+from ._dot_gradients import dot_gradients as dot_gradients
+from ._how._blocks import can_leave_sum as can_leave_sum
+from ._indexed import gathered as gathered
+from ._indexed import scattered as scattered
+from ._integers._bytes import longest as longest
+from ._integers._fixed_point import FixedPointRounding as FixedPointRounding
+from ._integers._requantize import Requantization as Requantization
+from ._integers._requantize import requantize as requantize
+from ._ragged_dot import ROWS_OF_GROUPS as ROWS_OF_GROUPS
+from ._select import is_like as is_like
+from ._select import quantized_like as quantized_like
+from ._select import select as select
+from ._what._axes import OperandAxes as OperandAxes
+from ._what._conv_dimensions import conv_axes as conv_axes
+from ._what._dimensions import Dimensions as Dimensions

@@ -1,0 +1,10 @@
+"""What other folders of jqx import from this one, and users do not."""
+
+from ._report import report_of as report_of
+from ._table import Table as Table
+from ._table import decibels as decibels
+from ._table import finite as finite
+from ._weights import bits_of as bits_of
+from ._weights import measure as measure
+from ._weights import scheme_of as scheme_of
+from ._weights import sqnr as sqnr

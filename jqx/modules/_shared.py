@@ -1,0 +1,20 @@
+"""What other folders of jqx import from this one, and users do not."""
+
+from ._entries import flatten as flatten
+from ._entries import nest as nest
+from ._entries import overlay as overlay
+from ._entries import split as split
+from ._entries import unscaled as unscaled
+from ._entries import without as without
+from ._learnable import check_learnable as check_learnable
+from ._members import forwards as forwards
+from ._members import read as read
+from ._mode import check_mode as check_mode
+from ._quantized_function import QuantizedFunction as QuantizedFunction
+from ._quantized_function import holds_codes as holds_codes
+from ._quantized_function import needs_key as needs_key
+from ._quantized_function import optional as optional
+from ._scales import Scales as Scales
+from ._scales import check_scales as check_scales
+from ._scales import needs_calibration as needs_calibration
+from ._wanted import Wanted as Wanted

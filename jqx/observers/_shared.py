@@ -1,0 +1,6 @@
+"""What other folders of jqx import from this one, and users do not."""
+
+from ._absmax import AbsMaxStats as AbsMaxStats
+from ._calibrated import Calibrated as Calibrated
+from ._hessian import HessianStats as HessianStats
+from ._mean import MeanStats as MeanStats

@@ -1,0 +1,5 @@
+"""The one call: from a function and its weights to a quantized one."""
+
+from ._algorithm import Algorithm as Algorithm
+from ._ptq import ptq as ptq
+from ._quantized import Quantized as Quantized

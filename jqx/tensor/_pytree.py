@@ -1,0 +1,34 @@
+"""QTensor as a pytree: which of its fields are leaves, and which are static."""
+
+from typing import Any
+
+import jax
+
+from ._export import make_exportable
+
+_STATIC = ("qtype", "dtype", "blocks", "layout")
+_LEAVES = ("values", "scale", "zero_point")
+
+
+def register(cls: type) -> None:
+    """Registers QTensor, whose file imports this one, for JAX and for `jax.export`."""
+
+    def unflatten(static: Any, leaves: Any) -> Any:
+        """Rebuilds without checks: a tree may hold anything in place of its arrays."""
+        q = object.__new__(cls)
+        for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
+            object.__setattr__(q, name, value)
+        return q
+
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    make_exportable(cls)
+
+
+def _flatten(q: Any) -> tuple[tuple, tuple]:
+    return tuple(getattr(q, name) for name in _LEAVES), tuple(getattr(q, n) for n in _STATIC)
+
+
+def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
+    leaves, static = _flatten(q)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _LEAVES)
+    return tuple(zip(keys, leaves, strict=True)), static
