@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
@@ -102,7 +101,7 @@ def _numbers(name: str, y: np.ndarray) -> np.ndarray:
 
 def range_of(affine: Any, qtype: Any) -> float:
     """The largest magnitude that a symmetric scale covers."""
-    return float(jnp.squeeze(affine.scale)) * jqx.numerics.format_of(qtype).high
+    return np.asarray(affine.scale).item() * jqx.numerics.format_of(qtype).high
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -115,6 +114,12 @@ def fit(x: jax.Array, spec: jqx.QSpec) -> jqx.calibrators.Affine:
 def decide(x: jax.Array, spec: jqx.QSpec) -> jqx.calibrators.Affine:
     """The scale that a calibrator decides from what it observed."""
     return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def quantized(x: jax.Array, find: Any, spec: jqx.QSpec) -> jax.Array:
+    """What the scale that `find` finds for an array gives back."""
+    return jqx.QTensor.quantize(x, spec, find(x, spec)).dequantize()
 
 
 def draw(shape: Sequence[int], seed: int = 0) -> np.ndarray:

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,23 +12,25 @@ from ..ops.refusals import assert_refused
 from .oracles import BLOCKED, SHAPE, affine, blocks
 
 
-def run(calibrator, spec, batches):
+@functools.partial(jax.jit, static_argnums=0)
+def run(spec, batches):
     """The scale that each step uses, before it observes its own values, and the last state."""
-    stats = calibrator.empty(spec.granularity.scale_shape(batches[0].shape))
-    scales = []
-    for x in batches:
-        scales.append(calibrator.affine(stats, spec).scale)
-        stats = calibrator.merge(advance(stats), calibrator.observe(x, spec))
-    return np.stack(scales), stats
+
+    def step(stats, x):
+        scale = spec.calibrator.affine(stats, spec).scale
+        return spec.calibrator.merge(advance(stats), spec.calibrator.observe(x, spec)), scale
+
+    empty = spec.calibrator.empty(spec.granularity.scale_shape(batches[0].shape))
+    stats, scales = jax.lax.scan(step, empty, batches)
+    return scales, stats
 
 
 @pytest.mark.parametrize("length, margin", [(1, 0), (3, 0), (3, 2), (4, -1)])
 def test_the_scale_is_that_of_the_last_steps(length, margin):
     """Against a list of maxima; before the first step it is 1."""
     batches = np.random.default_rng(0).normal(size=(9, 5, 2)).astype(np.float32)
-    calibrator = Delayed(length, margin)
-    spec = jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(1), calibrator=calibrator)
-    scales, stats = run(calibrator, spec, list(batches))
+    spec = jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(1), calibrator=Delayed(length, margin))
+    scales, stats = run(spec, batches)
     largest = np.abs(batches).max(1, keepdims=True)
     for step in range(9):
         window = largest[max(step - length, 0) : step]
@@ -38,15 +42,19 @@ def test_the_scale_is_that_of_the_last_steps(length, margin):
     assert stats.observed == 9
 
 
-@pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)
-def test_one_step_is_absmax(granularity, sizes):
+def test_one_step_is_absmax():
     x = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
-    spec = jqx.QSpec(jnp.int8, granularity, calibrator=delayed)
-    found = delayed.fit(jnp.asarray(x), spec)
-    np.testing.assert_array_equal(found.scale, absmax.fit(jnp.asarray(x), spec).scale)
-    for place, block in blocks(x, sizes):
-        m = np.abs(block).max()
-        assert found.scale[place] == affine(-m, m, "int8", True)[0]
+    specs = [jqx.QSpec(jnp.int8, granularity, calibrator=delayed) for granularity, _ in BLOCKED]
+
+    @jax.jit
+    def found(x):
+        return [(delayed.fit(x, spec), absmax.fit(x, spec)) for spec in specs]
+
+    for (_, sizes), (ours, theirs) in zip(BLOCKED, jax.device_get(found(x)), strict=True):
+        np.testing.assert_array_equal(ours.scale, theirs.scale)
+        for place, block in blocks(x, sizes):
+            m = np.abs(block).max()
+            assert ours.scale[place] == affine(-m, m, "int8", True)[0]
 
 
 def test_the_shards_of_a_step_merge_before_the_next_one():
@@ -58,36 +66,37 @@ def test_the_shards_of_a_step_merge_before_the_next_one():
     np.testing.assert_array_equal(delayed.merge(*shards).history, whole.history)
 
 
-def test_steps_are_the_carry_of_a_scan():
+def test_steps_may_be_taken_one_by_one():
     calibrator = Delayed(2)
     spec = jqx.QSpec(jnp.int8, calibrator=calibrator)
-    batches = jnp.float32([[[8.0]], [[-3.0]], [[1.0]]])
-
-    def step(stats, x):
-        scale = calibrator.affine(stats, spec).scale
-        return calibrator.merge(advance(stats), calibrator.observe(x, spec)), scale
-
-    stats, scales = jax.jit(lambda xs: jax.lax.scan(step, calibrator.empty((1, 1)), xs))(batches)
+    stats, scales = calibrator.empty((1, 1)), []
+    for x in np.float32([[[8.0]], [[-3.0]], [[1.0]]]):
+        scales.append(calibrator.affine(stats, spec).scale.item())
+        stats = calibrator.merge(advance(stats), calibrator.observe(x, spec))
     np.testing.assert_array_equal(stats.history.ravel(), [1, 3])
-    np.testing.assert_array_equal(scales.ravel(), np.float32([1, 8 / 127, 8 / 127]))
+    np.testing.assert_array_equal(np.float32(scales), np.float32([1, 8 / 127, 8 / 127]))
 
 
 def test_statistics_stacked_by_a_map_advance_each():
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0), calibrator=Delayed(3))
     layers = jnp.arange(1.0, 13.0).reshape(2, 3, 2)
-    stacked = jax.vmap(lambda x: spec.calibrator.observe(x, spec))(layers)
+
+    @jax.jit
+    def found(layers):
+        stacked = jax.vmap(lambda x: spec.calibrator.observe(x, spec))(layers)
+        return advance(stacked), [advance(spec.calibrator.observe(x, spec)) for x in layers]
+
+    stacked, alone = found(layers)
     for i in range(2):
-        alone = advance(spec.calibrator.observe(layers[i], spec))
-        np.testing.assert_array_equal(advance(stacked).history[i], alone.history)
+        np.testing.assert_array_equal(stacked.history[i], alone[i].history)
 
 
 @pytest.mark.parametrize("length", [2, 40])
 def test_a_nan_or_infinity_spoils_the_steps_that_remember_it(length):
-    calibrator = Delayed(length)
-    spec = jqx.QSpec(jnp.int8, calibrator=calibrator)
+    spec = jqx.QSpec(jnp.int8, calibrator=Delayed(length))
     for poison in (np.nan, np.inf):
-        batches = [jnp.float32([1.0]), jnp.float32([poison]), *[jnp.float32([2.0])] * (length + 1)]
-        scales, stats = run(calibrator, spec, batches)
+        batches = np.float32([1.0, poison, *[2.0] * (length + 1)])[:, None]
+        scales, stats = jax.device_get(run(spec, batches))
         spoilt = [1 < step < 2 + length for step in range(len(batches))]
         np.testing.assert_array_equal(~np.isfinite(scales.ravel()), spoilt)
         assert np.isnan(scales[2, 0]) == np.isnan(poison)

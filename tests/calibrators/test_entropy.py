@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jqx.calibrators import Entropy, absmax, entropy
 from jqx.numerics import nf4
 
 from ..ops.refusals import assert_refused
-from .oracles import range_of
+from .oracles import decide, fit, range_of
 
 
 def divergence(counts, i, levels):
@@ -39,16 +37,6 @@ def histogram_of(x, bins):
     x = np.abs(x[x != 0])
     place = np.minimum(np.floor(x / x.max() * np.float32(bins)).astype(int), bins - 1)
     return np.bincount(place, minlength=bins)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def fit(x, spec):
-    return spec.calibrator.fit(x, spec)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def decide(x, spec):
-    return spec.calibrator.affine(spec.calibrator.observe(x, spec), spec)
 
 
 def draw(n, seed=0):
@@ -85,9 +73,14 @@ def test_counts_are_spread_in_proportion_to_width():
     spec = jqx.QSpec(jnp.int4)
     x = jnp.float32([1.0, 1.0, 1.0, 1.0, 2.0])
     calibrator = Entropy(512, 8)
-    stats = calibrator.observe(x, spec)
-    counts = jqx.calibrators._histogram.magnitudes(stats.counts)[0, 1:].astype(jnp.float32)
-    spread = np.asarray(calibrator._in_equal_bins(counts, jnp.float32(2.0)))
+
+    @jax.jit
+    def spread_of(x):
+        counts = calibrator.observe(x, spec).counts
+        counts = jqx.calibrators._histogram.magnitudes(counts)[0, 1:].astype(jnp.float32)
+        return calibrator._in_equal_bins(counts, jnp.float32(2.0))
+
+    spread = np.asarray(spread_of(x))
     expected = np.zeros(512)
     expected[256:260] = 1
     np.testing.assert_allclose(spread[:511], expected[:511], atol=1e-6)
@@ -95,9 +88,9 @@ def test_counts_are_spread_in_proportion_to_width():
 
 
 def test_zeros_have_no_part_in_it():
+    spec = jqx.QSpec(jnp.int4, calibrator=Entropy(256, 4))
     x = draw(3000, 3)
     with_zeros = np.concatenate([x, np.zeros(50_000, np.float32)])
-    spec = jqx.QSpec(jnp.int4, calibrator=Entropy(256, 4))
     for find in (fit, decide):
         assert find(x, spec).scale == find(with_zeros, spec).scale
 

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from jqx.calibrators import Hqq, absmax, hqq, minmax
 from jqx.numerics import mxfp4, nf4
 
 from ..ops.refusals import assert_refused
-from .oracles import decide, dequantized, draw, fit
+from .oracles import decide, dequantized, draw, fit, quantized
 
 
 def lp(x, real, p=0.7):
@@ -50,7 +51,7 @@ def test_the_scale_is_the_best_iterate(seed):
     """Against float64; the iterates differ by rounding, so the errors are compared."""
     x, calibrator = draw((300,), seed), Hqq(10)
     spec = jqx.QSpec(jnp.int4, calibrator=calibrator)
-    found = jqx.QTensor.quantize(jnp.asarray(x), spec).dequantize()
+    found = quantized(x, fit, spec)
     limits = np.float32(list(ranges(x, calibrator, 7)))
     errors = [lp(x, dequantized(x, -m, m, "int4", True)) for m in limits]
     assert lp(x, found) == pytest.approx(min(errors), rel=0.01)
@@ -62,7 +63,7 @@ def test_the_scale_is_the_best_iterate(seed):
 def test_the_zero_point_is_the_best_iterate(seed, beta):
     x, calibrator = np.exp(draw((300,), seed) / 2), Hqq(10, beta=beta)
     spec = jqx.QSpec(jnp.uint4, symmetric=False, calibrator=calibrator)
-    start, found = minmax.fit(jnp.asarray(x), spec), fit(x, spec)
+    start, found = jax.jit(lambda x: (minmax.fit(x, spec), fit(x, spec)))(x)
     assert found.scale == start.scale
     scale = np.float64(start.scale[0])
 
@@ -89,11 +90,10 @@ def test_it_is_never_worse_than_covering_everything(qtype, symmetric):
     """By the lp error, on the array, for every scale."""
     x = draw((5, 40), seed=4)
     spec = jqx.QSpec(qtype, jqx.per_axis(0), symmetric, hqq)
-    whole = (absmax if symmetric else minmax).fit(jnp.asarray(x), spec)
-    ours = jqx.QTensor.quantize(jnp.asarray(x), spec).dequantize()
-    theirs = jqx.QTensor.quantize(jnp.asarray(x), spec, whole).dequantize()
-    for i in range(5):
-        assert lp(x[i], ours[i]) <= lp(x[i], theirs[i]) * (1 + 1e-5)
+    whole = (absmax if symmetric else minmax).fit
+    both = jax.jit(lambda x: [quantized(x, find, spec) for find in (fit, whole)])(x)
+    for row, ours, theirs in zip(x, *jax.device_get(both), strict=True):
+        assert lp(row, ours) <= lp(row, theirs) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -108,10 +108,7 @@ def test_the_result_follows_the_units_of_the_values(symmetric):
 def test_of_a_histogram_the_error_is_near_that_of_the_array():
     x = draw((20_000,), seed=6)
     spec = jqx.QSpec(jnp.int4, calibrator=hqq)
-    errors = [
-        lp(x, jqx.QTensor.quantize(jnp.asarray(x), spec, find(x, spec)).dequantize())
-        for find in (fit, decide, lambda x, spec: absmax.fit(jnp.asarray(x), spec))
-    ]
+    errors = [lp(x, quantized(x, find, spec)) for find in (fit, decide, absmax.fit)]
     assert errors[1] <= errors[0] * 1.02 < errors[2]
 
 

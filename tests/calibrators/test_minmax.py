@@ -1,3 +1,6 @@
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import jqx
 from jqx.calibrators import absmax, minmax
 
 from ..numerics.oracles import assert_codes, assert_floats
-from .oracles import affine, extremes, ordinary_floats, positive_floats
+from .oracles import affine, decide, extremes, ordinary_floats, positive_floats
 
 law = settings(max_examples=30, deadline=None)
 
@@ -30,33 +33,41 @@ def granularity(axes):
     return jqx.per_axis(*axes) if axes else jqx.per_tensor()
 
 
+CASES = list(itertools.product([(), (1,), (0, 2), (-1,)], FORMATS))
+
+
+@jax.jit
+def observed_and_decided(x):
+    specs = [jqx.QSpec(qtype, granularity(axes), symmetric) for axes, (qtype, symmetric) in CASES]
+    stats = [minmax.observe(x, spec) for spec in specs]
+    return stats, [minmax.affine(each, spec) for each, spec in zip(stats, specs, strict=True)]
+
+
 @law
-@given(values, st.sampled_from([(), (1,), (0, 2), (-1,)]), st.sampled_from(FORMATS))
-def test_the_extremes_are_the_extreme_codes(x, axes, form):
+@given(values)
+def test_the_extremes_are_the_extreme_codes(x):
     """Scale and zero point are those of NumPy's float32 arithmetic, bit by bit."""
-    qtype, symmetric = form
-    spec = jqx.QSpec(qtype, granularity(axes), symmetric, minmax)
-    stats = minmax.observe(x, spec)
-    low, high = extremes(x, axes)
-    assert_floats(stats.low, low, np.float32)
-    assert_floats(stats.high, high, np.float32)
-    low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
-    scale, zero_point = affine(low, high, qtype, symmetric)
-    found = minmax.affine(stats, spec)
-    assert_floats(found.scale, scale, np.float32)
-    if symmetric:
-        assert found.zero_point is None
-    else:
-        assert_codes(found.zero_point, zero_point, qtype)
+    for (axes, (qtype, symmetric)), stats, found in zip(
+        CASES, *observed_and_decided(x), strict=True
+    ):
+        low, high = extremes(x, axes)
+        assert_floats(stats.low, low, np.float32)
+        assert_floats(stats.high, high, np.float32)
+        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+        scale, zero_point = affine(low, high, qtype, symmetric)
+        assert_floats(found.scale, scale, np.float32)
+        if symmetric:
+            assert found.zero_point is None
+        else:
+            assert_codes(found.zero_point, zero_point, qtype)
 
 
 @law
 @given(values)
 def test_a_symmetric_range_is_that_of_absmax(x):
     by_minmax, by_absmax = (
-        calibrator.affine(calibrator.observe(x, spec), spec)
+        decide(x, jqx.QSpec(jnp.int8, jqx.per_axis(1), calibrator=calibrator))
         for calibrator in (minmax, absmax)
-        for spec in [jqx.QSpec(jnp.int8, jqx.per_axis(1), calibrator=calibrator)]
     )
     assert by_minmax.zero_point is by_absmax.zero_point is None
     np.testing.assert_array_equal(by_minmax.scale, by_absmax.scale, strict=True)

@@ -18,19 +18,40 @@ FORMS = (
 X64 = os.environ.get("JAX_ENABLE_X64") == "1"
 
 
-def evaluate(form: str, f: Callable[..., Any], operands: Sequence[np.ndarray | None]) -> list[Any]:
-    """Evaluates `f(*operands)` in one form; `vmap` maps two copies and gives two results."""
-    arrays = [None if a is None else jnp.asarray(a) for a in operands]
+TOGETHER = 24
+"""Cases of one compiled program: a program costs far more than what it computes."""
+
+Operands = Sequence[Any]
+
+
+def evaluate(
+    form: str, functions: Sequence[Callable[..., Any]], operands: Sequence[Operands]
+) -> list[list[Any]]:
+    """Evaluates each function of its operands in one form; `vmap` maps two copies of each."""
+    found = []
+    for i in range(0, len(functions), TOGETHER):
+        found += _together(form, functions[i : i + TOGETHER], operands[i : i + TOGETHER])
+    return found
+
+
+def _together(
+    form: str, functions: Sequence[Callable[..., Any]], operands: Sequence[Operands]
+) -> list[list[Any]]:
+    operands = [[None if a is None else jnp.asarray(a) for a in arrays] for arrays in operands]
+
+    def each(operands: Sequence[Operands]) -> list[Any]:
+        return [f(*arrays) for f, arrays in zip(functions, operands, strict=True)]
+
     match form:
         case "eager":
-            return [f(*arrays)]
+            return [[result] for result in each(operands)]
         case "jit":
-            return [jax.jit(f)(*arrays)]
+            return [[result] for result in jax.jit(each)(operands)]
         case "jit_constants":
-            return [jax.jit(lambda: f(*arrays))()]
+            return [[result] for result in jax.jit(lambda: each(operands))()]
         case "vmap":
-            stacked = [None if a is None else jnp.stack([a, a]) for a in arrays]
-            return list(jax.jit(jax.vmap(f))(*stacked))
+            stacked = jax.tree.map(lambda a: np.stack([a, a]), operands)
+            return [list(result) for result in jax.jit(jax.vmap(each))(stacked)]
     raise AssertionError(form)
 
 

@@ -6,7 +6,7 @@ lacks come back as their ml_dtypes types; rank-0 operands are stored with shape 
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -53,9 +53,18 @@ def compared(arrays: dict[str, np.ndarray]) -> np.ndarray:
     return care
 
 
-def mismatches(results: list[Any], arrays: dict[str, np.ndarray]) -> int:
-    """Counts the compared elements that differ; dtype and shape must be equal, NaN equals NaN."""
-    return sum(_mismatches(result, arrays) for result in results)
+def differing(
+    results: Sequence[list[Any]], cases: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]]
+) -> dict[str, int]:
+    """Counts the compared elements that differ, of the cases where any does.
+
+    Dtype and shape must be equal, and NaN equals NaN. A case may have several results.
+    """
+    wrong = {}
+    for found, (case, arrays) in zip(results, cases, strict=True):
+        if count := sum(_mismatches(result, arrays) for result in found):
+            wrong[case["id"]] = count
+    return wrong
 
 
 def _mismatches(result: Any, arrays: dict[str, np.ndarray]) -> int:

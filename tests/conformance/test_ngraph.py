@@ -6,59 +6,49 @@ import pytest
 import jqx
 
 from .forms import FORMS, evaluate, selected
-from .golden_io import DTYPES, load, mismatches
-
-SHARDS = 4
+from .golden_io import DTYPES, differing, load
 
 
 def _rank_restored(parameter, axes):
     return parameter if axes else parameter.reshape(())
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+def _quantize(attrs):
+    return lambda x, scale, zero_point: jqx.quantize(
+        x,
+        scale,
+        zero_point,
+        qtype=DTYPES[attrs["type"]],
+        axes=attrs["axes"],
+        round_mode=jqx.RoundMode(attrs["round_mode"]),
+    )
+
+
+def _dequantize(attrs):
+    return lambda q, scale, zero_point: jqx.dequantize(q, scale, zero_point, axes=attrs["axes"])
+
+
+def _wrong(form, op, cases):
+    """The cases that differ, and in how many elements."""
+    operands = []
+    for case, arrays in cases:
+        axes = case["attrs"]["axes"]
+        parameters = [_rank_restored(arrays[name], axes) for name in ("scale", "zero_point")]
+        operands.append((arrays["x"], *parameters))
+    results = evaluate(form, [op(case["attrs"]) for case, _ in cases], operands)
+    return differing(results, cases)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_quantize_gives_every_specified_code(form, shard):
+def test_quantize_gives_every_specified_code(form):
     cases = selected(list(load("ngraph_quantize")), lambda c: c["attrs"]["input_type"] == "f64")
-    wrong = {}
-    for case, arrays in cases[shard::SHARDS]:
-        attrs = case["attrs"]
-
-        def f(x, scale, zero_point, attrs=attrs):
-            return jqx.quantize(
-                x,
-                scale,
-                zero_point,
-                qtype=DTYPES[attrs["type"]],
-                axes=attrs["axes"],
-                round_mode=jqx.RoundMode(attrs["round_mode"]),
-            )
-
-        operands = (
-            arrays["x"],
-            _rank_restored(arrays["scale"], attrs["axes"]),
-            _rank_restored(arrays["zero_point"], attrs["axes"]),
-        )
-        wrong[case["id"]] = mismatches(evaluate(form, f, operands), arrays)
-    assert {k: v for k, v in wrong.items() if v} == {}
+    assert _wrong(form, _quantize, cases) == {}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dequantize_gives_every_specified_value(form):
     cases = selected(list(load("ngraph_dequantize")), lambda c: c["attrs"]["type"] == "f64")
-    wrong = {}
-    for case, arrays in cases:
-        axes = case["attrs"]["axes"]
-
-        def f(q, scale, zero_point, axes=axes):
-            return jqx.dequantize(q, scale, zero_point, axes=axes)
-
-        operands = (
-            arrays["x"],
-            _rank_restored(arrays["scale"], axes),
-            _rank_restored(arrays["zero_point"], axes),
-        )
-        wrong[case["id"]] = mismatches(evaluate(form, f, operands), arrays)
-    assert {k: v for k, v in wrong.items() if v} == {}
+    assert _wrong(form, _dequantize, cases) == {}
 
 
 def test_permuted_and_negative_axes_mean_the_same():

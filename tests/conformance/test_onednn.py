@@ -1,12 +1,12 @@
 """oneDNN Graph DynamicQuantize and its siblings against the library's vectors."""
 
-import jax.numpy as jnp
+import ml_dtypes
 import pytest
 
 import jqx
 
 from .forms import FORMS, X64, evaluate
-from .golden_io import DTYPES, load, mismatches
+from .golden_io import DTYPES, differing, load
 
 pytestmark = pytest.mark.skipif(X64, reason="oneDNN has no float64 form")
 
@@ -16,20 +16,18 @@ def _placement(attrs):
     return {name: value for name, value in kept.items() if value is not None}
 
 
+def _dynamic_quantize(attrs):
+    return lambda x, scales, zps: jqx.dynamic_quantize(
+        x, scales, zps, qtype=DTYPES[attrs["dst"]], **_placement(attrs)
+    )
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dynamic_quantize_gives_every_specified_code(form):
-    wrong = {}
-    for case, arrays in load("onednn_dynamicquantize"):
-        attrs = case["attrs"]
-
-        def f(x, scales, zps, attrs=attrs):
-            return jqx.dynamic_quantize(
-                x, scales, zps, qtype=DTYPES[attrs["dst"]], **_placement(attrs)
-            )
-
-        operands = (arrays["src"], arrays["scales"], arrays.get("zps"))
-        wrong[case["id"]] = mismatches(evaluate(form, f, operands), arrays)
-    assert {k: v for k, v in wrong.items() if v} == {}
+    cases = list(load("onednn_dynamicquantize"))
+    functions = [_dynamic_quantize(case["attrs"]) for case, _ in cases]
+    operands = [(a["src"], a["scales"], a.get("zps")) for _, a in cases]
+    assert differing(evaluate(form, functions, operands), cases) == {}
 
 
 def _sibling(attrs):
@@ -48,19 +46,18 @@ def _sibling(attrs):
     raise AssertionError(attrs["kind"])
 
 
+def _operands(case, arrays):
+    """The arrays of a sibling case; codes of 4 bits are stored one a byte."""
+    narrow = {"s4": ml_dtypes.int4, "u4": ml_dtypes.uint4}
+    names = ["src", "scales", "zps"] if case["attrs"]["kind"] == "DynamicDequantize" else ["src"]
+    for name in names:
+        array, dtype = arrays.get(name), case["arrays"].get(name, [None])[0]
+        yield array.astype(narrow[dtype]) if dtype in narrow else array
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_siblings_give_every_specified_value(form):
-    narrow = {"s4": jnp.int4, "u4": jnp.uint4}
-    wrong = {}
-    for case, arrays in load("onednn_siblings"):
-        operands = [jnp.asarray(arrays["src"])]
-        if case["attrs"]["kind"] == "DynamicDequantize":
-            zps = arrays.get("zps")
-            operands += [jnp.asarray(arrays["scales"]), None if zps is None else jnp.asarray(zps)]
-        stored = [case["arrays"][n][0] for n in ("src", "scales", "zps") if n in case["arrays"]]
-        operands = [
-            o.astype(narrow[dtype]) if dtype in narrow else o
-            for o, dtype in zip(operands, [*stored, None], strict=False)
-        ]
-        wrong[case["id"]] = mismatches(evaluate(form, _sibling(case["attrs"]), operands), arrays)
-    assert {k: v for k, v in wrong.items() if v} == {}
+    cases = list(load("onednn_siblings"))
+    functions = [_sibling(case["attrs"]) for case, _ in cases]
+    operands = [tuple(_operands(case, arrays)) for case, arrays in cases]
+    assert differing(evaluate(form, functions, operands), cases) == {}

@@ -72,12 +72,17 @@ def test_quantize_saturates_to_the_whole_range_of_every_format(qtype):
 
 @functools.cache
 def transformed(qtype, axes, mode):
-    """Returns quantize under jit, under vmap and under vmap in jit."""
+    """Returns quantize under jit, of an array and under two maps of a pair, as one program."""
 
     def f(x, scale, zero_point):
         return jqx.quantize(x, scale, zero_point, qtype=qtype, axes=axes, round_mode=mode)
 
-    return jax.jit(f), jax.vmap(f), jax.jit(jax.vmap(f, in_axes=(0, None, None)))
+    def each(pair, scale, zero_point):
+        twice = [jnp.stack([v, v]) for v in (scale, zero_point)]
+        over_x = jax.vmap(f, in_axes=(0, None, None))(pair, scale, zero_point)
+        return f(pair[0], scale, zero_point), jax.vmap(f)(pair, *twice), over_x
+
+    return jax.jit(each)
 
 
 few_formats = affines(
@@ -88,16 +93,13 @@ few_formats = affines(
 @law
 @given(few_formats, st.sampled_from([RoundMode.NEAREST_TOWARD_EVEN, RoundMode.UP]))
 def test_jitted_and_vmapped_quantize_give_the_codes_of_the_eager_one(case, mode):
-    jitted, mapped, mapped_over_x = transformed(case.qtype, case.axes, mode)
-    codes = quantize(case, round_mode=mode)
-    expected = as_int64(codes)
-    assert_codes(jitted(case.x, case.scale, case.zero_point), expected, case.qtype)
     flipped = dataclasses.replace(case, x=-case.x)
-    both = np.stack([expected, as_int64(quantize(flipped, round_mode=mode))])
-    pair = np.stack([case.x, flipped.x])
-    assert_codes(mapped_over_x(pair, case.scale, case.zero_point), both, case.qtype)
-    twice = [np.stack([v, v]) for v in (case.scale, case.zero_point)]
-    assert_codes(mapped(pair, *twice), both, case.qtype)
+    both = np.stack([as_int64(quantize(one, round_mode=mode)) for one in (case, flipped)])
+    transform = transformed(case.qtype, case.axes, mode)
+    jitted, mapped, over_x = transform(np.stack([case.x, -case.x]), case.scale, case.zero_point)
+    assert_codes(jitted, both[0], case.qtype)
+    assert_codes(mapped, both, case.qtype)
+    assert_codes(over_x, both, case.qtype)
 
 
 @law
@@ -804,12 +806,18 @@ def test_every_format_rounds_to_its_nearest_number_and_saturates(name, dtype):
     assert codes.dtype == stored(qtype)
     back = functools.partial(jqx.dequantize, qtype=qtype, dtype=dtype)
     real = nearest(expected * 0.25, dtype)
-    assert_floats(back(codes, scale), real, dtype)
-    for g in (jax.jit(f), jax.vmap(f, in_axes=(0, None)), jax.jit(jax.vmap(f, (0, None)))):
-        np.testing.assert_array_equal(as_float64(g(x, scale)), as_float64(codes))
-    once = jqx.quantize_dequantize(x, scale, qtype=qtype)
-    assert_floats(once, real, dtype)
-    assert_floats(jqx.quantize_dequantize(once, scale, qtype=qtype), real, dtype)
+    fake = functools.partial(jqx.quantize_dequantize, qtype=qtype)
+
+    @jax.jit
+    def transformed(x, once, codes, scale):
+        every_code = f(x, scale), jax.vmap(f, in_axes=(0, None))(x, scale)
+        return every_code, (back(codes, scale), fake(x, scale), fake(once, scale))
+
+    codes_again, reals = transformed(x, real.astype(x.dtype), codes, scale)
+    for again in codes_again:
+        np.testing.assert_array_equal(as_float64(again), as_float64(codes))
+    for found in reals:
+        assert_floats(found, real, dtype)
 
 
 @pytest.mark.many
