@@ -86,7 +86,8 @@ def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sh
         return jnp.asarray(x, name)
     pack = contracted_axis if name.endswith("packed") else None
     spec = jqx.QSpec(granularity=sharing.granularity(contracted_axis), **FORMATS[name])
-    return jqx.QTensor.quantize(jnp.asarray(x, jnp.float32), spec, pack=pack)
+    quantize = functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack)
+    return jax.jit(quantize)(jnp.asarray(x, jnp.float32))
 
 
 def weight(

@@ -5,7 +5,6 @@ operands are integers and scales are powers of two, float32 holds every sum exac
 there results are compared bit by bit.
 """
 
-import functools
 import itertools
 
 import jax
@@ -59,9 +58,12 @@ NEAR = [pair for pair in PAIRS if {"float32", "int8"} & {*pair}]
 
 
 def off_limits(sharing, pairs):
-    """The pairs whose product is wrong: by how many times what is allowed, or with what error."""
+    """The pairs whose product is wrong: by how many times what is allowed, or with what error.
+
+    The products are one compiled program.
+    """
     k, left, right = SHARINGS[sharing]
-    wrong, seen = {}, set()
+    cases, wrong, seen = {}, {}, set()
     for pair in pairs:
         shared = [
             None if name in FLOATS else side.of(FORMATS[name]["qtype"])
@@ -70,13 +72,20 @@ def off_limits(sharing, pairs):
         if (*pair, *shared) in seen:
             continue
         seen.add((*pair, *shared))
-        lhs = operand(pair[0], (4, k), 1, shared[0])
-        rhs = operand(pair[1], (k, 6), 0, shared[1])
-        try:
-            result = multiply(lhs, rhs)
-        except (TypeError, ValueError) as error:
-            wrong[pair] = str(error).partition("\n")[0]
-            continue
+        cases[pair] = operand(pair[0], (4, k), 1, shared[0]), operand(pair[1], (k, 6), 0, shared[1])
+
+    @jax.jit
+    def products(cases):
+        found = {}
+        for pair, operands in cases.items():
+            try:
+                found[pair] = multiply(*operands)
+            except (TypeError, ValueError) as error:
+                wrong[pair] = str(error).partition("\n")[0]
+        return found
+
+    for pair, result in products(cases).items():
+        lhs, rhs = cases[pair]
         expected = real_values(lhs) @ real_values(rhs)
         assert result.shape == expected.shape and result.dtype == jnp.float32
         error = np.abs(as_float64(result) - expected) / allowed(lhs, rhs, MATRICES, k)
@@ -142,13 +151,17 @@ INTEGER_BLOCKS = {
 @pytest.mark.many
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("qtypes", [("int8", "int8"), ("uint8", "int4"), ("int4", "uint8")])
-@pytest.mark.parametrize("blocks", INTEGER_BLOCKS)
-def test_integers_in_blocks_are_multiplied_exactly(blocks, qtypes, zero_point):
-    k, left, right = INTEGER_BLOCKS[blocks]
-    rng = np.random.default_rng([k, left, right, zero_point])
-    lhs = integers(rng, qtypes[0], (3, k), (1, left), zero_point)
-    rhs = integers(rng, qtypes[1], (k, 5), (right, 1), zero_point)
-    assert_floats(multiply(lhs, rhs), exact(lhs, rhs, MATRICES), np.float32)
+def test_integers_in_blocks_are_multiplied_exactly(qtypes, zero_point):
+    """However the contracted axis lies in blocks, in one compiled program."""
+    pairs = []
+    for k, left, right in INTEGER_BLOCKS.values():
+        rng = np.random.default_rng([k, left, right, zero_point])
+        lhs = integers(rng, qtypes[0], (3, k), (1, left), zero_point)
+        pairs.append((lhs, integers(rng, qtypes[1], (k, 5), (right, 1), zero_point)))
+    products = jax.jit(lambda pairs: [multiply(*pair) for pair in pairs])(pairs)
+    for blocks, pair, product in zip(INTEGER_BLOCKS, pairs, products, strict=True):
+        expected = np.float32(exact(*pair, MATRICES))
+        np.testing.assert_array_equal(product, expected, err_msg=blocks, strict=True)
 
 
 def test_each_block_has_an_exact_int32_accumulator_of_its_own():
@@ -177,11 +190,16 @@ def test_packed_codes_in_blocks_are_those_unpacked(axis):
     rng = np.random.default_rng(1)
     w = integers(rng, "int4", (100, 6), (32, 1))
     x = jnp.asarray(rng.integers(-8, 9, (3, 100)).astype(np.float32))
-    for lhs in (x, integers(rng, "int8", (3, 100), (1, 100))):
-        assert_floats(multiply(lhs, w.pack(axis)), exact(lhs, w, MATRICES), np.float32)
-        assert_floats(
-            multiply(w.pack(axis).unpack().T, lhs.T), exact(lhs, w, MATRICES).T, "float32"
-        )
+    both = [x, integers(rng, "int8", (3, 100), (1, 100))]
+
+    @jax.jit
+    def products(both, w):
+        packed = w.pack(axis)
+        return [(multiply(lhs, packed), multiply(packed.unpack().T, lhs.T)) for lhs in both]
+
+    for lhs, (product, turned) in zip(both, products(both, w), strict=True):
+        assert_floats(product, exact(lhs, w, MATRICES), np.float32)
+        assert_floats(turned, exact(lhs, w, MATRICES).T, np.float32)
 
 
 LAYOUTS = {
@@ -199,7 +217,6 @@ LAYOUTS = {
     "everything contracted": ((4, 16), (4, 16), (((0, 1), (0, 1)), ((), ()))),
     "negative axes": ((2, 3, 64), (2, 64, 5), (((-1,), (-2,)), ((0,), (0,)))),
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def in_groups(rng, qtype, shape, contracted, size):
@@ -211,21 +228,30 @@ def in_groups(rng, qtype, shape, contracted, size):
 
 
 @pytest.mark.many
-@layouts
 @pytest.mark.parametrize("sizes", [(16, None), (None, 32), (8, 8), (32, 16)])
-def test_groups_follow_the_contraction_in_every_layout(layout, sizes):
-    """`None` stands for a float operand."""
-    *shapes, numbers = layout
-    rng = np.random.default_rng([len(shapes[0]), len(shapes[1]), sizes[0] or 0])
-    lhs, rhs = (
-        jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
-        if size is None
-        else in_groups(rng, "int8", shape, contracted, size)
-        for shape, contracted, size in zip(shapes, numbers[0], sizes, strict=True)
-    )
-    expected = exact(lhs, rhs, numbers)
-    contract = functools.partial(jqx.dot_general, dimension_numbers=numbers)
-    assert_floats(jax.jit(contract)(lhs, rhs), expected, np.float32)
+def test_groups_follow_the_contraction_in_every_layout(sizes):
+    """`None` stands for a float operand. All layouts are one compiled program."""
+    pairs = []
+    for *shapes, numbers in LAYOUTS.values():
+        rng = np.random.default_rng([len(shapes[0]), len(shapes[1]), sizes[0] or 0])
+        pairs.append(
+            [
+                jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
+                if size is None
+                else in_groups(rng, "int8", shape, contracted, size)
+                for shape, contracted, size in zip(shapes, numbers[0], sizes, strict=True)
+            ]
+        )
+    every = [numbers for *_, numbers in LAYOUTS.values()]
+
+    @jax.jit
+    def contracted(pairs):
+        return [jqx.dot_general(*pair, of) for pair, of in zip(pairs, every, strict=True)]
+
+    found = contracted(pairs)
+    for layout, pair, numbers, result in zip(LAYOUTS, pairs, every, found, strict=True):
+        expected = np.float32(exact(*pair, numbers))
+        np.testing.assert_array_equal(result, expected, err_msg=layout, strict=True)
 
 
 def test_blocks_of_two_contracted_axes_differ_on_both_sides():
@@ -249,13 +275,18 @@ def test_jitted_and_vmapped_contractions_are_those_of_a_loop(qtype):
         q = jqx.QTensor(q.values, scale, qtype=qtype)
     expected = np.stack([real_values(x[i]) @ real_values(q[i]) for i in range(2)])
     bound = np.stack([allowed(x[i], q[i], MATRICES, 64) for i in range(2)])
-    for result in (
-        jnp.stack([multiply(x[i], q[i]) for i in range(2)]),
-        jnp.stack([jax.jit(multiply)(x[i], q[i]) for i in range(2)]),
-        jax.jit(jax.vmap(multiply))(x, q),
-    ):
+    first = q[0]
+    eager = jqx.dot_general(x[0], first, MATRICES, preferred_element_type=jnp.float32)
+    assert np.all(np.abs(as_float64(eager) - expected[0]) <= bound[0])
+
+    @jax.jit
+    def products(x, q, first):
+        loop = jnp.stack([multiply(x[i], q[i]) for i in range(2)])
+        return (loop, jax.vmap(multiply)(x, q)), jax.vmap(multiply, (0, None))(x, first)
+
+    results, shared = products(x, q, first)
+    for result in results:
         assert np.all(np.abs(as_float64(result) - expected) <= bound)
-    shared = jax.jit(jax.vmap(multiply, (0, None)))(x, q[0])
     one = as_float64(x) @ real_values(q[0])
     assert np.all(np.abs(as_float64(shared) - one)[0] <= bound[0])
 
@@ -333,16 +364,21 @@ def test_nan_in_the_scale_of_a_block_spoils_its_own_column_alone():
 
 def test_a_block_format_without_a_contracted_block_is_one_block():
     """An axis as long as a block."""
-    for name in BLOCK_FORMATS:
-        form = FORMATS[name]["qtype"]
-        w = jqx.QTensor.quantize(
-            np.random.default_rng(7).normal(size=(form.size, 3)).astype(np.float32),
-            jqx.QSpec(form, jqx.per_block({0: form.size, 1: 1})),
-        )
-        x = jnp.ones((2, form.size))
+    forms = [FORMATS[name]["qtype"] for name in BLOCK_FORMATS]
+    xs = [np.ones((2, form.size), np.float32) for form in forms]
+
+    @jax.jit
+    def products(xs, ws):
+        specs = [jqx.QSpec(form, jqx.per_block({0: form.size, 1: 1})) for form in forms]
+        ws = [jqx.QTensor.quantize(w, spec) for w, spec in zip(ws, specs, strict=True)]
+        return ws, [multiply(x, w) for x, w in zip(xs, ws, strict=True)]
+
+    normal = [np.random.default_rng(7).normal(size=(form.size, 3)) for form in forms]
+    ws, results = products(xs, [w.astype(np.float32) for w in normal])
+    for x, w, result in zip(xs, ws, results, strict=True):
         assert w.scale.shape == (1, 3)
-        error = np.abs(as_float64(multiply(x, w)) - real_values(x) @ real_values(w))
-        assert np.all(error <= allowed(x, w, MATRICES, form.size))
+        error = np.abs(as_float64(result) - real_values(x) @ real_values(w))
+        assert np.all(error <= allowed(x, w, MATRICES, x.shape[1]))
 
 
 def test_the_bound_of_an_int32_counts_the_products_of_a_block():

@@ -27,8 +27,10 @@ def test_two_arrays_are_convolved_by_lax():
         some = case("float32", "float32", layout=layout, groups=names[i], padding="negative pairs")
         some = some._replace(steps="all three")
         lhs, rhs = some.operands(uniform)
-        y = some.convolve(lhs.value, rhs.value)
-        theirs = lax.conv_general_dilated(lhs.value, rhs.value, **some.options)
+        of_lax = functools.partial(lax.conv_general_dilated, **some.options)
+        y, theirs = jax.jit(lambda *pair, some=some, f=of_lax: (some.convolve(*pair), f(*pair)))(
+            lhs.value, rhs.value
+        )
         assert_floats(y, theirs, np.float32)
         expected = convolution(lhs.real, rhs.real, **some.options)
         sizes = convolution(lhs.apart, rhs.apart, **some.options)
@@ -38,6 +40,11 @@ def test_two_arrays_are_convolved_by_lax():
 plain = functools.partial(
     jqx.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
 )
+
+
+def compute(lhs, rhs, **options):
+    """As `plain`, in one compiled program."""
+    return jax.jit(functools.partial(plain, **options))(lhs, rhs)
 
 
 def any_tensor(seed, qtype, shape, scale=None, zero_point=None):
@@ -56,7 +63,7 @@ def test_one_zero_point_may_serve_many_scales(kernel, groups):
     x = any_tensor(0, "uint8", (2, 5, 4, 4), along(0, [1, 2]), zero)
     w = any_tensor(1, "int4", kernel, along(3, np.arange(kernel[3]) % 2 + 1), zero)
     expected = convolution(reals(x), reals(w), (1, 1), "SAME", feature_group_count=groups)
-    assert_floats(plain(x, w, feature_group_count=groups), expected, np.float32)
+    assert_floats(compute(x, w, feature_group_count=groups), expected, np.float32)
 
 
 def in_blocks(axis, n, **fields):
@@ -74,7 +81,7 @@ def in_blocks(axis, n, **fields):
 def test_blocks_of_the_batch_share_a_scale():
     x, real = in_blocks(0, 4)
     w = any_tensor(3, "int8", (3, 3, 4, 2))
-    assert_floats(plain(x, w), convolution(real, reals(w), (1, 1), "SAME"), np.float32)
+    assert_floats(compute(x, w), convolution(real, reals(w), (1, 1), "SAME"), np.float32)
 
 
 @pytest.mark.parametrize("n, fields", [(4, {}), (5, {"blocks": ((5, 2, 3),)})])
@@ -82,7 +89,7 @@ def test_blocks_of_features_share_a_scale_where_each_output_reads_one(n, fields)
     x, real = in_blocks(3, n, **fields)
     w = any_tensor(4, "int8", (3, 3, 1, 2 * n))
     expected = convolution(real, reals(w), (1, 1), "SAME", feature_group_count=n)
-    assert_floats(plain(x, w, feature_group_count=n), expected, np.float32)
+    assert_floats(compute(x, w, feature_group_count=n), expected, np.float32)
 
 
 @pytest.mark.parametrize("taps", [(3, 3), (1, 1)])
@@ -93,7 +100,7 @@ def test_each_input_feature_of_a_kernel_may_have_a_scale_beside_floats(taps):
     for x in (jnp.asarray(image), tensor(image, "float8_e4m3fn", along(3, [1, 2, 1, 2]))):
         real = as_float64(image) * as_float64(getattr(x, "scale", 1))
         expected = convolution(real, reals(w), (1, 1), "SAME")
-        assert_floats(plain(x, w), expected, np.float32)
+        assert_floats(compute(x, w), expected, np.float32)
 
 
 def test_blocks_of_32_features_are_convolved_as_their_formats_have_them():
@@ -103,12 +110,14 @@ def test_blocks_of_32_features_are_convolved_as_their_formats_have_them():
     image, kernel = (rng.normal(size=shape) for shape in ((1, 4, 4, 64), (3, 3, 64, 2)))
     ones = {0: 1, 1: 1}
     x, w = (
-        jqx.QTensor.quantize(jnp.asarray(v, jnp.float32), jqx.QSpec(mx, jqx.per_block(sizes)))
+        jax.jit(functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(mx, jqx.per_block(sizes))))(
+            v.astype(np.float32)
+        )
         for v, sizes in ((image, {**ones, 2: 1, 3: 32}), (kernel, {**ones, 2: 32, 3: 1}))
     )
-    real = as_float64(x.dequantize()), as_float64(w.dequantize())
+    real = [as_float64(jax.jit(jqx.QTensor.dequantize)(q)) for q in (x, w)]
     allowed = gamma(9 * 64 + 6) * convolution(*map(np.abs, real), (1, 1), "SAME")
-    error = as_float64(plain(x, w)) - convolution(*real, (1, 1), "SAME")
+    error = as_float64(compute(x, w)) - convolution(*real, (1, 1), "SAME")
     assert np.all(np.abs(error) <= allowed)
 
 
@@ -122,7 +131,7 @@ def test_a_result_may_be_empty(image, kernel, groups):
     for x in (any_tensor(6, "uint8", image), jnp.ones(image)):
         options = {"padding": "VALID", "feature_group_count": groups}
         expected = convolution(reals(x), reals(w), (1, 1), **options)
-        assert_floats(plain(x, w, **options), expected, np.float32)
+        assert_floats(compute(x, w, **options), expected, np.float32)
 
 
 ROUNDED = {
@@ -151,7 +160,8 @@ def test_a_codebook_is_not_rounded_to_the_dtype_of_the_image():
     """Its numbers are float32: so are products, sum and, where asked for, the result."""
     some = case("bfloat16", "nf4", of_kernel="outputs")
     x, w = some.operands(uniform)
-    y = some.convolve(x.value, w.value, preferred_element_type=jnp.float32)
+    wide = functools.partial(some.convolve, preferred_element_type=jnp.float32)
+    y = jax.jit(wide)(x.value, w.value)
     expected, sizes = (
         convolution(*pair, **some.options) for pair in ((x.real, w.real), (x.apart, w.apart))
     )
@@ -191,12 +201,16 @@ def test_eager_and_vmapped_convolutions_are_those_of_a_loop(some):
         x = jnp.asarray(real, jnp.float32)
     expected = [convolution(real, w.real, **some.options) for w in (rhs, other)]
     assert_floats(some.convolve(x, rhs.value), expected[0], np.float32)
-    kernels = jax.tree.map(lambda *leaves: jnp.stack(leaves), rhs.value, other.value)
-    mapped = jax.jit(jax.vmap(some.convolve, (None, 0)))(x, kernels)
-    assert_floats(mapped, np.stack(expected), np.float32)
-    images = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
-    mapped = jax.jit(jax.vmap(some.convolve))(images, kernels)
-    assert_floats(mapped, np.stack(expected), np.float32)
+    kernels = jax.tree.map(lambda *leaves: np.stack(leaves), rhs.value, other.value)
+    images = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), x)
+
+    @jax.jit
+    def mapped(x, images, kernels):
+        shared = jax.vmap(some.convolve, (None, 0))(x, kernels)
+        return shared, jax.vmap(some.convolve)(images, kernels)
+
+    for result in mapped(x, images, kernels):
+        assert_floats(result, np.stack(expected), np.float32)
 
 
 ACCUMULATED = {
@@ -216,7 +230,8 @@ def test_the_result_may_be_quantized(some):
     assert_codes(y.values, np.clip(sums, -(2**15), 2**15 - 1).astype(np.int64), jnp.int16)
     spec = jqx.QSpec(jnp.int8)
     expected = jqx.QTensor.quantize(jnp.asarray(sums, jnp.float32), spec)
-    assert_equal(some.convolve(x.value, w.value, output=spec), expected)
+    rounded = jax.jit(functools.partial(some.convolve, output=spec))(x.value, w.value)
+    assert_equal(rounded, expected)
 
 
 def zeros(shape, scale=(1, 1, 1, 1), qtype="int8", **fields):

@@ -45,44 +45,67 @@ WRITTEN = {
 }
 
 
+def dequantized(found):
+    """The real arrays of the QTensors of a dict."""
+    return {key: q.dequantize() for key, q in found.items()}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_taken_stays_quantized(name):
-    q = jqx.QTensor.quantize(X, FORMATS[name])
-
     def f(p, c):
         return {key: take(c) for key, take in TAKEN.items()}
 
-    found = jax.jit(jqx.convert(f, NOTHING))({}, q)
-    for key, expected in f({}, q.dequantize()).items():
-        assert isinstance(found[key], jqx.QTensor) and found[key].qtype == q.qtype
-        np.testing.assert_array_equal(found[key].dequantize(), expected, err_msg=key)
+    @jax.jit
+    def run(x):
+        q = jqx.QTensor.quantize(x, FORMATS[name])
+        found = jqx.convert(f, NOTHING)({}, q)
+        for taken in found.values():
+            assert isinstance(taken, jqx.QTensor) and taken.qtype == q.qtype
+        return dequantized(found), f({}, q.dequantize())
+
+    found, wanted = run(X)
+    for key, expected in wanted.items():
+        np.testing.assert_array_equal(found[key], expected, err_msg=key)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_quantized_by_itself_and_the_rest_stays(name):
     """With the scale of all, where there is one."""
     spec = FORMATS[name]
-    q = jqx.QTensor.quantize(X, spec)
-    affine = jqx.calibrators.Affine(q.scale) if name == "one" else None
-    new = jqx.QTensor.quantize(NEW, spec, affine).dequantize()
 
     def f(p, c, x):
         return {key: write(c, x) for key, write in WRITTEN.items()}
 
-    wanted = f({}, q.dequantize(), new)
-    packed = [q.pack()] if numerics.format_of(q.qtype).bits < 8 else []
-    for c in (q, *packed):
-        found = jax.jit(jqx.convert(f, NOTHING))({}, c, NEW)
+    @jax.jit
+    def run(x, new):
+        q = jqx.QTensor.quantize(x, spec)
+        affine = jqx.calibrators.Affine(q.scale) if name == "one" else None
+        of_new = jqx.QTensor.quantize(new, spec, affine).dequantize()
+        packed = [q.pack()] if numerics.format_of(q.qtype).bits < 8 else []
+        results = []
+        for c in (q, *packed):
+            found = jqx.convert(f, NOTHING)({}, c, new)
+            for written in found.values():
+                assert jax.tree.structure(written) == jax.tree.structure(c)
+            results.append(dequantized(found))
+        return f({}, q.dequantize(), of_new), results
+
+    wanted, results = run(X, NEW)
+    for found in results:
         for key, expected in wanted.items():
-            assert jax.tree.structure(found[key]) == jax.tree.structure(c)
-            np.testing.assert_array_equal(found[key].dequantize(), expected, err_msg=key)
+            np.testing.assert_array_equal(found[key], expected, err_msg=key)
 
 
 def test_a_place_out_of_bounds_is_nan_where_jnp_fills_with_it():
-    q = jqx.QTensor.quantize(X, FORMATS["a token and head"])
     f = lambda p, c: jnp.take_along_axis(c, PLACES[:, None, None, None] + 4, axis=1)  # noqa: E731
-    found = jqx.convert(f, NOTHING)({}, q).dequantize()
-    np.testing.assert_array_equal(found, f({}, q.dequantize()))
+
+    @jax.jit
+    def run(x):
+        q = jqx.QTensor.quantize(x, FORMATS["a token and head"])
+        return jqx.convert(f, NOTHING)({}, q).dequantize(), f({}, q.dequantize())
+
+    found, expected = run(X)
+    np.testing.assert_array_equal(found, expected)
     assert np.isnan(found).any()
 
 
@@ -98,5 +121,6 @@ def test_what_a_scale_cannot_follow_is_an_error(f, name):
     q = jqx.QTensor.quantize(X, FORMATS[name])
     with pytest.raises(NotImplementedError, match=r"reaches `(scatter|gather)"):
         jqx.convert(f, NOTHING)({}, q)
-    found = jqx.convert(f, NOTHING, unsupported="dequantize")({}, q)
-    np.testing.assert_array_equal(found, f({}, q.dequantize()))
+    converted = jqx.convert(f, NOTHING, unsupported="dequantize")
+    found, expected = jax.jit(lambda q: (converted({}, q), f({}, q.dequantize())))(q)
+    np.testing.assert_array_equal(found, expected)

@@ -126,7 +126,8 @@ ROWS = [jqx.per_tensor(), jqx.per_axis(0), jqx.per_block({0: 8, 1: 32}, tail=Tru
 
 def quantized(shape, granularity, name="int8 asymmetric", **options):
     spec = jqx.QSpec(granularity=granularity, **FORMATS[name])
-    return jqx.QTensor.quantize(jnp.asarray(spread_out(shape)), spec, **options)
+    quantize = functools.partial(jqx.QTensor.quantize, spec=spec, **options)
+    return jax.jit(quantize)(spread_out(shape))
 
 
 def assert_near(result, lhs, rhs, sizes):
@@ -140,18 +141,27 @@ def assert_near(result, lhs, rhs, sizes):
     assert np.all(np.abs(as_float64(result) - expected) <= bound)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_scales_of_matrices_are_shared_in_any_way(granularity):
-    w = quantized((4, K, 6), GRANULARITIES[granularity])
-    as_array = granularity in ("blocks with a tail", "blocks of groups and columns")
-    x = jnp.asarray(spread_out((20, K))) if as_array else quantized((20, K), jqx.per_axis(0))
-    assert_near(compute(x, w, SOME), x, w, SOME)
+def assert_all_near(pairs):
+    """As `assert_near`, of operands by name, whose products are one compiled program."""
+    results = jax.jit(lambda pairs: {name: ragged_dot(*of, SOME) for name, of in pairs.items()})
+    for name, result in results(pairs).items():
+        assert_near(result, *pairs[name], SOME)
 
 
-@pytest.mark.parametrize("granularity", ROWS)
-def test_scales_of_rows_are_shared_in_any_way_beside_an_array(granularity):
-    x, w = quantized((20, K), granularity), jnp.asarray(spread_out((4, K, 6), 1))
-    assert_near(compute(x, w, SOME), x, w, SOME)
+def test_scales_of_matrices_are_shared_in_any_way():
+    array, rows = jnp.asarray(spread_out((20, K))), quantized((20, K), jqx.per_axis(0))
+    beside_array = ("blocks with a tail", "blocks of groups and columns")
+    assert_all_near(
+        {
+            name: (array if name in beside_array else rows, quantized((4, K, 6), granularity))
+            for name, granularity in GRANULARITIES.items()
+        }
+    )
+
+
+def test_scales_of_rows_are_shared_in_any_way_beside_an_array():
+    w = jnp.asarray(spread_out((4, K, 6), 1))
+    assert_all_near({str(of): (quantized((20, K), of), w) for of in ROWS})
 
 
 @pytest.mark.many
@@ -217,12 +227,16 @@ def test_it_maps_over_rows_and_matrices_and_sizes():
     w = exact_tensor(rng, "int8", (2, 4, 3, 5), (0, 1, 3))
     x, sizes = exact_tensor(rng, "int4", (2, 20, 3), (0, 1)), np.stack([SOME, SOME[::-1]])
     expected = [ragged(reals(x[i]), reals(w[i]), sizes[i]) for i in range(2)]
-    assert_floats(jax.jit(jax.vmap(ragged_dot))(x, w, sizes), np.stack(expected), "float32")
-    rows = jnp.asarray(small_integers(rng, (2, 20, 3)))
-    shared = jax.jit(jax.vmap(ragged_dot, (0, None, None)))(rows, w[0], SOME)
-    assert_floats(
-        shared, np.stack([ragged(x, reals(w[0]), SOME) for x in np.asarray(rows)]), "float32"
-    )
+    rows = small_integers(rng, (2, 20, 3))
+
+    @jax.jit
+    def mapped(x, w, sizes, rows):
+        shared = jax.vmap(ragged_dot, (0, None, None))(rows, w[0], SOME)
+        return jax.vmap(ragged_dot)(x, w, sizes), shared
+
+    of_each, shared = mapped(x, w, sizes, rows)
+    assert_floats(of_each, np.stack(expected), "float32")
+    assert_floats(shared, np.stack([ragged(x, reals(w)[0], SOME) for x in rows]), "float32")
 
 
 def test_it_runs_on_the_shards_of_a_mesh():
@@ -270,10 +284,11 @@ def test_the_gradient_beside_quantized_rows_is_that_of_the_real_values():
         w = w.dequantize() if isinstance(w, jqx.QTensor) else w
         return lax.ragged_dot(x.dequantize(), w, sizes)
 
-    ours, theirs = (
-        jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(x.scale, w.scale, real)
-        for f in (ragged_dot, dense)
-    )
+    @jax.jit
+    def gradients(*args):
+        return [jax.grad(functools.partial(loss, f), (0, 1, 2))(*args) for f in (ragged_dot, dense)]
+
+    ours, theirs = gradients(x.scale, w.scale, real)
     for of_ours, of_theirs in zip(ours, theirs, strict=True):
         assert np.any(as_float64(of_theirs) != 0)
         assert_floats(of_ours, of_theirs, np.float32)
@@ -327,16 +342,16 @@ def test_no_float_copy_of_all_matrices_is_held(name, pack):
     """Temporary memory of the compiled function and its gradient, beside that of float matrices;
     each of them is a sixteenth of it.
     """
-    weight = jnp.zeros((16, 256, 256))
+    weight, x = (jax.ShapeDtypeStruct(of, jnp.float32) for of in [(16, 256, 256), (64, 256)])
     spec = jqx.QSpec(granularity=jqx.per_axis(0, 2), **FORMATS[name])
-    w, x = jqx.QTensor.quantize(weight, spec, pack=pack), jnp.ones((64, 256))
+    w = jax.eval_shape(functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack), weight)
 
     def loss(x, scale, w, sizes):
         return (ragged_dot(x, dataclasses.replace(w, scale=scale), sizes) ** 2).sum()
 
     gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    compiled = gradient.lower(x, w.scale, w, jnp.full((16,), 4)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes / 4
+    compiled = gradient.lower(x, w.scale, w, np.full((16,), 4)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < weight.size * 4 / 4
 
 
 def test_the_dtype_is_the_promoted_one_or_that_asked_for():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,11 @@ SPECS = {
 
 @functools.cache
 def table(name):
-    return jqx.QTensor.quantize(jnp.asarray(spread_out(SHAPE)), SPECS[name])
+    quantize = functools.partial(jqx.QTensor.quantize, spec=SPECS[name])
+    return jax.jit(quantize)(spread_out(SHAPE))
+
+
+dequantize = jax.jit(jqx.QTensor.dequantize)
 
 
 def layouts(q):
@@ -58,11 +63,6 @@ INDICES = np.array([[0, -1, 9], [-10, 4, 3]], np.int32)
 AXES = (0, -1, None)
 
 
-@jax.jit
-def take_all(q, indices):
-    return [take(q, indices, axis) for axis in AXES]
-
-
 MORE = {
     "int8, a scale for each column",
     "int3, a scale for each element",
@@ -77,10 +77,11 @@ MORE = {
 def test_what_is_taken_is_that_of_the_dequantized_array(name):
     """From rows, columns and the flattened array, however the codes are laid out."""
     q = table(name)
-    real = q.dequantize()
-    for laid_out in layouts(q):
-        for axis, result in zip(AXES, take_all(laid_out, INDICES), strict=True):
-            assert_same(result, jnp.take(real, INDICES, axis=axis))
+    real = np.asarray(dequantize(q))
+    every = jax.jit(lambda q: [[take(x, INDICES, axis) for axis in AXES] for x in layouts(q)])
+    for results in every(q):
+        for axis, result in zip(AXES, results, strict=True):
+            assert_same(result, np.take(real, INDICES, axis=axis))
 
 
 BEYOND = np.array([0, 9, -1, -10, 10, -11, 50, -50], np.int32)
@@ -89,98 +90,116 @@ BEYOND = np.array([0, 9, -1, -10, 10, -11, 50, -50], np.int32)
 @pytest.mark.parametrize(
     "name", ["int8, one scale", "uint4 in blocks of rows, with a tail", "nvfp4"]
 )
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_indices_out_of_bounds_are_those_of_jnp_take(name):
+    every = [
         {},
         {"mode": "fill"},
         {"mode": "fill", "fill_value": -3.5},
         {"mode": "clip"},
         {"mode": "wrap"},
-    ],
-    ids=str,
-)
-def test_indices_out_of_bounds_are_those_of_jnp_take(name, options):
-    q = table(name)
-    for axis, places in [(0, BEYOND), (1, BEYOND * 3), (None, BEYOND * 32)]:
-        expected = jnp.take(q.dequantize(), places, axis=axis, **options)
-        assert_same(take(q, places, axis, **options), expected)
-    if options.get("mode") not in ("clip", "wrap"):
-        filled = np.asarray(take(q, BEYOND, 0, **options))[4:]
-        fill = options.get("fill_value", np.nan)
-        np.testing.assert_array_equal(filled[[0, 1, 2, 3]], np.full((4, 32), fill, np.float32))
+    ]
+
+    def taken(q):
+        real = q.dequantize()
+        for options in every:
+            for axis, places in [(0, BEYOND), (1, BEYOND * 3), (None, BEYOND * 32)]:
+                yield take(q, places, axis, **options), jnp.take(real, places, axis=axis, **options)
+
+    results = jax.jit(lambda q: list(taken(q)))(table(name))
+    for result, expected in results:
+        assert_same(result, expected)
+    for options, (rows, _) in zip(every, results[::3], strict=True):
+        if options.get("mode") not in ("clip", "wrap"):
+            fill = options.get("fill_value", np.nan)
+            np.testing.assert_array_equal(rows[4:], np.full((4, 32), fill, np.float32))
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip", "wrap"])
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
-def test_indices_may_be_of_any_integer_dtype(dtype, mode):
+def test_indices_may_be_of_any_integer_dtype(mode):
     """Of 300 rows, which no 8 bits count, and up to the largest index that there is."""
     q = tensor(np.arange(300)[:, None] % 251 - 125, "int8", np.arange(1, 301)[:, None])
-    info = np.iinfo(dtype)
-    places = np.array([0, 1, info.max, info.max - 1, info.min, info.min + 1], dtype)
-    rows = places.astype(np.int64)
-    inside = np.ones(rows.shape, bool)
-    if mode == "fill":
-        inside = (rows >= -300) & (rows < 300)
-    elif mode == "clip":
-        rows = np.clip(rows, 0, 299)
-    expected = as_float64(q.dequantize())[rows % 300]
-    expected[~inside] = np.nan
-    assert_floats(take(q, places, 0, mode=mode), expected, np.float32)
+    indices = []
+    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.uint32):
+        info = np.iinfo(dtype)
+        ends = [0, 1, info.max, info.max - 1, info.min, info.min + 1]
+        indices.append(np.array(ends, dtype))
+    every = jax.jit(lambda q, indices: [take(q, places, 0, mode=mode) for places in indices])
+    for places, result in zip(indices, every(q, indices), strict=True):
+        rows = places.astype(np.int64)
+        inside = np.ones(rows.shape, bool)
+        if mode == "fill":
+            inside = (rows >= -300) & (rows < 300)
+        elif mode == "clip":
+            rows = np.clip(rows, 0, 299)
+        expected = as_float64(dequantize(q))[rows % 300]
+        expected[~inside] = np.nan
+        assert_floats(result, expected, np.float32)
 
 
-@pytest.mark.parametrize("shape", [(), (2, 0), (1,), (2, 1, 3)], ids=str)
-def test_indices_may_have_any_shape(shape):
+def test_indices_may_have_any_shape():
     q = table("uint4 asymmetric in blocks")
-    places = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
-    for axis, result in zip(AXES, take_all(q, places), strict=True):
-        assert_same(result, jnp.take(q.dequantize(), places, axis=axis))
-    assert_same(take(q, 3, 0), q.dequantize()[3])
+    real = np.asarray(dequantize(q))
+    shapes = [(), (2, 0), (1,), (2, 1, 3)]
+    indices = [np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in shapes]
+    every = jax.jit(lambda q, indices: [[take(q, i, axis) for axis in AXES] for i in indices])
+    for places, results in zip(indices, every(q, indices), strict=True):
+        for axis, result in zip(AXES, results, strict=True):
+            assert_same(result, np.asarray(np.take(real, places, axis=axis)))
+    assert_same(take(q, 3, 0), real[3])
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
-def test_arrays_of_any_rank_are_taken_from(shape):
-    scale = np.full((1,) * len(shape), 0.5)
-    codes = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    q = tensor(codes, "int8", scale, np.full(scale.shape, 3))
-    real = q.dequantize()
+def test_arrays_of_any_rank_are_taken_from():
+    tensors = []
+    for shape in [(), (5,), (2, 3, 4)]:
+        scale = np.full((1,) * len(shape), 0.5)
+        codes = np.arange(math.prod(shape)).reshape(shape)
+        tensors.append(tensor(codes, "int8", scale, np.full(scale.shape, 3)))
+
+    def axes(q):
+        return (None, *range(q.ndim))[:3]
+
     places = np.array([[0, -1]], np.int32)
-    for axis in (None, *range(len(shape)))[:3]:
-        assert_same(take(q, places, axis), jnp.take(real, places, axis=axis))
+    every = jax.jit(lambda tensors: [[take(q, places, axis) for axis in axes(q)] for q in tensors])
+    for q, results in zip(tensors, every(tensors), strict=True):
+        for axis, result in zip(axes(q), results, strict=True):
+            assert_same(result, np.take(np.asarray(dequantize(q)), places, axis=axis))
 
 
 def test_an_axis_in_the_middle_is_taken_from_whatever_is_packed_around_it():
     rng = np.random.default_rng(0)
     spec = jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 2, 2: 4}))
-    q = jqx.QTensor.quantize(jnp.asarray(rng.normal(size=(3, 6, 8)), jnp.float32), spec)
-    for laid_out in (
-        q,
-        q.pack(0),
-        q.pack(1),
-        q.pack(2),
-        q.pack_for("cpu"),
-        q.pack(2).transpose(0, 2, 1),
-    ):
-        real = laid_out.dequantize()
-        places = np.array([[1, 0], [2, 2]], np.int32)
-        for axis, rows in enumerate(
-            jax.jit(lambda q, i: [take(q, i, n) for n in range(3)])(laid_out, places)
-        ):
-            assert_same(rows, jnp.take(real, places, axis=axis))
+    places = np.array([[1, 0], [2, 2]], np.int32)
+
+    @jax.jit
+    def taken(x):
+        q = jqx.QTensor.quantize(x, spec)
+        packed = q.pack(0), q.pack(1), q.pack(2), q.pack_for("cpu"), q.pack(2).transpose(0, 2, 1)
+        return q.dequantize(), [[take(x, places, n) for n in range(3)] for x in (q, *packed)]
+
+    real, results = taken(rng.normal(size=(3, 6, 8)).astype(np.float32))
+    reals = [np.asarray(real)] * 5 + [np.asarray(real).transpose(0, 2, 1)]
+    for real, of_axes in zip(reals, results, strict=True):
+        for axis, rows in enumerate(of_axes):
+            assert_same(rows, np.take(real, places, axis=axis))
 
 
 @pytest.mark.parametrize(
     "name", ["int8, a scale for each row", "uint4 asymmetric in blocks", "mxfp4"]
 )
 def test_it_maps_over_indices_and_tables(name):
+    rows = functools.partial(take, axis=0)
+
+    @jax.jit
+    def mapped(q):
+        of_one = [jax.vmap(rows, in_axes=(None, 0))(x, INDICES) for x in layouts(q)]
+        return of_one, jax.vmap(rows)(jqx.QTensor.stack([q, q[::-1]]), INDICES)
+
     q = table(name)
-    real, rows = q.dequantize(), functools.partial(take, axis=0)
-    expected = jnp.take(real, INDICES, axis=0)
-    for laid_out in layouts(q):
-        assert_same(jax.jit(jax.vmap(rows, in_axes=(None, 0)))(laid_out, INDICES), expected)
-    stacked = jqx.QTensor.stack([q, q[::-1]])
-    of_each = jax.jit(jax.vmap(rows))
-    assert_same(of_each(stacked, INDICES), of_each(stacked.dequantize(), INDICES))
+    real = np.asarray(dequantize(q))
+    of_one, of_each = mapped(q)
+    for result in of_one:
+        assert_same(result, real[INDICES])
+    assert_same(of_each, np.stack([real[INDICES[0]], real[::-1][INDICES[1]]]))
 
 
 LARGE = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
@@ -226,9 +245,12 @@ def test_the_gradient_of_a_scale_is_that_of_the_dequantized_array(name, axis):
         rows = f(dataclasses.replace(q, scale=scale))
         return (jnp.where(jnp.isnan(rows), 0.0, rows) * g).sum()
 
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    ours = gradient(q.scale, lambda q: take(q, places, axis))
-    theirs = gradient(q.scale, lambda q: jnp.take(q.dequantize(), places, axis=axis))
+    @jax.jit
+    def gradients(scale):
+        own = jax.grad(loss)(scale, lambda q: take(q, places, axis))
+        return own, jax.grad(loss)(scale, lambda q: jnp.take(q.dequantize(), places, axis=axis))
+
+    ours, theirs = gradients(q.scale)
     assert np.any(as_float64(theirs) != 0)
     assert_same(ours, theirs)
 

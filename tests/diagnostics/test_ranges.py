@@ -1,5 +1,6 @@
 """`ranges` against the function itself: what is computed lies in what was found, and attains it."""
 
+import functools
 import json
 import math
 
@@ -187,31 +188,46 @@ real_programs = st.lists(
     st.tuples(st.sampled_from(sorted(REAL)), st.integers(0, 9), st.integers(0, 9)), max_size=5
 )
 numbers = st.floats(-8, 8, width=32)
+cases = st.tuples(real_programs, numbers, numbers, st.lists(st.floats(0, 1, width=32), min_size=12))
 
 
-@example([("rsqrt", 0, 0)], -0.0, 0.0, [0.0] * 12)
-@example([("cube", 0, 0), ("logistic", 1, 0)], -5.0, -5.0, [0.0] * 12)
-@example([("half", 0, 0), ("sign", 1, 1)], 1e-40, 1e-40, [0.0] * 12)
-@example([("round", 0, 0), ("div", 0, 1), ("inverse", 1, 1)], -0.25, 0.0, [0.5] * 12)
-@settings(deadline=None, max_examples=150)
-@given(real_programs, numbers, numbers, st.lists(st.floats(0, 1, width=32), min_size=12))
-def test_floats_lie_in_their_intervals(program, a, b, shares):
-    """With the rounding that float32 adds: the intervals are widened by it."""
-    low, high = min(a, b), max(a, b)
-    w = np.asarray(shares[:9], np.float32).reshape(3, 3) - 0.5
-    x = np.clip(low + (high - low) * np.asarray(shares[9:12], np.float32), low, high)
+def run_real(program, w, x):
+    values = [x]
+    for name, i, j in program:
+        values.append(REAL[name](values[i % len(values)], values[j % len(values)], w))
+    return values
 
-    def f(w, x):
-        values = [x]
-        for name, i, j in program:
-            values.append(REAL[name](values[i % len(values)], values[j % len(values)], w))
-        return values
 
-    args = jnp.asarray(w), jnp.asarray(x, jnp.float32)
-    found = ranges(f, FLOAT, bounds={1: (low, high)})(*args)
-    assert not found.unknown and not found.overflows
-    assert_within(found.results, f(*args))
-    assert_within(found.results, jax.jit(f)(*args))
+@example(
+    [
+        ([("rsqrt", 0, 0)], -0.0, 0.0, [0.0] * 12),
+        ([("cube", 0, 0), ("logistic", 1, 0)], -5.0, -5.0, [0.0] * 12),
+        ([("half", 0, 0), ("sign", 1, 1)], 1e-40, 1e-40, [0.0] * 12),
+        ([("round", 0, 0), ("div", 0, 1), ("inverse", 1, 1)], -0.25, 0.0, [0.5] * 12),
+    ]
+)
+@settings(deadline=None, max_examples=25)
+@given(st.lists(cases, min_size=6, max_size=6))
+def test_floats_lie_in_their_intervals(cases):
+    """With the rounding that float32 adds: the intervals are widened by it. Six cases are one
+    compiled program.
+    """
+    programs, arrays, intervals = [], [], []
+    for program, a, b, shares in cases:
+        low, high = min(a, b), max(a, b)
+        w = np.asarray(shares[:9], np.float32).reshape(3, 3) - 0.5
+        x = np.clip(low + (high - low) * np.asarray(shares[9:12], np.float32), low, high)
+        args = jnp.asarray(w), jnp.asarray(x, jnp.float32)
+        f = functools.partial(run_real, program)
+        found = ranges(f, FLOAT, bounds={1: (low, high)})(*args)
+        assert not found.unknown and not found.overflows
+        assert_within(found.results, f(*args))
+        programs.append(f)
+        arrays.append(args)
+        intervals.append(found.results)
+    compiled = jax.jit(lambda arrays: [f(*of) for f, of in zip(programs, arrays, strict=True)])
+    for ends, results in zip(intervals, compiled(arrays), strict=True):
+        assert_within(ends, results)
 
 
 codes = st.integers(-128, 127)
@@ -351,6 +367,9 @@ LOOPS = {
 }
 
 
+COMPILED = {name: jax.jit(loop) for name, loop in LOOPS.items()}
+
+
 @pytest.mark.parametrize("name", LOOPS)
 @settings(deadline=None, max_examples=10)
 @given(n=st.integers(-20, 20), x=st.integers(-3, 3))
@@ -359,7 +378,7 @@ def test_loops_of_integers_lie_in_their_intervals(name, n, x):
     args = 0.0, jnp.int32(n), jnp.int32(x)
     found = ranges(LOOPS[name], FLOAT, bounds={1: (-20, 20), 2: (-3, 3)})(*args)
     assert not found.unknown
-    assert_within(found.results, LOOPS[name](*args))
+    assert_within(found.results, COMPILED[name](*args))
 
 
 def test_carried_numbers_that_do_not_grow_keep_their_bounds():
@@ -431,7 +450,7 @@ def static(low, high, **fields):
 
 def calibrated(f, policy, *args):
     plan = jqx.make_plan(f, policy)(*args)
-    return plan, jqx.affines(plan, jqx.calibrate(f, plan)(*args)[1])
+    return plan, jqx.affines(plan, jax.jit(jqx.calibrate(f, plan))(*args)[1])
 
 
 def test_a_static_scale_narrows_the_codes_to_those_of_the_bounds():
@@ -478,9 +497,8 @@ def test_results_lie_in_their_intervals_in_every_form(name, policy):
     f = function(name)
     found = ranges(f, POLICIES[policy], bounds={1: (-1.0, 1.0)})(w, x)
     assert not found.unknown and not found.overflows
-    assert_within(
-        found.results, jqx.convert(f, POLICIES[policy], "dynamic", unsupported="dequantize")(w, x)
-    )
+    converted = jqx.convert(f, POLICIES[policy], "dynamic", unsupported="dequantize")
+    assert_within(found.results, jax.jit(converted)(w, x))
     assert all((site.sums is None) == (policy == "weights") for site in found.sites[1:])
 
 
@@ -555,7 +573,7 @@ def test_results_lie_in_their_intervals_in_every_format(policy):
     x = jnp.round(jax.random.uniform(jax.random.key(1), (16, 64), minval=-1.0) * 8) / 8
     plan, affines = calibrated(f, policy, w, x)
     found = ranges(f, plan, affines, bounds={1: (-1.0, 1.0)})(w, x)
-    assert_within(found.results, jqx.convert(f, plan, affines)(w, x))
+    assert_within(found.results, jax.jit(jqx.convert(f, plan, affines))(w, x))
     assert all(math.isfinite(end) for ends in found.results for end in ends)
 
 

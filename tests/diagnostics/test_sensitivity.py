@@ -76,7 +76,8 @@ def test_all_but_one_is_what_the_metric_falls_by():
 def test_everything_in_every_form_is_quantization_by_hand(name):
     policy = "weights and activations"
     found = sensitivity(function(name), POLICIES[policy])(weights(), rows())
-    plain, quantized = function(name)(weights(), rows()), reference(name, policy)(weights(), rows())
+    functions = function(name), reference(name, policy)
+    plain, quantized = jax.jit(lambda w, x: [f(w, x) for f in functions])(weights(), rows())
     error = relative_error(quantized, plain)  # every product is exact: the sum of it is not
     np.testing.assert_allclose(found.everything, error, rtol=100 * 2.0**-24)
 

@@ -72,7 +72,7 @@ FORMS = ("scan", "remat", "remat_scan", "vmap", "jit")
 
 @functools.cache
 def variables(form):
-    return Stack(form).init(jax.random.key(0), X)
+    return jax.jit(Stack(form).init)(jax.random.key(0), X)
 
 
 def of_layers(form, mode):
@@ -94,13 +94,17 @@ def test_a_module_of_lifted_layers(form, make):
         return stack.apply({"params": params}, x)
 
     plan = jqx.make_plan(function, POLICY)(known["params"], X)
-    stats = jqx.calibrate(function, plan)(known["params"], X)[1]
-    affines = jqx.affines(plan, stats)
-    made = make(form, Mode.SIMULATE).init(jax.random.key(0), X)
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), made, known))
+    made = jax.jit(make(form, Mode.SIMULATE).init)(jax.random.key(0), X)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), made, known))
 
-    out, new = make(form, Mode.CALIBRATE).apply(known, X, mutable=["quant_stats"])
-    plain = function(known["params"], X)
+    @jax.jit
+    def observed(known, x):
+        by_module = make(form, Mode.CALIBRATE).apply(known, x, mutable=["quant_stats"])
+        stats = jqx.calibrate(function, plan)(known["params"], x)[1]
+        return *by_module, stats, function(known["params"], x)
+
+    out, new, stats, plain = observed(known, X)
+    affines = jqx.affines(plan, stats)
     assert jnp.abs(out - plain).max() <= ROUNDING * jnp.abs(plain).max()
     each = form == "vmap" and make is of_layers  # a layer under vmap has statistics of its own
     if not each:
@@ -108,15 +112,18 @@ def test_a_module_of_lifted_layers(form, make):
         same = jax.tree.map(lambda a, b: (a == b).all(), new["quant_stats"], nest(stats))
         assert jax.tree.all(same)
 
-    trained = make(form, Mode.SIMULATE).apply({**known, **new}, X)
-    expected = jqx.simulate(function, plan, affines)(known["params"], X)
+    def loss(params, new):
+        trained = make(form, Mode.SIMULATE).apply({**known, **new, "params": params}, X)
+        return (trained**2).sum(), trained
+
+    @jax.jit
+    def simulated(params, new):
+        expected = jqx.simulate(function, plan, affines)(params, X)
+        return *jax.grad(loss, has_aux=True)(params, new), expected
+
+    gradient, trained, expected = simulated(known["params"], new)
     if not each:
         assert jnp.abs(trained - expected).max() <= ROUNDING * jnp.abs(expected).max()
-
-    def loss(params):
-        return (make(form, Mode.SIMULATE).apply({**known, **new, "params": params}, X) ** 2).sum()
-
-    gradient = jax.grad(loss)(known["params"])
     assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
     module = make(form, Mode.CONVERT)
@@ -155,14 +162,18 @@ def test_a_whole_quantized_module_under_a_lifted_transform(form):
             lifted = {"remat": nn.remat, "jit": nn.jit}[form](kind)
             return lifted(**options)(x)[0]
 
-    known = Outer(Mode.FLOAT).init(jax.random.key(0), X)
-    plain = Outer(Mode.FLOAT).apply(known, X)
-    _, new = Outer(Mode.CALIBRATE).apply(known, X, mutable=["quant_stats"])
-    simulated = Outer(Mode.SIMULATE).apply({**known, **new}, X)
+    @jax.jit
+    def run(key, x):
+        known = Outer(Mode.FLOAT).init(key, x)
+        plain = Outer(Mode.FLOAT).apply(known, x)
+        _, new = Outer(Mode.CALIBRATE).apply(known, x, mutable=["quant_stats"])
+        return known, plain, new, Outer(Mode.SIMULATE).apply({**known, **new}, x)
+
+    known, plain, new, simulated = run(jax.random.key(0), X)
     assert 0 < jnp.abs(simulated - plain).max() < 0.1
     converted = jqx.linen.convert(Outer(Mode.CONVERT), {**known, **new}, X)
     kernel = converted["qparams"]["blocks"]["dense"]["kernel"]
     stacked = (3,) if form in ("scan", "vmap") else ()
     assert kernel.values.shape == (*stacked, WIDTH, WIDTH) and kernel.values.dtype == jnp.int8
-    out = Outer(Mode.CONVERT).apply(converted, X)
+    out = jax.jit(Outer(Mode.CONVERT).apply)(converted, X)
     assert jnp.abs(out - simulated).max() <= ROUNDING * jnp.abs(out).max()

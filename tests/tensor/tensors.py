@@ -142,7 +142,7 @@ def spread_out(shape: Sequence[int], seed: int = 0) -> np.ndarray:
 def quantized_case(name: str, seed: int = 0) -> jqx.QTensor:
     """The QTensor of a case."""
     shape, spec, zero_point_axes = CASES[name]
-    q = jqx.QTensor.quantize(jnp.asarray(spread_out(shape, seed)), spec)
+    q = jax.jit(functools.partial(jqx.QTensor.quantize, spec=spec))(spread_out(shape, seed))
     if zero_point_axes is not None:
         lead = tuple(slice(None) if i in zero_point_axes else slice(1) for i in range(q.ndim))
         q = dataclasses.replace(q, zero_point=q.zero_point[lead])
@@ -153,4 +153,4 @@ def quantized_case(name: str, seed: int = 0) -> jqx.QTensor:
 def made(name: str) -> tuple[jqx.QTensor, np.ndarray]:
     """A case with the array that it stands for."""
     q = quantized_case(name)
-    return q, np.asarray(q.dequantize())
+    return q, np.asarray(jax.jit(jqx.QTensor.dequantize)(q))
