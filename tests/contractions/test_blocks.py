@@ -5,6 +5,7 @@ operands are integers and scales are powers of two, float32 holds every sum exac
 there results are compared bit by bit.
 """
 
+import functools
 import itertools
 
 import jax
