@@ -216,7 +216,9 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     specs = {key: spec for key, spec in plan.static_specs().items() if key in stats}
     counts = {key: spec.calibrator.observed(stats[key]) for key, spec in specs.items()}
     unseen = [
-        key for key, n in counts.items() if _compat.is_concrete(n) and not bool(jnp.all(n > 0))
+        key
+        for key, n in counts.items()
+        if _compat.is_concrete(n) and not bool(np.all(np.asarray(n) > 0))
     ]
     if unseen:
         raise ValueError(
@@ -232,7 +234,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     spoilt = {
         key: int(np.sum(np.asarray(n), dtype=np.int64))
         for key, n in nans.items()
-        if _compat.is_concrete(n) and bool(jnp.any(n > 0))
+        if _compat.is_concrete(n) and bool(np.any(np.asarray(n) > 0))
     }
     if spoilt:
         raise ValueError(

@@ -12,19 +12,28 @@ from .._errors import message
 _OWN = (TypeError, ValueError, LookupError, AttributeError)
 """What arguments that do not fit make of a function."""
 
+_TRACED = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
+"""What JAX raises where a function asks for a value that is traced."""
+
 
 @contextlib.contextmanager
 def evaluating(
     function: str, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Raises in four parts where `f` fails on its arguments; jqx's own errors pass as they are."""
+    """Raises in four parts where `f` fails on its arguments; jqx's own errors pass as they are, and
+    those of JAX keep their class.
+    """
     try:
         yield
     except _OWN as error:
         if str(error).startswith("jqx."):
             raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(_text(function, f, args, kwargs, error)) from error
+        text = _text(function, f, args, kwargs, error)
+        if isinstance(error, _TRACED):
+            same = type(error).__new__(type(error))  # it would ask for the tracer
+            same.args = (text,)
+            raise same from error
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
 
 
 def _text(
@@ -43,7 +52,7 @@ def _text(
     why = next(iter(str(error).splitlines()), "")
     expected = "arguments that f itself takes, in its order"
     mend = "call f itself on them to see where it fails."
-    if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
+    if isinstance(error, _TRACED):
         mend = "write f with jax.numpy, as jax.jit needs it: it is traced, without values."
     elif any(hasattr(x, "aval") for x in args):
         mend += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."

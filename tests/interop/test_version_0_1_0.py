@@ -122,6 +122,10 @@ def plans():
     return json.loads((FOLDER / "plans.json").read_text())
 
 
+RENAMED = {"Hqo": "Hqq"}
+"""Classes that have another name since."""
+
+
 def assert_holds(value, data):
     """Asserts that a value has every field that JSON says, whatever else it has."""
     if isinstance(value, numerics.QType) and isinstance(data, str):
@@ -131,7 +135,8 @@ def assert_holds(value, data):
             if field == "value":
                 assert value is OWN[item]
             elif field.startswith("jqx."):
-                assert field.rpartition(".")[2] == type(value).__name__
+                name = field.rpartition(".")[2]
+                assert RENAMED.get(name, name) == type(value).__name__
                 assert_holds(value, item)
             else:
                 assert_holds(getattr(value, field), item)
