@@ -234,7 +234,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     spoilt = {
         key: int(np.sum(np.asarray(n), dtype=np.int64))
         for key, n in nans.items()
-        if _compat.is_concrete(n) and bool(np.any(np.asarray(n) > 0))
+        if _compat.is_concrete(n) and np.any(np.asarray(n) > 0)
     }
     if spoilt:
         raise ValueError(
