@@ -33,7 +33,6 @@ ESTIMATORS = [
     LearnedStep(gradient_scale=False),
     lsq_plus,
     pact,
-    parq,
     dorefa,
     ewgs,
     ElementwiseGradientScaling(0.5),
