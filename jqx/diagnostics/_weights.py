@@ -72,7 +72,7 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> from jqx.diagnostics import measure
+      >>> from jqx.diagnostics._shared import measure
       >>> x = jnp.array([[1.0, -127.0], [0.0, 0.0]])
       >>> error = measure(x, jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(0))), "w")
       >>> error.scheme, error.bits, error.dead, error.sqnr
