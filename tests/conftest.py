@@ -1,6 +1,8 @@
 """Strict promotion everywhere: a silent upcast or rank change fails a test. Four CPU devices.
 
-What is compiled is kept in `.pytest_cache/jax` for the other process and for the next run.
+What is compiled is kept in `.pytest_cache/jax` for the other process and for the next run. It is
+optimized as users' programs are only where `OPTIMIZED` says so: LLVM takes most of the time of the
+tests, and half of it for what it does to bits and speed.
 """
 
 import collections
@@ -19,6 +21,23 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+jax.config.update("jax_disable_most_optimizations", True)
+
+OPTIMIZED = (
+    "bench",
+    "calibrators",
+    "conformance",
+    "contractions",
+    "gradients",
+    "numerics",
+    "ops",
+    "diagnostics/test_sensitivity.py",
+    "transforms/test_backward.py",
+    "transforms/test_export.py",
+    "transforms/test_modules.py",
+    "test_gpu_benchmark.py",
+)
+"""Folders and files whose tests hold the bits of a result, or the distance of two programs."""
 
 FEW = 4
 
@@ -38,9 +57,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_programs():
-    """Frees what the tests of a file have compiled: tens of thousands of programs in one process
-    slow down every further compilation.
+def _programs(request):
+    """Optimizes the programs of a file or does not, and frees them after it: tens of thousands in
+    one process slow down every further compilation.
     """
+    own = request.path.relative_to(pathlib.Path(__file__).parent).as_posix()
+    jax.config.update("jax_disable_most_optimizations", not own.startswith(OPTIMIZED))
     yield
     jax.clear_caches()

@@ -184,17 +184,24 @@ def pack(q: T, axis: int) -> T:
         mend="call q.unpack() first.",
     )
     axis = packed_axis("QTensor.pack", form, axis, q.ndim)
-    values = pack_bits(form.to_bits(q.values), form.bits, axis)
     packing = Packing(axis - q.ndim, q.shape[axis])
-    return dataclasses.replace(q, values=values, layout=Layout(packing))
+    return dataclasses.replace(q, values=_packed(q, axis), layout=Layout(packing))
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _packed(q: Any, axis: int) -> jax.Array:
+    form = format_of(q.qtype)
+    return pack_bits(form.to_bits(q.values), form.bits, axis)
 
 
 def codes_of(q: Any) -> jax.Array:
     """Returns the codes in the order of the shape; see `QTensor.codes`."""
-    layout = q.layout
-    if layout is None:
-        return q.values
-    codes = q.values
+    return q.values if q.layout is None else _codes_of(q)
+
+
+@partial(jax.jit, inline=True)
+def _codes_of(q: Any) -> jax.Array:
+    codes, layout = q.values, q.layout
     if layout.packing is not None:
         codes = format_of(q.qtype).widen_bits(_bits(q))
     elif layout.int8:
@@ -204,17 +211,19 @@ def codes_of(q: Any) -> jax.Array:
 
 def unpack(q: T) -> T:
     """Returns a QTensor laid out plainly; see `QTensor.unpack`."""
-    layout, form = q.layout, format_of(q.qtype)
-    if layout is None:
+    if q.layout is None:
         return q
-    values = q.values
+    return dataclasses.replace(q, values=_unpacked(q), layout=None)
+
+
+@partial(jax.jit, inline=True)
+def _unpacked(q: Any) -> jax.Array:
+    values, layout, form = q.values, q.layout, format_of(q.qtype)
     if layout.packing is not None:
         values = form.from_bits(_bits(q))
     elif layout.int8:
         values = _from_int8(values, form).astype(form.storage)
-    if layout.swapped:
-        values = _swap_last(values)
-    return dataclasses.replace(q, values=values, layout=None)
+    return _swap_last(values) if layout.swapped else values
 
 
 def lay_out(q: T, layout: Layout) -> T:
@@ -223,9 +232,13 @@ def lay_out(q: T, layout: Layout) -> T:
         return q
     if isinstance(q.values, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(lay_out, layout=layout), q)
+    return dataclasses.replace(q, values=_laid_out(q, layout), layout=layout)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _laid_out(q: Any, layout: Layout) -> jax.Array:
     codes = to_int8(q.codes, format_of(q.qtype)) if layout.int8 else q.unpack().values
-    values = _swap_last(codes) if layout.swapped else codes
-    return dataclasses.replace(q, values=values, layout=layout)
+    return _swap_last(codes) if layout.swapped else codes
 
 
 def transpose(q: T, order: tuple[int, ...]) -> T:

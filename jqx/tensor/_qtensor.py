@@ -15,13 +15,12 @@ from .._checks import as_dtype, as_real, check_real, normalize_axes
 from .._errors import message
 from ..calibrators import Affine, Groups
 from ..numerics import QType, format_of
-from ..numerics._shared import E8M0, as_qtype, pack_bits
-from ..ops._shared import affine_dequantize, affine_quantize
+from ..numerics._shared import E8M0, as_qtype
 from . import _layout
 from ._fields import check_blocks, check_layout, check_leaves, check_shapes
-from ._grid import grid_of, wide_scale
-from ._layout import Layout, Packing, packed_axis, real_shape, shape_of_values
+from ._layout import Layout, packed_axis, real_shape, shape_of_values
 from ._pytree import register
+from ._round_trip import dequantized, quantized
 from ._scheme import needed_spec
 from ._select import concatenate, index, reshape, split
 from ._show import text, treescope_tree
@@ -129,30 +128,9 @@ class QTensor:
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
-        grid = grid_of("QTensor.quantize", x, spec, affine)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
-        codes = affine_quantize(
-            grid.groups.split(x),
-            *grid.lined_up(),
-            qtype=spec.qtype,
-            round_mode=spec.rounding,
-            numerics=spec.numerics,
-            as_bits=axis is not None,
-        )
-        codes = grid.groups.join(codes)
-        scale = grid.scale
-        if grid.inner is not None:
-            scale = cls(scale, grid.inner, qtype=scale.dtype, dtype=grid.inner.dtype)
-        return cls(
-            codes if axis is None else pack_bits(codes, form.bits, axis),
-            scale,
-            grid.zero_point,
-            qtype=spec.qtype,
-            dtype=x.dtype,
-            blocks=grid.groups.blocks,
-            layout=None if axis is None else Layout(Packing(axis - x.ndim, x.shape[axis])),
-        )
+        return quantized(x, affine, cls=cls, spec=spec, axis=axis)
 
     @classmethod
     def zeros(
@@ -190,18 +168,7 @@ class QTensor:
     def dequantize(self) -> jax.Array:
         """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""
         check_shapes(self)  # a map over leaves may have changed them
-        groups = self.groups
-        real = affine_dequantize(
-            groups.split(self.codes),
-            groups.split_scale(wide_scale(self._scale_array())),
-            None if self.zero_point is None else groups.split_scale(self.zero_point),
-            qtype=self.qtype,
-            dtype=self.dtype,
-        )
-        return groups.join(real)
-
-    def _scale_array(self) -> jax.Array:
-        return self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
+        return dequantized(self)
 
     @property
     def codes(self) -> jax.Array:
@@ -346,7 +313,7 @@ class QTensor:
 
     def real_scale(self) -> jax.Array:
         """Returns the scale as an array of floats, whatever it is kept in."""
-        scale = self._scale_array()
+        scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
         return format_of(E8M0).decode(scale) if scale.dtype == E8M0 else scale
 
     def __getitem__(self, key: Any) -> "QTensor":

@@ -17,6 +17,7 @@ from jqx import calibrators
 from jqx.calibrators import Affine, Calibrator
 from jqx.numerics import mxfp4, nf4
 
+from ..arrays import on_device
 from ..ops.refusals import assert_refused
 from .oracles import ordinary_floats
 
@@ -328,7 +329,7 @@ def test_every_format_and_granularity_has_finite_scales_under_jit(calibrator):
             )
             scale = np.float32(found.scale)
             assert (np.isfinite(scale) & (scale > 0)).all()
-            real = jqx.QTensor.quantize(jnp.asarray(x), spec, found).dequantize()
+            real = jqx.QTensor.quantize(on_device(x), spec, found).dequantize()
             assert np.abs(real - x).max() < 1.5, "the scale is of the order of the values"
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jqx.calibrators import Groups
 
+from ..arrays import on_device
+
 law = settings(max_examples=15, deadline=None)
 
 
@@ -100,7 +102,7 @@ def test_a_nan_makes_the_largest_magnitude_nan_in_any_place(length, dtype):
     for place in {0, length // 2, length - 1}:
         poisoned = x.copy()
         poisoned[1, place] = np.nan
-        largest = jax.jit(found.largest_magnitude)(jnp.asarray(poisoned, dtype))
+        largest = jax.jit(found.largest_magnitude)(on_device(poisoned, dtype))
         assert largest.dtype == jnp.dtype(dtype)
         assert np.isnan(np.float32(largest)).ravel().tolist() == [False, True, False]
         np.testing.assert_array_equal(np.float32(largest[0, 0]), np.abs(np.asarray(x, dtype)).max())

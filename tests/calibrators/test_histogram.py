@@ -10,6 +10,7 @@ import jqx
 from jqx.calibrators import _histogram as histogram
 from jqx.calibrators import percentile
 
+from ..arrays import on_device
 from .oracles import BLOCKED, SHAPE, blocks
 
 law = settings(max_examples=12, deadline=None)
@@ -58,7 +59,7 @@ def test_the_edges_are_the_documented_ones_and_bins_are_narrow():
 def test_nan_is_counted_apart():
     x = np.float32([[1, np.nan], [np.inf, np.nan], [-np.inf, 2]])
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(1), calibrator=percentile)
-    stats = percentile.observe(jnp.asarray(x), spec)
+    stats = percentile.observe(on_device(x), spec)
     np.testing.assert_array_equal(stats.nans, [[0, 2]])
     np.testing.assert_array_equal(stats.counts.sum(-1), [[3, 1]])
     assert stats.counts[0, 0, 0] == stats.counts[0, 0, -1] == 1
@@ -70,7 +71,7 @@ def test_counts_saturate_and_still_merge_in_any_order():
     one, two, near = (np.uint32(n) for n in (1, 2, top - 2))
 
     def add(a, b):
-        return np.asarray(histogram.saturating_add(jnp.asarray(a), jnp.asarray(b)))
+        return np.asarray(histogram.saturating_add(on_device(a), on_device(b)))
 
     assert add(near, one) == top - 1
     assert add(near, two) == add(add(near, two), two) == add(near, near) == top
@@ -81,7 +82,7 @@ def test_counts_saturate_and_still_merge_in_any_order():
 def test_magnitudes_count_both_signs_and_zero_once():
     x = np.float32([0, 0, 1, -1, 1, -3, 1e-20, np.inf, -np.inf])
     spec = jqx.QSpec(jnp.int8, calibrator=percentile)
-    counts = histogram.magnitudes(percentile.observe(jnp.asarray(x), spec).counts)
+    counts = histogram.magnitudes(percentile.observe(on_device(x), spec).counts)
     np.testing.assert_array_equal(counts[0], counted(np.abs(x))[histogram.ZERO :])
 
 

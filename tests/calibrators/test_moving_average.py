@@ -6,6 +6,7 @@ import pytest
 import jqx
 from jqx.calibrators import absmax, fixed, minmax, moving_average, percentile, rms
 
+from ..arrays import on_device
 from ..ops.refusals import assert_refused
 
 SPEC = jqx.QSpec(jnp.int8, jqx.per_axis(1))
@@ -21,7 +22,7 @@ def test_floats_are_averaged_and_counts_add_up():
     batches[2, 0, 1] = np.nan
     stats = minmax.empty((1, 3))
     for x in batches:
-        stats = moving_average(stats, minmax.observe(jnp.asarray(x), SPEC), 0.9)
+        stats = moving_average(stats, minmax.observe(on_device(x), SPEC), 0.9)
     low, high = (f(batches, axis=1, keepdims=True) for f in (np.nanmin, np.nanmax))
     for found, each in [(stats.low, low), (stats.high, high)]:
         expected = np.float64(each[0])
@@ -42,9 +43,7 @@ def test_what_observed_nothing_gives_the_other():
 def test_a_dict_is_averaged_entry_by_entry():
     old, new = draw(2)
     kinds = {"a": absmax, "b": minmax, "c": rms(3), "d": fixed(-1, 1)}
-    before, now = (
-        {k: c.observe(jnp.asarray(x), SPEC) for k, c in kinds.items()} for x in (old, new)
-    )
+    before, now = ({k: c.observe(on_device(x), SPEC) for k, c in kinds.items()} for x in (old, new))
     mixed = jax.jit(lambda a, b: moving_average(a, b, 0.75))(before, now)
     assert set(mixed) == set(kinds)
     for key in kinds:
@@ -54,7 +53,7 @@ def test_a_dict_is_averaged_entry_by_entry():
 
 
 def test_stacked_statistics_are_averaged_where_each_has_seen_something():
-    x = jnp.asarray(draw(2))
+    x = on_device(draw(2))
     new = jax.vmap(lambda x: absmax.observe(x, SPEC))(x)
     old = new._replace(largest=new.largest * 2, observed=jnp.int32([0, 1]))
     mixed = moving_average(old, new, 0.5)

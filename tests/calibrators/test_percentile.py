@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import jqx
 from jqx.calibrators import Percentile, absmax, minmax, percentile
 
+from ..arrays import on_device
 from ..ops.refusals import assert_refused
 from .oracles import BLOCKED, SHAPE, affine, blocks, decide, draw, fit, range_of
 
@@ -154,11 +155,11 @@ def test_counts_that_a_sum_cannot_hold_are_halved():
     places = np.flatnonzero(stats.counts[0])
     counts = np.zeros(stats.counts.shape, np.uint32)
     counts[0, places] = [2**32 - 1, 10**7, 10**7]
-    found = of_stats(stats._replace(counts=jnp.asarray(counts)), spec)
+    found = of_stats(stats._replace(counts=on_device(counts)), spec)
     assert 1 <= range_of(found, "int8") * (1 + 1e-6) <= BIN * (1 + 1e-5)
     counts[0, places[-1]] = 1
     none = spec_of(100.0)
-    found = of_stats(stats._replace(counts=jnp.asarray(counts)), none)
+    found = of_stats(stats._replace(counts=on_device(counts)), none)
     assert range_of(found, "int8") == pytest.approx(4)
 
 

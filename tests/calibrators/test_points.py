@@ -6,6 +6,7 @@ from jqx.calibrators import percentile
 from jqx.calibrators._histogram import LENGTH, ZERO, bin_of
 from jqx.calibrators._points import points_in, points_of
 
+from ..arrays import on_device
 from .oracles import dequantized
 
 SPEC = jqx.QSpec(jnp.int8, calibrator=percentile)
@@ -16,7 +17,7 @@ def test_the_points_of_a_bin_lie_in_it_on_no_grid():
         low=jnp.float32([-jnp.inf]), high=jnp.float32([jnp.inf])
     )
     values = np.asarray(points_in(everywhere).values[0])
-    np.testing.assert_array_equal(bin_of(jnp.asarray(values)), np.repeat(np.arange(LENGTH), 4))
+    np.testing.assert_array_equal(bin_of(on_device(values)), np.repeat(np.arange(LENGTH), 4))
     of_one_bin = values.reshape(LENGTH, 4)[ZERO + 1 : -1]
     widths = of_one_bin.max(1) - of_one_bin.min(1)
     assert (widths > 0).all()
@@ -52,7 +53,7 @@ def test_the_loss_is_that_of_every_value_in_units_of_the_largest():
     affine = jqx.calibrators.Affine(jnp.float32([m / np.float32(7)]))
     known = x[~np.isnan(x)]
     error = (known - dequantized(known, -m, m, "int4", True)) / m
-    found = points_of(jnp.asarray(x), spec).loss(affine, spec, jnp.square)
+    found = points_of(on_device(x), spec).loss(affine, spec, jnp.square)
     np.testing.assert_allclose(found[0], np.sum(error**2), rtol=1e-5)
 
 
@@ -60,7 +61,7 @@ def test_the_expected_loss_is_near_that_of_the_array_where_bins_are_wider_than_s
     x = np.random.default_rng(1).normal(size=20_000).astype(np.float32)
     for qtype in ("int4", "int8", "int16"):
         spec = jqx.QSpec(qtype, calibrator=percentile)
-        affine = jqx.calibrators.absmax.fit(jnp.asarray(x), spec)
-        exact = points_of(jnp.asarray(x), spec).loss(affine, spec, jnp.square)
-        points = points_in(percentile.observe(jnp.asarray(x), spec))
+        affine = jqx.calibrators.absmax.fit(on_device(x), spec)
+        exact = points_of(on_device(x), spec).loss(affine, spec, jnp.square)
+        points = points_in(percentile.observe(on_device(x), spec))
         np.testing.assert_allclose(points.loss(affine, spec, jnp.square) / 4, exact, rtol=0.03)

@@ -6,6 +6,7 @@ import pytest
 import jqx
 from jqx.calibrators import Rms, rms
 
+from ..arrays import on_device
 from ..ops.refusals import assert_refused
 from .oracles import BLOCKED, SHAPE, blocks
 
@@ -23,7 +24,7 @@ def test_the_range_is_the_multiple_of_the_root_mean_square(granularity, sizes):
 
 def test_batches_are_weighted_by_their_elements():
     spec = jqx.QSpec(jnp.int8, calibrator=rms(127.0))
-    parts = [spec.calibrator.observe(jnp.asarray(x), spec) for x in ([3.0], [1.0, 1.0, 1.0])]
+    parts = [spec.calibrator.observe(on_device(x), spec) for x in ([3.0], [1.0, 1.0, 1.0])]
     scale = spec.calibrator.affine(spec.calibrator.merge(*parts), spec).scale
     np.testing.assert_allclose(scale, [np.sqrt(3)], rtol=1e-6)
 

@@ -5,6 +5,7 @@ import pytest
 import jqx
 from jqx.calibrators._rows import members, rows_of
 
+from ..arrays import on_device
 from .oracles import BLOCKED, SHAPE, blocks
 
 
@@ -12,7 +13,7 @@ from .oracles import BLOCKED, SHAPE, blocks
 def test_a_row_holds_the_elements_that_share_a_scale(granularity, sizes):
     x = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
     groups = granularity.groups(SHAPE)
-    rows, count = rows_of(jnp.asarray(x), groups, jnp.nan), members(groups)
+    rows, count = rows_of(on_device(x), groups, jnp.nan), members(groups)
     assert rows.shape == (*groups.scale_shape, groups.per_scale)
     assert (count.shape, count.dtype) == (groups.scale_shape, jnp.uint32)
     for place, block in blocks(x, sizes):

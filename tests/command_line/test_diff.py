@@ -8,6 +8,7 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
 from ..tensor.tensors import spec, spread_out
 from .files import error_of, run, run_json, saved, torch_weights
 
@@ -60,12 +61,12 @@ def test_long_tensors_are_compared_to_their_ends(capsys, files):
 
 
 X = spread_out((4, 8))
-Q = jqx.QTensor.quantize(jnp.asarray(X), spec(jnp.int4, jqx.per_axis(0)))
+Q = jqx.QTensor.quantize(on_device(X), spec(jnp.int4, jqx.per_axis(0)))
 REAL = np.asarray(Q.dequantize())
 KINDS = {
     "shape": (X, X.reshape(8, 4), ["shape"], None),
     "rank": (X, X[None], ["shape"], None),
-    "dtype": (np.float32([1, 2]), jnp.asarray([1, 2], jnp.bfloat16), ["dtype"], 0.0),
+    "dtype": (np.float32([1, 2]), on_device([1, 2], jnp.bfloat16), ["dtype"], 0.0),
     "dtype and values": (np.float32([1, 2]), np.int32([1, 3]), ["dtype", "values"], 1.0),
     "codes and what they stand for": (REAL, Q, ["scheme"], 0.0),
     "codes and what they were made of": (X, Q, ["scheme", "values"], np.abs(X - REAL).max()),

@@ -11,6 +11,7 @@ import jqx
 from jqx.diagnostics import plots
 from jqx.diagnostics._shared import measure
 
+from ..arrays import on_device
 from .files import error_of, run, run_json, saved, torch_weights
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -65,7 +66,7 @@ def test_bars_are_of_what_would_be_quantized(capsys, source, picture, drawn):
     ((name, (report,), _),) = drawn
     names = ["layers.0.mlp.weight", "layers.1.conv.weight"]
     assert name == "sqnr_bars" and [w.path for w in report.weights] == names
-    x = jnp.asarray(torch_weights()[names[0]])
+    x = on_device(torch_weights()[names[0]])
     q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(0)))
     assert report.weights[0] == measure(x, q, names[0])
 
@@ -85,7 +86,7 @@ def test_a_histogram_shows_the_grid_of_one_tensor(capsys, source, picture, drawn
     real = np.asarray(q.dequantize())
     assert np.array_equal(x, real) == first
     blocks = jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 32}, tail=True))
-    x = jnp.asarray(torch_weights()["embed.weight"])
+    x = on_device(torch_weights()["embed.weight"])
     np.testing.assert_array_equal(real, jqx.QTensor.quantize(x, blocks).dequantize())
 
 

@@ -13,6 +13,7 @@ import pytest
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..interop.trees import assert_same
 from ..tensor.tensors import spread_out
 from .files import error_of, run, run_json, saved, torch_weights
@@ -30,7 +31,7 @@ def out(tmp_path):
 
 def by_hand(x, qtype, granularity, **fields):
     pack = -1 if numerics.format_of(qtype).bits < 8 else None
-    return jqx.QTensor.quantize(jnp.asarray(x), jqx.QSpec(qtype, granularity, **fields), pack=pack)
+    return jqx.QTensor.quantize(on_device(x), jqx.QSpec(qtype, granularity, **fields), pack=pack)
 
 
 def test_a_policy_quantizes_what_is_named_as_weights_are(capsys, source, out):

@@ -7,6 +7,7 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
 from ..tensor.tensors import spread_out
 from .files import error_of, run, run_json, saved, torch_weights
 
@@ -39,7 +40,7 @@ def test_a_policy_for_what_is_quantized_already_is_an_error(capsys, quantized, t
 
 
 def test_a_rule_leaves_what_is_quantized_already(capsys, tmp_path):
-    q = jqx.QTensor.quantize(jnp.asarray(spread_out((4, 8))), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+    q = jqx.QTensor.quantize(on_device(spread_out((4, 8))), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
     source = saved(tmp_path / "in", {"a.weight": q, "b.weight": spread_out((4, 8))})
     command = ["quantize", source, tmp_path / "out", "--policy", "w8a16"]
     assert "'a.weight' is quantized already" in error_of(capsys, *command)

@@ -10,6 +10,7 @@ import pytest
 import jqx
 from jqx.diagnostics._shared import measure
 
+from ..arrays import on_device
 from ..tensor.tensors import spread_out
 from .files import error_of, run, run_json, saved, torch_weights
 
@@ -29,7 +30,7 @@ def finite(error):
 
 def test_each_weight_is_measured_as_it_would_be_written(capsys, source):
     code, found = run_json(capsys, "report", source, "--rule", ".*mlp.weight=int4:block=8")
-    x = jnp.asarray(torch_weights()["layers.0.mlp.weight"])
+    x = on_device(torch_weights()["layers.0.mlp.weight"])
     q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 8})), pack=-1)
     assert code == 0
     assert found["weights"] == [finite(measure(x, q, "layers.0.mlp.weight"))]

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from ..arrays import on_device
 
 FORMS = (
     pytest.param("eager", marks=pytest.mark.slow),
@@ -37,7 +38,7 @@ def evaluate(
 def _together(
     form: str, functions: Sequence[Callable[..., Any]], operands: Sequence[Operands]
 ) -> list[list[Any]]:
-    operands = [[None if a is None else jnp.asarray(a) for a in arrays] for arrays in operands]
+    operands = [[None if a is None else on_device(a) for a in arrays] for arrays in operands]
 
     def each(operands: Sequence[Operands]) -> list[Any]:
         return [f(*arrays) for f, arrays in zip(functions, operands, strict=True)]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import on_device
+
 Result = tuple[Any, Any, Any]
 
 
@@ -92,7 +94,7 @@ def qwix(x: np.ndarray, qtype: str, method: str) -> Result:
         qtype=getattr(jnp, qtype), channelwise_axes=(0,), calibration_method=method
     )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        q = qarray.quantize(jnp.asarray(x), how)
+        q = qarray.quantize(on_device(x), how)
     return q.scale, q.zero_point, q.qvalue
 
 

@@ -14,6 +14,7 @@ from jqx.calibrators import Groups
 from jqx.numerics import Block, Codebook, Integer, format_of
 from jqx.numerics._shared import E8M0
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64
 from .oracles import Layout
 
@@ -83,11 +84,11 @@ def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sh
     rng = np.random.default_rng([len(name), *shape, contracted_axis])
     x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape) + rng.normal()
     if name in FLOATS:
-        return jnp.asarray(x, name)
+        return on_device(x, name)
     pack = contracted_axis if name.endswith("packed") else None
     spec = jqx.QSpec(granularity=sharing.granularity(contracted_axis), **FORMATS[name])
     quantize = functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack)
-    return jax.jit(quantize)(jnp.asarray(x, jnp.float32))
+    return jax.jit(quantize)(on_device(x, jnp.float32))
 
 
 def weight(
@@ -153,15 +154,15 @@ def _random_codes(
         numbers = rng.integers(low, high + 1, shape)
     else:
         numbers = rng.normal(size=shape)
-    return jnp.asarray(numbers.astype(form.storage))
+    return on_device(numbers.astype(form.storage))
 
 
 def _random_scale(rng: np.random.Generator, form: Any, entries: Sequence[int], powers: bool) -> Any:
     scale = np.ldexp(1.0, rng.integers(-2, 3, entries))
     if not isinstance(form, Block):
         scale = scale if powers else scale * rng.uniform(1, 2, entries)
-        return jnp.asarray(scale, jnp.float32)
-    codes = jnp.asarray(scale.astype(form.scale_qtype))
+        return on_device(scale, jnp.float32)
+    codes = on_device(scale.astype(form.scale_qtype))
     if form.scale_qtype == E8M0:
         return codes
     inner = jnp.full((1,) * codes.ndim, 0.5 if powers else 0.7, jnp.float32)

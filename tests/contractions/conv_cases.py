@@ -15,6 +15,7 @@ import jqx
 from jqx import numerics
 from jqx.numerics import Block, Integer, format_of
 
+from ..arrays import on_device
 from .convolutions import NHWC
 
 LAYOUTS = {
@@ -217,7 +218,7 @@ def array(rng: np.random.Generator, shape: Sequence[int], dtype: str = "float32"
     """A random array."""
     x = rng.normal(size=shape).astype(dtype)
     real = x.astype(np.float64)
-    return Operand(jnp.asarray(x), real, np.abs(real))
+    return Operand(on_device(x), real, np.abs(real))
 
 
 def qtensor(
@@ -235,7 +236,7 @@ def qtensor(
     other = {"lowest": "highest", "highest": "lowest"}.get(end, "any")
     codes = codes_of(rng, qtype, shape, end)
     zero = codes_of(rng, qtype, scales.shape, other) if form.zero_point else None
-    leaves: list[Any] = [x if x is None else jnp.asarray(x) for x in (codes, scales, zero)]
+    leaves: list[Any] = [x if x is None else on_device(x) for x in (codes, scales, zero)]
     value = jqx.QTensor(*leaves, qtype=form.qtype, **fields)
     levels = levels_of(qtype)
     numbers = codes.astype(np.float64) if levels is None else levels[codes]

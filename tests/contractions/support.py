@@ -20,6 +20,7 @@ from jax import lax
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from .blocks import magnitudes, random_tensor, real_values
 from .oracles import contraction
 
@@ -124,7 +125,7 @@ def _ragged(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
 
 def _conv(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
     with jax.enable_x64(True):
-        return np.asarray(lax.conv_general_dilated(jnp.asarray(lhs), jnp.asarray(rhs), **WINDOW))
+        return np.asarray(lax.conv_general_dilated(on_device(lhs), on_device(rhs), **WINDOW))
 
 
 OPS = {
@@ -214,7 +215,7 @@ def operand(op: str, side: int, described: Operand, k: int, n: int) -> Any:
     rng = np.random.default_rng([side, len(shape), len(described.kind)])
     if kind.qtype is None:
         x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 3, shape) + 0.25
-        return jnp.asarray(x, kind.dtype)
+        return on_device(x, kind.dtype)
     contracted, kept = OPS[op].contracted[side], OPS[op].kept[side]
     granularity = _granularity(described.sharing, kind, contracted, kept, len(shape))
     q = random_tensor(rng, kind.qtype, granularity.groups(shape), kind.zero_point)

@@ -19,6 +19,7 @@ from jqx.contractions._how._scales import HowTo
 from jqx.contractions._integers._integer import integer
 from jqx.contractions._shared import Dimensions
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor
 from .blocks import (
@@ -190,7 +191,7 @@ def test_blocks_of_integers_are_contracted_as_bytes():
 def test_packed_codes_in_blocks_are_those_unpacked(axis):
     rng = np.random.default_rng(1)
     w = integers(rng, "int4", (100, 6), (32, 1))
-    x = jnp.asarray(rng.integers(-8, 9, (3, 100)).astype(np.float32))
+    x = on_device(rng.integers(-8, 9, (3, 100)).astype(np.float32))
     both = [x, integers(rng, "int8", (3, 100), (1, 100))]
 
     @jax.jit
@@ -237,7 +238,7 @@ def test_groups_follow_the_contraction_in_every_layout(sizes):
         rng = np.random.default_rng([len(shapes[0]), len(shapes[1]), sizes[0] or 0])
         pairs.append(
             [
-                jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
+                on_device(rng.integers(-8, 9, shape).astype(np.float32))
                 if size is None
                 else in_groups(rng, "int8", shape, contracted, size)
                 for shape, contracted, size in zip(shapes, numbers[0], sizes, strict=True)

@@ -16,6 +16,7 @@ from jqx import QTensor, dynamic_slice, dynamic_update_slice, numerics
 from jqx.calibrators import Affine
 from jqx.contractions._einsum import einsum
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import BOX, CASES, made, spread_out, tensor
@@ -41,7 +42,7 @@ NVFP4 = jqx.QSpec(numerics.nvfp4, jqx.per_block({**BLOCKS, 3: 16}))
 
 @functools.cache
 def tokens(dtype="float32"):
-    return jnp.asarray(spread_out(SHAPE), dtype)
+    return on_device(spread_out(SHAPE), dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -108,13 +109,13 @@ def test_attention_over_a_cache_is_that_over_its_real_values(names, quantized_qu
     """Sums of 32 and of 5 products, 12 roundings more for scales and zero points: Higham (3.5)."""
     rng = np.random.default_rng(0)
     k, v = (
-        write(QTensor.zeros(SHAPE, PER_TOKEN[name]), jnp.asarray(spread_out(SHAPE, seed)), 0)
+        write(QTensor.zeros(SHAPE, PER_TOKEN[name]), on_device(spread_out(SHAPE, seed)), 0)
         for seed, name in enumerate(names)
     )
-    q = jnp.asarray(rng.normal(size=(BATCH, HEADS, WIDTH)), jnp.float32)
+    q = on_device(rng.normal(size=(BATCH, HEADS, WIDTH)), jnp.float32)
     if quantized_queries:
         q = jqx.QTensor.quantize(q, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1)))
-    p = jnp.asarray(rng.dirichlet(np.ones(TOKENS), (BATCH, HEADS)), jnp.float32)
+    p = on_device(rng.dirichlet(np.ones(TOKENS), (BATCH, HEADS)), jnp.float32)
     for subscripts, x, cache, products in [
         ("bhd,bthd->bht", q, k, WIDTH),
         ("bht,bthd->bhd", p, v, TOKENS),
@@ -134,10 +135,10 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
     assert_equal(cache[:, 2:4], jqx.QTensor.quantize(x, spec, affine))
     np.testing.assert_array_equal(cache.dequantize()[:, [0, 1, 4]], 0)
 
-    layers = jnp.asarray([0.5, 2.0, 8.0]).reshape(3, 1, 1)
+    layers = on_device([0.5, 2.0, 8.0]).reshape(3, 1, 1)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
     empty = QTensor.zeros((3, 4, 8), spec, affine=Affine(layers))
-    x = jnp.asarray(spread_out((1, 2, 8)))
+    x = on_device(spread_out((1, 2, 8)))
     cache = jax.jit(dynamic_update_slice)(empty, x, (jnp.int32(1), jnp.int32(-2), 0))
     assert_equal(cache[1:2, 2:], jqx.QTensor.quantize(x, spec, Affine(layers[1:2])))
     np.testing.assert_array_equal(cache.scale, layers)
@@ -274,7 +275,7 @@ def test_a_slice_of_laid_out_codes_leaves_them_so():
 
 def updates():
     """A QTensor, one to be written to it and where: granularities and layouts differ."""
-    x, part = tokens(), jnp.asarray(spread_out((2, 2, 3, 32), 1))
+    x, part = tokens(), on_device(spread_out((2, 2, 3, 32), 1))
     spec = PER_TOKEN["uint4 asymmetric in blocks"]
     q, u = jqx.QTensor.quantize(x, spec), jqx.QTensor.quantize(part, spec)
     yield "own scales", q, u, (0, 2, 0, 0)
@@ -318,7 +319,7 @@ def test_a_qtensor_is_written_with_its_scales(name):
 def test_whole_blocks_of_tokens_get_scales_anew():
     """Keys in blocks along the tokens: at static starts, or with the blocks as an axis."""
     spec = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 4, 2: 1}, tail=True))
-    x = jnp.asarray(spread_out((2, 10, 6)))
+    x = on_device(spread_out((2, 10, 6)))
     expected = jqx.QTensor.quantize(x, spec)
     for places in [(0, 4, 8, 10), (0, 4, 10), (0, 8, 10)]:
         cache = QTensor.zeros(x.shape, spec)
@@ -370,7 +371,7 @@ def test_starts_may_be_of_any_integer_dtype():
         for start in {0, 1, int(info.max), int(info.min)}:
             place = min(max(start if start >= 0 else start + 300, 0), 298)
             expected = q.dequantize()[place : place + 2]
-            for given in (dtype(start), jnp.asarray(start, dtype)):
+            for given in (dtype(start), on_device(start, dtype)):
                 part = dynamic_slice(q, (given, 0), (2, 1))
                 assert_floats(part.dequantize(), np.asarray(expected), np.float32)
 

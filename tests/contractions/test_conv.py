@@ -14,6 +14,7 @@ import pytest
 import jqx
 from jqx import numerics
 
+from ..arrays import normal, on_device
 from ..numerics.oracles import as_float64, assert_floats
 from ..tensor.tensors import tensor
 from .conv_cases import case, powers, spread, uniform
@@ -179,7 +180,7 @@ def test_a_large_kernel_is_never_held_in_floats(name):
 @pytest.mark.parametrize("pack", [0, 2, 3])
 def test_a_packed_kernel_is_convolved_in_slices(pack):
     """Along the outputs 4 bits are cut as they lie; 3 bits, and an odd number, are not."""
-    x = jax.random.normal(jax.random.key(0), (1, 4, 4, 64))
+    x = normal(0, 1, 4, 4, 64)
 
     @jax.jit
     def run(w):
@@ -191,7 +192,7 @@ def test_a_packed_kernel_is_convolved_in_slices(pack):
                 pairs.append((plain(x, q), plain(x, q.dequantize())))
         return pairs
 
-    for found, expected in run(jax.random.normal(jax.random.key(1), (3, 3, 64, 192))):
+    for found, expected in run(normal(1, 3, 3, 64, 192)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
@@ -350,7 +351,7 @@ def test_nan_and_infinities_spoil_the_windows_that_hold_them_alone(some, bad):
     places = np.zeros(x.real.shape)
     places[1, 3, 2, 0] = 1
     spoiled = convolution(places, np.ones(w.real.shape), **some.options) > 0
-    image = jnp.asarray(np.where(places, bad, x.real), jnp.float32)
+    image = on_device(np.where(places, bad, x.real), jnp.float32)
     y = np.asarray(jax.jit(some.convolve)(image, w.value))
     finite = np.asarray(jax.jit(some.convolve)(x.value, w.value))
     assert spoiled.any() and not spoiled.all()

@@ -12,6 +12,7 @@ from jax import lax
 import jqx
 from jqx.contractions._integers._requantize import Requantization
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_codes, assert_floats, nearest
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import assert_equal, random_codes, reals, tensor
@@ -97,7 +98,7 @@ def test_each_input_feature_of_a_kernel_may_have_a_scale_beside_floats(taps):
     """Small integers: every sum is exact."""
     image = np.random.default_rng(5).integers(-8, 9, (2, 5, 4, 4)).astype(np.float32)
     w = any_tensor(6, "int8", (*taps, 4, 3), along(2, [1, 2, 2, 1]))
-    for x in (jnp.asarray(image), tensor(image, "float8_e4m3fn", along(3, [1, 2, 1, 2]))):
+    for x in (on_device(image), tensor(image, "float8_e4m3fn", along(3, [1, 2, 1, 2]))):
         real = as_float64(image) * as_float64(getattr(x, "scale", 1))
         expected = convolution(real, reals(w), (1, 1), "SAME")
         assert_floats(compute(x, w), expected, np.float32)
@@ -148,7 +149,7 @@ def test_sums_of_sixteen_bit_floats_are_rounded_once(some):
     _, w = some.operands(powers)
     x = rng.integers(-8, 9, some.shapes[0]).astype(np.float64)
     expected = convolution(x, w.real, **some.options)
-    image = jnp.asarray(x, jnp.bfloat16)
+    image = on_device(x, jnp.bfloat16)
     y = jax.jit(some.convolve)(image, w.value)
     assert np.any(nearest(expected, "bfloat16") != expected), "no rounding to be seen"
     assert_floats(y, nearest(expected, "bfloat16"), "bfloat16")
@@ -198,7 +199,7 @@ def test_eager_and_vmapped_convolutions_are_those_of_a_loop(some):
     x, real = lhs.value, lhs.real
     if some.left == "float32":
         real = np.random.default_rng(8).integers(-8, 9, real.shape).astype(np.float64)
-        x = jnp.asarray(real, jnp.float32)
+        x = on_device(real, jnp.float32)
     expected = [convolution(real, w.real, **some.options) for w in (rhs, other)]
     assert_floats(some.convolve(x, rhs.value), expected[0], np.float32)
     kernels = jax.tree.map(lambda *leaves: np.stack(leaves), rhs.value, other.value)
@@ -229,7 +230,7 @@ def test_the_result_may_be_quantized(some):
     assert np.abs(sums).max() > 2**15
     assert_codes(y.values, np.clip(sums, -(2**15), 2**15 - 1).astype(np.int64), jnp.int16)
     spec = jqx.QSpec(jnp.int8)
-    expected = jqx.QTensor.quantize(jnp.asarray(sums, jnp.float32), spec)
+    expected = jqx.QTensor.quantize(on_device(sums, jnp.float32), spec)
     rounded = jax.jit(functools.partial(some.convolve, output=spec))(x.value, w.value)
     assert_equal(rounded, expected)
 

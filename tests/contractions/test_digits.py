@@ -19,6 +19,7 @@ import jqx
 from jqx import numerics
 from jqx.contractions._how._digits import DIGITS, TINY, TOP, join, split
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest
 from ..strategies import law
 from ..tensor.tensors import tensor
@@ -38,7 +39,7 @@ def fixed_point(digits, at):
 
 
 def assert_split(x, at=0):
-    digits, step = split_rows(jnp.asarray(x, jnp.float32), at)
+    digits, step = split_rows(on_device(x, jnp.float32), at)
     fixed, step = fixed_point(digits, at), as_float64(step)[..., None]
     exact = as_float64(np.float32(x))
     largest = np.abs(exact).max(-1, keepdims=True, initial=0)
@@ -78,7 +79,7 @@ def test_each_row_of_each_batch_has_a_step_of_its_own():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 3, 4)) * 10.0 ** rng.integers(-9, 10, (2, 3, 1))
     assert_split(x, at=1)
-    assert len(np.unique(split_rows(jnp.asarray(x, jnp.float32), 1)[1])) == 6
+    assert len(np.unique(split_rows(on_device(x, jnp.float32), 1)[1])) == 6
 
 
 def integers_near_borders():
@@ -100,7 +101,7 @@ def test_every_integer_is_held_exactly():
 def assert_exact_integers(integers):
     """A row whose largest is TOP has a step of 1; joined, its digits are the integers again."""
     assert np.abs(integers).max() == TOP
-    digits, step = split_rows(jnp.asarray(integers[None], jnp.float32), 0)
+    digits, step = split_rows(on_device(integers[None], jnp.float32), 0)
     assert_floats(step, np.ones(1), np.float32)
     np.testing.assert_array_equal(fixed_point(digits, 0)[0], integers)
     joined = join(digits.astype(jnp.int32), 0, step)
@@ -145,7 +146,7 @@ def allowed(x, w, layout, sums):
 
 def assert_products(contract, x, w, layout, name, sums=32, swap=False):
     """Compares with float64; slices are at most 32, and each is a sum of its own."""
-    x = jnp.asarray(x)
+    x = on_device(x)
     operands = (w, x) if swap else (x, w)
     assert [cpu for cpu, _ in chosen(contract, *operands)] == [name]
     numbers = layout.swapped if swap else layout.numbers
@@ -308,7 +309,7 @@ def test_a_scale_that_is_not_finite_spoils_its_own_column_alone():
 def test_sixteen_bit_activations_are_split_as_float32_and_rounded_once(dtype, size):
     layout = Layout((2, 128), (128, 160), MATRICES)
     w = weight("int8", layout, size=size)
-    x = jnp.asarray(activations(layout), dtype)
+    x = on_device(activations(layout), dtype)
     wide = jax.jit(jqx.matmul)(x.astype(jnp.float32), w)
     narrow = jax.jit(jqx.matmul)(x, w.astype(jnp.dtype(dtype)))
     assert_floats(narrow, nearest(as_float64(wide), dtype), dtype)

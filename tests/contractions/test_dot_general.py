@@ -15,6 +15,7 @@ from jax import lax
 
 import jqx
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats, nearest
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import differences, kept, random_codes, reals, tensor
@@ -50,7 +51,7 @@ def operands(layout, formats, zero_point=True, own_scales=True):
     rng = np.random.default_rng(len(shapes[0]) + 7 * len(shapes[1]))
     for shape, qtype, contracted in zip(shapes, formats, contracting, strict=True):
         if qtype is None:
-            yield jnp.asarray(small_integers(rng, shape))
+            yield on_device(small_integers(rng, shape))
         else:
             axes = kept_axes(shape, contracted) if own_scales else ()
             yield exact_tensor(rng, qtype, shape, axes, zero_point)
@@ -86,7 +87,7 @@ def test_one_zero_point_may_serve_many_scales():
     rng = np.random.default_rng(0)
     w = exact_tensor(rng, "uint8", (4, 5), (1,), zero_point=False)
     w = jqx.QTensor(w.values, w.scale, jnp.full((1, 1), 7, jnp.uint8), qtype=jnp.uint8)
-    for x in (jnp.asarray(small_integers(rng, (3, 4))), exact_tensor(rng, "int8", (3, 4), (0,))):
+    for x in (on_device(small_integers(rng, (3, 4))), exact_tensor(rng, "int8", (3, 4), (0,))):
         expected = contraction(reals(x), reals(w), MATRICES)
         assert_floats(contract(x, w, MATRICES), expected, np.float32)
 
@@ -147,7 +148,7 @@ def test_a_weight_only_product_is_as_near_as_float32_allows(side, qtype, zero_po
     codes = np.abs(as_float64(w.values)) + (0 if zero is None else np.abs(zero))
     magnitude = codes * as_float64(w.scale)
     order = (lambda a, b: (a, b)) if side == "right" else (lambda a, b: (b, a))
-    y = as_float64(contract(*order(jnp.asarray(x), w), MATRICES))
+    y = as_float64(contract(*order(on_device(x), w), MATRICES))
     expected = contraction(*order(as_float64(x), reals(w)), MATRICES)
     allowed = gamma(33 + 4) * contraction(*order(np.abs(as_float64(x)), magnitude), MATRICES)
     assert np.all(np.abs(y - expected) <= allowed)
@@ -161,7 +162,7 @@ def test_sixteen_bit_activations_accumulate_in_float32_and_round_once(dtype, sid
     shape, axes = ((9, 5), (1,)) if side == "right" else ((5, 9), (0,))
     w = exact_tensor(rng, "uint8", shape, axes, dtype=dtype)
     x = small_integers(rng, (3, 9) if side == "right" else (9, 3))
-    pair = (jnp.asarray(x, dtype), w) if side == "right" else (w, jnp.asarray(x, dtype))
+    pair = (on_device(x, dtype), w) if side == "right" else (w, on_device(x, dtype))
     expected = contraction(reals(pair[0]), reals(pair[1]), MATRICES)
     assert np.any(nearest(expected, dtype) != expected), "no rounding to be seen"
     assert_floats(contract(*pair, MATRICES), nearest(expected, dtype), dtype)
@@ -316,7 +317,7 @@ def test_the_gradient_of_a_weight_only_product_is_that_of_the_dequantized_one(dt
     scale = np.float32([[0.5, 2]])
     g = rng.integers(-1, 2, (3, 2)).astype(np.float32)
     gradient = jax.grad(functools.partial(loss, MATRICES, g, jnp.int4), argnums=(0, 2))
-    args = (jnp.asarray(x, dtype), w.values, scale, w.zero_point)
+    args = (on_device(x, dtype), w.values, scale, w.zero_point)
     d = differences(w)
     dx, dscale = g @ (d * scale).T, (g * (x @ d)).sum(0, keepdims=True)
     for form in (gradient, jax.jit(gradient)):
@@ -336,7 +337,7 @@ def test_gradients_are_as_near_the_float64_ones_as_float32_allows(side):
 
     def f(x, scale):
         q = jqx.QTensor(
-            jnp.asarray(codes, jnp.uint8), scale, jnp.asarray(zero, jnp.uint8), qtype=jnp.uint8
+            on_device(codes, jnp.uint8), scale, on_device(zero, jnp.uint8), qtype=jnp.uint8
         )
         y = jqx.matmul(x, q) if as_right else jqx.matmul(q.T, x.T).T
         return (y * g).sum()

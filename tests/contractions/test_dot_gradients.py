@@ -8,6 +8,8 @@ from jax import lax
 
 from jqx.contractions._shared import dot_gradients
 
+from ..arrays import on_device
+
 CASES = {  # shapes of both operands, dimension numbers
     "matrices": ((3, 4), (4, 5), (((1,), (0,)), ((), ()))),
     "both transposed": ((4, 3), (5, 4), (((0,), (1,)), ((), ()))),
@@ -29,8 +31,8 @@ def test_gradients_are_those_of_jax(name, dtype):
     left, right, numbers = CASES[name]
     rng = np.random.default_rng(0)
     f = lambda x, w: lax.dot_general(x, w, numbers)  # noqa: E731
-    x, w = (jnp.asarray(rng.integers(-8, 9, shape), jnp.float32) for shape in (left, right))
+    x, w = (on_device(rng.integers(-8, 9, shape), jnp.float32) for shape in (left, right))
     y, pull = jax.vjp(f, x, w)
-    g = jnp.asarray(rng.integers(-8, 9, y.shape), jnp.float32)
+    g = on_device(rng.integers(-8, 9, y.shape), jnp.float32)
     for found, expected in zip(dot_gradients(x, w, numbers, g, dtype), pull(g), strict=True):
         np.testing.assert_array_equal(found, expected, strict=True)

@@ -21,6 +21,7 @@ import jqx
 from jqx import numerics
 from jqx.contractions._einsum import einsum
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest
 from ..ops.refusals import assert_refused
 from ..strategies import law
@@ -37,7 +38,7 @@ def small(rng, shape, axes=(), zero_point=True):
 
 
 def floats(rng, shape):
-    return jnp.asarray(rng.integers(-3, 4, shape).astype(np.float32))
+    return on_device(rng.integers(-3, 4, shape).astype(np.float32))
 
 
 def assert_exact(result, subscripts, *operands):
@@ -214,7 +215,7 @@ def test_real_values_are_contracted_as_near_as_float32_allows(names):
     """
     rng = np.random.default_rng(len(names[0]) + 10 * len(names[1]))
     w, x, y = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 5, 33), (33, 6), (6, 7))
+        on_device(rng.normal(size=shape), jnp.float32) for shape in ((4, 5, 33), (33, 6), (6, 7))
     )
     xs = [w, x, y]
     for place, name, axis in [(0, names[0], 1), (1, names[1], 1)]:
@@ -383,7 +384,7 @@ def test_a_good_order_is_found():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_dtype_is_that_of_the_operands_or_the_one_preferred(dtype):
     rng = np.random.default_rng(10)
-    x = jnp.asarray(rng.integers(-3, 4, (3, 50)), dtype)
+    x = on_device(rng.integers(-3, 4, (3, 50)), dtype)
     q = tensor(random_codes(rng, "int8", (50, 4)), "int8", dtype=jnp.dtype(dtype))
     expected = as_float64(x) @ reals(q)
     for subscripts, result in [("ij,jk->ik", expected), ("ij,jk->ki", expected.T)]:
@@ -397,7 +398,7 @@ def test_the_dtype_is_that_of_the_operands_or_the_one_preferred(dtype):
 
 def test_an_array_is_summed_in_the_dtype_preferred():
     """256 + 1 is no bfloat16."""
-    x = jnp.asarray([[256], [1]], jnp.bfloat16)
+    x = on_device([[256], [1]], jnp.bfloat16)
     q = tensor([[1]], "int8", dtype=jnp.bfloat16)
     y = einsum("ij,jk->k", x, q, preferred_element_type=jnp.float32)
     assert_floats(y, np.array([257]), np.float32)
@@ -411,7 +412,7 @@ def test_a_dequantized_view_is_rounded_once():
 
 def test_folded_scales_are_rounded_once():
     """Neither their product with the array, nor the sum before its zero point, is a bfloat16."""
-    p = jnp.asarray([1 + 2.0**-7, 1], jnp.bfloat16)
+    p = on_device([1 + 2.0**-7, 1], jnp.bfloat16)
     v = tensor([[100], [-100]], "int8", [[1 + 2.0**-7], [1]], [[1], [1]], dtype=jnp.bfloat16)
     expected = nearest(as_float64(p) @ reals(v), "bfloat16")
     assert_floats(einsum("t,td->d", p, v), expected, "bfloat16")

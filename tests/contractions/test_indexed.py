@@ -9,12 +9,13 @@ from jax import lax
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..tensor.tensors import spread_out
 
 NOTHING = jqx.Policy([])
 SHAPE = (3, 6, 2, 32)
-X = jnp.asarray(spread_out(SHAPE), jnp.float32)
-NEW = jnp.asarray(spread_out((3, 1, 2, 32))[:, ::-1] * 3, jnp.float32)
+X = on_device(spread_out(SHAPE), jnp.float32)
+NEW = on_device(spread_out((3, 1, 2, 32))[:, ::-1] * 3, jnp.float32)
 ROWS, PLACES = jnp.array([0, 2, 1]), jnp.array([4, 0, 5])
 MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
 FORMATS = {

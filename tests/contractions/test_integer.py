@@ -22,6 +22,7 @@ from jqx.contractions._integers._bytes import planes
 from jqx.contractions._integers._integer import integer
 from jqx.contractions._shared import Dimensions
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, code_range
 from ..ops.refusals import assert_refused
 from ..strategies import law
@@ -281,7 +282,7 @@ def test_every_code_of_16_bits_is_multiplied_exactly(qtype, zero_point):
 
 def digits_of(numbers):
     """The digits of int32 numbers, as int64, and the numbers that they stand for."""
-    digits = [as_int64(digit) for digit in jax.jit(planes)(jnp.asarray(numbers, jnp.int32))]
+    digits = [as_int64(digit) for digit in jax.jit(planes)(on_device(numbers, jnp.int32))]
     return digits, sum(digit << 8 * i for i, digit in enumerate(digits))
 
 
@@ -381,8 +382,8 @@ def test_the_gradient_of_scales_is_that_of_the_dequantized_product():
     left_scale, right_scale = np.float32([[0.5], [2], [1]]), np.float32([[4, 0.25]])
 
     def loss(left_scale, right_scale):
-        lhs = jqx.QTensor(jnp.asarray(a, jnp.int4), left_scale, qtype=jnp.int4)
-        codes, zeros = jnp.asarray(b, jnp.uint4), jnp.asarray(zero, jnp.uint4)
+        lhs = jqx.QTensor(on_device(a, jnp.int4), left_scale, qtype=jnp.int4)
+        codes, zeros = on_device(b, jnp.uint4), on_device(zero, jnp.uint4)
         return (jqx.matmul(lhs, jqx.QTensor(codes, right_scale, zeros, qtype=jnp.uint4)) * g).sum()
 
     total = a @ (b - zero)

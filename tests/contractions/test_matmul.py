@@ -10,6 +10,7 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import reals, tensor
@@ -69,7 +70,7 @@ def test_the_result_is_that_of_the_real_matrices(left, right):
     rng = np.random.default_rng(len(left) + 5 * len(right))
     lhs = exact_tensor(rng, "uint8", left, last_kept(left, "left"))
     rhs = exact_tensor(rng, "int4", right, last_kept(right, "right"))
-    x, y = (jnp.asarray(small_integers(rng, shape)) for shape in (left, right))
+    x, y = (on_device(small_integers(rng, shape)) for shape in (left, right))
     for pair in [(lhs, rhs), (x, rhs), (lhs, y)]:
         expected = np.matmul(reals(pair[0]), reals(pair[1]))
         assert_floats(product(*pair), expected, np.float32)
@@ -80,7 +81,7 @@ def test_every_leading_axis_may_have_its_own_scale(left, right):
     rng = np.random.default_rng(0)
     lhs = exact_tensor(rng, "int8", left, range(len(left) - 1))
     rhs = exact_tensor(rng, "uint4", right, (0, 2))
-    x = jnp.asarray(small_integers(rng, left))
+    x = on_device(small_integers(rng, left))
     for operand in (lhs, x):
         assert_floats(product(operand, rhs), np.matmul(reals(operand), reals(rhs)), np.float32)
 
@@ -116,10 +117,10 @@ def test_the_operator_takes_a_qtensor_on_either_side():
         (q @ r, reals(q) @ reals(r)),
         (r.T @ q.T, (reals(q) @ reals(r)).T),
         (q @ y, reals(q) @ y),
-        (q @ jnp.asarray(y), reals(q) @ y),
+        (q @ on_device(y), reals(q) @ y),
         (jax.jit(lambda q, y: q @ y)(q, y), reals(q) @ y),
         (x @ r, x @ reals(r)),
-        (jnp.asarray(x) @ r, x @ reals(r)),
+        (on_device(x) @ r, x @ reals(r)),
         (jax.jit(lambda x, r: x @ r)(x, r), x @ reals(r)),
     ]:
         assert isinstance(result, jax.Array)

@@ -22,6 +22,7 @@ from jqx.contractions._ragged_dot import GROUPS
 from jqx.contractions._shared import Dimensions
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64
 from .blocks import magnitudes, real_values, weight
 from .oracles import LARGE, MATRICES, Layout, chosen, contraction, gamma, small_integers
@@ -279,7 +280,7 @@ def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype)
     """Higham's bound on a float32 sum, of zero points apart, and on 12 roundings around it."""
     layout = Layout((1 if name == "convert_row" else 16, K), (K, N), MATRICES)
     w = weight(qtype, layout, **options)
-    x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), dtype)
+    x = on_device(small_integers(np.random.default_rng(0), layout.lhs), dtype)
     how = case_of(x, w).how
     y = jax.jit(getattr(_planner, name).compute, static_argnums=2)(x, w, how)
     expected = real_values(x) @ real_values(w)
@@ -323,7 +324,7 @@ def test_the_row_that_is_added_stands_beside_batch_axes_too():
     numbers = (((2,), (1,)), ((0,), (0,)))
     layout = Layout((3, 1, K), (3, K, N), numbers)
     w = weight("int8", layout, size=32)
-    x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs), "float32")
+    x = on_device(small_integers(np.random.default_rng(0), layout.lhs), "float32")
     how = case_of(x, w, numbers).how
     row, alone = (
         jax.jit(form.compute, static_argnums=2)(x, w, how)

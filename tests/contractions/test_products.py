@@ -12,6 +12,7 @@ import jqx
 from jqx.contractions._integers._products import TALL, plain, rows_product, shaped
 from jqx.contractions._shared import Dimensions
 
+from ..arrays import on_device
 from ..numerics.oracles import as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor
 from .blocks import in_pairs, real_values, weight
@@ -38,7 +39,7 @@ def assert_sums(found, expected, left, right):
 def codes(layout, seed=0):
     rng = np.random.default_rng([seed, len(layout.lhs), len(layout.rhs)])
     shapes = layout.lhs, layout.rhs
-    return [jnp.asarray(random_codes(rng, "int8", shape), jnp.int8) for shape in shapes]
+    return [on_device(random_codes(rng, "int8", shape), jnp.int8) for shape in shapes]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

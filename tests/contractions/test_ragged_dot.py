@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jqx
 from jqx.contractions._ragged_dot import ragged_dot
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats, code_range, nearest
 from ..ops.refusals import assert_refused
 from ..strategies import law
@@ -149,7 +150,7 @@ def assert_all_near(pairs):
 
 
 def test_scales_of_matrices_are_shared_in_any_way():
-    array, rows = jnp.asarray(spread_out((20, K))), quantized((20, K), jqx.per_axis(0))
+    array, rows = on_device(spread_out((20, K))), quantized((20, K), jqx.per_axis(0))
     beside_array = ("blocks with a tail", "blocks of groups and columns")
     assert_all_near(
         {
@@ -160,7 +161,7 @@ def test_scales_of_matrices_are_shared_in_any_way():
 
 
 def test_scales_of_rows_are_shared_in_any_way_beside_an_array():
-    w = jnp.asarray(spread_out((4, K, 6), 1))
+    w = on_device(spread_out((4, K, 6), 1))
     assert_all_near({str(of): (quantized((20, K), of), w) for of in ROWS})
 
 
@@ -170,7 +171,7 @@ def test_every_format_is_an_operand(name):
     block = getattr(FORMATS[name]["qtype"], "size", 32)
     pack = 1 if name.endswith("packed") else None
     w = quantized((4, 64, 6), jqx.per_block({0: 1, 1: block, 2: 1}), name, pack=pack)
-    x = jnp.asarray(spread_out((20, 64), 1))
+    x = on_device(spread_out((20, 64), 1))
     assert_near(compute(x, w, SOME), x, w, SOME)
     if name in ("int4 packed", "e4m3", "nvfp4"):
         x = quantized((20, 64), jqx.per_block({0: 1, 1: block}), name, pack=pack)
@@ -181,7 +182,7 @@ def test_every_format_is_an_operand(name):
 def test_large_matrices_are_contracted_as_dot_general_does(name):
     granularity = jqx.per_block({0: 1, 1: 32, 2: 1}) if name == "mxfp4" else jqx.per_axis(0, 2)
     w = quantized((3, 128, 128), granularity, name, pack=1 if name.endswith("packed") else None)
-    x, sizes = jnp.asarray(spread_out((20, 128), 1)), np.array([9, 0, 10])
+    x, sizes = on_device(spread_out((20, 128), 1)), np.array([9, 0, 10])
     assert_near(compute(x, w, sizes), x, w, sizes)
     (chosen,) = jqx.formulations(ragged_dot)(x, w, sizes)
     (alone,) = jqx.formulations(jqx.matmul)(x[:8], w[0])
@@ -241,7 +242,7 @@ def test_it_maps_over_rows_and_matrices_and_sizes():
 
 def test_it_runs_on_the_shards_of_a_mesh():
     mesh = jax.make_mesh((1,), ("group",), axis_types=(jax.sharding.AxisType.Auto,))
-    w, x = quantized((4, 128, 128), jqx.per_axis(0)), jnp.asarray(spread_out((20, 128)))
+    w, x = quantized((4, 128, 128), jqx.per_axis(0)), on_device(spread_out((20, 128)))
     for rows, matrices in [("group", "group"), (None, "group")]:
         specs = (P(rows), P(matrices), P(matrices))
         f = jax.shard_map(ragged_dot, mesh=mesh, in_specs=specs, out_specs=P("group"))
@@ -273,7 +274,7 @@ def test_the_gradient_beside_quantized_rows_is_that_of_the_real_values():
     rng = np.random.default_rng(6)
     x, w = (exact_tensor(rng, "int4", *of) for of in [((20, 4), (0,)), ((4, 4, 3), (0,))])
     g = rng.integers(-1, 2, (20, 3)).astype(np.float32)
-    real = jnp.asarray(reals(w), jnp.float32)
+    real = on_device(reals(w), jnp.float32)
 
     def loss(f, of_x, of_w, real):
         q = dataclasses.replace(x, scale=of_x)
@@ -358,7 +359,7 @@ def test_the_dtype_is_the_promoted_one_or_that_asked_for():
     w = exact_tensor(np.random.default_rng(8), "int8", (4, 3, 5), (0,), zero_point=False)
     x = np.float32(np.arange(60).reshape(20, 3) % 7)
     expected = ragged(x, reals(w), SOME)
-    halves = jnp.asarray(x, jnp.bfloat16), w.astype(jnp.bfloat16)
+    halves = on_device(x, jnp.bfloat16), w.astype(jnp.bfloat16)
     for y in (compute(*halves, SOME), compute(x, w, SOME, preferred_element_type=jnp.bfloat16)):
         assert_floats(y, nearest(expected, "bfloat16"), "bfloat16")
 

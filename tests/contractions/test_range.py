@@ -14,6 +14,7 @@ import pytest
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64
 from . import oracles
 from .blocks import random_tensor, real_values
@@ -94,7 +95,7 @@ def check(op, form, dtype, result=None):
     coarsest = max(float(jnp.finfo(t).eps) for t in (dtype, result or dtype))
     rounding = 4 * coarsest if coarsest > 1e-6 else 0.0
     for size, scale in MAGNITUDES[dtype]:
-        x = jnp.asarray(rng.uniform(-1, 1, image) * size, dtype)
+        x = on_device(rng.uniform(-1, 1, image) * size, dtype)
         w = unit.map_scale(lambda s, scale=scale: s * np.float32(scale))
         y = compute(x, w)
         assert y.dtype == info.dtype

@@ -15,6 +15,7 @@ from jqx.contractions._integers._fixed_point import FixedPointRounding
 from jqx.contractions._integers._requantize import Requantization, requantize, requantize_float
 from jqx.numerics import Integer, format_of
 
+from ..arrays import on_device
 from ..numerics.oracles import as_int64, codes_of
 from ..ops.refusals import assert_refused
 from . import tflite
@@ -218,9 +219,7 @@ def test_vmap_and_scan_give_what_each_gives_alone():
     over = jax.jit(jax.vmap(requantize, in_axes=(None, 0)))(x[1], stacked)
     np.testing.assert_array_equal(over.values, alone[:, 1])
     both = jax.jit(jax.vmap(requantize))(x, stacked)
-    _, scanned = jax.lax.scan(
-        lambda _, xs: (None, requantize(*xs)), None, (jnp.asarray(x), stacked)
-    )
+    _, scanned = jax.lax.scan(lambda _, xs: (None, requantize(*xs)), None, (on_device(x), stacked))
     for result in (both, scanned):
         np.testing.assert_array_equal(result.values, alone[np.arange(3), np.arange(3)])
         assert isinstance(result, jqx.QTensor) and result.shape == (3, 2, 4)
@@ -356,7 +355,7 @@ def test_a_number_out_of_range_is_a_value_error(change, facts):
 
 def test_a_shift_out_of_range_is_refused_where_it_has_values():
     for shift in (-32, 31):
-        values = jnp.asarray(np.array([0, 3, shift], np.int32))
+        values = on_device(np.array([0, 3, shift], np.int32))
         build = functools.partial(Requantization, **fields(shift=values))
         assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "-31 to 30")
     for shift in (-31, 30):

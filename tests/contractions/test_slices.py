@@ -15,6 +15,7 @@ from jqx import numerics
 from jqx.contractions._how._slices import in_slices, slice_along
 from jqx.contractions._shared import Dimensions
 
+from ..arrays import on_device
 from ..numerics.oracles import assert_floats
 from ..tensor.tensors import assert_equal
 from .blocks import real_values, weight
@@ -80,7 +81,7 @@ def product_in_slices(case, count):
     """The right operand, its product in slices and in NumPy, and the slices that were computed."""
     layout, seen = case.layout, []
     w = weight(case.qtype, layout, case.size, case.zero_point, small=True, pack=case.pack)
-    x = jnp.asarray(small_integers(np.random.default_rng(len(w.shape)), layout.lhs))
+    x = on_device(small_integers(np.random.default_rng(len(w.shape)), layout.lhs))
     dimensions = Dimensions.of(layout.numbers, x.ndim, w.ndim)
 
     def compute(lhs, rhs):
@@ -135,7 +136,7 @@ def test_gradients_of_slices_are_those_of_the_whole():
     case = CASES["contracted, with a rest"]
     layout = case.layout
     w = weight(case.qtype, layout, zero_point=True, small=True)
-    x = jnp.asarray(small_integers(np.random.default_rng(0), layout.lhs))
+    x = on_device(small_integers(np.random.default_rng(0), layout.lhs))
     dimensions = Dimensions.of(layout.numbers, 2, 2)
     compute = lambda lhs, rhs: lax.dot_general(lhs, rhs.dequantize(), layout.numbers)  # noqa: E731
     loss = lambda x, w: (in_slices(x, w, dimensions, 4, compute) * cotangent).sum()  # noqa: E731

@@ -13,6 +13,7 @@ import jqx
 from jqx import numerics
 from jqx.contractions._take import take
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
 from ..tensor.tensors import spread_out, tensor
@@ -258,7 +259,7 @@ def test_the_gradient_of_a_scale_is_that_of_the_dequantized_array(name, axis):
 def test_a_block_without_a_scale_spoils_its_own_rows_alone():
     x = spread_out(SHAPE)
     x[3, 5] = np.nan
-    q = jqx.QTensor.quantize(jnp.asarray(x), SPECS["int8, a scale for each row"])
+    q = jqx.QTensor.quantize(on_device(x), SPECS["int8, a scale for each row"])
     rows = np.asarray(take(q, np.array([2, 3, 4]), 0))
     assert np.isnan(rows[1]).all() and np.isfinite(rows[[0, 2]]).all()
 

@@ -16,6 +16,7 @@ from jax import lax
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats, nearest
 from .blocks import in_pairs, real_values, weight
 from .oracles import (
@@ -38,7 +39,7 @@ ROWS = Layout((16, 136), (136, 128), MATRICES)
 
 def activations(layout, dtype="float32"):
     rng = np.random.default_rng([*layout.lhs])
-    return jnp.asarray(small_integers(rng, layout.lhs), dtype)
+    return on_device(small_integers(rng, layout.lhs), dtype)
 
 
 def product(x, w, layout, name="tiles", swap=False, exact=True, **options):
@@ -141,7 +142,7 @@ def test_every_two_numbers_of_8_bit_floats_are_multiplied():
 
 def finite_numbers(dtype):
     codes = np.arange(256, dtype=np.uint8).view(dtype)
-    return jnp.asarray(codes[np.isfinite(codes.astype(np.float32))])
+    return on_device(codes[np.isfinite(codes.astype(np.float32))])
 
 
 SIXTEEN = {
@@ -195,5 +196,5 @@ def test_codes_are_multiplied_in_sixteen_bits_where_these_hold_them():
 def test_what_is_not_finite_spoils_its_own_row_alone(value):
     w, x = weight(numerics.nf4, ROWS), np.array(activations(ROWS))
     x[3, 7] = value
-    y = np.asarray(product(jnp.asarray(x), w, ROWS, exact=False)[0])
+    y = np.asarray(product(on_device(x), w, ROWS, exact=False)[0])
     assert np.isfinite(np.delete(y, 3, axis=0)).all() and not np.isfinite(y[3]).any()

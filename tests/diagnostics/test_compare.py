@@ -11,6 +11,7 @@ from jax import lax
 
 import jqx
 
+from ..arrays import normal
 from ..transforms.forms import FORMS, POLICIES, UNTAKEN, function, reference, rows, weights
 from .errors import near
 
@@ -62,7 +63,7 @@ def layers(params, x):
 
 
 def random(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(seed, *shape)
 
 
 PARAMS = {"a": random(8, 8), "b": random(8, 3, seed=1)}

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,9 @@ import pytest
 import jqx
 from jqx.diagnostics import Bytes, plots, search
 
-W = jax.random.normal(jax.random.key(0), (32, 32))
+from ..arrays import normal
+
+W = normal(0, 32, 32)
 W8, W4 = jqx.presets.w8a16(), jqx.presets.w8a16(weight={"qtype": jnp.int4})
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jqx
 from jqx.diagnostics import Overflow, ranges
 
+from ..arrays import normal, on_device
 from ..transforms.forms import FORMS, POLICIES, function, rows, weights
 
 FLOAT = jqx.Policy([])
@@ -96,7 +97,7 @@ def test_integers_lie_in_their_intervals_or_an_overflow_is_told(program, low, hi
         shape,
     )
     w, x = draw(-3, 3, 3, 3), draw(low, high, 3)
-    args = jnp.asarray(w, jnp.int16), jnp.asarray(x, jnp.int16)
+    args = on_device(w, jnp.int16), on_device(x, jnp.int16)
     found = ranges(lambda w, x: run(program, w, x), FLOAT, bounds={1: (low, high)})(*args)
     assert not found.unknown
     exact = run(program, w.astype(np.int64), x.astype(np.int64))
@@ -137,7 +138,7 @@ def test_every_pair_of_integers_lies_in_the_interval(a, b, c, d):
     found = ends_of(f, *args, bounds={1: tuple(left), 2: tuple(right)})
     x, y = np.meshgrid(np.arange(-6, 7), np.arange(-6, 7))
     inside = (left[0] <= x) & (x <= left[1]) & (right[0] <= y) & (y <= right[1])
-    results = f(None, jnp.asarray(x, jnp.int8), jnp.asarray(y, jnp.int8))
+    results = f(None, on_device(x, jnp.int8), on_device(y, jnp.int8))
     results = [np.asarray(result)[inside] for result in results]
     assert_within(found, results)
     for name, ends, result in zip(PAIRS, found, results, strict=True):
@@ -217,7 +218,7 @@ def test_floats_lie_in_their_intervals(cases):
         low, high = min(a, b), max(a, b)
         w = np.asarray(shares[:9], np.float32).reshape(3, 3) - 0.5
         x = np.clip(low + (high - low) * np.asarray(shares[9:12], np.float32), low, high)
-        args = jnp.asarray(w), jnp.asarray(x, jnp.float32)
+        args = on_device(w), on_device(x, jnp.float32)
         f = functools.partial(run_real, program)
         found = ranges(f, FLOAT, bounds={1: (low, high)})(*args)
         assert not found.unknown and not found.overflows
@@ -244,9 +245,9 @@ def test_the_ends_of_one_product_are_attained(w, a, b):
     def f(w, x):
         return lax.dot_general(x, w, LAST, preferred_element_type=jnp.int32)
 
-    args = jnp.asarray(w, jnp.int8), abstract(jnp.int8, 1, 6)
+    args = on_device(w, jnp.int8), abstract(jnp.int8, 1, 6)
     assert ends_of(f, *args, bounds={1: (low, high)}) == ((least, most),)
-    attained = f(args[0], jnp.asarray(np.vstack([up.T, (low + high - up).T]), jnp.int8))
+    attained = f(args[0], on_device(np.vstack([up.T, (low + high - up).T]), jnp.int8))
     assert (attained.min(), attained.max()) == (least, most)
 
 
@@ -314,7 +315,7 @@ def test_a_sum_over_a_long_scan_is_as_long_as_the_scan():
 
 
 def real(i):
-    return jnp.asarray(i, jnp.float32)
+    return on_device(i, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_a_sum_that_is_used_unlike_an_index_overflows():
 
 # Sites of a plan.
 
-W = jnp.asarray([[64.0, 127.0], [-127.0, 1.0], [32.0, 0.0]])
+W = on_device([[64.0, 127.0], [-127.0, 1.0], [32.0, 0.0]])
 """Codes of 8 bits: each channel is a scale of 1."""
 
 
@@ -506,7 +507,7 @@ def test_a_scan_over_layers_has_the_largest_of_them():
     def f(w, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    w = jax.random.normal(jax.random.key(0), (5, 3, 3))
+    w = normal(0, 5, 3, 3)
     found = only(f, DYNAMIC, w, X)
     layers = [only(matmul, DYNAMIC, w[i], X) for i in range(5)]
     assert found.sums[0] == min(site.sums[0] for site in layers)
@@ -569,7 +570,7 @@ def test_results_lie_in_their_intervals_in_every_format(policy):
     def f(w, x):
         return (x @ w, jnp.tanh(x) @ w)
 
-    w = jax.random.normal(jax.random.key(0), (64, 4))
+    w = normal(0, 64, 4)
     x = jnp.round(jax.random.uniform(jax.random.key(1), (16, 64), minval=-1.0) * 8) / 8
     plan, affines = calibrated(f, policy, w, x)
     found = ranges(f, plan, affines, bounds={1: (-1.0, 1.0)})(w, x)
@@ -582,7 +583,7 @@ def conv(w, x):
 
 
 def test_a_convolution_is_known_channel_by_channel():
-    w = jnp.asarray([[[127.0, -2.0], [1.0, 0.0]], [[-127.0, 0.0], [0.0, -3.0]]])  # [out, in, taps]
+    w = on_device([[[127.0, -2.0], [1.0, 0.0]], [[-127.0, 0.0], [0.0, -3.0]]])  # [out, in, taps]
     site = only(conv, DYNAMIC, w, abstract(jnp.float32, 1, 2, 9), bounds={1: (0.0, 1.0)})
     assert site.products == 4 and site.sums == (-130 * 127, 128 * 127)
 
@@ -598,7 +599,7 @@ def test_groups_of_rows_are_known_matrix_by_matrix():
 
 
 def test_codes_given_and_floats_given_are_alike_and_abstract_ones_are_any():
-    w = jax.random.normal(jax.random.key(0), (3, 2))
+    w = normal(0, 3, 2)
     plan = jqx.make_plan(matmul, DYNAMIC)(w, X)
     known = only(matmul, plan, w, X)
     assert known == only(matmul, plan, jqx.quantize_params(w, plan), X)
@@ -612,7 +613,7 @@ def test_views_of_weights_keep_their_codes():
         joined = jnp.concatenate([parts[1], p["b"]], axis=1)
         return x @ (parts[0].T * -2)[:, ::-1], x @ joined[:1]
 
-    a, b = jnp.asarray([[127.0, 4.0], [-1.0, 0.0]]), jnp.asarray([[2.0], [127.0]])
+    a, b = on_device([[127.0, 4.0], [-1.0, 0.0]]), on_device([[2.0], [127.0]])
     policy = jqx.presets.w8a8_dynamic(weight={"granularity": jqx.per_tensor()})
     x = abstract(jnp.float32, 1, 1)
     scaled, joined = ranges(f, policy, bounds={1: (0, 1)})({"a": a, "b": b}, x).sites

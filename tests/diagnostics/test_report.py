@@ -10,6 +10,8 @@ import pytest
 
 import jqx
 
+from ..arrays import normal
+
 W8 = jqx.presets.w8a16()
 
 
@@ -18,7 +20,7 @@ def f(p, x):
 
 
 def params():
-    a, b = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    a, b = normal(0, 2, 16, 16)
     return {"a": a, "b": b, "bias": jnp.zeros(16)}
 
 

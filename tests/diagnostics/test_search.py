@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 import jqx
 from jqx.diagnostics import Bits, Bytes, Error, relative_error, search
 
+from ..arrays import normal
 from .errors import near
 
 WAYS = {f"int{n}": jqx.presets.w8a16(weight={"qtype": f"int{n}"}) for n in (2, 4, 8)}
@@ -24,7 +24,7 @@ def chain(p, x):
 
 
 def random(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(seed, *shape)
 
 
 PARAMS = {"a": random(16, 16), "b": random(16, 16, seed=1) / 16, "c": random(16, 16, seed=2)}

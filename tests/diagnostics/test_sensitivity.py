@@ -12,6 +12,7 @@ from jax import lax
 import jqx
 from jqx.diagnostics import relative_error, sensitivity
 
+from ..arrays import normal
 from ..transforms.forms import FORMS, POLICIES, function, reference, rows, weights
 from .errors import near
 
@@ -27,7 +28,7 @@ def chain(p, x):
 
 
 def random(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(seed, *shape)
 
 
 PARAMS = {name: random(8, 8, seed=i) for i, name in enumerate(NAMES)}

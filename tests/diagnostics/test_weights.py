@@ -15,6 +15,7 @@ from jqx.calibrators import fixed, minmax
 from jqx.diagnostics import WeightError
 from jqx.diagnostics._shared import bits_of, measure, sqnr
 
+from ..arrays import on_device
 from ..strategies import law
 from ..tensor.tensors import CASES, NV4, made, quantized_case, spec, spread_out
 
@@ -22,7 +23,7 @@ INT8 = spec(jnp.int8, jqx.per_axis(0))
 
 
 def quantized(x, spec):
-    return jqx.QTensor.quantize(jnp.asarray(x), spec)
+    return jqx.QTensor.quantize(on_device(x), spec)
 
 
 def test_every_field_of_a_weight_whose_errors_are_known():
@@ -100,9 +101,7 @@ def test_dead_groups_are_those_of_scale_zero_or_of_zero_codes_alone():
     x = np.array([[0.0] * 4, [1.0, 2.0, 3.0, 4.0], [0.25, -0.25, 0.0, 0.0]], np.float32)
     q = quantized(x, spec(jnp.int8, jqx.per_axis(0), calibrator=fixed(-127.0, 127.0)))
     assert measure(x, q).dead == 2
-    planted = dataclasses.replace(
-        q, scale=jnp.asarray(np.array([[1.0], [0.0], [0.25]], np.float32))
-    )
+    planted = dataclasses.replace(q, scale=on_device(np.array([[1.0], [0.0], [0.25]], np.float32)))
     error = measure(x, dataclasses.replace(planted, values=jnp.ones_like(q.values)))
     assert error.dead == 1 and error.clipped == 4 / 12  # of scale 0, all but zeros are out of range
 

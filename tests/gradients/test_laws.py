@@ -222,4 +222,6 @@ def test_a_key_is_asked_for_exactly_where_it_is_used(gradient):
 def test_two_equal_calls_share_a_trace(gradient):
     """A value that is equal and hashes alike is one static argument."""
     assert gradient == eval(repr(gradient), {**vars(jqx.gradients), **vars(jqx.gradients._shared)})
-    assert hash(gradient) == hash(eval(repr(gradient), {**vars(jqx.gradients), **vars(jqx.gradients._shared)}))
+    assert hash(gradient) == hash(
+        eval(repr(gradient), {**vars(jqx.gradients), **vars(jqx.gradients._shared)})
+    )

@@ -8,6 +8,7 @@ import pytest
 import jqx
 from jqx.gradients import parq, proximal_round
 
+from ..arrays import on_device
 from ..ops.refusals import assert_refused
 from .points import RANGES, SCALES, case
 
@@ -83,7 +84,7 @@ def test_inverse_slope_0_is_the_quantizer_and_1_the_clamp(qtype, z, scale):
     x = np.float32(v * scale)
     if scale != 0.25:
         x = x[v % 1 != 0.5]
-    z = None if z is None else jnp.asarray(z, qtype)
+    z = None if z is None else on_device(z, qtype)
 
     def y(**options):
         return jqx.quantize_dequantize(x, np.float32(scale), z, qtype=qtype, **options)

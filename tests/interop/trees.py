@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..tensor.tensors import CASES, quantized_case, spec, spread_out
 
 DTYPES = [
@@ -40,8 +41,8 @@ def quantized(qtype: Any, tail: bool = False) -> jqx.QTensor:
     if isinstance(form, numerics.Block):
         x = spread_out((2, 2 * form.size + (3 if tail else 0)))
         granularity = jqx.per_block({0: 1, 1: form.size}, tail)
-        return jqx.QTensor.quantize(jnp.asarray(x), spec(qtype, granularity))
-    x = jnp.asarray(spread_out((4, 10)))
+        return jqx.QTensor.quantize(on_device(x), spec(qtype, granularity))
+    x = on_device(spread_out((4, 10)))
     granularity = jqx.per_block({0: 1, 1: 4}, tail=True) if tail else jqx.per_axis(0)
     calibrator = jqx.calibrators.absmax if form.signed else jqx.calibrators.minmax
     return jqx.QTensor.quantize(x, spec(qtype, granularity, form.signed, calibrator=calibrator))

@@ -9,6 +9,8 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 
+from ..arrays import normal
+
 POLICIES = {
     "w8a8": jqx.presets.w8a8(),
     "w8a8_dynamic": jqx.presets.w8a8_dynamic(),
@@ -59,7 +61,7 @@ DOORS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
 
 def images(seed: int = 1) -> jax.Array:
     """A batch of four images of 5 x 5 pixels with two channels."""
-    return jax.random.normal(jax.random.key(seed), (4, 5, 5, 2))
+    return normal(seed, 4, 5, 5, 2)
 
 
 @functools.cache

@@ -8,8 +8,10 @@ from flax import linen as nn
 import jqx
 import jqx.linen
 
+from ..arrays import normal
+
 NET = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)])
-X = jax.random.normal(jax.random.key(1), (2, 32))
+X = normal(1, 2, 32)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "w4a8", "fp8", "mxfp8", "nf4"])

@@ -11,9 +11,10 @@ import jqx
 import jqx.linen
 from jqx.linen import Mode
 
+from ..arrays import normal
 from .networks import DOORS, POLICIES, images, variables
 
-X = jax.random.normal(jax.random.key(1), (2, 1, 8))
+X = normal(1, 2, 1, 8)
 W8A8 = jqx.presets.w8a8()
 
 

@@ -12,12 +12,14 @@ import jqx.linen
 from jqx.linen import Mode
 from jqx.modules._shared import overlay
 
+from ..arrays import normal
+
 POLICY = jqx.presets.w8a8_dynamic()
 W8 = jqx.presets.w8a16(tables="int8")
 
 
 def rows(*shape):
-    return jax.random.normal(jax.random.key(1), shape)
+    return normal(1, *shape)
 
 
 def tokens(*shape):

@@ -12,10 +12,12 @@ import jqx.linen
 from jqx.linen import Mode
 from jqx.modules._shared import flatten, nest, overlay
 
+from ..arrays import normal
+
 LAYERS, WIDTH = 3, 8
 POLICY = jqx.presets.w8a8()
 ALL = {"params": 0, "qparams": 0, "quant_stats": 0, "quant_scales": 0, "learned_scales": 0}
-X = jax.random.normal(jax.random.key(1), (4, WIDTH))
+X = normal(1, 4, WIDTH)
 ROUNDING = 2 * (LAYERS + 1) * WIDTH * 2.0**-24
 """Between two programs: of the terms of each layer's float sums, relative to the largest result."""
 

@@ -10,8 +10,10 @@ import jqx.linen
 from jqx.linen import Mode
 from jqx.modules._shared import overlay
 
+from ..arrays import normal
+
 NF4 = jqx.presets.nf4(block=8)
-X = jax.random.normal(jax.random.key(1), (4, 16))
+X = normal(1, 4, 16)
 
 
 class Net(nn.Module):

@@ -14,8 +14,10 @@ import jqx
 import jqx.linen
 from jqx.linen import Mode
 
+from ..arrays import normal
+
 POLICY = jqx.presets.w8a8_dynamic()
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = normal(1, 4, 8)
 T = typing.TypeVar("T")
 
 

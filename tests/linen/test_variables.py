@@ -13,6 +13,7 @@ import jqx.linen
 from jqx.linen import Mode
 from jqx.modules._shared import flatten
 
+from ..arrays import normal
 from .networks import DOORS, POLICIES, Net, images, variables
 
 W8A8 = POLICIES["w8a8"]
@@ -228,7 +229,7 @@ def test_every_public_method_is_quantized():
         def __call__(self, x):
             return self.decode(self.encode(x))
 
-    x = jax.random.normal(jax.random.key(0), (2, 6))
+    x = normal(0, 2, 6)
     coder, policy = Coder(), POLICIES["w8a8_dynamic"]
     known = coder.init(jax.random.key(1), x)
     module = jqx.linen.quantize(coder, policy, mode=Mode.CONVERT)

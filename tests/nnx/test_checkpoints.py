@@ -9,7 +9,9 @@ from flax import nnx
 import jqx
 import jqx.nnx
 
-X = jax.random.normal(jax.random.key(1), (2, 32))
+from ..arrays import normal
+
+X = normal(1, 2, 32)
 INT2 = jqx.presets.w8a16(weight={"qtype": jnp.int2})
 UINT8 = jqx.presets.w8a8(activation={"qtype": jnp.uint8, "symmetric": False})
 POLICIES = {

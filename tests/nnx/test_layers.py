@@ -9,13 +9,14 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode, QParam
 
+from ..arrays import normal
 from .networks import images
 
 POLICY = jqx.presets.w8a8_dynamic(tables="int8")
 
 
 def vectors(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(seed, *shape)
 
 
 LAYERS = {

@@ -9,9 +9,11 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode, QParam
 
+from ..arrays import normal
+
 DYNAMIC = jqx.presets.w8a8_dynamic()
 ADAPTERS = nnx.DiffState(0, nnx.LoRAParam)
-X = jax.random.normal(jax.random.key(1), (3, 8))
+X = normal(1, 3, 8)
 
 
 class Model(nnx.Module):
@@ -33,7 +35,7 @@ def trained(policy, convert):
     if convert:
         jqx.nnx.convert(model, X)
     for seed, layer in enumerate((model.up, model.down)):
-        layer.lora_b[...] = jax.random.normal(jax.random.key(seed), layer.lora_b.shape)
+        layer.lora_b[...] = normal(seed, *layer.lora_b.shape)
     return model
 
 

@@ -16,8 +16,10 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode, QParam
 
+from ..arrays import normal
+
 POLICY = jqx.presets.w8a8_dynamic()
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = normal(1, 4, 8)
 T = typing.TypeVar("T")
 
 

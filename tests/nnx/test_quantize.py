@@ -9,13 +9,15 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode, QParam
 
+from ..arrays import normal
+
 W8A16 = jqx.presets.w8a16()
 TOLERANCE = 2.0**-16
 """Scales are applied before a float sum of 8 terms or behind it, up to four times in a row."""
 
 
 def vectors(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return normal(seed, *shape)
 
 
 class Noisy(nnx.Module):

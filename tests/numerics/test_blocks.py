@@ -11,6 +11,7 @@ from jqx import RoundMode, numerics
 from jqx.numerics import Block, Integer, float6_e2m3fn, float6_e3m2fn, mxfp4, mxint8, nf4, nvfp4
 from jqx.numerics._shared import E8M0
 
+from ..arrays import on_device
 from .tables import assert_conforms, assert_same_numbers, every_way, grid, minifloat_table, table_of
 
 ELEMENTS = {  # exponent and mantissa bits, specials, largest number, dtype of the codes
@@ -70,7 +71,7 @@ def test_the_scale_is_the_power_of_two_of_the_ocp_rule(name, x64):
     expected = scale_by_the_rule(largest, ELEMENTS[name][1])
     with jax.enable_x64(x64):
         for f in (qtype.scale_of, jax.jit(jax.vmap(qtype.scale_of))):
-            scale = f(jnp.asarray(largest))
+            scale = f(on_device(largest))
             assert scale.dtype == E8M0
             assert_same_numbers(scale, expected)
 
@@ -80,7 +81,7 @@ def test_the_scale_of_float64_reaches_both_ends_of_e8m0(name):
     qtype = getattr(numerics, name)
     largest = np.array([1e-300, 2.0**-127, 2.0**-126, 3.0, 2.0**127, 1e300, 0.0, np.nan])
     with jax.enable_x64(True):
-        scale = qtype.scale_of(jnp.asarray(largest))
+        scale = qtype.scale_of(on_device(largest))
         assert_same_numbers(scale, scale_by_the_rule(largest, ELEMENTS[name][1]))
     assert {2.0**-127, 2.0**127} <= set(np.asarray(scale).astype(np.float64).tolist())
 
@@ -88,7 +89,7 @@ def test_the_scale_of_float64_reaches_both_ends_of_e8m0(name):
 def test_the_scale_puts_the_largest_magnitude_into_the_top_binade_of_the_elements():
     largest = every_magnitude()
     largest = largest[(largest >= 2.0**-100) & np.isfinite(largest)]
-    scale = np.asarray(mxfp4.scale_of(jnp.asarray(largest))).astype(np.float64)
+    scale = np.asarray(mxfp4.scale_of(on_device(largest))).astype(np.float64)
     assert np.all((largest / scale >= 4) & (largest / scale < 8))
 
 
@@ -99,7 +100,7 @@ def test_the_scale_of_nvfp4_is_a_quotient(x64):
     largest = largest[~((largest / 6 < np.finfo(np.float32).tiny) & (largest > 0))]
     with jax.enable_x64(x64):
         for f in (nvfp4.scale_of, jax.jit(nvfp4.scale_of)):
-            scale = f(jnp.asarray(largest))
+            scale = f(on_device(largest))
             assert scale.dtype == kind
             np.testing.assert_array_equal(scale, largest / kind(6))
 
@@ -109,7 +110,7 @@ def test_every_number_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
     qtype, table = getattr(numerics, name), table_named(name)
     y = grid(table.numbers)
     for mode in RoundMode:
-        found = every_way(qtype, jnp.asarray(y), mode)
+        found = every_way(qtype, on_device(y), mode)
         assert_conforms(qtype, found, y, table.rounded(y, mode))
 
 
@@ -122,7 +123,7 @@ def test_jit_and_float64_change_nothing(name):
     assert_conforms(qtype, found, y, table.rounded(y, mode))
     y = grid(table.numbers, np.float64)
     with jax.enable_x64(True):
-        found = every_way(qtype, jnp.asarray(y), mode)
+        found = every_way(qtype, on_device(y), mode)
         assert_conforms(qtype, found, y, table.rounded(y, mode))
 
 
@@ -140,14 +141,14 @@ def test_every_code_decodes_as_its_element_times_the_unit(name):
 
 def test_mxint8_is_the_fixed_point_number_of_the_specification():
     assert mxint8.elements == Integer(8, narrow=True) and mxint8.unit == 2.0**-6
-    codes = jnp.asarray([-127, -64, 0, 1, 127], jnp.int8)
+    codes = on_device([-127, -64, 0, 1, 127], jnp.int8)
     assert mxint8.decode(codes).tolist() == [-127 / 64, -1.0, 0.0, 1 / 64, 127 / 64]
 
 
 def test_a_block_format_of_ones_own_takes_any_element():
     ours = Block(nf4, 8, "mine", scale_qtype=jnp.float8_e5m2, unit=0.5)
     assert (ours.name, ours.high, ours.bits, ours.elements) == ("mine", 0.5, 4, nf4)
-    y = jnp.asarray([-0.5, 0.1, 3.0], jnp.float32)
+    y = on_device([-0.5, 0.1, 3.0], jnp.float32)
     for mode in RoundMode:
         expected = nf4.round(y * 2, mode) / 2
         np.testing.assert_array_equal(ours.round(y, mode), expected)

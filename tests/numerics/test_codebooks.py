@@ -10,6 +10,7 @@ import pytest
 from jqx import RoundMode
 from jqx.numerics import Codebook, binary, nf4
 
+from ..arrays import on_device
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
 
 NEAREST_EVEN = RoundMode.NEAREST_TOWARD_EVEN
@@ -80,7 +81,7 @@ def test_every_entry_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
     table = table_named(name)
     y = grid(table.numbers)
     for mode in RoundMode:
-        found = every_way(FORMATS[name], jnp.asarray(y), mode)
+        found = every_way(FORMATS[name], on_device(y), mode)
         assert_conforms(FORMATS[name], found, y, table.rounded(y, mode))
         assert np.all(np.asarray(found["encode"]) < len(table.numbers))
 
@@ -110,7 +111,7 @@ def test_float64_is_rounded_once(name):
     y = grid(table.numbers, np.float64)
     with jax.enable_x64(True):
         for mode in RoundMode:
-            found = every_way(FORMATS[name], jnp.asarray(y), mode)
+            found = every_way(FORMATS[name], on_device(y), mode)
             assert_conforms(FORMATS[name], found, y, table.rounded(y, mode))
 
 
@@ -126,7 +127,7 @@ def test_ties_between_entries_of_any_size_are_exact():
             [Fraction(float(v)) > m or (tie and Fraction(float(v)) == m) for m in middles]
             for v in y
         ]
-        np.testing.assert_array_equal(qtype.encode(jnp.asarray(y), mode), np.sum(above, axis=1))
+        np.testing.assert_array_equal(qtype.encode(on_device(y), mode), np.sum(above, axis=1))
 
 
 @pytest.mark.parametrize(
@@ -134,14 +135,14 @@ def test_ties_between_entries_of_any_size_are_exact():
     [("nf4", 7), ("binary", 0), ("without_zero", 2), ("all_negative", 2), ("all_positive", 0)],
 )
 def test_nan_becomes_the_entry_nearest_to_zero_and_infinities_the_ends(name, code):
-    y = jnp.asarray([np.nan, -np.nan, np.inf, -np.inf], jnp.float32)
+    y = on_device([np.nan, -np.nan, np.inf, -np.inf], jnp.float32)
     last = len(TABLES[name]) - 1
     for mode in RoundMode:
         assert FORMATS[name].encode(y, mode).tolist() == [code, code, last, 0]
 
 
 def test_zero_of_either_sign_is_cut_alike():
-    zeros = jnp.asarray([0.0, -0.0], jnp.float32)
+    zeros = on_device([0.0, -0.0], jnp.float32)
     codes = {mode: FORMATS["binary"].encode(zeros, mode).tolist() for mode in RoundMode}
     up = {mode for mode, found in codes.items() if found == [1, 1]}
     assert all(found in ([0, 0], [1, 1]) for found in codes.values())

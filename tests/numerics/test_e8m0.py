@@ -7,6 +7,7 @@ import pytest
 from jqx import RoundMode
 from jqx.numerics._shared import E8M0, PowerOfTwo, exponent_of_e8m0
 
+from ..arrays import on_device
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
 
 NUMBERS = np.ldexp(1.0, np.arange(-127, 128))
@@ -36,14 +37,14 @@ def test_every_code_decodes_as_in_ml_dtypes(transform):
     bits = np.arange(256, dtype=np.uint8)
     expected = np.append(NUMBERS, np.nan)
     np.testing.assert_array_equal(bits.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), expected)
-    codes = QTYPE.from_bits(jnp.asarray(bits))
+    codes = QTYPE.from_bits(on_device(bits))
     assert codes.dtype == E8M0
     assert_same_numbers(transform(QTYPE.decode)(codes), expected)
-    assert_same_numbers(transform(QTYPE.decode)(jnp.asarray(bits)), expected)
+    assert_same_numbers(transform(QTYPE.decode)(on_device(bits)), expected)
 
 
 def test_every_number_is_its_own_code_in_every_mode():
-    numbers = jnp.asarray(NUMBERS[1:], jnp.float32)
+    numbers = on_device(NUMBERS[1:], jnp.float32)
     for mode in RoundMode:
         np.testing.assert_array_equal(QTYPE.encode_bits(numbers, mode), np.arange(1, 255))
 
@@ -51,7 +52,7 @@ def test_every_number_is_its_own_code_in_every_mode():
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_power_midpoint_and_neighbour_is_rounded_as_the_mode_says(mode):
     y = powers(np.float32)
-    assert_conforms(QTYPE, every_way(QTYPE, jnp.asarray(y), mode), y, expected_of(y, mode))
+    assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
 
 
 @pytest.mark.parametrize("mode", RoundMode)
@@ -66,7 +67,7 @@ def test_float64_is_rounded_once(mode):
     y = powers(np.float64)
     y = np.append(y, [1e-300, 1e300, 1.25 * 2.0**-127, 1.5 * 2.0**-127, 1.75 * 2.0**-127])
     with jax.enable_x64(True):
-        found = every_way(QTYPE, jnp.asarray(y), mode)
+        found = every_way(QTYPE, on_device(y), mode)
         np.testing.assert_array_equal(
             found["to_bits"], np.where(y < 0, 255, code_of(expected_of(y, mode)))
         )
@@ -82,12 +83,12 @@ def code_of(numbers):
 def test_float32_is_rounded_alike_where_x64_is_on(mode):
     y = powers(np.float32)
     with jax.enable_x64(True):
-        assert_conforms(QTYPE, every_way(QTYPE, jnp.asarray(y), mode), y, expected_of(y, mode))
+        assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
 
 
 def test_nearest_even_is_the_cast_of_ml_dtypes_but_for_ties_zero_and_infinity():
     y = powers(np.float32)
-    codes = np.asarray(QTYPE.encode_bits(jnp.asarray(y), RoundMode.NEAREST_TOWARD_EVEN))
+    codes = np.asarray(QTYPE.encode_bits(on_device(y), RoundMode.NEAREST_TOWARD_EVEN))
     cast = y.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
     tie = np.frexp(y)[0] == 0.75
     beyond = (y == 0) | (y >= np.float32(1.5 * 2.0**127))
@@ -101,14 +102,14 @@ def test_ml_dtypes_rounds_ties_upward_and_makes_nan_of_zero_and_of_what_is_too_l
     ties = np.ldexp(np.float32(1.5), exponents)
     cast = ties.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
     np.testing.assert_array_equal(cast, exponents + 128)
-    codes = QTYPE.encode_bits(jnp.asarray(ties), RoundMode.NEAREST_TOWARD_EVEN)
+    codes = QTYPE.encode_bits(on_device(ties), RoundMode.NEAREST_TOWARD_EVEN)
     np.testing.assert_array_equal(codes, exponents + 127 + (exponents % 2 == 0))
-    upward = QTYPE.encode_bits(jnp.asarray(ties), RoundMode.NEAREST_UPWARD)
+    upward = QTYPE.encode_bits(on_device(ties), RoundMode.NEAREST_UPWARD)
     np.testing.assert_array_equal(upward, cast)
     edges = np.array([0.0, -0.0, 3e38, np.inf, -1.0, np.nan], np.float32)
     assert np.all(np.isnan(edges.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)))
     for mode in RoundMode:
-        assert QTYPE.encode_bits(jnp.asarray(edges), mode).tolist() == [0, 0, 254, 254, 255, 255]
+        assert QTYPE.encode_bits(on_device(edges), mode).tolist() == [0, 0, 254, 254, 255, 255]
 
 
 def test_exponents_are_read_from_every_code():

@@ -22,6 +22,7 @@ from jqx.numerics._shared import (
     saturating_sum,
 )
 
+from ..arrays import on_device
 from .oracles import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
 
 SMALL = [qtype for qtype in INTEGERS if not qtype.endswith("32")]
@@ -57,18 +58,18 @@ def test_divide_is_a_true_division_under_jit(placement, constant):
         case "none":
             result = jax.jit(divide)(X, s)
         case "x":
-            result = jax.jit(lambda s: divide(jnp.asarray(X), s))(s)
+            result = jax.jit(lambda s: divide(on_device(X), s))(s)
         case "divisor":
-            result = jax.jit(lambda x: divide(x, jnp.asarray(s)))(X)
+            result = jax.jit(lambda x: divide(x, on_device(s)))(X)
         case "both":
-            result = jax.jit(lambda: divide(jnp.asarray(X), jnp.asarray(s)))()
+            result = jax.jit(lambda: divide(on_device(X), on_device(s)))()
     assert_same_bits(result, X / s)
 
 
 @pytest.mark.parametrize("placement", DIVISORS)
 def test_divide_is_a_true_division_op_by_op(placement):
     s = DIVISORS[placement]
-    assert_same_bits(divide(jnp.asarray(X), jnp.asarray(s)), X / s)
+    assert_same_bits(divide(on_device(X), on_device(s)), X / s)
 
 
 def test_divide_is_a_true_division_in_float64():
@@ -86,7 +87,7 @@ def test_divide_is_a_true_division_where_vmap_maps_x_alone(jit):
 
 def test_divide_is_a_true_division_where_vmap_maps_x_over_a_constant():
     s = DIVISORS["scalar"]
-    result = jax.jit(jax.vmap(lambda x: divide(x, jnp.asarray(s))))(X)
+    result = jax.jit(jax.vmap(lambda x: divide(x, on_device(s))))(X)
     assert_same_bits(result, X / s)
 
 
@@ -114,7 +115,7 @@ def test_divide_is_a_true_division_inside_scan(unroll):
 
     s = DIVISORS["scalar"]
     assert_same_bits(jax.jit(f)(X, s), X / s)
-    assert_same_bits(jax.jit(lambda xs: f(xs, jnp.asarray(s)))(X), X / s)
+    assert_same_bits(jax.jit(lambda xs: f(xs, on_device(s)))(X), X / s)
 
 
 def test_divide_is_a_true_division_with_one_divisor_per_step_of_scan():
@@ -137,7 +138,7 @@ def test_divide_is_a_true_division_inside_loops_conditionals_and_remat():
 
 def test_divide_is_a_true_division_amid_other_arithmetic():
     s, steps = DIVISORS["scalar"], np.float32(255)
-    f = jax.jit(lambda x, s: divide(jnp.abs(divide(x, s)), jnp.asarray(steps)))
+    f = jax.jit(lambda x, s: divide(jnp.abs(divide(x, s)), on_device(steps)))
     assert_same_bits(f(X, s), np.abs(X / s) / steps)
 
 
@@ -198,9 +199,9 @@ def test_divide_by_steps_is_a_true_division(steps):
     k = np.unique(np.linspace(0, steps, 5001).round()).astype(np.float32)
     k = np.append(k, np.float32(np.nan))
     expected = k / np.float32(steps)
-    assert_same_bits(divide_by_steps(jnp.asarray(k), steps), expected)
+    assert_same_bits(divide_by_steps(on_device(k), steps), expected)
     assert_same_bits(jax.jit(lambda k: divide_by_steps(k, steps))(k), expected)
-    mapped = jax.jit(jax.vmap(lambda k: divide_by_steps(jnp.asarray(k), steps)))
+    mapped = jax.jit(jax.vmap(lambda k: divide_by_steps(on_device(k), steps)))
     assert_same_bits(mapped(k), expected)
     with jax.enable_x64(True):
         wide = k.astype(np.float64)
@@ -222,9 +223,9 @@ def test_multiply_add_rounds_the_product_and_then_the_sum_under_jit(constant):
         case "none":
             result = jax.jit(multiply_add)(A, B, C)
         case "factor":
-            result = jax.jit(lambda a, c: multiply_add(a, jnp.asarray(B), c))(A, C)
+            result = jax.jit(lambda a, c: multiply_add(a, on_device(B), c))(A, C)
         case "addend":
-            result = jax.jit(lambda a, b: multiply_add(a, b, jnp.asarray(C)))(A, B)
+            result = jax.jit(lambda a, b: multiply_add(a, b, on_device(C)))(A, B)
         case "all":
             result = jax.jit(lambda: multiply_add(*map(jnp.asarray, (A, B, C))))()
     assert_same_bits(result, A * B + C)
@@ -293,7 +294,7 @@ def test_narrow_rounds_whatever_reads_the_result(name, reader):
     def f(x, y, k):
         return READERS[reader](narrow(x * y, dtype), k)
 
-    operands = [jnp.asarray(v) for v in (x, y, k)]
+    operands = [on_device(v) for v in (x, y, k)]
     assert_same_bits(f(*operands), expected)
     assert_same_bits(jax.jit(f)(*operands), expected)
     assert_same_bits(jax.jit(lambda: f(*operands))(), expected)
@@ -379,11 +380,11 @@ def test_saturating_sum_is_exact_and_saturates_in_every_format(qtype, form):
     r = np.broadcast_to(R, (len(zero_points), len(R)))
     match form:
         case "op_by_op":
-            result = _saturating_sum(jnp.asarray(r), jnp.asarray(zero_points), qtype)
+            result = _saturating_sum(on_device(r), on_device(zero_points), qtype)
         case "jit":
             result = jax.jit(lambda r, z: _saturating_sum(r, z, qtype))(r, zero_points)
         case "constants":
-            operands = jnp.asarray(r), jnp.asarray(zero_points)
+            operands = on_device(r), on_device(zero_points)
             result = jax.jit(lambda: _saturating_sum(*operands, qtype))()
     assert_codes(result, saturated(r, zero_points, qtype), qtype)
 
@@ -419,7 +420,7 @@ def test_saturating_float_sum_holds_the_same_codes_in_float32(qtype):
     result = jax.jit(lambda r, z: _saturating_float_sum(r, z, qtype))(r, zero_points)
     assert_floats(result, saturated(r, zero_points, qtype).astype(np.float64), np.float32)
     assert not np.any(np.signbit(result) & (np.asarray(result) == 0))
-    without = _saturating_float_sum(jnp.asarray(R), None, qtype)
+    without = _saturating_float_sum(on_device(R), None, qtype)
     assert_floats(without, saturated(R, 0, qtype).astype(np.float64), np.float32)
 
 
@@ -433,13 +434,13 @@ def test_sums_saturate_to_the_range_that_is_given(low, high):
     for dtype in (jnp.int8, jnp.int16):
         f = jax.jit(lambda r, z, dtype=dtype: saturating_sum(r, z, low, high, dtype))
         assert_codes(f(r, zero_points), expected, dtype)
-    floats = saturating_float_sum(jnp.asarray(r), jnp.asarray(zero_points), low, high)
+    floats = saturating_float_sum(on_device(r), on_device(zero_points), low, high)
     assert_floats(floats, expected.astype(np.float64), np.float32)
 
 
 def test_sums_of_32_bits_saturate_to_a_narrow_range_in_float32():
     low, high = -(2**31) + 1, 2**31 - 1
-    r = jnp.asarray([-np.inf, -(2.0**31), -(2.0**31) + 128, 2.0**31, np.nan], jnp.float32)
+    r = on_device([-np.inf, -(2.0**31), -(2.0**31) + 128, 2.0**31, np.nan], jnp.float32)
     expected = np.array([low, low, -(2**31) + 128, high, 0])
     assert_codes(saturating_sum(r, None, low, high, jnp.int32), expected, jnp.int32)
 
@@ -490,7 +491,7 @@ def _assert_difference_is_rounded_once(q, zero_point, dtype):
     wide = numerics._shared.compute_dtype(dtype)
     assert_floats(jax.jit(lambda q, z: difference(q, z, dtype))(q, zero_point), expected, wide)
     if q.dtype.itemsize == 4:  # where it takes more than one subtraction
-        operands = jnp.asarray(q), jnp.asarray(zero_point)
+        operands = on_device(q), on_device(zero_point)
         assert_floats(difference(*operands, dtype), expected, wide)
         assert_floats(jax.jit(lambda: difference(*operands, dtype))(), expected, wide)
 

@@ -10,6 +10,7 @@ from jqx import RoundMode, numerics
 from jqx.numerics import Integer
 from jqx.numerics._shared import INTEGERS
 
+from ..arrays import on_device
 from .oracles import assert_codes, code_range, codes_of, rounded, saturated
 from .tables import GRID, assert_conforms, every_way, grid, table_of
 
@@ -74,7 +75,7 @@ def test_every_code_decodes_to_its_integer_and_back(name):
     qtype, numbers = format_named(name), table_named(name).numbers
     numbers = np.resize(numbers, 256)  # one length: operations are compiled once
     codes = codes_of(numbers.astype(np.int64), qtype.storage)
-    decoded = qtype.decode(jnp.asarray(codes))
+    decoded = qtype.decode(on_device(codes))
     np.testing.assert_array_equal(decoded, numbers.astype(np.float32), strict=True)
     for mode in RoundMode:
         assert_codes(qtype.encode(decoded, mode), numbers.astype(np.int64), qtype.storage)
@@ -89,7 +90,7 @@ def test_every_number_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
         np.testing.assert_array_equal(
             expected, saturated_to(rounded(y, mode.value), table.numbers[0], table.numbers[-1])
         )
-        found = every_way(qtype, jnp.asarray(y), mode)
+        found = every_way(qtype, on_device(y), mode)
         assert_conforms(qtype, found, y, expected)
         assert not np.any(np.signbit(found["round"]) & (np.asarray(found["round"]) == 0))
 
@@ -105,7 +106,7 @@ def test_nearest_even_is_the_cast_of_ml_dtypes(name):
     y = y[~np.isnan(y)]
     expected = np.rint(np.clip(y, qtype.low, qtype.high))
     expected = expected.astype(getattr(ml_dtypes, name, None) or np.dtype(name))
-    codes = np.asarray(qtype.encode(jnp.asarray(y), NEAREST_EVEN))
+    codes = np.asarray(qtype.encode(on_device(y), NEAREST_EVEN))
     np.testing.assert_array_equal(codes, expected, strict=True)
 
 
@@ -135,7 +136,7 @@ def test_float64_is_rounded_once(name):
     y = grid(table.numbers, np.float64)
     with jax.enable_x64(True):
         for mode in RoundMode:
-            found = every_way(qtype, jnp.asarray(y), mode)
+            found = every_way(qtype, on_device(y), mode)
             assert_conforms(qtype, found, y, table.rounded(y, mode))
 
 
@@ -150,7 +151,7 @@ def test_wide_formats_round_and_saturate_exactly(name, kind):
         for mode in RoundMode:
             r = rounded(y, mode.value)
             expected = saturated_to(r, qtype.low, qtype.high).astype(np.int64)
-            assert_codes(qtype.encode(jnp.asarray(y), mode), expected, qtype.storage)
+            assert_codes(qtype.encode(on_device(y), mode), expected, qtype.storage)
 
 
 @pytest.mark.many
@@ -164,7 +165,7 @@ def test_a_zero_point_is_added_before_bits_saturate(name):
     expected = np.where(np.isnan(sums), 0, np.clip(sums, qtype.low, qtype.high)).astype(np.int64)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, (expected % 2**qtype.bits).astype(np.uint8))
-    assert qtype.sum_to_bits(jnp.asarray(r), None).dtype == np.uint8
+    assert qtype.sum_to_bits(on_device(r), None).dtype == np.uint8
 
 
 @pytest.mark.many
@@ -172,7 +173,7 @@ def test_a_zero_point_is_added_before_bits_saturate(name):
 def test_the_oracle_of_the_integer_dtypes_agrees(name):
     y = np.array([-3e9, -1.5, 0.5, 1.5, 2.5, 5e9, np.nan], np.float32)
     for mode in RoundMode:
-        codes = format_named(name).encode(jnp.asarray(y), mode)
+        codes = format_named(name).encode(on_device(y), mode)
         assert_codes(codes, saturated(rounded(y, mode.value), 0, name), name)
 
 

@@ -11,6 +11,7 @@ from jqx import RoundMode
 from jqx.numerics import Minifloat, Specials, float6_e2m3fn, float6_e3m2fn, format_of
 from jqx.numerics._shared import MINIFLOATS
 
+from ..arrays import on_device
 from .tables import (
     GRID,
     assert_conforms,
@@ -107,7 +108,7 @@ def test_every_code_decodes_as_in_ml_dtypes(name):
     assert_same_numbers(minifloat_numbers(*STANDARD[name][:4]), expected)
     for decode in (qtype.decode, jax.jit(jax.vmap(qtype.decode))):
         assert_same_numbers(decode(all_codes(qtype)), expected)
-    assert_same_numbers(qtype.decode(qtype.widen_bits(jnp.asarray(codes))), expected)
+    assert_same_numbers(qtype.decode(qtype.widen_bits(on_device(codes))), expected)
 
 
 @pytest.mark.many
@@ -118,7 +119,7 @@ def test_nearest_even_that_saturates_is_the_clipped_cast_of_ml_dtypes(name):
     y = y[~np.isnan(y)]
     expected = np.clip(y, -np.float32(largest), np.float32(largest)).astype(kind_of(name))
     for encode in (qtype.encode_bits, jax.jit(qtype.encode_bits, static_argnums=1)):
-        np.testing.assert_array_equal(encode(jnp.asarray(y), NEAREST_EVEN), bits_of(expected))
+        np.testing.assert_array_equal(encode(on_device(y), NEAREST_EVEN), bits_of(expected))
 
 
 @pytest.mark.parametrize("name", OVERFLOWING)
@@ -127,7 +128,7 @@ def test_nearest_even_that_overflows_is_the_cast_of_ml_dtypes(name):
     y = grid(minifloat_table(*STANDARD[name][:4], saturate=False).numbers)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = y.astype(kind_of(name))
-    codes = qtype.encode(jnp.asarray(y), NEAREST_EVEN)
+    codes = qtype.encode(on_device(y), NEAREST_EVEN)
     assert codes.dtype == kind_of(name)
     assert_same_numbers(codes, expected.astype(np.float64))
     nan = np.isnan(expected.astype(np.float32))
@@ -142,7 +143,7 @@ def test_every_combination_of_widths_decodes_every_code_and_encodes_every_number
     qtype = Minifloat(e, m, Specials(specials))
     numbers = minifloat_numbers(e, m, specials)
     padded = np.resize(np.arange(len(numbers)), 256)
-    codes = qtype.from_bits(jnp.asarray(padded, jnp.uint8))
+    codes = qtype.from_bits(on_device(padded, jnp.uint8))
     decoded = qtype.decode(codes)
     assert_same_numbers(decoded, numbers[padded])
     finite = numbers[np.isfinite(numbers)]
@@ -163,7 +164,7 @@ def test_every_combination_of_widths_rounds_as_its_table_in_all_nine_modes(combi
         table = minifloat_table(e, m, specials, saturate=saturate)
         y = grid(table.numbers)
         for mode in RoundMode:
-            found = every_way(qtype, jnp.asarray(y), mode)
+            found = every_way(qtype, on_device(y), mode)
             assert_conforms(qtype, found, y, table.rounded(y, mode))
 
 
@@ -174,7 +175,7 @@ def test_a_bias_of_ones_own_moves_the_table(specials, bias):
     table = minifloat_table(3, 2, specials, bias)
     y = grid(table.numbers)
     for mode in RoundMode:
-        assert_conforms(qtype, every_way(qtype, jnp.asarray(y), mode), y, table.rounded(y, mode))
+        assert_conforms(qtype, every_way(qtype, on_device(y), mode), y, table.rounded(y, mode))
 
 
 def test_the_name_tells_a_bias_and_an_overflow_that_are_not_the_usual_ones():
@@ -197,7 +198,7 @@ def test_jit_and_vmap_change_nothing_in_any_mode(saturate, mode):
     qtype = Minifloat(4, 3, Specials.NAN, saturate=saturate)
     table = minifloat_table(4, 3, "fn", saturate=saturate)
     y = grid(table.numbers).reshape(8, GRID // 8)
-    found = mapped_every_way(qtype, jnp.asarray(y), mode)
+    found = mapped_every_way(qtype, on_device(y), mode)
     assert_conforms(qtype, found, y, table.rounded(y, mode))
 
 
@@ -205,7 +206,7 @@ def test_jit_and_vmap_change_nothing_in_any_mode(saturate, mode):
 def test_jit_and_vmap_change_nothing_in_any_standard_format(name):
     table = minifloat_table(*STANDARD[name][:4])
     y = grid(table.numbers).reshape(8, GRID // 8)
-    found = mapped_every_way(standard(name), jnp.asarray(y), NEAREST_EVEN)
+    found = mapped_every_way(standard(name), on_device(y), NEAREST_EVEN)
     assert_conforms(standard(name), found, y, table.rounded(y, NEAREST_EVEN))
 
 
@@ -216,7 +217,7 @@ def test_float64_is_rounded_once(name):
     y = grid(table.numbers, np.float64)  # its neighbours of ties are ties in float32
     with jax.enable_x64(True):
         for mode in RoundMode:
-            found = every_way(standard(name), jnp.asarray(y), mode)
+            found = every_way(standard(name), on_device(y), mode)
             assert_conforms(standard(name), found, y, table.rounded(y, mode))
 
 
@@ -225,7 +226,7 @@ def test_float32_is_rounded_alike_where_x64_is_on(name):
     table = minifloat_table(*STANDARD[name][:4])
     y = grid(table.numbers)
     with jax.enable_x64(True):
-        found = every_way(standard(name), jnp.asarray(y), NEAREST_EVEN)
+        found = every_way(standard(name), on_device(y), NEAREST_EVEN)
         assert_conforms(standard(name), found, y, table.rounded(y, NEAREST_EVEN))
 
 
@@ -235,7 +236,7 @@ def test_float32_is_rounded_alike_where_x64_is_on(name):
 def test_what_would_round_beyond_the_largest_number_overflows_as_the_mode_says(name, overflow):
     largest = STANDARD[name][4]
     step = largest - float(np.nextafter(kind_of(name)(largest), kind_of(name)(0)))
-    y = jnp.asarray([largest, largest + step / 4, largest + step * 3 / 4, 4 * largest], jnp.float32)
+    y = on_device([largest, largest + step / 4, largest + step * 3 / 4, 4 * largest], jnp.float32)
     qtype = nonsaturating(name)
     rows = {
         RoundMode.NEAREST_TOWARD_EVEN: [largest, largest, overflow, overflow],

@@ -8,6 +8,8 @@ from hypothesis.extra import numpy as hnp
 
 from jqx.numerics._shared import pack_bits, packed_length, unpack_bits
 
+from ..arrays import on_device
+
 LENGTHS = [0, 1, 7, 8, 17]
 SHAPE = (3, 5, 2)
 PLANES = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1]}
@@ -36,7 +38,7 @@ def packed_along(codes, bits, axis):
 
 
 def assert_packs(codes, bits, axis):
-    packed = pack_bits(jnp.asarray(codes), bits, axis)
+    packed = pack_bits(on_device(codes), bits, axis)
     expected = packed_along(codes, bits, axis)
     np.testing.assert_array_equal(packed, expected, strict=True)
     assert packed.shape[axis] == packed_length(codes.shape[axis], bits)
@@ -86,12 +88,12 @@ def test_packing_is_the_same_under_jit_and_vmap(bits):
 
 
 def test_nibbles_lie_half_the_axis_apart():
-    codes = jnp.asarray([1, 2, 3, 4], jnp.uint8)
+    codes = on_device([1, 2, 3, 4], jnp.uint8)
     assert pack_bits(codes, 4, 0).tolist() == [1 + 16 * 3, 2 + 16 * 4]
 
 
 def test_planes_follow_each_other_lowest_bits_first():
-    codes = jnp.asarray([0b101, 0b010, 0b111, 0b100], jnp.uint8)
+    codes = on_device([0b101, 0b010, 0b111, 0b100], jnp.uint8)
     low = 0b01 | 0b10 << 2 | 0b11 << 4 | 0b00 << 6
     high = 0b1 | 0b0 << 1 | 0b1 << 2 | 0b1 << 3
     assert pack_bits(codes, 3, 0).tolist() == [low, high]

@@ -6,6 +6,8 @@ import pytest
 from jqx.numerics import power_of_two, step_of
 from jqx.numerics._shared import exponent_of, times_power_of_two
 
+from ..arrays import on_device
+
 KINDS = {"float32": (np.float32, -126, 127), "float64": (np.float64, -1022, 1023)}
 
 
@@ -28,7 +30,7 @@ def name(request):
 def test_exponents_are_those_of_frexp(name):
     x = numbers_of_every_exponent(name)
     for f in (exponent_of, jax.jit(jax.vmap(exponent_of))):
-        exponents = f(jnp.asarray(x))
+        exponents = f(on_device(x))
         assert exponents.dtype == np.int32
         np.testing.assert_array_equal(exponents, np.frexp(x)[1] - 1)
 
@@ -39,15 +41,15 @@ def test_zero_subnormals_infinity_and_nan_have_exponents_next_to_the_normal_ones
     small = np.array([0.0, tiny / 2, np.finfo(kind).smallest_subnormal], kind)
     large = np.array([np.inf, np.nan], kind)
     for sign in (1, -1):
-        assert set(exponent_of(jnp.asarray(sign * small)).tolist()) == {low - 1}
-        assert set(exponent_of(jnp.asarray(sign * large)).tolist()) == {high + 1}
+        assert set(exponent_of(on_device(sign * small)).tolist()) == {low - 1}
+        assert set(exponent_of(on_device(sign * large)).tolist()) == {high + 1}
 
 
 def test_powers_of_two_are_exact_for_every_normal_exponent(name):
     kind, low, high = KINDS[name]
     exponents = np.arange(low, high + 1, dtype=np.int32)
     for f in (power_of_two, jax.jit(power_of_two, static_argnums=1)):
-        powers = f(jnp.asarray(exponents), kind)
+        powers = f(on_device(exponents), kind)
         assert powers.dtype == kind
         np.testing.assert_array_equal(powers, np.ldexp(kind(1), exponents))
 
@@ -74,7 +76,7 @@ def test_scaling_by_any_power_of_two_is_exact_where_the_result_is_normal(name):
 
 def test_scaling_keeps_nan(name):
     nan = jnp.full(3, jnp.nan, KINDS[name][0])
-    assert np.all(np.isnan(times_power_of_two(nan, jnp.asarray([-252, 0, 254], jnp.int32))))
+    assert np.all(np.isnan(times_power_of_two(nan, on_device([-252, 0, 254], jnp.int32))))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_the_step_is_the_spacing_of_floats_of_few_mantissa_bits(
     exponents = np.where(x == 0, least, exponents)
     expected = np.clip(exponents, least, largest) - mantissa_bits
     for f in (step_of, jax.jit(step_of, static_argnums=(1, 2, 3))):
-        step, inverse = f(jnp.asarray(x), mantissa_bits, least, largest)
+        step, inverse = f(on_device(x), mantissa_bits, least, largest)
         assert step.dtype == inverse.dtype == kind
         np.testing.assert_array_equal(step, np.ldexp(kind(1), expected))
         np.testing.assert_array_equal(inverse, np.ldexp(kind(1), -expected))

@@ -22,6 +22,7 @@ from jqx.numerics import (
 )
 from jqx.numerics._shared import DTYPES, PowerOfTwo, as_qtype
 
+from ..arrays import on_device
 from .tables import Table, assert_conforms, assert_same_numbers, every_way, grid
 
 NEAREST_EVEN = RoundMode.NEAREST_TOWARD_EVEN
@@ -132,7 +133,7 @@ def test_a_format_says_what_it_holds(qtype):
 @pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_bits_and_codes_invert_each_other(qtype):
-    bits = jnp.asarray(bits_that_are_codes(qtype))
+    bits = on_device(bits_that_are_codes(qtype))
     codes = qtype.from_bits(bits)
     assert codes.dtype == qtype.storage
     back = qtype.to_bits(codes)
@@ -142,7 +143,7 @@ def test_bits_and_codes_invert_each_other(qtype):
 
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_codes_in_a_byte_each_decode_alike(qtype):
-    bits = jnp.asarray(bits_that_are_codes(qtype))
+    bits = on_device(bits_that_are_codes(qtype))
     wide = qtype.widen_bits(bits)
     assert wide.dtype in (np.int8, np.uint8)
     numbers = qtype.decode(qtype.from_bits(bits))
@@ -153,15 +154,15 @@ def test_codes_in_a_byte_each_decode_alike(qtype):
 @pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_every_finite_number_is_the_code_that_it_decodes_from(qtype):
-    numbers = np.asarray(qtype.decode(qtype.from_bits(jnp.asarray(bits_that_are_codes(qtype)))))
+    numbers = np.asarray(qtype.decode(qtype.from_bits(on_device(bits_that_are_codes(qtype)))))
     finite = np.isfinite(numbers)
     assert (numbers[finite].min(), numbers[finite].max()) == (qtype.low, qtype.high)
     flushed = (numbers != 0) & (np.abs(numbers) < 2.0**-126)
     numbers = np.where(finite & ~flushed, numbers, np.float32(qtype.high))
     for mode in RoundMode:
-        rounded = qtype.round(jnp.asarray(numbers), mode)
+        rounded = qtype.round(on_device(numbers), mode)
         assert_same_numbers(rounded, numbers.astype(np.float64))
-        back = qtype.decode(qtype.from_bits(qtype.encode_bits(jnp.asarray(numbers), mode)))
+        back = qtype.decode(qtype.from_bits(qtype.encode_bits(on_device(numbers), mode)))
         assert_same_numbers(back, numbers.astype(np.float64))
 
 
@@ -177,7 +178,7 @@ def test_shapes_are_kept_from_scalars_to_empty_arrays(qtype):
 def test_the_scale_is_the_least_that_has_the_largest_magnitude_in_range_on_both_sides(qtype):
     ends = [abs(end) for end in (min(qtype.low, 0), max(qtype.high, 0)) if end]
     largest = np.array([0.0, 1e-20, 0.3, 7.0, 1e20, np.inf, np.nan], np.float32)
-    scale = qtype.scale_of(jnp.asarray(largest))
+    scale = qtype.scale_of(on_device(largest))
     with np.errstate(over="ignore", under="ignore"):
         expected = largest / np.float32(min(ends))
     normal = ~((expected < np.finfo(np.float32).tiny) & (largest > 0))
@@ -195,11 +196,11 @@ def test_an_incomplete_format_cannot_be_made():
 def test_a_format_of_ones_own_rounds_as_its_table():
     y = grid(LOG4_NUMBERS)
     for mode in RoundMode:
-        found = every_way(LOG4, jnp.asarray(y), mode)
+        found = every_way(LOG4, on_device(y), mode)
         assert_conforms(LOG4, found, y, LOG4_TABLE.rounded(y, mode))
 
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)
+X = on_device(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)
 
 
 def rounded_to_log4(x, scale):
@@ -216,7 +217,7 @@ def test_a_format_of_ones_own_is_quantized_to_and_back():
 
 
 def test_a_format_of_ones_own_takes_axes_and_round_modes_but_no_zero_point():
-    scale = jnp.asarray([0.5, 1.0, 2.0, 4.0], jnp.float32)
+    scale = on_device([0.5, 1.0, 2.0, 4.0], jnp.float32)
     codes = jqx.quantize(X, scale, qtype=LOG4, axes=0, round_mode=RoundMode.TOWARD_ZERO)
     real = jqx.dequantize(codes, scale, qtype=LOG4, axes=0)
     s = np.asarray(scale)[:, None]

@@ -8,6 +8,7 @@ import pytest
 import jqx
 from jqx import RoundMode
 
+from ..arrays import on_device
 from .oracles import as_int64, assert_codes, assert_floats, rounded, saturated
 
 EVERY_FLOAT16 = np.arange(65536, dtype=np.uint16).view(np.float16)
@@ -64,7 +65,7 @@ def test_every_float16_is_rounded_as_specified(mode, evaluate):
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_float16_closed_over_as_a_constant_is_rounded_as_specified(mode):
     def evaluate(f):
-        return lambda x: jax.jit(lambda: f(jnp.asarray(x)))()
+        return lambda x: jax.jit(lambda: f(on_device(x)))()
 
     with np.errstate(invalid="ignore"):
         assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
@@ -139,6 +140,6 @@ def test_rounding_a_negated_number_is_negating_the_mirrored_rounding(mode):
         RoundMode.NEAREST_UPWARD: RoundMode.NEAREST_DOWNWARD,
         RoundMode.NEAREST_DOWNWARD: RoundMode.NEAREST_UPWARD,
     }
-    forward = jqx.numerics.round_to_integer(jnp.asarray(x), mode)
+    forward = jqx.numerics.round_to_integer(on_device(x), mode)
     backward = jqx.numerics.round_to_integer(jnp.asarray(-x), mirrored.get(mode, mode))
     np.testing.assert_array_equal(forward, -backward)

@@ -16,6 +16,8 @@ import jqx
 from jqx.calibrators import Calibrator
 from jqx.observers import Observer
 
+from ..arrays import on_device
+
 K, ROWS = 4, 8
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 WEIGHTS = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
@@ -148,7 +150,7 @@ def test_what_sites_share_is_computed_once():
         name: jnp.eye(K, dtype=jnp.bfloat16 if name in ("q", "k", "v") else jnp.float32)
         for name in ("q", "k", "v", "gate", "up", "other", "branch", "plain")
     }
-    x = jnp.asarray(integers(0, K, K))
+    x = on_device(integers(0, K, K))
     plan = jqx.make_plan(projections, WEIGHTS)(params, x)
     given = {".*": Counted()}
     _, stats = jqx.calibrate(projections, plan, observers=given)(params, x)

@@ -10,6 +10,7 @@ from jqx import RoundMode, numerics
 from jqx.gradients import ste
 from jqx.ops._shared import affine_dequantize, affine_fake_quantize, affine_quantize
 
+from ..arrays import on_device
 from ..numerics.oracles import (
     as_float64,
     as_int64,
@@ -101,9 +102,9 @@ def test_one_trace_serves_every_call_of_a_shape():
     before = affine_quantize._cache_size()
     for factor in (1, 2, 3):
         affine_quantize(
-            jnp.asarray(x * factor),
-            jnp.asarray(scale),
-            jnp.asarray(z),
+            on_device(x * factor),
+            on_device(scale),
+            on_device(z),
             qtype=jnp.dtype("int8"),
             round_mode=RoundMode.TOWARD_INFINITY,
         )
@@ -130,7 +131,7 @@ def test_a_dequantized_value_is_rounded_before_it_is_added_to(constant, addend):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_16_bit_operand_is_rounded_before_it_is_read(dtype):
-    a, b = (jnp.asarray(np.random.default_rng(i).standard_normal(50_000), dtype) for i in (0, 1))
+    a, b = (on_device(np.random.default_rng(i).standard_normal(50_000), dtype) for i in (0, 1))
 
     def f(a, b):
         return jqx.quantize(a * b * 100, jnp.asarray(0.5, dtype), qtype=jnp.int8)

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 
+from ..arrays import on_device
 from ..numerics.oracles import (
     as_float64,
     as_int64,
@@ -64,7 +65,7 @@ def test_dynamic_quantize_gives_the_specified_codes_per_tensor(qtype, zps):
     f = functools.partial(jqx.dynamic_quantize, qtype=qtype)
     assert_codes(f(x, scale, z), expected, qtype)
     assert_codes(jax.jit(f)(x, scale, z), expected, qtype)
-    assert_codes(jax.jit(lambda: f(jnp.asarray(x), scale, z))(), expected, qtype)
+    assert_codes(jax.jit(lambda: f(on_device(x), scale, z))(), expected, qtype)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])

@@ -7,8 +7,10 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
+
 W, X = np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8), jnp.ones((3, 64))
-PARAMS = {"w": jnp.asarray(W), "b": jnp.zeros((1, 8))}
+PARAMS = {"w": on_device(W), "b": jnp.zeros((1, 8))}
 W8A8, W8A16 = jqx.presets.w8a8(), jqx.presets.w8a16()
 
 

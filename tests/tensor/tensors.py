@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, code_range, codes_of
 
 SHAPES = ((2, 3, 4), (3, 1, 2), (5,))
@@ -23,9 +24,9 @@ def tensor(codes: Any, qtype: Any, scale: Any = None, zero_point: Any = None, **
     codes = codes_of(codes, qtype)
     scale = np.ones((1,) * codes.ndim) if scale is None else scale
     return jqx.QTensor(
-        jnp.asarray(codes),
-        jnp.asarray(np.asarray(scale, np.float32)),
-        None if zero_point is None else jnp.asarray(codes_of(zero_point, qtype)),
+        on_device(codes),
+        on_device(np.asarray(scale, np.float32)),
+        None if zero_point is None else on_device(codes_of(zero_point, qtype)),
         qtype=qtype,
         **fields,
     )

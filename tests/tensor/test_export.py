@@ -11,9 +11,10 @@ from jax import export
 import jqx
 from jqx import numerics
 
+from ..arrays import on_device
 from .tensors import CASES, NV4, assert_equal, random_tensor, spec, spread_out
 
-X = jnp.asarray(spread_out((4, 10)))
+X = on_device(spread_out((4, 10)))
 OWN = numerics.Codebook((-1.0, 0.25, 3.0), "mine")
 QTYPES = [
     *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
@@ -47,7 +48,7 @@ def quantized(qtype):
 @pytest.mark.parametrize("name", CASES)
 def test_a_qtensor_of_any_granularity_crosses(name):
     shape, spec, _ = CASES[name]
-    q = jqx.QTensor.quantize(jnp.asarray(spread_out(shape)), spec)
+    q = jqx.QTensor.quantize(on_device(spread_out(shape)), spec)
     assert_equal(returned(q), q)
 
 

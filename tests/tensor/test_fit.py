@@ -13,6 +13,7 @@ from jqx import RoundMode, calibrators, numerics
 from jqx.calibrators import Affine
 from jqx.tensor._shared import fake_quantize_as
 
+from ..arrays import on_device
 from ..numerics.oracles import assert_floats
 from .tensors import CASES, spread_out
 
@@ -33,7 +34,7 @@ def normal(*shape):
 @specs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_gives_the_values_of_the_qtensor(spec, dtype):
-    x = jnp.asarray(normal(4, 5), dtype)
+    x = on_device(normal(4, 5), dtype)
     real = jqx.QTensor.quantize(x, spec).dequantize()
     assert_floats(fake_quantize_as(x, spec), np.asarray(real), dtype)
 
@@ -81,8 +82,8 @@ def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qty
     x = normal(64, 32) * 2.0 ** np.linspace(-100, 112, 64).round()[:, None]
     x[: 2 * len(EXTREMES) : 2, 3] = EXTREMES
     with np.errstate(over="ignore"):  # of what is too large for float16
-        x = jnp.asarray(x.astype(dtype))
-    pull = jnp.asarray(normal(64, 32), dtype)
+        x = on_device(x.astype(dtype))
+    pull = on_device(normal(64, 32), dtype)
     q = jqx.QTensor.quantize(x, spec)
     given = Affine(q.scale, q.zero_point)
     found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
@@ -94,7 +95,7 @@ def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qty
 
 def test_a_nan_makes_all_nan_that_its_scale_covers_and_the_gradient_is_of_the_identity():
     """No mask is computed there. Beside a scale that is given, `ste` gives a NaN no gradient."""
-    x = jnp.asarray(normal(2, 5)).at[1, 3].set(jnp.nan)
+    x = on_device(normal(2, 5)).at[1, 3].set(jnp.nan)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
     found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
     np.testing.assert_array_equal(jnp.isnan(found), [[False] * 5, [True] * 5])
@@ -147,7 +148,7 @@ def test_a_relative_granularity_is_refused():
 @pytest.mark.many
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_and_granularity_is_simulated_as_it_is_quantized(name):
-    x, spec = jnp.asarray(spread_out(CASES[name].shape)), CASES[name].spec
+    x, spec = on_device(spread_out(CASES[name].shape)), CASES[name].spec
     f = jax.jit(lambda x: (fake_quantize_as(x, spec), jqx.QTensor.quantize(x, spec).dequantize()))
     simulated, real = f(x)
     assert_floats(simulated, np.asarray(real), np.float32)
@@ -159,7 +160,7 @@ def test_every_format_and_granularity_is_simulated_as_it_is_quantized(name):
 
 @pytest.mark.parametrize("name", ["mx in blocks", "nv with a tail"])
 def test_the_gradient_of_a_block_format_is_that_of_clamp_at_the_scale_of_each_block(name):
-    x, spec = jnp.asarray(spread_out(CASES[name].shape)), CASES[name].spec
+    x, spec = on_device(spread_out(CASES[name].shape)), CASES[name].spec
     q = jqx.QTensor.quantize(x, spec)
     scale = q.scale.dequantize() if name.startswith("nv") else q.scale.astype(jnp.float32)
     high = 6 * np.repeat(scale, q.groups.sizes[-1], axis=-1)[..., : x.shape[-1]]

@@ -9,6 +9,8 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
+
 SHAPES = [(4, 6), (4, 0), (0, 3), (0,), (5,), (2, 3, 4)]
 OF_ARRAYS = [(0,), (4,), (5,), (4, 0), (0, 3), (0, 0), (4, 6), (2, 3), (0, 6), (4, 0, 0)]
 DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "float32", "bfloat16", "complex64", "O", "U1"]
@@ -54,7 +56,7 @@ def granularities(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_index_takes_what_jnp_takes(shape):
-    x = jnp.asarray(np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape))
+    x = on_device(np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape))
     for granularity in granularities(shape):
         q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, granularity))
         for name, index in INDICES.items():
@@ -84,7 +86,7 @@ TAKES = {
 
 
 def test_an_index_takes_the_values_that_jnp_takes():
-    x = jnp.asarray(np.arange(1, 25, dtype=np.float32).reshape(4, 6))
+    x = on_device(np.arange(1, 25, dtype=np.float32).reshape(4, 6))
     for granularity in granularities(x.shape):
         q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, granularity))
         for found, want in taken(q, q.dequantize()):
@@ -93,7 +95,7 @@ def test_an_index_takes_the_values_that_jnp_takes():
 
 def test_lists_are_indices_as_in_numpy():
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
-    q = jqx.QTensor.quantize(jnp.asarray(x), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+    q = jqx.QTensor.quantize(on_device(x), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
     lists = ([], [[]], [1, -1], [[0, 1], [1, 0]], [True, False, False, True], ([0, 1], [2, 3]))
     for index in lists:
         assert q[index].shape == x[index].shape

@@ -18,6 +18,7 @@ import jqx
 from jqx import numerics
 from jqx.tensor._shared import Layout, Packing
 
+from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
 from .tensors import CASES, assert_equal, made, quantized_case, random_tensor, spec, spread_out
@@ -50,7 +51,7 @@ def laid_out(q, layout):
         values = values.transpose((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
     if layout.int8:
         less = 128 if form.name == "uint8" else 0
-        values = jnp.asarray(np.asarray(values).astype(np.int16) - less, jnp.int8)
+        values = on_device(np.asarray(values).astype(np.int16) - less, jnp.int8)
     if layout.packing is not None:
         axis = layout.packing.axis
         if layout.swapped and axis > -3:

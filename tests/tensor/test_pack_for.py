@@ -15,6 +15,7 @@ import jqx
 from jqx import numerics
 from jqx.tensor._shared import Layout
 
+from ..arrays import on_device
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused
 from .tensors import CASES, assert_equal, made, random_tensor, spec, spread_out, tensor
@@ -233,9 +234,9 @@ def test_a_laid_out_weight_contracts_and_converts_as_before(target):
     for scale in (np.full((1, 1), 0.5), 2.0 ** rng.integers(-2, 3, (1, N))):
         q = tensor(codes[0], "int4", scale).pack_for(target)
         real = codes[0] * scale
-        assert_floats(jnp.asarray(x) @ q, x @ real, np.float32)
+        assert_floats(on_device(x) @ q, x @ real, np.float32)
         if scale.shape == (1, 1):
-            assert_floats(jnp.asarray(y) @ q.T, y @ real.T, np.float32)
+            assert_floats(on_device(y) @ q.T, y @ real.T, np.float32)
         numbers = (((0,), (1,)), ((), ()))
         assert_floats(jqx.dot_general(q, x, numbers), real.T @ x.T, np.float32)
 
@@ -245,8 +246,8 @@ def test_a_converted_function_takes_laid_out_parameters():
         h = jax.nn.relu(x @ params["in"])
         return h @ params["out"].T
 
-    params = {"in": jnp.asarray(spread_out((K, N))), "out": jnp.asarray(spread_out((K, N), 1))}
-    x = jnp.asarray(spread_out((3, K), 2))
+    params = {"in": on_device(spread_out((K, N))), "out": on_device(spread_out((K, N), 1))}
+    x = on_device(spread_out((3, K), 2))
     plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(params, x)
     quantized = jqx.quantize_params(params, plan)
     convert = jax.jit(jqx.convert(f, plan))

@@ -20,6 +20,7 @@ from jqx import RoundMode, calibrators, numerics
 from jqx.numerics._shared import INTEGERS
 from jqx.tensor._shared import Layout, Packing, fake_quantize_as
 
+from ..arrays import on_device
 from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats
 from ..numerics.oracles import (
     as_float64,
@@ -127,7 +128,7 @@ def test_codes_are_not_rounded_to_the_dtype_of_their_scale(scale, zero_point):
         spread = np.repeat(as_float64(scales), 16, axis=1)
         shift = 0 if zeros is None else np.repeat(zeros, 16, axis=1)
         real = nearest((codes - shift) * spread, np.float32)
-        q = dataclasses.replace(tensor(codes, qtype, scales, zeros), scale=jnp.asarray(scales))
+        q = dataclasses.replace(tensor(codes, qtype, scales, zeros), scale=on_device(scales))
         for dtype in ("float32", "bfloat16", "float16"):
             with np.errstate(over="ignore"):
                 expected = real.astype(jnp.dtype(dtype))
@@ -722,7 +723,7 @@ def test_a_nan_poisons_its_own_block_alone(name, spec):
     if name == "nvfp4":  # the block that was lost may have set the scale of the scales
         x[0, :size] = 0
         clean = np.asarray(quantize(x, spec=spec).dequantize())
-    assert_floats(jnp.asarray(y[kept]), clean[kept], np.float32)
+    assert_floats(on_device(y[kept]), clean[kept], np.float32)
 
 
 @pytest.mark.many
@@ -731,7 +732,7 @@ def test_a_scale_of_zero_that_is_given_gives_finite_values(name, spec):
     scale = jnp.zeros((2, 64 // spec.granularity.sizes[1][1]))
     if name.startswith("mx"):
         scale = scale.astype(jnp.float8_e8m0fnu)
-    q = jqx.QTensor.quantize(jnp.asarray(normal((2, 64))), spec, (scale, None))
+    q = jqx.QTensor.quantize(on_device(normal((2, 64))), spec, (scale, None))
     y = np.asarray(q.dequantize())
     assert np.isfinite(y).all() if not name.startswith("mx") else y.shape == (2, 64)
 
@@ -776,7 +777,7 @@ def test_packing_loses_nothing_and_takes_the_bits_of_the_format(name):
 @pytest.mark.parametrize("qtype", [jnp.int4, jnp.uint4, numerics.uint3, jnp.int2], ids=str)
 def test_packed_codes_with_zero_points_and_a_tail_dequantize_alike(qtype):
     spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: 4}, tail=True), symmetric=False)
-    x = jnp.asarray(normal((3, 11)))
+    x = on_device(normal((3, 11)))
     q, packed = jqx.QTensor.quantize(x, spec), jqx.QTensor.quantize(x, spec, pack=1)
     assert_floats(packed.dequantize(), np.asarray(q.dequantize()), np.float32)
     assert_equal(packed.unpack(), q)
@@ -959,7 +960,7 @@ def test_scaling_by_a_power_of_two_commutes_with_dequantizing(name, exponent, ne
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_format_is_narrowed_after_dequantizing(name, dtype):
     q, real = made(name)
-    assert_floats(q.astype(dtype).dequantize(), jnp.asarray(real).astype(dtype), dtype)
+    assert_floats(q.astype(dtype).dequantize(), on_device(real).astype(dtype), dtype)
 
 
 def test_structures_are_equal_exactly_where_all_but_shapes_is():

@@ -15,6 +15,8 @@ import jqx
 from jqx import numerics
 from jqx.tensor._shared import partition_specs, record_from_json, sliceable, to_json
 
+from ..arrays import on_device
+
 SHAPE = (2, 3, 4, 32)
 ALONE = jqx.QSpec(numerics.nvfp4, jqx.per_block({2: 1, 3: 16, 0: 1, 1: 1}))
 STACKS = [(), (0,), (0, 1), (0, 2), (0, 1, 2)]
@@ -23,7 +25,7 @@ STACKS = [(), (0,), (0, 1), (0, 2), (0, 1, 2)]
 def stack():
     """Rows of magnitudes that no scale of scales serves together."""
     x = np.random.default_rng(0).normal(size=SHAPE) * 10.0 ** np.arange(-8, 16).reshape(2, 3, 4, 1)
-    return jnp.asarray(x, jnp.float32)
+    return on_device(x, jnp.float32)
 
 
 def stacked(*axes):

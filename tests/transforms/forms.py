@@ -13,6 +13,8 @@ from jax import lax
 
 import jqx
 
+from ..arrays import on_device
+
 LAYERS, K, ROWS = 2, 6, 4
 STEP = 2.0**-2
 """The scale of activations: codes of 8 bits reach 31.75."""
@@ -32,7 +34,7 @@ def weights():
     codes[:, 0] = 7  # the largest of each channel: its scale is 1/4
     beside = rng.integers(-3, 4, codes.shape) / 8
     beside[:, 0] = 0
-    return jnp.asarray(
+    return on_device(
         (codes + np.where(np.abs(codes) == 7, -np.abs(beside) * np.sign(codes), beside)) / 4
     )
 
@@ -40,7 +42,7 @@ def weights():
 def rows(*lead):
     """Activations [..., rows, K]: multiples of 1/8 in [-1, 1]."""
     rng = np.random.default_rng(1)
-    return jnp.asarray(rng.integers(-8, 9, (*lead, ROWS, K)) / 8, jnp.float32)
+    return on_device(rng.integers(-8, 9, (*lead, ROWS, K)) / 8, jnp.float32)
 
 
 def matmul(x, w):
@@ -52,7 +54,7 @@ def by_hand(quantized):
 
     def dot(x, w):
         if quantized:
-            x = jqx.quantize_dequantize(x, jnp.asarray(STEP, x.dtype), qtype=jnp.int8)
+            x = jqx.quantize_dequantize(x, on_device(STEP, x.dtype), qtype=jnp.int8)
         return x @ w
 
     return dot

@@ -6,10 +6,8 @@ import numpy as np
 
 import jqx
 
-
-def normal(seed, *shape):
-    """Random float32 values of unit variance."""
-    return jax.random.normal(jax.random.key(seed), shape)
+from ..arrays import normal as normal
+from ..arrays import on_device
 
 
 def mlp(params, x):
@@ -20,7 +18,7 @@ def mlp(params, x):
 
 def eighths(seed, *shape):
     """Multiples of 1/8 in [-1, 1]: float32 holds sums of their products exactly, in any order."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape) / 8, jnp.float32)
+    return on_device(np.random.default_rng(seed).integers(-8, 9, shape) / 8, jnp.float32)
 
 
 @jax.jit

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import on_device
+
 STAGES = ((2, 64), (2, 128), (2, 256), (3, 512))
 """Blocks and width of each stage; a block gives four times its width. ResNet50 repeats more blocks,
 of the same shapes.
@@ -57,9 +59,9 @@ def parameters(seed=0):
     def conv(window, inputs, outputs, gain=1.0):
         std = np.sqrt(2 / (window * window * inputs))
         return {
-            "kernel": jnp.asarray(rng.normal(0, std, (window, window, inputs, outputs)), "float32"),
-            "gain": jnp.asarray(gain * rng.uniform(0.5, 1.5, outputs), jnp.float32),
-            "bias": jnp.asarray(rng.normal(0, 0.1, outputs), jnp.float32),
+            "kernel": on_device(rng.normal(0, std, (window, window, inputs, outputs)), "float32"),
+            "gain": on_device(gain * rng.uniform(0.5, 1.5, outputs), jnp.float32),
+            "bias": on_device(rng.normal(0, 0.1, outputs), jnp.float32),
         }
 
     params, inputs = {"stem": conv(7, 3, 64)}, 64
@@ -73,5 +75,5 @@ def parameters(seed=0):
             if index == 0:
                 p["shortcut"] = conv(1, inputs, 4 * width, gain=0.7)
             inputs = 4 * width
-    params["head"] = jnp.asarray(rng.normal(0, inputs**-0.5, (inputs, 10)), jnp.float32)
+    params["head"] = on_device(rng.normal(0, inputs**-0.5, (inputs, 10)), jnp.float32)
     return params

@@ -15,6 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 
 import jqx
 
+from ..arrays import on_device
+
 K = 4
 POLICY = jqx.presets.w8a8_dynamic()
 TOLD: set = set()
@@ -148,7 +150,7 @@ RULES = {
 def values(shape, seed):
     """Integers of which 127 is one of each row and column."""
     x = np.random.default_rng(seed).integers(-8, 9, shape)
-    return jnp.asarray(x * (1 - np.eye(*shape, dtype=int)) + 127 * np.eye(*shape, dtype=int), float)
+    return on_device(x * (1 - np.eye(*shape, dtype=int)) + 127 * np.eye(*shape, dtype=int), float)
 
 
 def gradients(f, argnums, w, x):

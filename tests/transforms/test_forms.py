@@ -9,6 +9,7 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
 from .forms import (
     FORMS,
     LAYERS,
@@ -61,7 +62,7 @@ def test_the_numbers_are_quantized_with_loss_and_exactly():
         for policy in POLICIES:
             found = reference(name, policy)(w, x)
             with jax.enable_x64(True):
-                wide = reference(name, policy)(*(jnp.asarray(np.float64(a)) for a in (w, x)))
+                wide = reference(name, policy)(*(on_device(np.float64(a)) for a in (w, x)))
             assert_same(jax.tree.map(np.float64, found), jax.tree.map(np.asarray, wide))
             pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(found), strict=True)
             assert not all(np.array_equal(a, b) for a, b in pairs), name

@@ -12,6 +12,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic
 
+from ..arrays import on_device
 from .models import mlp, mlp_params, normal
 from .sources import assert_same, cases
 
@@ -211,7 +212,7 @@ def test_a_checkpoint_is_restored_into_the_abstract_parameters(name):
     saved = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
     assert len(saved) == len(flat)
     restored = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(saved[jax.tree_util.keystr(path)], leaf.dtype), expected
+        lambda path, leaf: on_device(saved[jax.tree_util.keystr(path)], leaf.dtype), expected
     )
     assert_same(restored, q)
     assert [*map(jax.typeof, jax.tree.leaves(restored))] == [*map(jax.typeof, jax.tree.leaves(q))]

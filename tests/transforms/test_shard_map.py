@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
+from ..arrays import on_device
 from .forms import POLICIES, STEP, WEIGHT, act, matmul
 from .models import eighths
 from .test_forms import assert_same
@@ -24,7 +25,7 @@ def weights():
     """A stack [layers, K, K] on no grid; every scale of 4 bits is 1/4."""
     w = np.array(eighths(0, LAYERS, K, K)) * 1.625
     w[:, ::2] = 1.75
-    return jnp.asarray(w, jnp.float32)
+    return on_device(w, jnp.float32)
 
 
 def rounded(w):
@@ -32,7 +33,7 @@ def rounded(w):
 
 
 def on_steps(x):
-    return jqx.quantize_dequantize(x, jnp.asarray(STEP, x.dtype), qtype=jnp.int8)
+    return jqx.quantize_dequantize(x, on_device(STEP, x.dtype), qtype=jnp.int8)
 
 
 def columns(dot, w, x):

@@ -7,6 +7,7 @@ import jqx
 from jqx.gradients import additive_noise, lsq, ste, stochastic
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
+from ..arrays import on_device
 from .models import close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
 
 X = normal(3, 7, 16)
@@ -261,9 +262,9 @@ def test_a_learned_scale_gets_the_gradient_of_lsq(qtype, granularity):
     scale = np.linspace(0.15, 0.45, int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
     def loss(affines):
-        return (jqx.simulate(f, plan, affines)(w, X) * jnp.asarray(cotangent, jnp.float32)).sum()
+        return (jqx.simulate(f, plan, affines)(w, X) * on_device(cotangent, jnp.float32)).sum()
 
-    affines = {":weight": jqx.calibrators.Affine(jnp.asarray(scale))}
+    affines = {":weight": jqx.calibrators.Affine(on_device(scale))}
     found = jax.jit(jax.grad(loss))(affines)[":weight"].scale
 
     blocks = [n // m for n, m in zip(w.shape, shape, strict=True)]

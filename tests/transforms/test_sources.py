@@ -13,6 +13,7 @@ from jax import lax
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
+from ..arrays import on_device
 from .models import eighths, normal
 from .sources import POLICY, STEP, assert_quantized, assert_same, axes_of, cases, rounded
 
@@ -179,7 +180,7 @@ def test_static_and_keyword_arguments_reach_the_function_as_they_are():
 
 @pytest.mark.parametrize("number", [2.0, 2, True, np.float32(2), jnp.float32(2)], ids=repr)
 def test_a_number_among_the_parameters_may_be_traced_or_not(number):
-    f = lambda p, x: x @ p["w"] * jnp.asarray(p["s"], x.dtype)  # noqa: E731
+    f = lambda p, x: x @ p["w"] * on_device(p["s"], x.dtype)  # noqa: E731
     params = {"w": normal(0, 8, 6), "s": number, "name": None}
     plan = jqx.make_plan(f, POLICY)(params, X)
     traced = []
@@ -217,7 +218,7 @@ def test_parameters_of_16_bits_give_results_of_16_bits(dtype):
 
 def test_float64_functions_stay_float64():
     with jax.enable_x64(True):
-        w, x = (jnp.asarray(np.float64(np.asarray(a))) for a in (normal(0, 2, 8, 8), X))
+        w, x = (on_device(np.float64(np.asarray(a))) for a in (normal(0, 2, 8, 8), X))
         f = lambda w, x: lax.fori_loop(0, 2, lambda i, x: x @ w[i], x)  # noqa: E731
         assert_quantized(f, {"": (0, 2)}, w, x)
         assert jqx.convert(f, POLICY, "dynamic")(w, x).dtype == jnp.float64

@@ -11,6 +11,8 @@ from jax import lax
 import jqx
 from jqx import numerics
 
+from ..arrays import normal
+
 LAYERS, K = 3, 32
 MINE = numerics.Block(jnp.int4, 8, "mine", scale_qtype=jnp.float8_e5m2)
 BLOCKS = {
@@ -98,12 +100,12 @@ def policy(spec):
 
 def stack(*shape):
     """Layers of so different ranges that a scale of scales for all would serve none."""
-    w = jax.random.normal(jax.random.key(0), (LAYERS, *shape))
+    w = normal(0, LAYERS, *shape)
     return w * jnp.array([1.0, 3000.0, 1e-4]).reshape(LAYERS, *[1] * len(shape))
 
 
 def rows(count=4):
-    return jax.random.normal(jax.random.key(1), (count, K))
+    return normal(1, count, K)
 
 
 def assert_trees_equal(found, expected):

@@ -14,6 +14,7 @@ import jqx
 from jqx import numerics
 from jqx.diagnostics import sensitivity
 
+from ..arrays import on_device
 from ..contractions.test_cache import assert_equal
 from .models import eighths, relative
 
@@ -43,7 +44,7 @@ def fourth_bits(seed, *shape):
     """Multiples of 1/8 that int4 holds exactly, in groups of 16 rows."""
     codes = np.random.default_rng(seed).integers(-7, 8, shape)
     codes[..., ::16, :] = 7
-    return jnp.asarray(codes / 8, jnp.float32)
+    return on_device(codes / 8, jnp.float32)
 
 
 def params():

@@ -8,6 +8,7 @@ from jax import lax
 
 import jqx
 
+from ...arrays import on_device
 from ..forms import POLICIES, rows, weights
 from ..models import normal
 
@@ -18,7 +19,7 @@ def numbers(seed, *shape):
     """Multiples of 1/32 that a step of 1/4 does not hold, in [-7/4, 7/4]; the ends are there."""
     x = np.random.default_rng(seed).integers(-56, 57, shape) / 32
     x[..., 0] = 1.75  # of whatever has a scale of its own, once its axis is first
-    return jnp.asarray(x, jnp.float32)
+    return on_device(x, jnp.float32)
 
 
 def on_grid(x, hand):
@@ -61,7 +62,7 @@ def columns(w, i, rounds=lambda x: x):
 
 
 def image(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).integers(-16, 17, shape) / 8, jnp.float32)
+    return on_device(np.random.default_rng(seed).integers(-16, 17, shape) / 8, jnp.float32)
 
 
 INDICES = jnp.array([[1, 2, 0], [3, 9, 4]])

@@ -1,0 +1,58 @@
+"""A real array to the fields of a QTensor and back: one compiled program each, also eagerly."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from ..calibrators import Affine
+from ..numerics import format_of
+from ..numerics._shared import pack_bits
+from ..ops._shared import affine_dequantize, affine_quantize
+from ._grid import grid_of, wide_scale
+from ._layout import Layout, Packing
+from ._spec import QSpec
+
+
+@partial(jax.jit, static_argnames=("cls", "spec", "axis"), inline=True)
+def quantized(
+    x: jax.Array, affine: Affine | None, *, cls: Any, spec: QSpec, axis: int | None
+) -> Any:
+    """Returns `x` as a QTensor, packed along `axis`; see `QTensor.quantize`."""
+    grid = grid_of("QTensor.quantize", x, spec, affine)
+    codes = affine_quantize(
+        grid.groups.split(x),
+        *grid.lined_up(),
+        qtype=spec.qtype,
+        round_mode=spec.rounding,
+        numerics=spec.numerics,
+        as_bits=axis is not None,
+    )
+    codes = grid.groups.join(codes)
+    scale = grid.scale
+    if grid.inner is not None:
+        scale = cls(scale, grid.inner, qtype=scale.dtype, dtype=grid.inner.dtype)
+    return cls(
+        codes if axis is None else pack_bits(codes, format_of(spec.qtype).bits, axis),
+        scale,
+        grid.zero_point,
+        qtype=spec.qtype,
+        dtype=x.dtype,
+        blocks=grid.groups.blocks,
+        layout=None if axis is None else Layout(Packing(axis - x.ndim, x.shape[axis])),
+    )
+
+
+@partial(jax.jit, inline=True)
+def dequantized(q: Any) -> jax.Array:
+    """Returns the real array of a QTensor; see `QTensor.dequantize`."""
+    groups = q.groups
+    scale = q.scale.dequantize() if hasattr(q.scale, "qtype") else q.scale
+    real = affine_dequantize(
+        groups.split(q.codes),
+        groups.split_scale(wide_scale(scale)),
+        None if q.zero_point is None else groups.split_scale(q.zero_point),
+        qtype=q.qtype,
+        dtype=q.dtype,
+    )
+    return groups.join(real)

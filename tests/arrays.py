@@ -1,0 +1,18 @@
+"""Arrays on the device, without a program that puts them there: `jnp.asarray` of a NumPy array
+compiles one for each shape, and `jax.random` a larger one.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def on_device(x: Any, dtype: Any = None) -> jax.Array:
+    """`jnp.asarray(x, dtype)` of what NumPy knows."""
+    return jax.device_put(np.asarray(x, dtype))
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Random float32 values of unit variance."""
+    return on_device(np.random.default_rng(seed).standard_normal(shape, np.float32))
