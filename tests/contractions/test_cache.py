@@ -273,43 +273,73 @@ def test_a_slice_of_laid_out_codes_leaves_them_so():
         assert_floats(part.dequantize(), np.asarray(expected), np.float32)
 
 
-def updates():
-    """A QTensor, one to be written to it and where: granularities and layouts differ."""
-    x, part = tokens(), on_device(spread_out((2, 2, 3, 32), 1))
-    spec = PER_TOKEN["uint4 asymmetric in blocks"]
-    q, u = jqx.QTensor.quantize(x, spec), jqx.QTensor.quantize(part, spec)
-    yield "own scales", q, u, (0, 2, 0, 0)
-    yield "packed", q.pack(-1), u.pack(-1), (0, 3, 0, 0)
-    yield "to packed", q.pack(-1), u, (0, -2, 0, 0)
-    yield "from packed", q, u.pack(2), (1, 9, 0, 0)
-    yield "to swapped and as int8", q.pack_for("cpu"), u, (0, 1, 0, 0)
-    coarse = jqx.QTensor.quantize(
-        part, jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 3: 16}), **MINMAX)
-    )
-    yield "coarser scales", q, coarse, (0, 1, 0, 0)
-    plain = dataclasses.replace(u, zero_point=None)
-    yield "no zero points", q, plain, (0, 1, 0, 0)
-    one = jqx.QTensor.quantize(part, jqx.QSpec(jnp.uint4, **MINMAX))
-    yield "one scale", q, one, (0, 1, 0, 0)
-    spec = jqx.QSpec(numerics.mxfp4, jqx.per_block({**BLOCKS, 3: 32}))
-    yield "mxfp4", jqx.QTensor.quantize(x, spec), jqx.QTensor.quantize(part, spec), (0, 1, 0, 0)
-    spec = jqx.QSpec(jnp.int8, jqx.per_block({1: 2, 3: 4}, tail=True))
-    yield (
-        "whole blocks",
-        jqx.QTensor.quantize(x, spec),
-        jqx.QTensor.quantize(part, spec),
-        (0, 2, 0, 0),
-    )
-    end = jqx.QTensor.quantize(part[:, :1], spec)
-    yield "a tail", jqx.QTensor.quantize(x, spec), end, (0, 4, 0, 0)
+TOKENS_IN_BLOCKS = PER_TOKEN["uint4 asymmetric in blocks"]
+COARSER = jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 3: 16}), **MINMAX)
+MX = jqx.QSpec(numerics.mxfp4, jqx.per_block({**BLOCKS, 3: 32}))
+WITH_TAIL = jqx.QSpec(jnp.int8, jqx.per_block({1: 2, 3: 4}, tail=True))
 
 
-UPDATES = {name: case for name, *case in updates()}
+def as_it_is(q):
+    return q
+
+
+UPDATES = {  # the specs of a QTensor and of what is written to it, how they are laid out, and where
+    "own scales": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, as_it_is, as_it_is, (0, 2, 0, 0)),
+    "packed": (
+        TOKENS_IN_BLOCKS,
+        TOKENS_IN_BLOCKS,
+        lambda q: q.pack(-1),
+        lambda u: u.pack(-1),
+        (0, 3, 0, 0),
+    ),
+    "to packed": (
+        TOKENS_IN_BLOCKS,
+        TOKENS_IN_BLOCKS,
+        lambda q: q.pack(-1),
+        as_it_is,
+        (0, -2, 0, 0),
+    ),
+    "from packed": (
+        TOKENS_IN_BLOCKS,
+        TOKENS_IN_BLOCKS,
+        as_it_is,
+        lambda u: u.pack(2),
+        (1, 9, 0, 0),
+    ),
+    "to swapped and as int8": (
+        TOKENS_IN_BLOCKS,
+        TOKENS_IN_BLOCKS,
+        lambda q: q.pack_for("cpu"),
+        as_it_is,
+        (0, 1, 0, 0),
+    ),
+    "coarser scales": (TOKENS_IN_BLOCKS, COARSER, as_it_is, as_it_is, (0, 1, 0, 0)),
+    "no zero points": (
+        TOKENS_IN_BLOCKS,
+        TOKENS_IN_BLOCKS,
+        as_it_is,
+        lambda u: dataclasses.replace(u, zero_point=None),
+        (0, 1, 0, 0),
+    ),
+    "one scale": (
+        TOKENS_IN_BLOCKS,
+        jqx.QSpec(jnp.uint4, **MINMAX),
+        as_it_is,
+        as_it_is,
+        (0, 1, 0, 0),
+    ),
+    "mxfp4": (MX, MX, as_it_is, as_it_is, (0, 1, 0, 0)),
+    "whole blocks": (WITH_TAIL, WITH_TAIL, as_it_is, as_it_is, (0, 2, 0, 0)),
+    "a tail": (WITH_TAIL, WITH_TAIL, as_it_is, as_it_is, (0, 4, 0, 0)),
+}
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_qtensor_is_written_with_its_scales(name):
-    q, update, starts = UPDATES[name]
+    spec, spec_of_update, lay_out, lay_out_update, starts = UPDATES[name]
+    q = lay_out(jqx.QTensor.quantize(tokens(), spec))
+    part = on_device(spread_out((2, 2, 3, 32), 1))[:, : 1 if name == "a tail" else 2]
+    update = lay_out_update(jqx.QTensor.quantize(part, spec_of_update))
     result = jax.jit(lambda q, u: dynamic_update_slice(q, u, starts))(q, update)
     assert jax.tree.structure(result) == jax.tree.structure(q)
     expected = lax.dynamic_update_slice(q.dequantize(), update.dequantize(), starts)
