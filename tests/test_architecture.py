@@ -169,7 +169,7 @@ def test_the_planner_alone_tells_platforms_apart():
 
 PUBLIC = {
     "jqx": """
-        Algorithm QSpec QTensor Quantized Plan Policy RoundMode Rule ptq
+        Algorithm QSpec QTensor Quantized Unbound Plan Policy RoundMode Rule ptq
         round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
@@ -197,13 +197,13 @@ PUBLIC = {
     """,
     "interop": "Archive load save save_leaves",
     "linen": """
-        Mode quantize Quantized convert fix_scales learn_scales make_plan
+        Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind
         Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention
         MultiHeadDotProductAttention LoRADense merge_lora
         DotGeneral ConvGeneralDilated promote_dtype
     """,
     "nnx": """
-        Mode quantize Quantized convert fix_scales learn_scales make_plan QParam Scale Stat
+        Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind QParam Scale Stat
         Conv ConvTranspose Einsum Embed Linear LinearGeneral MultiHeadAttention
         LoRALinear merge_lora DotGeneral ConvGeneralDilated promote_dtype
     """,
