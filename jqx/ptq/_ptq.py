@@ -166,6 +166,8 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
 
 def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     """Returns the first batch, and all of them, that one among them."""
+    if isinstance(batches, (list, tuple)) and batches:
+        return batches[0], batches
     every = iter(batches)
     found = list(itertools.islice(every, 1))
     require_that(
