@@ -47,6 +47,7 @@ from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .ptq import Algorithm as Algorithm
 from .ptq import Quantized as Quantized
+from .ptq import Unbound as Unbound
 from .ptq import ptq as ptq
 from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor

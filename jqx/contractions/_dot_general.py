@@ -55,10 +55,10 @@ def dot_general(
         arithmetic is exact.
       preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
         the operands.
-      output: how to quantize the result: a `QSpec`, whose calibrator finds the scale; a pair of it
-        and an `Affine`; or a `Requantization`, which multiplies the int32 sums of two integer
-        operands by fixed-point factors, as TFLite does (their scales are in the factors, and are
-        not read). `None` returns floats.
+      output: how to quantize the result: a `QSpec`, or a scheme such as `"int8"`, whose calibrator
+        finds the scale; a pair of it and an `Affine`; or a `Requantization`, which multiplies the
+        int32 sums of two integer operands by fixed-point factors, as TFLite does (their scales are
+        in the factors, and are not read). `None` returns floats.
 
     Returns:
       Array of `preferred_element_type`, or a `QTensor` where `output` is given: batch axes, then

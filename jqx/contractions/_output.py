@@ -12,8 +12,8 @@ from ._how._blocks import shares_scale
 from ._integers._bytes import is_byte, longest
 from ._integers._requantize import Requantization, requantize_float
 
-Output = QSpec | tuple[QSpec, Affine] | Requantization | None
-"""A spec that finds its scale, one with a scale and zero point, or integer factors."""
+Output = QSpec | str | tuple[QSpec | str, Affine] | Requantization | None
+"""A spec or scheme that finds its scale, one with a scale and zero point, or integer factors."""
 
 
 def as_asked(function: str, y: jax.Array, output: Any) -> Any:

@@ -119,8 +119,8 @@ def report(plan: Plan, params: Any) -> Report:
 
 def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
     """Returns what quantization did to the weights; `quantize` returns them quantized."""
-    given = _by_path(plan, params)
-    abstract = [path for path, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)]
+    leaves = _named(plan, params)
+    abstract = [path for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     require_that(
         not abstract,
         error=ValueError,
@@ -130,24 +130,24 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
         expected="float arrays",
         mend="pass the parameters, or print the plan, which needs no values.",
     )
-    quantized = _by_path(plan, quantize())
+    given, quantized = dict(leaves), dict(_named(plan, quantize()))
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     known = [n for n in macs if n is not None]
     whole = len(known) == len(macs) and sum(known) > 0
     return Report(
         weights=tuple(measure(given[w.path], quantized[w.path], w.path) for w in plan.weights),
-        kept=sum(x.nbytes for path, x in given.items() if plan.weight_at(path) is None),
+        kept=sum(x.nbytes for path, x in leaves if plan.weight_at(path) is None),
         sites=len(plan.sites),
         skipped=len(plan.skipped),
         macs=sum(known[: len(plan.sites)]) / sum(known) if whole else math.nan,
     )
 
 
-def _by_path(plan: Plan, params: Any) -> dict[str, Any]:
-    """Returns the leaves of parameters by path, which starts with the position where there are
-    several arguments.
+def _named(plan: Plan, params: Any) -> list[tuple[str | None, Any]]:
+    """Returns the leaves of parameters with their paths, which start with the position where there
+    are several arguments; `None` for what is no weight.
     """
     if not isinstance(plan.params, int):
         params = dict(zip(plan.params, params, strict=True))
     named = named_leaves("report", params, plan)
-    return {path: x for path, x in named if is_quantized(x) or is_array(x)}
+    return [(path, x) for path, x in named if is_quantized(x) or is_array(x)]

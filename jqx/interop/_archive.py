@@ -16,11 +16,15 @@ from .._errors import nesting
 from .._files import Path
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
+from ._quantized import unbound
 from ._reader import Reader
 from ._tree import Read, Stored, StoredArray, map_stored, parse
 
 KEY = "jqx"
 """The entry of a file's metadata that describes its tree."""
+
+QUANTIZED = "jqx.quantized"
+"""The entry that says of which quantized function the tree has the weights."""
 
 VERSION = 1
 
@@ -35,6 +39,8 @@ class Archive:
     Attributes:
       paths: where the leaves are, in order.
       metadata: what the file says of itself beside the tree.
+      quantized: JSON of the quantized function whose weights the tree has, see `jqx.Unbound`;
+        `None` where it is of none.
 
     Raises:
       OSError: the file cannot be opened, or is no regular file; when a leaf is read: it has become
@@ -58,7 +64,9 @@ class Archive:
         check_values("load", values)
         self._reader = Reader(path)
         try:
-            self.metadata = {k: v for k, v in self._reader.metadata.items() if k != KEY}
+            known = self._reader.metadata
+            self.metadata = {k: v for k, v in known.items() if k not in (KEY, QUANTIZED)}
+            self.quantized = known.get(QUANTIZED)
             self._tree = self._parse(values)
             self._leaves = self._named()
         except BaseException:
@@ -199,7 +207,7 @@ def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
 
 @called("load", 'pass for example jqx.load("model.safetensors").')
 def load(path: Path, *, values: Values | None = None) -> Any:
-    """Reads a tree of arrays and QTensors from a safetensors file.
+    """Reads a tree of arrays and QTensors, or a quantized function, from a safetensors file.
 
     Args:
       path: of a file that `jqx.save` wrote; or of any other safetensors file, which becomes a dict
@@ -208,7 +216,8 @@ def load(path: Path, *, values: Values | None = None) -> Any:
 
     Returns:
       The tree, equal to the one that was saved bit for bit. Arrays are JAX's; those of 64 bits are
-      NumPy's, unless `jax_enable_x64` is set.
+      NumPy's, unless `jax_enable_x64` is set. Of a `jqx.Quantized` that was saved, a `jqx.Unbound`,
+      whose `bind(f)` gives it back.
 
     Raises:
       OSError: the file cannot be opened, is no regular file, or becomes shorter while it is read.
@@ -224,5 +233,7 @@ def load(path: Path, *, values: Values | None = None) -> Any:
       >>> jqx.load(path)["layer"][0]
       QTensor(int4[1, 2] per_tensor, scale float32[1, 1], dtype=float32, 6 bytes)
     """
+    values = NONE if values is None else values
     with Archive(path, values) as archive:
-        return archive.map(archive.read)
+        tree = archive.map(archive.read)
+        return tree if archive.quantized is None else unbound(tree, archive.quantized, values)

@@ -12,21 +12,28 @@ from .._calls import called
 from .._checks import require_that, shown
 from .._errors import nesting
 from .._files import Path
+from ..ptq import Quantized
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Values, check_codes, check_values
-from ._archive import KEY, VERSION
+from ._archive import KEY, QUANTIZED, VERSION
+from ._quantized import contents_of
 from ._tree import describe, tensors_of
 from ._writer import Writer
 
 
 @called("save", 'pass for example jqx.save("model.safetensors", params).')
 def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
-    """Writes a tree of arrays and QTensors to a safetensors file, which any reader of these opens.
+    """Writes a tree of arrays and QTensors, or what `jqx.ptq` returns, to a safetensors file, which
+    any reader of these opens.
 
     An array is one tensor, named by its keys joined with "/". A QTensor is the tensors
     `<path>.values`, `<path>.scale` and `<path>.zero_point`; its format, dtype, blocks and layout
     stand as JSON in the file's metadata. Codes of less than 8 bits are stored a byte each, as I8 or
     U8, unless they are packed: see `QTensor.pack`.
+
+    Of a `jqx.Quantized` the parameters are written, laid out plainly whatever they were laid out
+    for; its plan, scales of activations, report and the shapes of its inputs stand as JSON in the
+    metadata. Its function is not written: `jqx.load(path).bind(f)` makes it of `f` again.
 
     The file is complete or not there: it is written beside, as a `.part`, and takes the place of
     another of its name at the end. Of a link, the file that it leads to is replaced. Permissions of
@@ -35,8 +42,9 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     Args:
       path: of the file.
       tree: nested dicts, with strings or integers for keys, lists and tuples of arrays, QTensors
-        and None.
-      values: formats of your own, by name; `jqx.load` looks them up by it.
+        and None; or a `jqx.Quantized`, of parameters in any pytree.
+      values: formats of your own, and what else of yours a plan holds, by name; `jqx.load` looks
+        them up by it.
 
     Raises:
       OSError: the file cannot be written, or its name is that of a folder, a FIFO or a device.
@@ -63,9 +71,13 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
         expected="dicts, lists and tuples of arrays, QTensors and None",
         mend="pass the path first: jqx.save(path, tree).",
     )
+    metadata = {}
+    if isinstance(tree, Quantized):
+        with nesting("save"):
+            tree, metadata[QUANTIZED] = contents_of(tree, values)
     node, named = _described(tree, values)
     _check_known(named)
-    _write(path, node, named, (leaf for _, leaf in named), {})
+    _write(path, node, named, (leaf for _, leaf in named), metadata)
 
 
 def save_leaves(
@@ -127,12 +139,12 @@ def _check_metadata(metadata: Any) -> None:
         isinstance(text, str) for item in metadata.items() for text in item
     )
     require_that(
-        metadata is None or (fits and KEY not in metadata),
+        metadata is None or (fits and not {KEY, QUANTIZED} & {*metadata}),
         error=TypeError,
         function="interop.save_leaves",
         problem="`metadata` is no dict of strings, or has a key that jqx needs.",
         given=shown(metadata),
-        expected=f"strings by name, none of them {KEY!r}",
+        expected=f"strings by name, none of them {KEY!r} or {QUANTIZED!r}",
         mend="pass for example metadata={'format': 'pt'}.",
     )
 

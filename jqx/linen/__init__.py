@@ -14,6 +14,8 @@ from ._layers import MultiHeadAttention as MultiHeadAttention
 from ._layers import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from ._lora import LoRADense as LoRADense
 from ._lora import merge_lora as merge_lora
+from ._ptq import bind as bind
+from ._ptq import ptq as ptq
 from ._quantize import quantize as quantize
 from ._quantized import Quantized as Quantized
 from ._variables import convert as convert

@@ -17,6 +17,8 @@ from ._layers import LinearGeneral as LinearGeneral
 from ._layers import MultiHeadAttention as MultiHeadAttention
 from ._lora import LoRALinear as LoRALinear
 from ._lora import merge_lora as merge_lora
+from ._ptq import bind as bind
+from ._ptq import ptq as ptq
 from ._quantize import quantize as quantize
 from ._quantized import Quantized as Quantized
 from ._variables import QParam as QParam

@@ -75,9 +75,9 @@ def pure_call(
 
     def function(params: Any, rest: Any, leaves: list[Any]) -> Any:
         emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
-        merged = nnx.merge(graphdef, _with_values(weights, params), emptied, rest)
+        merged = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, rest)
         inner, nodes = merged
-        before = _leaves_by_path(merged)
+        before = leaves_by_path(merged)
         leaves = list(leaves)
         for place, node in zip(places, nodes, strict=True):
             leaves[place] = node
@@ -90,8 +90,7 @@ def pure_call(
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
                 return False
-            given, now = before.get(path), jax.tree.leaves(variable)
-            return given is None or not _are_same(given, now)
+            return was_written(path, variable, before)
 
         return out, nnx.state(merged, is_written)
 
@@ -122,12 +121,12 @@ def values(state: Any) -> dict[str, Any]:
     return nested
 
 
-def _with_values(state: Any, params: Any) -> Any:
-    """Returns the state of the weights, with other values."""
+def with_values(state: Any, params: Any) -> Any:
+    """Returns a state with other values, as nested dicts."""
 
     def replaced(path: Path, variable: Any) -> Any:
         value = params
-        for part in path[1:]:
+        for part in path:
             value = value[str(part)]
         return variable.replace(value)
 
@@ -142,10 +141,17 @@ def _is_whole(x: Any) -> bool:
     return isinstance(x, QTensor) or is_node(x)
 
 
-def _leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
+def leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
+    """Returns the arrays of each variable of a graph."""
     return {
         path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(nnx.state(graph))
     }
+
+
+def was_written(path: Path, variable: Any, before: Mapping[Path, list[Any]]) -> bool:
+    """Whether a variable is new, or has other arrays than before."""
+    given = before.get(path)
+    return given is None or not _are_same(given, jax.tree.leaves(variable))
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:

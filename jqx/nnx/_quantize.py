@@ -1,5 +1,6 @@
 """A whole module, quantized from outside."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -63,22 +64,28 @@ def quantize(
       >>> bool(jnp.allclose(quantized(x), trained))
       True
     """
-    check_instance("quantize", "model", model, nnx.Module, mend="pass an nnx module.")
-    both = [name for name in ATTRIBUTES if hasattr(model, name)]
-    parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]
-    if both or parts:
-        raise ValueError(
-            message(
-                "quantize",
-                "this model cannot be quantized.",
-                given=type(model).__name__
-                + (f" with quantized parts ({', '.join(parts[:4])})" if parts else "")
-                + (f" with attributes {', '.join(both)}" if both else ""),
-                expected=f"a float model without attributes {', '.join(ATTRIBUTES)}",
-                mend="pass the float model itself; rename its attributes.",
-            )
-        )
+    check_float("quantize", model, ATTRIBUTES)
     result: Any = nnx.clone(model)
     become(result, over(type(model), Quantized, f"Quantized{type(model).__name__}"))
     result._q_set_up(policy, mode, backward, scales, rngs)
     return result
+
+
+def check_float(function: str, model: Any, attributes: Sequence[str] = ()) -> None:
+    """Checks that a model is one of nnx, in float, and without attributes of these names."""
+    check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
+    both = [name for name in attributes if hasattr(model, name)]
+    parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]
+    if both or parts:
+        raise ValueError(
+            message(
+                function,
+                "this model cannot be quantized.",
+                given=type(model).__name__
+                + (f" with quantized parts ({', '.join(parts[:4])})" if parts else "")
+                + (f" with attributes {', '.join(both)}" if both else ""),
+                expected="a float model"
+                + (f" without attributes {', '.join(attributes)}" if attributes else ""),
+                mend="pass the float model itself; rename its attributes.",
+            )
+        )

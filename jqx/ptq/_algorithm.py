@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from .._checks import require_that
+from .._checks import require_that, shown
 from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import is_quantized
 
@@ -12,22 +12,60 @@ from ..transforms._shared import is_quantized
 class Algorithm(Protocol):
     """Chooses the codes of the weights of a plan, or other weights that round better.
 
-    Any function of these arguments is one.
+    Any function of these arguments is one. Where it has an attribute `observers`, a dict as
+    `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`, batches are calibrated on,
+    static scales or not, and `stats` holds what the observers have recorded: of a site of the plan,
+    `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
+    weights. A weight that several sites share has statistics at each: they are not added up, since
+    a site may sum over other axes of it than another (`hessian.merge` does, where they are alike).
+
+    `plan.map_weights(f, params)` goes through the weights of any tree of parameters, with their
+    names and specs. For linen and nnx, `params` is what `ptq` of theirs says.
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> def halve(plan, params, stats):
-      ...     return params / 2
-      >>> quantize = jqx.ptq(lambda w, x: x @ w, jqx.presets.w8a16(), halve, progress=False)
-      >>> quantize(jnp.eye(2), [jnp.ones((1, 2))]).params.dequantize()[0, 0]
-      Array(0.5, dtype=float32)
+      >>> class Centred:
+      ...     observers = {".*": jqx.observers.mean}
+      ...
+      ...     def __call__(self, plan, params, stats):
+      ...         return jnp.where(stats[":dot_general:lhs@mean"].total.T > 0, params, 0.0)
+      >>> quantize = jqx.ptq(lambda w, x: x @ w, jqx.presets.w8a16(), Centred(), progress=False)
+      >>> quantize(jnp.ones((2, 2)), [jnp.array([[1.0, -1.0]])]).params.dequantize()[:, 0]
+      Array([1., 0.], dtype=float32)
     """
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
         """Returns the parameters, each planned weight as a QTensor of the plan's format, or as
-        floats, which are rounded to nearest then; `stats` are those of the calibration.
+        floats, which are rounded to nearest then.
+
+        Args:
+          plan: what is quantized, and how: `plan.weights` and `plan.sites`.
+          params: the parameters, in float.
+          stats: of the calibration; `None` where there was none.
         """
         ...
+
+
+def check_algorithm(function: str, algorithm: Any) -> None:
+    """Checks that an algorithm can be called."""
+    fits = callable(algorithm) and not isinstance(algorithm, type)
+    is_class = isinstance(algorithm, type)
+    require_that(
+        algorithm is None or fits,
+        error=TypeError,
+        function=function,
+        problem="`algorithm` is no algorithm.",
+        given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
+        expected="a function (plan, params, stats) that returns the parameters, or None",
+        mend=f"call the class: {algorithm.__name__}()."
+        if is_class
+        else "leave it out to round to nearest; other options go by name, such as params=1.",
+    )
+
+
+def observers_of(algorithm: Algorithm | None) -> Any:
+    """Returns the observers that an algorithm asks for, if it does."""
+    return getattr(algorithm, "observers", None)
 
 
 def with_codes(plan: Plan, params: Any, algorithm: Algorithm | None, stats: Any) -> Any:

@@ -1,45 +1,62 @@
 """`ptq`: plan, calibrate, quantize and lay out, in one call."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 
-from .._checks import check_instance, require_that
+from .._calls import called
+from .._checks import check_instance, require_that, shown
+from .._errors import message
 from ..calibrators import Affine
+from ..diagnostics import Report
 from ..diagnostics._shared import report_of
 from ..policy import Policy
 from ..tensor import pack_for
-from ..tensor._shared import TARGETS, check_target
+from ..tensor._shared import TARGETS
 from ..transforms import Plan, affines, calibrate_batches, convert, make_plan
-from ..transforms._shared import check_function
-from ._algorithm import Algorithm, with_codes
-from ._quantized import Quantized
+from ..transforms._shared import (
+    Names,
+    as_params,
+    check_arguments,
+    check_batches,
+    check_function,
+    placed,
+)
+from ._algorithm import Algorithm, check_algorithm, observers_of, with_codes
+from ._quantized import Quantized, abstract
+
+Target = str | Literal[False] | None
+"""What `target=` takes; `None` is the backend of JAX, and `False` leaves layouts alone."""
 
 
+@called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
 def ptq(
     f: Callable[..., Any],
     policy: Policy,
     algorithm: Algorithm | None = None,
     *,
     params: int | tuple[int, ...] = 0,
-    target: str | Literal[False] | None = None,
+    names: Names = None,
+    target: Target = None,
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized]:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
 
-    It plans, calibrates where activations have static scales, finds the scales, quantizes the
-    weights and lays them out; `make_plan`, `calibrate_batches`, `affines`, `quantize_params`,
-    `convert` and `pack_for` are its steps, each of which may be taken alone.
+    It plans, calibrates where activations have static scales or the algorithm asks for statistics,
+    finds the scales, quantizes the weights and lays them out; `make_plan`, `calibrate_batches`,
+    `affines`, `quantize_params`, `convert` and `pack_for` are its steps, each of which may be taken
+    alone. `jqx.save` writes what it returns. For modules of Flax there are `jqx.linen.ptq` and
+    `jqx.nnx.ptq`.
 
     Args:
       f: a function of arrays and pytrees of arrays.
       policy: what is quantized, and how, such as `jqx.presets.w8a8()`.
-      algorithm: chooses the codes of weights; `None` rounds to nearest. It is called with the plan,
-        the parameters and the statistics of the calibration (`None` without one), and returns the
-        parameters, with QTensors or better floats in the places of weights.
+      algorithm: chooses the codes of weights, see `jqx.Algorithm`; `None` rounds to nearest.
       params: position, or positions, of the arguments of `f` that hold weights.
+      names: of weights, as in `make_plan`.
       target: `"cpu"`, `"gpu"` or `"tpu"`, for which weights are laid out; `None` means
         `jax.default_backend()`, and `False` leaves them as files keep them.
       progress: whether to show a bar, as in `calibrate_batches`.
@@ -47,10 +64,10 @@ def ptq(
     Returns:
       A function of the parameters (a tuple where there are several positions) and of batches: each
       a tuple of the other arguments of `f`, or a lone one. The first is planned with; the others
-      are read only where activations have static scales. It returns a `Quantized`.
+      are read only where there is something to calibrate. It returns a `Quantized`.
 
     Raises:
-      TypeError: `f` is no function, `policy` no `Policy`, or `batches` cannot be iterated over.
+      TypeError: `f` is no function, `policy` no `Policy`, or `batches` is no list of batches.
       ValueError: there is no batch, `target` is unknown, or a step refuses what it is given.
 
     Gradient: none; weights are codes.
@@ -66,26 +83,29 @@ def ptq(
       >>> bool(jnp.allclose(y, f(params, batches[0]), atol=0.02))
       True
     """
-    check_function("ptq", f)
+    check_whole("ptq", f)
     mend = "pass for example jqx.presets.w8a8()."
     check_instance("ptq", "policy", policy, Policy, mend=mend)
-    if target is None:
-        target = jax.default_backend()
-        target = target if target in TARGETS else False
-    if target is not False:
-        check_target("ptq", target, None)
+    check_algorithm("ptq", algorithm)
+    places, meant = as_params("ptq", params), target_of("ptq", target)
 
     def quantize(values: Any, batches: Iterable[Any]) -> Quantized:
-        mend = "pass a list of batches, or a generator: jqx.ptq(f, policy)(params, batches)."
-        check_instance("ptq", "batches", batches, Iterable, mend=mend)
+        check_batches("ptq", batches)
         first, every = _first(batches)
-        plan = make_plan(f, policy, params=params)(*_arguments(params, values, first))
+        inputs = first if isinstance(first, tuple) else (first,)
+        planned = make_plan(f, policy, params=places, names=names)
+        check_arguments("ptq", places, values)
+        plan = planned(*placed(places, values, inputs))
+        observers = observers_of(algorithm)
         stats, scales = None, {}
-        if plan.static_specs():
-            stats = calibrate_batches(f, plan, values, every, progress=progress)
+        if plan.static_specs() or observers:
+            stats = calibrate_batches(
+                f, plan, values, every, observers=observers, progress=progress
+            )
             scales = affines(plan, stats)
         codes = with_codes(plan, values, algorithm, stats)
-        return quantized_of(f, plan, scales, values, codes, target)
+        found = report_of(plan, values, lambda: codes)
+        return quantized_of(f, plan, scales, codes, found, abstract(inputs), meant)
 
     return quantize
 
@@ -94,18 +114,60 @@ def quantized_of(
     f: Callable[..., Any],
     plan: Plan,
     scales: Mapping[str, Affine],
-    params: Any,
     codes: Any,
+    found: Report,
+    inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:
     """Returns a quantized function with its weights, laid out for a target."""
-    found = report_of(plan, params, lambda: codes)
     laid_out = pack_for(codes, target) if target and plan.weights else codes
-    return Quantized(convert(f, plan, scales), laid_out, plan, scales, found)
+    return Quantized(convert(f, plan, scales), laid_out, plan, scales, found, inputs)
+
+
+def check_whole(function: str, f: Any) -> None:
+    """Checks that `f` is a function of its weights, and no model that holds them."""
+    nnx = sys.modules.get("flax.nnx")
+    is_model = nnx is not None and isinstance(f, nnx.Module)
+    if callable(f) and not is_model:
+        check_function(function, f)
+        return
+    kind = f"an object of type {type(f).__name__}"
+    raise TypeError(
+        message(
+            function,
+            "`f` is not a function of its weights.",
+            given=f"{kind}, a model of nnx" if is_model else kind,
+            expected="a function of arrays and pytrees of arrays",
+            mend=f"use jqx.nnx.{function}."
+            if is_model
+            else "pass the function first, and the function itself, not what it returns.",
+        )
+    )
+
+
+def target_of(function: str, target: Target) -> str | Literal[False]:
+    """Returns the target that is meant, after checking that there are layouts for it."""
+    meant = jax.default_backend() if target is None else target
+    if meant is False or (isinstance(meant, str) and meant in TARGETS):
+        return meant
+    given = f"target == {shown(target)}"
+    if target is None:
+        given += f", and the backend of JAX is {meant!r}"
+    raise ValueError(
+        message(
+            function,
+            "`target` is unknown.",
+            given=given,
+            expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
+            mend="pass one of these; target=False leaves weights as files keep them.",
+        )
+    )
 
 
 def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     """Returns the first batch, and all of them, that one among them."""
+    if isinstance(batches, (list, tuple)) and batches:
+        return batches[0], batches
     every = iter(batches)
     found = list(itertools.islice(every, 1))
     require_that(
@@ -118,12 +180,3 @@ def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         mend="pass a list, or make the generator anew.",
     )
     return found[0], itertools.chain(found, every)
-
-
-def _arguments(places: int | tuple[int, ...], params: Any, batch: Any) -> list[Any]:
-    """Returns the arguments of the function: the parameters at their positions, and the batch."""
-    arguments = list(batch) if isinstance(batch, tuple) else [batch]
-    pairs = [(places, params)] if isinstance(places, int) else zip(places, params, strict=True)
-    for place, value in sorted(pairs, key=lambda pair: pair[0]):
-        arguments.insert(place, value)
-    return arguments

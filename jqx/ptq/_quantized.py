@@ -4,22 +4,41 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
+from ..transforms._shared import arguments_of, is_array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Quantized:
     """A quantized function, its weights, and all that made it.
 
+    `quantized(*batch)` is `quantized.function(quantized.params, *batch)`: for a first look. To run
+    it often, compile the function: `jax.jit(quantized.function)(quantized.params, *batch)`. (Of
+    weights that it closes over, as in `jax.jit(quantized)`, a compiled function keeps a copy.)
+
     Attributes:
-      function: on integers: `jax.jit(quantized.function)(quantized.params, *batch)`; the weights
-        stand where the float function takes them.
+      function: on integers; the weights stand where the float function takes them.
       params: weights as QTensors, laid out for the target; the other parameters as they were.
       plan: which contractions are quantized, and how.
       affines: scales of activations, by key; empty where none is static.
       report: error and size of each weight. Prints as a table.
+      inputs: the first batch, a tuple with `jax.ShapeDtypeStruct` in the place of arrays: files
+        keep it, so that a function is checked when it is bound; `None` leaves that to its first
+        call.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> x, quantize = jnp.ones((1, 4)), jqx.ptq(f, jqx.presets.w8a16(), progress=False)
+      >>> quantized = quantize(jnp.eye(4), [x])
+      >>> quantized
+      Quantized(1 of 1 contractions, 64 bytes of parameters become 32)
+      >>> quantized(x)
+      Array([[1., 1., 1., 1.]], dtype=float32)
     """
 
     function: Callable[..., Any]
@@ -27,11 +46,26 @@ class Quantized:
     plan: Plan
     affines: Mapping[str, Affine]
     report: Report
+    inputs: tuple[Any, ...] | None = None
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> Any:
+        """Returns the result of the function on its weights, and on the other arguments."""
+        return self.function(*arguments_of(self.plan, self.params, batch), **kwargs)
 
     def __repr__(self) -> str:
-        count = len(self.plan.sites) + len(self.plan.skipped)
-        before, after = self.report.bytes_before, self.report.bytes_after
-        return (
-            f"Quantized({len(self.plan.sites)} of {count} contractions, "
-            f"{before:,} bytes of parameters become {after:,})"
-        )
+        return f"Quantized({summary(self.plan, self.report)})"
+
+
+def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments with `jax.ShapeDtypeStruct` in the place of arrays."""
+    return jax.tree.map(lambda x: jax.eval_shape(lambda: x) if is_array(x) else x, inputs)
+
+
+def summary(plan: Plan, report: Report) -> str:
+    """Returns in a line what was quantized, and what it saves."""
+    count = len(plan.sites) + len(plan.skipped)
+    before, after = report.bytes_before, report.bytes_after
+    return (
+        f"{len(plan.sites)} of {count} contractions, "
+        f"{before:,} bytes of parameters become {after:,}"
+    )

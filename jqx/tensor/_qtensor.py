@@ -136,7 +136,7 @@ class QTensor:
     def zeros(
         cls,
         shape: Sequence[int],
-        spec: QSpec,
+        spec: QSpec | str,
         dtype: DTypeLike = jnp.float32,
         *,
         affine: Affine | None = None,
@@ -145,7 +145,8 @@ class QTensor:
 
         Args:
           shape: its shape.
-          spec: a `QSpec` with an absolute granularity.
+          spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8"`, which gives
+            each token a scale, as in `quantize_state`: each index of all axes but the last.
           dtype: dtype of the real array.
           affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1
             and the zero point 0. A scale that many writes share is never found anew: give the

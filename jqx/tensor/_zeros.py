@@ -13,16 +13,19 @@ from ..calibrators import Affine
 from ..numerics import Block, format_of
 from ..numerics._shared import E8M0
 from ._fit import groups_of
+from ._scheme import needed_spec
 from ._spec import QSpec
 
 
 def zeros(
-    cls: Any, shape: Sequence[int], spec: QSpec, dtype: DTypeLike, affine: Affine | None
+    cls: Any, shape: Sequence[int], spec: QSpec | str, dtype: DTypeLike, affine: Affine | None
 ) -> Any:
     """Returns a QTensor of zeros; see `QTensor.zeros`."""
     name = "QTensor.zeros"
     check_instance(name, "shape", shape, (tuple, list), mend="pass for example (2, 128, 64).")
-    check_instance(name, "spec", spec, QSpec, mend="pass for example jqx.QSpec(jnp.int8).")
+    if isinstance(spec, str):
+        spec = needed_spec(name, "spec", spec, "state").resolve(len(shape), range(len(shape) - 1))
+    check_instance(name, "spec", spec, QSpec, mend='pass for example jqx.QSpec("int8"), or "int8".')
     dtype = as_dtype(name, "dtype", dtype)
     check_real(name, "`dtype`", dtype)
     return _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)

@@ -1,5 +1,6 @@
 """Functional transforms: plan, calibrate, simulate, quantize, convert any JAX function."""
 
+from ..contractions._shared import OperandAxes as OperandAxes
 from ._calibrate import affines as affines
 from ._calibrate import calibrate as calibrate
 from ._calibrate import merge_stats as merge_stats

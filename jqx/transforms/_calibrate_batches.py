@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from .._checks import require_that
 from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
+from ._paths import Params
 from ._plan import Plan
 from ._trace import check_function, is_array
 
@@ -116,11 +117,15 @@ def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     """Returns the arguments of the function: the parameters at their positions, and the batch, a
     tuple or a lone argument.
     """
-    batch = batch if isinstance(batch, tuple) else (batch,)
-    places = (plan.params,) if isinstance(plan.params, int) else plan.params
-    values = (params,) if isinstance(plan.params, int) else tuple(params)
-    arguments = list(batch)
-    for place, value in sorted(zip(places, values, strict=True), key=lambda pair: pair[0]):
+    return placed(plan.params, params, batch if isinstance(batch, tuple) else (batch,))
+
+
+def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:
+    """Returns arguments: the parameters at their positions, and the others around them."""
+    positions = (places,) if isinstance(places, int) else places
+    values = (params,) if isinstance(places, int) else params
+    arguments = list(others)
+    for place, value in sorted(zip(positions, values, strict=True), key=lambda pair: pair[0]):
         arguments.insert(place, value)
     return arguments
 

@@ -34,9 +34,10 @@ def make_plan(
       policy: rules; the first that matches a contraction wins.
       params: position, or positions, of the arguments that hold weights.
       names: names in place of key paths, for rules, plans and scales: a dict such as
-        `{"0": "embed"}`, which renames what stands at a path or under it, or a function from a
-        tuple of JAX's keys to a name. The plan keeps them. By default the keys joined by `/`; the
-        key of the value of an `nnx.Variable` is no part of it.
+        `{"0": "embed", "cache": None}`, which renames what stands at a path or under it (`None`: it
+        holds no weights), or a function from a tuple of JAX's keys to a name. The plan keeps them.
+        By default the keys joined by `/`; the key of the value of an `nnx.Variable` is no part of
+        it.
       unsupported: what to do where a weight to be quantized also reaches an operation without a
         quantized form: `"error"`, or `"dequantize"` to plan it as `jqx.convert` runs it with the
         same argument. (`jqx.simulate` runs it in any case.)

@@ -13,11 +13,11 @@ from ..tensor import QTensor
 Params = int | tuple[int, ...]
 """Position, or positions, of the arguments that hold weights."""
 
-Names = Mapping[str, str] | Callable[[tuple[Any, ...]], str] | None
-"""The user's names: by path, or of the keys of a path; `None` for none."""
+Names = Mapping[str, str | None] | Callable[[tuple[Any, ...]], str] | None
+"""The user's names: by path, `None` for what is no weight, or of the keys of a path."""
 
-Renamed = tuple[tuple[str, str], ...]
-"""Paths that have another name, each with that name."""
+Renamed = tuple[tuple[str, str | None], ...]
+"""Paths that have another name, each with that name; `None` where they are no weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Weights:
     lines: tuple[str, ...] | None = None
 
     def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
-        """Returns the name of each leaf, given by its keys inside the parameters; `None` stays."""
+        """Returns the name of each leaf, given by its keys inside the parameters; `None` stays, and
+        is the name of what is no weight.
+        """
         paths = [None if key is None else path_of(key) for key in keys]
         if self.names is None:
             return paths
@@ -45,7 +47,7 @@ class Weights:
                 for key, path in zip(keys, paths, strict=True)
                 if key is not None
             ]
-            _check_names(function, given)
+            _check_names(function, given, str)
             rest = iter(given)
             return [None if key is None else next(rest)[1] for key in keys]
         table = dict(self.names)
@@ -67,7 +69,8 @@ def check_names(function: str, names: Any) -> None:
         mend='pass for example names={"0": "embed", "1": "head"}.',
     )
     if isinstance(names, Mapping):
-        _check_names(function, [*names.items(), *((path, path) for path in names)])
+        _check_names(function, names.items(), (str, type(None)))
+        _check_names(function, ((path, path) for path in names), str)
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -93,7 +96,7 @@ def flatten(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
     """Returns which paths have another name, of those that have one at all."""
     pairs = zip(paths, names, strict=True)
-    return tuple((path, name) for path, name in pairs if path and name and path != name)
+    return tuple((path, name) for path, name in pairs if path is not None and path != name)
 
 
 def _is_whole(x: Any) -> bool:
@@ -106,17 +109,22 @@ def _is_variable(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
-def _named(path: str, table: Mapping[str, str]) -> str:
-    """Returns a path with the longest part in front that has a name replaced by that name."""
+def _named(path: str, table: Mapping[str, str | None]) -> str | None:
+    """Returns a path with the longest part in front that has a name replaced by that name; `None`
+    where it is no weight.
+    """
     parts = path.split("/")
     for count in range(len(parts), 0, -1):
-        name = table.get("/".join(parts[:count]))
-        if name is not None:
+        front = "/".join(parts[:count])
+        if front in table:
+            name = table[front]
+            if name is None:
+                return None
             return "/".join(part for part in (name, *parts[count:]) if part)
     return path
 
 
-def _check_table(function: str, table: Mapping[str, str], paths: Sequence[str]) -> None:
+def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> None:
     parts = [path.split("/") for path in paths]
     fitting = {"/".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
     unknown = [path for path in table if path not in fitting]
@@ -131,14 +139,14 @@ def _check_table(function: str, table: Mapping[str, str], paths: Sequence[str]) 
     )
 
 
-def _check_names(function: str, named: Iterable[tuple[Any, Any]]) -> None:
-    wrong = [(path, name) for path, name in named if not isinstance(name, str)]
+def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) -> None:
+    wrong = [(path, name) for path, name in named if not isinstance(name, kinds)]
     require_that(
         not wrong,
         error=TypeError,
         function=function,
         problem="`names` gives something else than a string.",
         given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
-        expected="a string for each path",
+        expected="a string for each path; None, in a dict, for what is no weight",
         mend='pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.',
     )

@@ -4,12 +4,14 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import jax
 
 from .._errors import message, nesting
 from ..calibrators import Affine
-from ..tensor import QSpec
+from ..tensor import QSpec, QTensor
 from ..tensor._shared import (
     NONE,
     Values,
@@ -21,7 +23,7 @@ from ..tensor._shared import (
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
-from ._paths import Params, Weights
+from ._paths import Params, Weights, flatten
 from ._plan_table import as_rich_table, as_text
 from ._signature import check_same, is_parameter_line
 
@@ -177,7 +179,8 @@ class Plan:
       weights: the parameters that are quantized.
       params: position or positions of the arguments that hold weights.
       signature: one line per parameter and contraction of the function that the plan is for.
-      names: key paths of parameters that `names=` of `make_plan` calls something else.
+      names: key paths of parameters that `names=` of `make_plan` calls something else, `None` of
+        those that it takes for no weights.
       unreached: parameters of floats that no contraction multiplies by; not compared.
     """
 
@@ -186,7 +189,7 @@ class Plan:
     weights: tuple[Weight, ...]
     params: Params
     signature: tuple[str, ...]
-    names: tuple[tuple[str, str], ...] = added(())
+    names: tuple[tuple[str, str | None], ...] = added(())
     unreached: tuple[Unreached, ...] = added((), compare=False)
 
     @property
@@ -264,6 +267,39 @@ class Plan:
         fields = check_version("Plan.from_dict", data, _VERSION)
         with nesting("Plan.from_dict"):
             return record_from_json("Plan.from_dict", fields, Plan, values, "plan")
+
+    def map_weights(self, f: Callable[[Weight, Any], Any], params: Any) -> Any:
+        """Returns parameters with `f(weight, leaf)` in the place of each leaf that is to be
+        quantized, such as codes that an algorithm chooses; the others are the very same objects.
+
+        Args:
+          f: a function of a `Weight` of the plan, and of the array that it stands for.
+          params: those that the plan was made for; a tuple of arguments where there are several.
+
+        Example:
+          >>> import jqx, jax.numpy as jnp
+          >>> params = {"w": jnp.eye(2), "b": jnp.zeros(())}
+          >>> f = lambda p, x: x @ p["w"] + p["b"]
+          >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(params, jnp.ones((1, 2)))
+          >>> codes = plan.map_weights(lambda w, x: jqx.QTensor.quantize(x, w.spec), params)
+          >>> codes["w"]
+          QTensor(int8[2, 2] per_axis(1), scale float32[1, 2], dtype=float32, 12 bytes)
+        """
+        rooted = params
+        if not isinstance(self.params, int):
+            rooted = dict(zip(self.params, params, strict=True))
+        flat = flatten(rooted)
+        names = self.parameters.name("Plan.map_weights", [keys for keys, _ in flat])
+        weights = [self.weight_at(name) for name in names]
+        leaves = [
+            leaf if weight is None else f(weight, leaf)
+            for weight, (_, leaf) in zip(weights, flat, strict=True)
+        ]
+        tree = jax.tree.structure(rooted, is_leaf=lambda x: isinstance(x, QTensor))
+        mapped = jax.tree.unflatten(tree, leaves)
+        if isinstance(self.params, int):
+            return mapped
+        return tuple(mapped[place] for place in self.params)
 
     def site_at(self, address: Address) -> Site | None:
         """Returns the site at an address, or `None` where there is none."""

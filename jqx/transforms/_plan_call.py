@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
 from ._signature import check_ranks, parameter_line
-from ._trace import Call
+from ._trace import Call, trace_call
 
 
 def contractions(call: Call) -> list[Found]:
@@ -64,6 +64,14 @@ def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
         pattern = item.family.pattern(item.eqn)
         lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
     return tuple(lines)
+
+
+def planned_signature(
+    function: str, f: Callable[..., Any], weights: Weights, args: Sequence[Any]
+) -> tuple[str, ...]:
+    """Returns the signature that a plan of a function has; see `signature_of`."""
+    call = trace_call(function, f, weights, args, {})
+    return signature_of(call, contractions(call))
 
 
 def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Plan:

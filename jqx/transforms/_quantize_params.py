@@ -13,7 +13,7 @@ from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import check_target
 from ._arguments import check_plan
-from ._paths import flatten
+from ._paths import Params, flatten
 from ._plan import Plan
 from ._signature import parameter_line
 from ._trace import is_parameter, is_quantized
@@ -77,7 +77,11 @@ def quantize_params(
             expected="a float array",
             mend="pass the float parameters.",
         )
-    lines = [parameter_line(name, leaf) for name, leaf in named if is_parameter(leaf)]
+    lines = [
+        parameter_line(name, leaf)
+        for name, leaf in named
+        if name is not None and is_parameter(leaf)
+    ]
     plan.check_parameters("quantize_params", lines)
     weights = [plan.weight_at(name) for name, _ in named]
     last_use = {id(leaf): place for place, (_, leaf) in enumerate(named)}
@@ -115,11 +119,13 @@ def dequantize_params(params: Any) -> Any:
     )
 
 
-def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str, Any]]:
-    """Returns the leaves of parameters, QTensors whole, each with the name that the plan has."""
+def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
+    """Returns the leaves of parameters, QTensors whole, each with the name that the plan has, or
+    `None` where it is no weight.
+    """
     flat = flatten(params)
     names = plan.parameters.name(function, [keys for keys, _ in flat])
-    return [(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
+    return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
 
 
 def quantize_weight(x: Any, spec: QSpec, affine: Affine | None = None) -> QTensor:
@@ -154,15 +160,19 @@ def _delete(x: Any, quantized: QTensor) -> None:
 
 def _rooted(params: Any, plan: Plan) -> Any:
     """Returns the parameters under the paths that the plan knows them by."""
-    if isinstance(plan.params, int):
-        return params
+    check_arguments("quantize_params", plan.params, params)
+    return params if isinstance(plan.params, int) else dict(zip(plan.params, params, strict=True))
+
+
+def check_arguments(function: str, places: Params, params: Any) -> None:
+    """Checks that there is a tuple of arguments where weights stand in several."""
     require_that(
-        isinstance(params, (tuple, list)) and len(params) == len(plan.params),
+        isinstance(places, int)
+        or (isinstance(params, (tuple, list)) and len(params) == len(places)),
         error=ValueError,
-        function="quantize_params",
-        problem="the plan was made with several arguments of weights.",
+        function=function,
+        problem="the weights stand in several arguments.",
         given=f"an object of type {type(params).__name__}",
-        expected=f"a tuple of {len(plan.params)} arguments",
-        mend="pass the arguments named in params= of make_plan, as a tuple in that order.",
+        expected="a tuple of as many arguments as params= names",
+        mend="pass the arguments named in params=, as a tuple in that order.",
     )
-    return dict(zip(plan.params, params, strict=True))

@@ -1,11 +1,13 @@
 """What other folders of jqx import from this one, and users do not."""
 
 from ._affines import GivenAffines as GivenAffines
+from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
 from ._calibrate import Affines as Affines
 from ._calibrate import affines_seen as affines_seen
 from ._calibrate_batches import arguments_of as arguments_of
+from ._calibrate_batches import placed as placed
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
 from ._find import is_marked as is_marked
@@ -13,14 +15,19 @@ from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
 from ._origin import Address as Address
+from ._paths import Names as Names
 from ._plan import Site as Site
 from ._plan import Weight as Weight
 from ._plan_call import as_plan as as_plan
 from ._plan_call import params_of as params_of
+from ._plan_call import planned_signature as planned_signature
+from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
+from ._signature import check_same as check_same
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
+from ._trace import as_params as as_params
 from ._trace import is_array as is_array
 from ._trace import is_quantized as is_quantized
 from ._trace import trace_call as trace_call

@@ -233,9 +233,8 @@ def _check_parameters(
     for place, arg in enumerate(args):
         flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
         names = weights.name(function, [keys for keys, _ in flat])
-        own = [
-            parameter_line(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)
-        ]
+        pairs = zip(names, flat, strict=True)
+        own = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
         if own == [*weights.lines] and isinstance(weights.params, int):
             mend = f"argument {place} has them: pass the arguments in the order of f."
             check_same(function, lines, weights.lines, mend)

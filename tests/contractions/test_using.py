@@ -11,12 +11,12 @@ from jax import lax
 
 import jqx
 from jqx.contractions import Formulation, using
-from jqx.contractions._how._formulation import PLATFORMS
 
 from .blocks import weight
 from .oracles import MATRICES, Layout
 
 K, N = 128, 160
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm", "default")
 W = weight("int8", Layout((3, K), (K, N), MATRICES))
 X = np.random.default_rng(0).normal(size=(3, K)).astype(np.float32)
 

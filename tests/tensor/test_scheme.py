@@ -56,3 +56,31 @@ def test_arrays_and_state_take_schemes():
     x = jnp.ones((2, 4))
     assert jqx.QTensor.quantize(x, "int8").scale.shape == (1, 1)
     assert jqx.quantize_state({"a": x}, {"a": "int8"})["a"].scale.shape == (2, 1)
+
+
+def test_schemes_are_taken_for_results_and_for_empty_caches():
+    x, w = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.eye(4)
+    affine = jqx.calibrators.Affine(jnp.full((1, 1), 0.5))
+    numbers = (((1,), (0,)), ((), ()))
+    wanted = jqx.matmul(x, w, output=jqx.QSpec("int8"))
+    for found in (
+        jqx.matmul(x, w, output="int8"),
+        jqx.dot_general(x, w, numbers, output="int8:tensor"),
+    ):
+        assert repr(found) == repr(wanted)
+        assert (found.values == wanted.values).all() and (found.scale == wanted.scale).all()
+    found = jqx.matmul(x, w, output=("int8", affine))
+    assert (found.values == jnp.round(x * 2).astype(jnp.int8)).all()
+    cache = jqx.QTensor.zeros((2, 5, 8), "int8")
+    assert cache.scale.shape == (2, 5, 1)
+    assert repr(cache) == repr(jqx.QTensor.zeros((2, 5, 8), jqx.QSpec("int8", jqx.per_axis(0, 1))))
+    for run, fact in (
+        (lambda: jqx.matmul(x, w, output="int9"), "jqx.dot_general: the format is unknown"),
+        (lambda: jqx.matmul(x, w, output="float"), "`output` is float"),
+        (lambda: jqx.matmul(x, w, output=3), "`output` is not a QSpec"),
+        (lambda: jqx.QTensor.zeros((2,), "float"), "`spec` is float"),
+        (lambda: jqx.QTensor.zeros((2,), 3), "`spec` is not a QSpec"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=fact) as info:
+            run()
+        assert "to mend:" in str(info.value)

@@ -103,3 +103,29 @@ def test_the_key_of_a_variables_value_is_no_part_of_a_path_and_that_of_others_is
     assert jnp.isfinite(jqx.convert(f, plan)(q, X)).all()
     boxed = jqx.make_plan(lambda p, x: x @ p.value, POLICY)(Box(normal(0, 8, 2)), X)
     assert [weight.path for weight in boxed.weights] == ["value"]
+
+
+def test_what_is_named_none_holds_no_weights():
+    def f(params, x):
+        return x @ params["w"] @ params["constants"]["turn"] + params["constants"]["b"]
+
+    params = {"w": normal(0, 8, 8), "constants": {"turn": normal(1, 8, 4), "b": normal(2, 1, 4)}}
+    plan = jqx.make_plan(f, POLICY, names={"constants": None})(params, X)
+    assert [weight.path for weight in plan.weights] == ["w"] and len(plan.skipped) == 1
+    assert plan.names == (("constants/b", None), ("constants/turn", None))
+    assert jqx.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    other = {**params, "constants": {"turn": normal(1, 8, 5), "b": normal(2, 1, 5)}}
+    q = jqx.quantize_params(other, plan)  # of any shape, as what is no parameter
+    assert q["constants"]["turn"] is other["constants"]["turn"]
+    assert jqx.convert(f, plan)(q, X).shape == (len(X), 5)
+    assert jqx.report(plan, params).kept == 4 * (8 * 4 + 4)
+
+
+def test_weights_are_mapped_by_their_names():
+    plan = jqx.make_plan(listed, POLICY, names={"0": "embed"})(PARAMS, X)
+    seen = []
+    mapped = plan.map_weights(
+        lambda w, x: seen.append(w.path) or jqx.QTensor.quantize(x, w.spec), PARAMS
+    )
+    assert seen == [weight.path for weight in plan.weights]
+    assert_same(mapped, jqx.quantize_params(PARAMS, plan))

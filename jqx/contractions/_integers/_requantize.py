@@ -25,10 +25,10 @@ from ..._checks import (
     require_that,
 )
 from ..._compat import is_concrete
-from ...calibrators import Affine
 from ...numerics import Integer, QType, format_of
 from ...numerics._shared import as_qtype
 from ...tensor import QSpec, QTensor
+from ...tensor._shared import needed_spec
 from ._fixed_point import (
     LARGEST_SHIFT,
     LEAST_SHIFT,
@@ -244,21 +244,21 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
     return QTensor(codes, scale, zero_point, qtype=r.qtype, dtype=r.dtype)
 
 
-def requantize_float(
-    y: jax.Array, output: QSpec | tuple[QSpec, Affine], function: str = "dot_general"
-) -> QTensor:
-    """Returns a real result quantized as `output` says: by a spec that finds its scale, or by a
-    spec with a scale and zero point. `function` is what errors name.
+def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -> QTensor:
+    """Returns a real result quantized as `output` says: by a spec, or a scheme, that finds its
+    scale, or by one with a scale and zero point. `function` is what errors name.
     """
     spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-    check_instance(
-        function,
-        "output",
-        spec,
-        QSpec,
-        mend="pass a QSpec, (QSpec, Affine), or jqx.tflite.Requantization.of(...).",
-    )
-    return QTensor.quantize(y, spec, affine)
+    if not isinstance(spec, str):
+        check_instance(
+            function,
+            "output",
+            spec,
+            QSpec,
+            mend='pass a QSpec or a scheme such as "int8", one of them and an Affine, or '
+            "jqx.tflite.Requantization.of(...).",
+        )
+    return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
 
 
 def _integers_of(function: str, qtype: Any) -> Integer:

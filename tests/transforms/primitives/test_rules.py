@@ -10,8 +10,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jqx
-from jqx.contractions._shared import OperandAxes
-from jqx.transforms import Contraction, View, primitive_rules
+from jqx.transforms import Contraction, OperandAxes, View, primitive_rules
 
 
 def primitive(name, compute):

@@ -1,0 +1,180 @@
+"""What a file says of a quantized function, beside its weights: JSON, in the file's metadata.
+
+    {"version": 1, "plan": as of Plan.to_dict, "affines": [[key, numbers, numbers or null], ...],
+     "report": its fields, "inputs": null or a tree, "shapes": [[name, shape], ...],
+     "structured": whether the weights are a tree as the function takes it, or leaves by path}
+
+Numbers are `{"dtype": ..., "shape": ..., "numbers": ...}`; those of files are exact in JSON.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
+
+from .._checks import as_dtype, require_that
+from .._errors import nesting
+from ..calibrators import Affine
+from ..diagnostics import Report
+from ..ptq import Quantized, Unbound
+from ..ptq._shared import leaves_by_path
+from ..tensor import QTensor
+from ..tensor._shared import Values, check_version, record_from_json, to_json
+from ..transforms import Plan
+from ._safetensors import stored_dtype
+from ._tree import describe, map_stored, parse, tensors_of
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def of(cls, x: Any) -> "_Numbers":
+        x = np.asarray(x)
+        wide = np.int64 if jnp.issubdtype(x.dtype, jnp.integer) else np.float64
+        return cls(x.dtype.name, x.shape, tuple(x.astype(wide).reshape(-1).tolist()))
+
+    def array(self) -> Any:
+        dtype = as_dtype("load", "dtype", self.dtype)
+        fits = stored_dtype(dtype) and min(self.shape, default=0) >= 0
+        _check(fits and math.prod(self.shape) == len(self.numbers), "numbers of another shape")
+        small = all(isinstance(n, float) or abs(n) < 2**63 for n in self.numbers)
+        _check(small, "an integer of more than 64 bits")
+        with np.errstate(all="ignore"):
+            x = np.asarray(self.numbers, np.float64)
+            found = x.astype(dtype).reshape(self.shape)
+            same = np.array_equal(found.reshape(-1).astype(np.float64), x, equal_nan=True)
+        _check(same, f"numbers that {dtype.name} has not")
+        return jnp.asarray(found) if dtypes.canonicalize_dtype(dtype) == dtype else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scale:
+    key: str
+    scale: _Numbers
+    zero_point: _Numbers | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contents:
+    affines: tuple[_Scale, ...]
+    report: Report
+    structured: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
+    """Returns the tree of the weights of a quantized function, and the JSON of the rest.
+
+    Raises:
+      ValueError: the plan holds objects that are neither jqx's own nor among `values`.
+    """
+    plain = jax.tree.map(
+        lambda leaf: leaf.unpack() if isinstance(leaf, QTensor) else leaf,
+        quantized.params,
+        is_leaf=lambda leaf: isinstance(leaf, QTensor),
+    )
+    structured = _is_described(plain, values)
+    node, shapes = _inputs_of(quantized.inputs, values)
+    contents = _Contents(
+        affines=tuple(
+            _Scale(key, _Numbers.of(scale), None if zero is None else _Numbers.of(zero))
+            for key, (scale, zero) in quantized.affines.items()
+        ),
+        report=quantized.report,
+        structured=structured,
+        shapes=shapes,
+    )
+    data = {
+        "version": _VERSION,
+        "plan": quantized.plan.to_dict(values),
+        "inputs": node,
+        **to_json("save", contents, _Contents, values),
+    }
+    text = json.dumps(data, separators=(",", ":"))
+    return plain if structured else leaves_by_path(plain), text
+
+
+def unbound(tree: Any, text: str, values: Values) -> Unbound:
+    """Returns a quantized function without the function.
+
+    Raises:
+      ValueError: the JSON is not what `contents_of` returns.
+    """
+    with nesting("load"):
+        try:
+            data = json.loads(text)
+        except ValueError:
+            data = None
+        fields = check_version("load", data, _VERSION)
+        plan = Plan.from_dict(fields.pop("plan", None), values)
+        node = fields.pop("inputs", None)
+        contents = record_from_json("load", fields, _Contents, values, "the quantized function")
+        inputs = _inputs(node, dict(contents.shapes), values)
+    affines = {each.key: _affine(each) for each in contents.affines}
+    plan.check_affines("load", affines)
+    return Unbound(tree, plan, affines, contents.report, inputs, contents.structured)
+
+
+def _affine(each: _Scale) -> Affine:
+    zero = each.zero_point
+    return Affine(each.scale.array(), None if zero is None else zero.array())
+
+
+def _is_described(tree: Any, values: Values) -> bool:
+    """Whether files hold a tree as it is, and not its leaves alone."""
+    try:
+        describe(tree, values)
+    except TypeError:
+        return False
+    return True
+
+
+def _inputs_of(inputs: Any, values: Values) -> tuple[Any, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Returns what files hold of inputs, and the shapes of their arrays by name; nothing where they
+    are no trees of arrays.
+    """
+    if inputs is None:
+        return None, ()
+    try:
+        node, named = describe(inputs, values)
+    except (TypeError, ValueError):
+        return None, ()
+    arrays = [pair for path, leaf in named for pair in tensors_of(path, leaf)]
+    return node, tuple((name, tuple(array.shape)) for name, array in arrays)
+
+
+def _inputs(node: Any, shapes: dict[str, tuple[int, ...]], values: Values) -> Any:
+    if node is None:
+        return None
+
+    def read(name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        fits = name in shapes and min(shapes[name], default=0) >= 0
+        _check(fits, "inputs without shapes")
+        return jax.ShapeDtypeStruct(shapes[name], dtype)
+
+    inputs = map_stored(lambda leaf: leaf.make(read), parse(node, values))
+    _check(isinstance(inputs, tuple), "inputs that are no tuple")
+    return inputs
+
+
+def _check(fits: Any, given: str) -> None:
+    require_that(
+        fits,
+        error=ValueError,
+        function="load",
+        problem="what the file says of its quantized function is not understood.",
+        given=given,
+        expected="a plan, scales of activations, a report and inputs, as jqx.save writes them",
+        mend="write the file again, with jqx.save(path, quantized).",
+    )

@@ -1,0 +1,157 @@
+"""`ptq` of a linen module: the one call, on its variables."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flax import errors
+from flax import linen as nn
+from flax.core import meta, unfreeze
+
+from .._calls import called
+from .._checks import check_instance, require_that
+from .._errors import message
+from ..policy import Policy
+from ..ptq import Algorithm, Quantized, Unbound
+from ..ptq import ptq as ptq_of_function
+from ..ptq._shared import Target
+from ._state import State
+
+Variables = Mapping[str, Any]
+
+
+@called("linen.ptq", "call it in two steps: jqx.linen.ptq(module, policy)(variables, batches).")
+def ptq(
+    module: nn.Module,
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    target: Target = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Callable[[Variables, Iterable[Any]], Quantized]:
+    """Quantizes a linen module after training: `ptq(module, policy)(variables, batches)`.
+
+    It is `jqx.ptq` of `module.apply`: `quantized.function(quantized.params, *args)` applies the
+    module on integers. Its `params` are the variables, with QTensors among those of the collection
+    `params`, and without boxes such as `nn.Partitioned`; other collections stay as they are and
+    have no weights. `jqx.linen.quantize` is for training, and for what a module keeps of a call.
+
+    Args:
+      module: any float module, bound to nothing.
+      policy: what is quantized; paths are those in `variables["params"]`.
+      algorithm: as in `jqx.ptq`; its `params` are the variables.
+      target: as in `jqx.ptq`.
+      progress: as in `jqx.ptq`.
+      **kwargs: of every call, as for `module.apply`, such as `method=`, `mutable=`, `rngs=` and
+        keyword arguments of the module. Calls may give others: `quantized(x, rngs=...)`.
+
+    Returns:
+      A function of variables and of batches: each a tuple of the arguments of the module, or a lone
+      one. It returns a `jqx.Quantized`, which `jqx.save` writes; after `jqx.load`, `bind` of
+      `jqx.linen` makes it of the module again.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: `module` is bound or quantized already; or as for `jqx.ptq`.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> x, module = jnp.ones((1, 64)), nn.Dense(8)
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> quantized = jqx.linen.ptq(module, jqx.presets.w8a8(), progress=False)(variables, [x])
+      >>> quantized
+      Quantized(1 of 1 contractions, 2,080 bytes of parameters become 576)
+      >>> y = jax.jit(quantized.function)(quantized.params, x)
+      >>> bool(jnp.allclose(y, module.apply(variables, x), atol=0.02))
+      True
+    """
+    function = _applied("linen.ptq", module, kwargs)
+
+    def quantize(variables: Variables, batches: Iterable[Any]) -> Quantized:
+        mend = "pass the variables that module.init returns."
+        check_instance("linen.ptq", "variables", variables, Mapping, mend=mend)
+        plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
+        require_that(
+            "params" in plain,
+            error=ValueError,
+            function="linen.ptq",
+            problem="the variables have no parameters.",
+            given=f"the collections {', '.join(map(repr, plain)) or '(none)'}",
+            expected="a collection 'params'",
+            mend="pass what module.init returns, or {'params': params}.",
+        )
+        names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
+        options: Any = {"names": names, "target": target, "progress": progress}
+        return ptq_of_function(function, policy, algorithm, **options)(plain, batches)
+
+    return quantize
+
+
+@called("linen.bind", "pass the module second: jqx.linen.bind(jqx.load(path), module).")
+def bind(
+    unbound: Unbound,
+    module: nn.Module,
+    like: Any = None,
+    *,
+    target: Target = None,
+    **kwargs: Any,
+) -> Quantized:
+    """Returns the quantized module of a file, bit for bit the one that was saved.
+
+    Args:
+      unbound: what `jqx.load` returns.
+      module: the module that was quantized.
+      like: as in `jqx.Unbound.bind`.
+      target: as in `jqx.ptq`.
+      **kwargs: of every call, those of `jqx.linen.ptq`.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: the module is not the one that was quantized; or as for `jqx.Unbound.bind`.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp, tempfile
+      >>> from flax import linen as nn
+      >>> path, module, x = tempfile.mkdtemp() + "/dense.safetensors", nn.Dense(8), jnp.ones((1, 4))
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> quantize = jqx.linen.ptq(module, jqx.presets.w8a16(), progress=False)
+      >>> jqx.save(path, quantize(variables, [x]))
+      >>> jqx.linen.bind(jqx.load(path), module)(x).shape
+      (1, 8)
+    """
+    mend = "pass what jqx.load returns of a quantized module."
+    check_instance("linen.bind", "unbound", unbound, Unbound, mend=mend)
+    function = _applied("linen.bind", module, kwargs)
+    try:
+        return unbound.bind(function, like, target=target)
+    except errors.FlaxError as error:
+        raise ValueError(
+            message(
+                "linen.bind",
+                "the module does not take the variables of the file.",
+                given=f"{type(module).__name__}: {str(error).splitlines()[0]}",
+                expected=f"the module that was quantized, of {len(unbound.plan.weights)} weights",
+                mend="make it with the fields that it had.",
+            )
+        ) from error
+
+
+def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a module as a function of its variables."""
+    check_instance(function, "module", module, nn.Module, mend="pass a linen module.")
+    state = "quantized" if module.scope is None else "bound"
+    require_that(
+        module.scope is None and not isinstance(module, State),
+        error=ValueError,
+        function=function,
+        problem="this module cannot be quantized.",
+        given=f"{type(module).__name__}, {state} already",
+        expected="a float module, unbound",
+        mend="pass the float module itself.",
+    )
+
+    def apply(variables: Any, *args: Any, **more: Any) -> Any:
+        return module.apply(variables, *args, **{**kwargs, **more})
+
+    return apply

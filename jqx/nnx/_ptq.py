@@ -1,0 +1,171 @@
+"""`ptq` of an nnx model: the one call, on the values of its variables."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._calls import called
+from .._checks import check_instance, require_that
+from ..policy import Policy
+from ..ptq import Algorithm, Quantized, Unbound
+from ..ptq import ptq as ptq_of_function
+from ..ptq._shared import Target
+from ._pure import leaves_by_path, values, was_written, with_values
+from ._quantize import check_float
+
+
+@called("nnx.ptq", "call it in two steps: jqx.nnx.ptq(model, policy)(batches).")
+def ptq(
+    model: nnx.Module,
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    method: str = "__call__",
+    target: Target = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Callable[[Iterable[Any]], Quantized]:
+    """Quantizes an nnx model after training: `ptq(model, policy)(batches)`.
+
+    `quantized.function(quantized.params, *args)` calls the model on integers, and is pure: `params`
+    are nested dicts of the values of its variables, by their paths, with QTensors in the place of
+    weights. Streams of random numbers stay in the function. A call that writes a variable, such as
+    a running mean in training or a cache, is an error: `jqx.nnx.quantize` is for such models.
+    `model` is not changed; the weights are those that it has when batches are given.
+
+    Args:
+      model: any float model.
+      policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
+      algorithm: as in `jqx.ptq`; its `params` are those nested dicts.
+      method: name of the method that is called.
+      target: as in `jqx.ptq`.
+      progress: as in `jqx.ptq`.
+      **kwargs: keyword arguments of every call. Calls may give others.
+
+    Returns:
+      A function of batches: each a tuple of the arguments of the model, or a lone one. It returns a
+      `jqx.Quantized`, which `jqx.save` writes; after `jqx.load`, `bind` of `jqx.nnx` makes it of
+      the model again.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: `model` or a part of it is quantized already, or a call writes a variable; or as
+        for `jqx.ptq`.
+
+    Example:
+      >>> import jax, jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model, x = nnx.Linear(64, 8, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+      >>> quantized = jqx.nnx.ptq(model, jqx.presets.w8a8(), progress=False)([x])
+      >>> quantized
+      Quantized(1 of 1 contractions, 2,080 bytes of parameters become 576)
+      >>> bool(jnp.allclose(jax.jit(quantized.function)(quantized.params, x), model(x), atol=0.02))
+      True
+    """
+    check_float("nnx.ptq", model)
+
+    def quantize(batches: Iterable[Any]) -> Quantized:
+        function, state = _called(model, method, kwargs)
+        names = {
+            "/".join(map(str, path)): None
+            for path, variable in nnx.to_flat_state(state)
+            if not isinstance(variable, nnx.Param)
+        }
+        options: Any = {"names": names, "target": target, "progress": progress}
+        return ptq_of_function(function, policy, algorithm, **options)(values(state), batches)
+
+    return quantize
+
+
+@called("nnx.bind", "pass the model second: jqx.nnx.bind(jqx.load(path), model).")
+def bind(
+    unbound: Unbound,
+    model: nnx.Module,
+    *,
+    method: str = "__call__",
+    target: Target = None,
+    **kwargs: Any,
+) -> Quantized:
+    """Returns the quantized model of a file, bit for bit the one that was saved.
+
+    Args:
+      unbound: what `jqx.load` returns.
+      model: a model of the structure of the one that was quantized; its values are not used, and it
+        may be abstract, from `nnx.eval_shape`. Streams of random numbers are taken from it.
+      method: name of the method that is called.
+      target: as in `jqx.ptq`.
+      **kwargs: keyword arguments of every call, those of `jqx.nnx.ptq`.
+
+    Raises:
+      TypeError: an argument has another type.
+      ValueError: the model is not the one that was quantized; or as for `jqx.Unbound.bind`.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp, tempfile
+      >>> from flax import nnx
+      >>> model, x = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jnp.ones((1, 4))
+      >>> path = tempfile.mkdtemp() + "/linear.safetensors"
+      >>> jqx.save(path, jqx.nnx.ptq(model, jqx.presets.w8a16(), progress=False)([x]))
+      >>> jqx.nnx.bind(jqx.load(path), model)(x).shape
+      (1, 8)
+    """
+    mend = "pass what jqx.load returns of a quantized model."
+    check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
+    check_float("nnx.bind", model)
+    return unbound.bind(_called(model, method, kwargs)[0], target=target)
+
+
+def _called(
+    model: nnx.Module, method: str, kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Any]:
+    """Returns a model as a function of the values of its variables, and their state."""
+    graphdef, streams, state = nnx.split(model, nnx.RngState, ...)
+    empty = nnx.map_state(lambda _, variable: variable.replace(None), state)
+    paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+
+    def call(params: Any, *args: Any, **more: Any) -> Any:
+        _check_paths(paths, params)
+        own = jax.tree.map(lambda x: x, streams)  # variables of this trace
+        inner = nnx.merge(graphdef, own, with_values(empty, params))
+        before = leaves_by_path(inner)
+        out = getattr(inner, method)(*args, **{**kwargs, **more})
+        written = nnx.state(inner, lambda path, variable: was_written(path, variable, before))
+        changed = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(written)]
+        require_that(
+            not changed,
+            error=ValueError,
+            function="nnx.ptq",
+            problem=f"`{method}` writes variables, which a function of its weights cannot.",
+            given=", ".join(map(repr, changed[:4])),
+            expected="a method that reads them",
+            mend="call model.eval() first, which stops dropout and running means; or use "
+            "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
+        )
+        return out
+
+    return call, state
+
+
+def _check_paths(paths: Sequence[tuple[str, ...]], params: Any) -> None:
+    """Checks that parameters have a value for each variable."""
+
+    def has(path: tuple[str, ...]) -> bool:
+        inner = params
+        for part in path:
+            if not isinstance(inner, Mapping) or part not in inner:
+                return False
+            inner = inner[part]
+        return True
+
+    missing = ["/".join(path) for path in paths if not has(path)]
+    require_that(
+        not missing,
+        error=ValueError,
+        function="nnx.ptq",
+        problem="the parameters are not those of the model.",
+        given=f"nothing for {', '.join(map(repr, missing[:4]))}",
+        expected=f"values of {len(paths)} variables",
+        mend="pass quantized.params, of this model.",
+    )

@@ -1,0 +1,4 @@
+"""What other folders of jqx import from this one, and users do not."""
+
+from ._ptq import Target as Target
+from ._unbound import leaves_by_path as leaves_by_path

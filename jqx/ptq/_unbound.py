@@ -1,0 +1,144 @@
+"""Unbound: what `jqx.load` returns of a quantized function, whose function no file holds."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._calls import called
+from .._checks import require_that
+from .._errors import message
+from ..calibrators import Affine
+from ..diagnostics import Report
+from ..transforms import Plan
+from ..transforms._shared import (
+    check_same,
+    is_array,
+    is_quantized,
+    placed,
+    planned_signature,
+)
+from ._ptq import Target, check_whole, quantized_of, target_of
+from ._quantized import Quantized, summary
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unbound:
+    """A quantized function that was loaded from a file: all but the function, which `bind` takes.
+
+    Attributes:
+      params: weights as QTensors, laid out plainly, and the other parameters. Where `structured` is
+        false, a dict of the leaves by their paths.
+      plan: see `jqx.Quantized`, as all below.
+      affines: scales of activations, by key.
+      report: error and size of each weight.
+      inputs: shapes and dtypes of the first batch; `None` where files do not hold its containers,
+        or what is in them.
+      structured: whether `params` has the containers that the function takes: files hold dicts,
+        lists and tuples of arrays, and of other pytrees the leaves that are arrays.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> f, path = lambda w, x: x @ w, tempfile.mkdtemp() + "/model.safetensors"
+      >>> x = jnp.ones((1, 4))
+      >>> jqx.save(path, jqx.ptq(f, jqx.presets.w8a16(), progress=False)(jnp.eye(4), [x]))
+      >>> quantized = jqx.load(path).bind(f)
+      >>> quantized(x)
+      Array([[1., 1., 1., 1.]], dtype=float32)
+    """
+
+    params: Any
+    plan: Plan
+    affines: Mapping[str, Affine]
+    report: Report
+    inputs: tuple[Any, ...] | None
+    structured: bool = True
+
+    @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
+    def bind(self, f: Callable[..., Any], like: Any = None, *, target: Target = None) -> Quantized:
+        """Returns the quantized function of `f`: the one that was saved, bit for bit.
+
+        Args:
+          f: the function that was quantized, or another of the same parameters and contractions:
+            the fingerprint of the plan is checked.
+          like: parameters of the structure that `f` takes, float, quantized or
+            `jax.ShapeDtypeStruct`, such as `jax.eval_shape(init, key)`; all that are no arrays are
+            taken from it. Needed where `structured` is false.
+          target: for which weights are laid out, as in `jqx.ptq`.
+
+        Raises:
+          TypeError: `f` is no function.
+          ValueError: `f` or `like` is not what was quantized, `like` is needed, or `target` is
+            unknown.
+        """
+        check_whole("bind", f)
+        meant = target_of("bind", target)
+        params = self.params if like is None and self.structured else self._filled(like)
+        if self.inputs is not None:
+            mend = "bind the function that was quantized; of another, make a plan anew: jqx.ptq."
+            given = placed(self.plan.params, params, self.inputs)
+            found = planned_signature("bind", f, self.plan.parameters, given)
+            check_same("bind", found, self.plan.signature, mend)
+        return quantized_of(f, self.plan, self.affines, params, self.report, self.inputs, meant)
+
+    def __repr__(self) -> str:
+        return f"Unbound({summary(self.plan, self.report)})"
+
+    def _filled(self, like: Any) -> Any:
+        """Returns the parameters in the structure of others."""
+        if like is None:
+            text = message(
+                "bind",
+                "the file does not hold the structure of the parameters.",
+                given=f"{len(self.params)} leaves by path, and no `like`",
+                expected="parameters of the structure that f takes, of any values; arrays may be "
+                "jax.ShapeDtypeStruct",
+                mend="pass it: jqx.load(path).bind(f, like=params).",
+            )
+            raise ValueError(text)
+        own = leaves_by_path(self.params) if self.structured else self.params
+        flat, tree = tree_flatten_with_path(like, is_leaf=is_quantized)
+        wanted = {_name(keys): x for keys, x in flat if is_array(x)}
+        differ = [path for path in (*wanted, *own) if (path in wanted) != (path in own)]
+        differ += [
+            path for path in wanted if path in own and _kind(wanted[path]) != _kind(own[path])
+        ]
+        first = differ[0] if differ else ""
+        require_that(
+            not differ,
+            error=ValueError,
+            function="bind",
+            problem="`like` has not the parameters of the file.",
+            given=f"{first!r}: {_kind(wanted.get(first))}",
+            expected=f"{first!r}: {_kind(own.get(first))}",
+            mend="pass parameters of the structure that was quantized, of any values.",
+        )
+        return tree.unflatten([own[_name(keys)] if is_array(x) else x for keys, x in flat])
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree that are arrays, QTensors whole, by path."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=is_quantized)
+    named = [(_name(keys), leaf) for keys, leaf in flat if is_array(leaf)]
+    twice = [path for path, n in Counter(path for path, _ in named).items() if n > 1]
+    require_that(
+        not twice,
+        error=ValueError,
+        function="save",
+        problem="two parameters have one path.",
+        given=f"{', '.join(map(repr, twice[:4]))} more than once",
+        expected="parameters whose key paths, joined by '/', differ",
+        mend="rename one: a key that holds '/' reads like a key inside of another.",
+    )
+    return dict(named)
+
+
+def _name(keys: Any) -> str:
+    return keystr(keys, simple=True, separator="/")
+
+
+def _kind(x: Any) -> str:
+    return "none" if x is None else f"{jax.numpy.dtype(x.dtype).name}{list(x.shape)}"

@@ -1,0 +1,266 @@
+"""A quantized function that is saved, loaded and bound is the same, bit for bit."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.calibrators import AbsMax
+
+PARTS = r"jqx\.[A-Za-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+NAMES = ("static", "asymmetric", "blocks", "nf4", "mx", "float")
+POLICY = jqx.Policy(
+    [
+        jqx.Rule("static", weight="int8", activation="int8"),
+        jqx.Rule("asymmetric", weight="uint4:group=16:asymmetric", activation="uint8:asymmetric"),
+        jqx.Rule("blocks", weight="int4:group=16"),
+        jqx.Rule("nf4", weight="nf4:group=16", output="int8"),
+        jqx.Rule("mx", weight="mxfp8"),
+    ]
+)
+PARAMS = {
+    name: jax.random.normal(key, (32, 32))
+    for name, key in zip(NAMES, jax.random.split(jax.random.key(0), len(NAMES)), strict=True)
+}
+X = jax.random.normal(jax.random.key(1), (3, 32))
+
+
+def f(params, x):
+    return jnp.stack([x @ params[name] for name in NAMES])
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.result_type(x) == np.result_type(y) and np.array_equal(x, y)
+
+
+def quantized_of(target=None):
+    return jqx.ptq(f, POLICY, target=target, progress=False)(PARAMS, [X, X[:2] - 1])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("quantized") / "model.safetensors"
+    quantized = quantized_of()
+    jqx.save(path, quantized)
+    return path, quantized
+
+
+def test_what_is_bound_is_what_was_saved(saved):
+    path, quantized = saved
+    loaded = jqx.load(path)
+    bound = loaded.bind(f)
+    assert isinstance(loaded, jqx.Unbound) and isinstance(bound, jqx.Quantized)
+    assert (bound.plan, bound.inputs) == (quantized.plan, quantized.inputs)
+    assert bound.plan.fingerprint == quantized.plan.fingerprint
+    assert repr(bound) == repr(quantized) and repr(loaded)[7:] == repr(bound)[9:]
+    assert str(bound.report) == str(quantized.report)
+    same(bound.params, quantized.params)
+    same(bound.affines, quantized.affines)
+    results = [jax.jit(q.function)(q.params, X) for q in (quantized, bound)]
+    same(*results)
+    np.testing.assert_allclose(bound(X), results[1], atol=1e-5)
+
+
+def test_a_file_does_not_depend_on_the_machine(saved, tmp_path):
+    path, _ = saved
+    for target in ("tpu", False):
+        other = quantized_of(target)
+        jqx.save(tmp_path / "other", other)
+        assert (tmp_path / "other").read_bytes() == path.read_bytes()
+        same(jqx.load(path).bind(f, target=target).params, other.params)
+    with jqx.interop.Archive(path) as archive:  # its weights are a tree, to whom asks for one
+        assert set(archive.paths) == set(NAMES) and archive.metadata == {}
+        same(archive.read("blocks"), other.params["blocks"])
+
+
+class Pair(NamedTuple):
+    w: jax.Array
+    inner: list
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    w: jax.Array
+    act: str = dataclasses.field(metadata={"static": True})
+
+
+W = PARAMS["static"]
+TREES = {
+    "a lone array": W,
+    "lists, tuples and None": [(W, None), {1: W}],
+    "a named tuple": Pair(W, [W]),
+    "a dataclass and a number": {"a": Layer(W, "relu"), "n": 3},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_parameters_may_be_any_pytree(name, tmp_path):
+    tree = TREES[name]
+
+    def g(params, x):
+        return [x @ w for w in jax.tree.leaves(params) if hasattr(w, "ndim")]
+
+    quantized = jqx.ptq(g, jqx.presets.w8a16(), progress=False)(tree, [X])
+    jqx.save(tmp_path / "a", quantized)
+    loaded = jqx.load(tmp_path / "a")
+    assert loaded.structured == (name in ("a lone array", "lists, tuples and None"))
+    if not loaded.structured:
+        with pytest.raises(ValueError, match="does not hold the structure") as info:
+            loaded.bind(g)
+        assert re.match(PARTS, str(info.value))
+        with pytest.raises(ValueError, match="has not the parameters") as info:
+            loaded.bind(g, like={"z": W})
+        assert re.match(PARTS, str(info.value))
+    same(loaded.bind(g, like=tree).params, quantized.params)
+    bound = loaded.bind(g, like=quantized.params) if not loaded.structured else loaded.bind(g)
+    same(bound.params, quantized.params)
+    same(bound(X), quantized(X))
+
+
+def test_several_arguments_names_and_values_of_the_user(tmp_path):
+    class Mine(AbsMax):
+        pass
+
+    mine, spec = Mine(), jqx.QSpec("int8", calibrator=Mine())
+    policy = jqx.Policy([jqx.Rule("first|1", weight="int8", activation=spec)])
+    g = lambda x, w, y, v: x @ w + y @ v  # noqa: E731
+    names = {"1": "first", "3": "1"}
+    quantize = jqx.ptq(g, policy, params=(1, 3), names=names, progress=False)
+    quantized = quantize((W, 2 * W), [(X, X)])
+    with pytest.raises(ValueError, match="neither jqx's own"):
+        jqx.save(tmp_path / "a", quantized)
+    jqx.save(tmp_path / "a", quantized, values={"mine": mine})
+    with pytest.raises(ValueError, match="'mine'"):
+        jqx.load(tmp_path / "a")
+    bound = jqx.load(tmp_path / "a", values={"mine": mine}).bind(g)
+    same(bound(X, X), quantized(X, X))
+    with pytest.raises(ValueError, match="stand in several"):
+        quantize(W, [(X, X)])
+
+
+def test_inputs_that_files_do_not_hold_are_checked_at_the_first_call(tmp_path):
+    g = lambda w, n, x: x @ w * n  # noqa: E731
+    jqx.save(tmp_path / "a", jqx.ptq(g, jqx.presets.w8a16(), progress=False)(W, [(3, X)]))
+    loaded = jqx.load(tmp_path / "a")
+    assert loaded.inputs is None and loaded.bind(g)(3, X).shape == (3, 32)
+    with pytest.raises(ValueError, match="another function"):
+        loaded.bind(lambda w, n, x: x @ w @ w * n)(3, X)
+
+
+OTHERS = {
+    "more": (lambda p, x: [f(p, x), x @ p["static"]], ValueError, "another function"),
+    "fewer": (lambda p, x: x @ p["static"], ValueError, "another function"),
+    "other keys": (lambda p, x: x @ p["q"], ValueError, "KeyError: 'q'"),
+    "no function": (PARAMS, TypeError, "`f` is not a function"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_function_is_refused_in_four_parts(saved, name):
+    g, error, fact = OTHERS[name]
+    with pytest.raises(error, match=fact) as info:
+        jqx.load(saved[0]).bind(g)
+    assert re.match(PARTS, str(info.value)) and str(info.value).startswith("jqx.bind")
+
+
+def test_targets_are_checked(saved):
+    with pytest.raises(ValueError, match=r"jqx\.bind: `target` is unknown") as info:
+        jqx.load(saved[0]).bind(f, target="npu")
+    assert "target=False" in str(info.value)
+
+
+def _changed(path, out, change):
+    """Writes a file with other metadata."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    described = json.loads(header["__metadata__"]["jqx.quantized"])
+    described = change(described)
+    header["__metadata__"]["jqx.quantized"] = (
+        described if isinstance(described, str) else json.dumps(described)
+    )
+    text = json.dumps(header).encode()
+    out.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def _set(*keys, to):
+    def change(data):
+        inner = data
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = to
+        return data
+
+    return change
+
+
+SCALE = ("affines", 0, "scale")
+BROKEN = {
+    "no JSON": lambda data: "{",
+    "deep JSON": lambda data: "[" * 200_000,
+    "a list": lambda data: [],
+    "another version": _set("version", to=2),
+    "no version": _set("version", to="1"),
+    "another version of the plan": _set("plan", "version", to=7),
+    "no plan": _set("plan", to=None),
+    "an unknown field": _set("more", to=1),
+    "no report": lambda data: {k: v for k, v in data.items() if k != "report"},
+    "a report of text": _set("report", "kept", to="many"),
+    "an unknown key": _set("affines", 0, "key", to="nothing"),
+    "a scale of another shape": _set(*SCALE, "shape", to=[7]),
+    "a scale of no dtype": _set(*SCALE, "dtype", to="float31"),
+    "a scale of text": _set(*SCALE, "numbers", to=["x"]),
+    "a scale beyond its dtype": _set(*SCALE, "numbers", to=[1e300]),
+    "a scale of a huge integer": _set(*SCALE, "numbers", to=[10**400]),
+    "inputs of another kind": _set("inputs", to={"list": []}),
+    "inputs without shapes": _set("shapes", to=[]),
+    "inputs of no tree": _set("inputs", to={"a": 3}),
+    "shapes below zero": lambda data: {**data, "shapes": [[n, [-1]] for n, _ in data["shapes"]]},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_errors_in_four_parts(saved, tmp_path, name):
+    _changed(saved[0], tmp_path / "a", BROKEN[name])
+    with pytest.raises((ValueError, TypeError)) as info:
+        jqx.load(tmp_path / "a")
+    assert re.match(PARTS, str(info.value)), info.value
+
+
+def test_truncated_files_and_files_of_other_weights_are_refused(saved, tmp_path):
+    path, quantized = saved
+    (tmp_path / "a").write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is truncated"):
+        jqx.load(tmp_path / "a")
+    params = {**quantized.params, "float": jnp.zeros((32, 16))}
+    jqx.save(tmp_path / "a", dataclasses.replace(quantized, params=params))
+    with pytest.raises(ValueError, match=r"float32\[32, 16\]"):
+        jqx.load(tmp_path / "a").bind(f)
+    with pytest.raises(TypeError, match="a key that jqx needs"):
+        jqx.interop.save_leaves(tmp_path / "a", [X], [X], metadata={"jqx.quantized": "{}"})
+
+
+FRESH = """
+import sys, numpy as np, jqx
+from tests.interop.test_quantized import X, f
+np.save(sys.argv[2], jqx.load(sys.argv[1]).bind(f)(X))
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_computes_the_same_bits(saved, tmp_path):
+    path, quantized = saved
+    out = tmp_path / "out.npy"
+    subprocess.run([sys.executable, "-c", FRESH, str(path), str(out)], check=True)
+    same(np.load(out), np.asarray(quantized(X)))

@@ -1,0 +1,182 @@
+"""The one call on modules of Flax: the numbers of their doors, and a pure function of variables."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jqx
+import jqx.linen
+import jqx.nnx
+
+X = jax.random.normal(jax.random.key(1), (4, 16))
+W8A8 = jqx.presets.w8a8()
+QUIET = {"progress": False}
+PARTS = r"jqx\.[a-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+
+
+class Net(nn.Module):
+    """Statistics, a matrix that is no parameter, a method, and noise."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.Dense(8, name="hidden")(x))
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        fixed = self.variable("constants", "turn", lambda: jnp.eye(8))
+        return nn.Dense(3, name="out")(x @ fixed.value)
+
+    def twice(self, x):
+        return 2 * self(x)
+
+
+class Model(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs):
+        self.parts = nnx.List([nnx.Linear(16, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.noise = nnx.Dropout(0.5, rngs=rngs)
+        self.turn = nnx.Variable(jnp.eye(8))
+
+    def __call__(self, x, scale=1.0):
+        x = self.noise(self.norm(nnx.relu(self.parts[0](x))))
+        return self.parts[1](x @ self.turn.get_value()) * scale
+
+    def twice(self, x):
+        return 2 * self(x)
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and np.array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def linen():
+    module = Net()
+    variables = module.init(jax.random.key(0), X)
+    return module, variables, jqx.linen.ptq(module, W8A8, **QUIET)(variables, [X, 2 * X])
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Model(nnx.Rngs(0))
+    model.eval()
+    return model, jqx.nnx.ptq(model, W8A8, **QUIET)([X, 2 * X])
+
+
+def test_linen_has_the_numbers_of_its_door(linen):
+    module, variables, quantized = linen
+    assert isinstance(quantized, jqx.Quantized)
+    calibrate = jqx.linen.quantize(module, W8A8, mode=jqx.linen.Mode.CALIBRATE)
+    observe = jax.jit(lambda v, x: calibrate.apply(v, x, mutable=["quant_stats"])[1])
+    known = dict(variables)
+    for batch in (X, 2 * X):
+        known |= observe(known, batch)
+    whole = calibrate.clone(mode=jqx.linen.Mode.CONVERT)
+    converted = jqx.linen.convert(whole, known, X, target=jax.default_backend())
+    same(quantized(X), whole.apply(converted, X))
+    compiled = jax.jit(quantized.function)(quantized.params, X)  # scales are constants there
+    np.testing.assert_allclose(compiled, quantized(X), rtol=1e-6, atol=1e-6)
+    same(quantized.params["params"]["out"]["kernel"], converted["qparams"]["out"]["kernel"])
+    same(quantized.params["batch_stats"], dict(variables["batch_stats"]))
+
+
+def test_linen_is_ptq_of_apply(linen):
+    module, variables, quantized = linen
+    assert [w.path for w in quantized.plan.weights] == ["hidden/kernel", "out/kernel"]
+    assert [skip.op for skip in quantized.plan.skipped] == ["dot_general"]
+    names = {"params": "", "batch_stats": None, "constants": None}
+    other = jqx.ptq(module.apply, W8A8, names=names, **QUIET)(variables, [X, 2 * X])
+    assert other.plan == quantized.plan and str(other.report) == str(quantized.report)
+    same(quantized.params, other.params)
+    same(quantized.affines, other.affines)
+
+
+def test_calls_take_what_apply_takes(linen):
+    module, variables, quantized = linen
+    doubled = jqx.linen.ptq(module, W8A8, method="twice", target=False, **QUIET)
+    found = doubled({"params": variables["params"], **variables}, [X])
+    assert found.params["params"]["out"]["kernel"].layout is None
+    np.testing.assert_allclose(found(X), 2 * quantized(X), atol=0.1)
+    with pytest.raises(Exception, match="immutable"):
+        quantized(X, train=True)
+    rngs = {"dropout": jax.random.key(0)}
+    out, written = quantized(X, train=True, rngs=rngs, mutable=["batch_stats"])
+    assert out.shape == (4, 3) and list(written) == ["batch_stats"]
+
+
+def test_boxes_of_linen_are_opened():
+    init = nn.with_partitioning(nn.initializers.ones, (None, "x"))
+    module = nn.Dense(8, kernel_init=init)
+    variables = module.init(jax.random.key(0), X)
+    found = jqx.linen.ptq(module, jqx.presets.w8a16(), **QUIET)(variables, [X])
+    assert [w.path for w in found.plan.weights] == ["kernel"] and found(X).shape == (4, 8)
+
+
+def test_nnx_has_the_numbers_of_its_door(model):
+    net, quantized = model
+    assert isinstance(quantized, jqx.Quantized)
+    whole = jqx.nnx.quantize(net, W8A8, mode=jqx.nnx.Mode.CALIBRATE)
+    for batch in (X, 2 * X):
+        whole(batch)
+    jqx.nnx.convert(whole, X, target=jax.default_backend())
+    same(quantized(X), whole(X))
+    same(quantized.params["parts"]["1"]["kernel"], whole.parts[1].kernel.get_value())
+    assert [w.path for w in quantized.plan.weights] == ["parts/0/kernel", "parts/1/kernel"]
+    assert isinstance(net.parts[0].kernel, nnx.Param) and len(quantized.plan.skipped) == 1
+    np.testing.assert_array_equal(quantized(X, scale=2.0), 2 * quantized(X))
+
+
+def test_a_file_gives_back_the_same_module_and_model(linen, model, tmp_path):
+    module, _, quantized = linen
+    path = tmp_path / "linen.safetensors"
+    jqx.save(path, quantized)
+    loaded = jqx.load(path)
+    for bound in (jqx.linen.bind(loaded, module), loaded.bind(module.apply)):
+        same(bound.params, quantized.params)
+        same(bound(X), quantized(X))
+        assert repr(bound) == repr(quantized)
+    _, quantized = model
+    jqx.save(path, quantized)
+    abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(3)))
+    abstract.eval()
+    bound = jqx.nnx.bind(jqx.load(path), abstract)
+    same(bound.params, quantized.params)
+    same(bound(X), quantized(X))
+
+
+def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
+    module, variables, quantized = linen
+    net, other = model
+    jqx.save(tmp_path / "a", quantized)
+    jqx.save(tmp_path / "b", other)
+    a, b = jqx.load(tmp_path / "a"), jqx.load(tmp_path / "b")
+    training = Model(nnx.Rngs(0))
+    for run, error, fact in (
+        (lambda: jqx.linen.ptq(net, W8A8), TypeError, "`module`"),
+        (lambda: jqx.linen.ptq(module.bind(variables), W8A8), ValueError, "bound already"),
+        (lambda: jqx.linen.ptq(jqx.linen.quantize(module, W8A8), W8A8), ValueError, "quantized"),
+        (lambda: jqx.linen.ptq(module, W8A8)(X, [X]), TypeError, "`variables`"),
+        (lambda: jqx.linen.ptq(module, W8A8)({"a": {}}, [X]), ValueError, "no parameters"),
+        (lambda: jqx.linen.ptq(module, "w8a8")(variables, [X]), TypeError, "`policy`"),
+        (lambda: jqx.linen.bind(quantized, module), TypeError, "`unbound`"),
+        (lambda: jqx.linen.bind(a, nn.Dense(3)), ValueError, "does not take"),
+        (lambda: a.bind(module), TypeError, "module.apply"),
+        (lambda: b.bind(net), TypeError, r"jqx\.nnx\.bind"),
+        (lambda: jqx.ptq(net, W8A8), TypeError, r"jqx\.nnx\.ptq"),
+        (lambda: jqx.nnx.ptq(module, W8A8), TypeError, "`model`"),
+        (lambda: jqx.nnx.ptq(jqx.nnx.quantize(net, W8A8), W8A8), ValueError, "quantized parts"),
+        (lambda: jqx.nnx.ptq(training, W8A8)([X]), ValueError, r"model\.eval"),
+        (lambda: jqx.nnx.bind(b, nnx.Linear(16, 3, rngs=nnx.Rngs(0))), ValueError, "of the model"),
+        (lambda: jqx.nnx.bind(a, net), ValueError, "of the model"),
+    ):
+        with pytest.raises(error, match=fact) as info:
+            run()
+        assert re.match(PARTS, str(info.value)), info.value
