@@ -287,8 +287,7 @@ def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array
 
 
 def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
-    # XLA on CPU (jaxlib 0.10.2) decides whether its library sums these products, and folds padding
-    # into the window after that: sums that the library does not take any more are then wrong.
+    # XLA on CPU would fold padding into the window: see `_xla_cpu`.
     codes, kernel = lax.optimization_barrier((codes, kernel))
 
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -314,8 +313,8 @@ def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
 
 
 def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the sums of the codes of each output feature, lined up with the result. By an image
-    of ones: XLA on CPU (jaxlib 0.10.2) would hold the operand of a sum in int32.
+    """Returns the sums of the codes of each output feature, lined up with the result; by an image
+    of ones (see `_xla_cpu`).
     """
     ones = (1,) * len(window.strides)
     shape = [0] * rhs.ndim

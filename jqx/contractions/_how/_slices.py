@@ -170,7 +170,9 @@ def item_at(x: jax.Array, i: Any) -> jax.Array:
 
 
 def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
-    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step."""
+    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step (see
+    `_xla_cpu`).
+    """
     narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
 

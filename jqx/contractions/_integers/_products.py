@@ -164,7 +164,8 @@ def _sums_of_columns(rows: jax.Array, rhs: jax.Array, at: int, dimensions: Dimen
 def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
     """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
 
-    The rows stand on the right: sums in a row are read twice as fast after as those in a column.
+    XLA on CPU would hold the operand of a sum (see `_xla_cpu`). The rows stand on the right: sums
+    in a row are read twice as fast after as those in a column.
     """
     axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
     numbers = ((axes, axes), (leads, leads))
