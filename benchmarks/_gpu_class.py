@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from jqx.diagnostics._contraction import KINDS
 from jqx.diagnostics._hlo import Instruction, Program, is_product
+from jqx.diagnostics._hlo_kernels import kernels
 
 
 def launches(program: Program) -> int:
     """Returns how many kernels one run launches, counters of loops left out."""
-    return sum(kernel.times or 1 for kernel in program.kernels() if kernel.instruction.dims)
+    return sum(kernel.times or 1 for kernel in kernels(program) if kernel.instruction.dims)
 
 
 def classify(program: Program, weight: str, size: int) -> str:
@@ -26,7 +27,7 @@ def classify(program: Program, weight: str, size: int) -> str:
     """
     contractions: list[str] = []
     written: list[str] = []
-    for kernel in program.kernels():
+    for kernel in kernels(program):
         it = kernel.instruction
         inner = next(filter(is_product, program.contractions(it)), None)
         if inner is not None:

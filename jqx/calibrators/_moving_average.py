@@ -30,7 +30,9 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
       decay: above 0 and below 1.
 
     Returns:
-      Statistics of that structure; where either has observed nothing, the other.
+      Statistics of that structure; where either has observed nothing, the other. Of a dict without
+      the entries of observers that are no calibrator's, such as `w:dot_general:lhs@hessian`: these
+      are sums, which `jqx.merge_stats` adds up.
 
     Raises:
       TypeError: the statistics differ in structure, are no NamedTuple with `nans` and `observed`,
@@ -59,8 +61,14 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
             expected="statistics of one plan",
             mend="calibrate both with the same plan.",
         )
-        return {key: _mixed(old[key], new[key], decay) for key in old}
+        return {k: _mixed(old[k], new[k], decay) for k in old if not _is_a_sum(k, old[k])}
     return _mixed(old, new, decay)
+
+
+def _is_a_sum(key: Any, stats: Any) -> bool:
+    """Whether an entry is of an observer that is no calibrator: these are named behind an `@`."""
+    observer = str(key).rpartition(":")[2].partition("@")[2]
+    return bool(observer) and not set(_COUNTS) <= set(getattr(stats, "_fields", ()))
 
 
 def _mixed(old: Any, new: Any, decay: float) -> Any:

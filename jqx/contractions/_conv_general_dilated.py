@@ -1,6 +1,8 @@
 """`conv_general_dilated` on arrays and QTensors."""
 
+import contextlib
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import jax
@@ -136,13 +138,7 @@ def conv_general_dilated(
         return as_asked(NAME, y, output)
     check_ranks(left, right)
     _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
-    # lax checks shapes and arguments as they were given, before anything is made of them.
-    result = jax.eval_shape(
-        lambda a, b: lax.conv_general_dilated(a, b, *arguments),
-        _real_shape(left),
-        _real_shape(right),
-    )
-    window = window_of(left, right, *arguments)
+    window, result = _checked(left, right, arguments)
     for name, x in (("lhs", left), ("rhs", right)):
         if not isinstance(x, QTensor):
             as_real(NAME, name, x)
@@ -216,6 +212,26 @@ def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
             expected=f"{axes} entries",
             mend="pass one for each.",
         )
+
+
+def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
+    """Returns the window, and what has the shape of the result. lax checks shapes and arguments as
+    they were given, before anything is made of them, but where they are plainly right.
+    """
+    _, padding, lhs_dilation, *_, precision = arguments
+    as_lax_says = isinstance(padding, str) and lhs_dilation is not None
+    if not as_lax_says and isinstance(precision, (lax.Precision, NoneType)):
+        with contextlib.suppress(Exception):  # whatever it is, lax says it better
+            window = window_of(left, right, *arguments)
+            shape = window.result_shape(left.shape, right.shape)
+            if shape is not None:
+                return window, jax.ShapeDtypeStruct(shape, jnp.float32)
+    result = jax.eval_shape(
+        lambda a, b: lax.conv_general_dilated(a, b, *arguments),
+        _real_shape(left),
+        _real_shape(right),
+    )
+    return window_of(left, right, *arguments), result
 
 
 def _real_shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._hlo import SHAPED, Instruction, Kernel, Program, bits
+from ._hlo import SHAPED, Instruction, Program, bits
+from ._hlo_kernels import Kernel, kernels
 
 SCOPE = re.compile(r"jqx\[(.*?)\](?=/|\)|$)")
 KINDS = {  # of fusions, as XLA names them
@@ -70,7 +71,7 @@ def contractions_of(program: Program, platform: str) -> list[Contraction]:
     """Returns the contractions of a program for `"cpu"`, `"cuda"` or `"tpu"`, kernel by kernel."""
     return [
         _read(program, kernel, inner, platform)
-        for kernel in program.kernels()
+        for kernel in kernels(program)
         for inner in program.contractions(kernel.instruction)
     ]
 

@@ -1,21 +1,12 @@
-"""What a compiled program runs, read from the text of its optimized HLO.
-
-A kernel is an instruction that the runtime launches: a fusion, a library call, a copy. The text is
-followed from the entry into loops, branches and calls. Of each value it is known which arguments of
-the program it comes from, and whether a kernel wrote it from codes alone, in more bits than they
-have: a widened copy of a weight.
-"""
+"""A compiled program, read from the text of its optimized HLO."""
 
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 SHAPED = ("broadcast", "bitcast", "reshape", "transpose", "copy")
-VIEWS = ("bitcast", "optimization-barrier", "copy-done", "fusion-done", "async-done")
-NO_KERNEL = ("parameter", "constant", "after-all", "partition-id", "iota")
 LIBRARY = re.compile(r"matmul|gemm|conv|triton|mosaic|cudnn|tpu_custom_call|dot", re.IGNORECASE)
 MULTIPLIES = re.compile(r"/(dot_general|conv_general_dilated|ragged_dot\w*)$")
 CODES = re.compile(r"[su][248]|f8e[45]\w*|f4e2m1fn|f6\w+")
@@ -57,64 +48,6 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Value:
-    """What is known of an array: the arguments it comes from, by path; whether codes are among
-    them, and indices; and the instruction that wrote it as a widened copy of codes, if one did.
-    """
-
-    origins: frozenset[str] = frozenset()
-    codes: str = ""
-    counted: bool = False
-    widened: Instruction | None = None
-
-    @classmethod
-    def of_argument(cls, it: Instruction) -> "Value":
-        codes = it.dtype if CODES.fullmatch(it.dtype) else ""
-        return cls(frozenset({it.op_name or it.name}), codes, it.dtype in ("s32", "u32", "s64"))
-
-    @classmethod
-    def union(cls, values: Sequence[Any]) -> "Value":
-        """What is computed from all of them; the copies end here."""
-        flat = list(_flat(values))
-        origins = frozenset[str]().union(*(value.origins for value in flat))
-        codes = min((value.codes for value in flat if value.codes), key=bits, default="")
-        return cls(origins, codes, any(value.counted for value in flat))
-
-    def written_by(self, it: Instruction) -> "Value":
-        """Returns what a kernel without a contraction makes of it."""
-        alone = self.codes and not self.counted and bits(it.dtype) > bits(self.codes)
-        return replace(self, widened=it if alone and it.dtype != "pred" else None)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """An instruction that is launched, how often, and where what it reads comes from.
-
-    Attributes:
-      instruction: as it stands.
-      times: how often it runs; `None` where a loop runs until a condition fails.
-      value: what it computes, from all it reads.
-      reads: its operands, in order.
-    """
-
-    instruction: Instruction
-    times: int | None
-    value: Value
-    reads: tuple[Any, ...] = ()
-
-    @property
-    def origins(self) -> frozenset[str]:
-        """Paths of the arguments that it is computed from."""
-        return self.value.origins
-
-    @property
-    def cycles(self) -> int | None:
-        """What the compiler for TPUs expects one run to take; of memory it takes no account."""
-        found = self.instruction.attribute(r'"estimated_cycles":"(\d+)"')
-        return int(found) if found else None
-
-
-@dataclass(frozen=True)
 class Program:
     """The computations of a module, by name, each a list of instructions in order."""
 
@@ -153,12 +86,6 @@ class Program:
             elif instruction := _instruction(line):
                 current.append(instruction)
         return cls(computations, entry)
-
-    def kernels(self) -> list[Kernel]:
-        """Returns the kernels in order; those of a loop once, with the times that it runs."""
-        found: list[Kernel] = []
-        self._follow(self.entry, [], 1, found)
-        return found
 
     def contractions(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the contractions that an instruction is, calls or has fused: dots, convolutions,
@@ -238,94 +165,6 @@ class Program:
                 reading.add(it.name)
         return ""
 
-    def _follow(
-        self, name: str, arguments: list[Any], times: int | None, found: list[Kernel]
-    ) -> Any:
-        """Adds the kernels of a computation; returns what is known of its result.
-
-        Of an array that is a `Value`; of a tuple, a list.
-        """
-        known: dict[str, Any] = {}
-        result: Any = Value()
-        for it in self.computations[name]:
-            read = [known[operand] for operand in it.operands if operand in known]
-            called = it.attribute(CALLED)
-            if it.opcode == "parameter":
-                index = int(it.attribute(r"parameter\((\d+)\)"))
-                result = arguments[index] if arguments else Value.of_argument(it)
-            elif it.opcode == "tuple":
-                result = read
-            elif it.opcode == "get-tuple-element":
-                index = int(it.attribute(r"index=(\d+)"))
-                result = read[0][index] if isinstance(read[0], list) else read[0]
-            elif it.opcode in VIEWS:
-                result = read[0] if len(read) == 1 else read
-            elif it.opcode == "copy-start":
-                result = read[0]
-            elif it.opcode == "while":
-                trips = self._trips(it, self.named[name])
-                inside = None if times is None or trips is None else times * trips
-                result = _merge(read[0], self._follow(called, read, inside, found))
-            elif it.opcode == "conditional":
-                bodies = re.findall(r"%([\w.\-]+)", it.attribute(r"branch_computations=\{(.*?)\}"))
-                bodies = bodies or [
-                    it.attribute(rf"{which}_computation=%?([\w.\-]+)")
-                    for which in ("true", "false")
-                ]
-                results = [
-                    self._follow(body, [given], times, found)
-                    for body, given in zip(bodies, read[1:], strict=False)
-                ]
-                result = results[0] if results else Value()
-                for other in results[1:]:
-                    result = _merge(result, other)
-            elif it.opcode in ("call", "async-start") and called in self.computations:
-                result = self._follow(called, read, times, found)
-            elif it.opcode in NO_KERNEL:
-                result = Value()
-            else:
-                if it.opcode == "fusion-start":  # its own shape begins with the operands
-                    root = self.computations[called][-1]
-                    it = replace(it, dtype=root.dtype, dims=root.dims)
-                value = Value.union(read)
-                contracts = any(True for _ in self.contractions(it))
-                result = replace(value, codes="") if contracts else value.written_by(it)
-                found.append(Kernel(it, times, value, tuple(read)))
-            known[it.name] = result
-        return result
-
-    def _trips(self, loop: Instruction, here: Mapping[str, Instruction]) -> int | None:
-        """Returns how often a loop runs: as the compiler wrote, or by the bound of a counter."""
-        if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-            return int(known)
-        condition = loop.attribute(r"condition=%?([\w.\-]+)")
-        root = (self.computations.get(condition) or [loop])[-1]
-        sides = [self.named[condition][name] for name in root.operands if root is not loop]
-        start = here.get(loop.operands[0])
-        if "direction=LT" not in root.line or len(sides) != 2 or start is None:
-            return None
-        index = int(sides[0].attribute(r"index=(\d+)") or len(start.operands))
-        if index >= len(start.operands):
-            return None
-        first = _number(here.get(start.operands[index]), here)
-        bound = _number(sides[1], self.named[condition])
-        step = self._step(loop.attribute(CALLED), index)
-        if first is None or bound is None or not step:
-            return None
-        return max(-(-(bound - first) // step), 0)
-
-    def _step(self, body: str, index: int) -> int | None:
-        """Returns what the body of a loop adds to a counter."""
-        named, root = self.named[body], self.computations[body][-1]
-        it = named.get(root.operands[index]) if index < len(root.operands) else None
-        if it is None or it.opcode != "add":
-            return None
-        before, added = (named.get(name) for name in it.operands)
-        while before is not None and before.opcode in ("copy", "bitcast"):
-            before = named.get(before.operands[0])
-        kept = before is not None and before.attribute(r"get-tuple-element\(.*index=(\d+)")
-        return _number(added, named) if kept == str(index) else None
-
 
 def is_product(instruction: Instruction) -> bool:
     """Whether an instruction is itself a contraction: a dot, a convolution, a call of a library."""
@@ -337,14 +176,6 @@ def is_product(instruction: Instruction) -> bool:
 def bits(dtype: str) -> int:
     """Returns the bits of an element, as HLO names its dtype."""
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype) or 0)
-
-
-def _number(it: Instruction | None, named: Mapping[str, Instruction]) -> int | None:
-    """Reads an integer constant, through copies of it."""
-    while it is not None and it.opcode in ("copy", "bitcast"):
-        it = named.get(it.operands[0])
-    found = it.attribute(r" constant\((-?\d+)\)") if it is not None else ""
-    return int(found) if found else None
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -362,20 +193,3 @@ def _instruction(line: str) -> Instruction | None:
         line,
         re.sub(r"\\(.)", r"\1", name[1]) if (name := OP_NAME.search(line)) else "",
     )
-
-
-def _flat(values: Any) -> Iterator[Value]:
-    if isinstance(values, Value):
-        yield values
-    else:
-        for value in values:
-            yield from _flat(value)
-
-
-def _merge(a: Any, b: Any) -> Any:
-    """What either of two may be; a copy that one of them is counts."""
-    if isinstance(a, list) and isinstance(b, list):
-        return [_merge(x, y) for x, y in zip(a, b, strict=False)]
-    both = Value.union([a, b])
-    copies = [value.widened for value in _flat([a, b]) if value.widened is not None]
-    return replace(both, widened=copies[0] if copies else None)

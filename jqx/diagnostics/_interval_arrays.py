@@ -10,7 +10,7 @@ from jax import lax
 from .._compat import Eqn
 from ..transforms._shared import contraction_of
 from ._interval_elementwise import raised
-from ._interval_rule import Rule, any_of, dtype_of
+from ._interval_rule import Rule, dtype_of
 from ._intervals import (
     Bounds,
     Interval,
@@ -20,7 +20,6 @@ from ._intervals import (
     least,
     limits,
     most,
-    roughly,
     sum_of_products,
     summed,
     times,
@@ -67,11 +66,6 @@ def _cumsum(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
     count = max(_size(eqn, (axis,)), 1)
     total = summed(x, count)
     return total._replace(low=min(x.low, total.low), high=max(x.high, total.high))
-
-
-def _cumlogsumexp(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    count = max(_size(eqn, (eqn.params["axis"],)), 1)
-    return roughly(xs[0].low, xs[0].high + math.log(count))
 
 
 def _product(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
@@ -135,10 +129,6 @@ def _scatter_add(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
     return Bounds(low, high, total.low_error + abs(low), total.high_error + abs(high))
 
 
-def _scatter_mul(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval]:
-    return any_of(eqn, xs)
-
-
 def _dot(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
     axes, _ = eqn.params["dimension_numbers"]
     sizes = [eqn.invars[0].aval.shape[axis] for axis in axes[0]]
@@ -170,12 +160,10 @@ ARRAYS: dict[str, Rule] = {
     "reduce_prod": _product,
     "reduce_and": _reduce_bits,
     "reduce_or": _reduce_bits,
-    "reduce_xor": _reduce_bits,
     "argmax": _index,
     "argmin": _index,
     "cumsum": _cumsum,
     "cumprod": _product,
-    "cumlogsumexp": _cumlogsumexp,
     "top_k": _top_k,
     "reduce_window_sum": _window_sum,
     "gather": _gather,
@@ -183,7 +171,6 @@ ARRAYS: dict[str, Rule] = {
     "scatter-min": lambda eqn, xs: hull([xs[0].hull_only(), xs[2].hull_only()]),
     "scatter-max": lambda eqn, xs: hull([xs[0].hull_only(), xs[2].hull_only()]),
     "scatter-add": _scatter_add,
-    "scatter-mul": _scatter_mul,
     "dynamic_update_slice": lambda eqn, xs: hull([xs[0].hull_only(), xs[1].hull_only()]),
     "pad": _hull,
     "concatenate": _hull,

@@ -12,7 +12,7 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..tensor import QTensor
 from ..transforms import Plan
-from ..transforms._shared import Address, addressed, is_marked, view
+from ..transforms._shared import Address, addressed, view
 from ._accumulators import at_site
 from ._interval_loops import NOWHERE, literal, scan, while_loop
 from ._interval_notes import Notes
@@ -73,15 +73,17 @@ class Follower:
         def read(atom: Any) -> Interval:
             return literal(atom) if _compat.is_literal(atom) else env[atom]
 
-        for here, eqn in addressed(body, address):
+        for here, eqn, marked in addressed(body, address):
             operands = [read(atom) for atom in eqn.invars]
-            results = self._evaluate(eqn, operands, here)
+            results = self._evaluate(eqn, operands, here, marked)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in (*body.outvars, *also)]
 
-    def _evaluate(self, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+    def _evaluate(
+        self, eqn: Eqn, xs: list[Interval], here: Address, marked: bool
+    ) -> list[Interval]:
         name = eqn.primitive.name
-        site = self.plan.site_at(here) if is_marked(eqn) else None
+        site = self.plan.site_at(here) if marked else None
         if site is not None:
             bounds = at_site(site, eqn, xs, self.affines, self.notes.sites)
             return [rounded(bounds, eqn.outvars[0].aval.dtype)]

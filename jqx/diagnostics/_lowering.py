@@ -7,6 +7,7 @@ from typing import Any
 from .._calls import called
 from ._contraction import Contraction, contractions_of
 from ._hlo import Program
+from ._hlo_kernels import kernels
 from ._lowering_table import lowering_table
 from ._table import Table, Tabular
 from ._targets import compiled_for, target_of
@@ -106,8 +107,8 @@ def read_executable(executable: Any, target: str) -> Lowering:
     """Reads what a compiled function runs."""
     text = executable.as_text()
     program = Program.parse(text)
-    kernels = program.kernels()
-    known = [kernel for kernel in kernels if kernel.cycles is not None]
+    launched = kernels(program)
+    known = [kernel for kernel in launched if kernel.cycles is not None]
     cycles = None
     if known and all(kernel.times is not None for kernel in known):
         cycles = sum((kernel.cycles or 0) * (kernel.times or 0) for kernel in known)

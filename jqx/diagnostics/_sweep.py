@@ -101,6 +101,10 @@ def _round(x: jax.Array, spec: QSpec | None, affine: Affine | None) -> jax.Array
     return x if spec is None else QTensor.quantize(x, spec, affine).dequantize()
 
 
+class _Array:
+    """Stands for an array of the parameters; their other leaves are static."""
+
+
 class Sweep:
     """A function at its weights and batches, to be evaluated in many choices.
 
@@ -120,54 +124,26 @@ class Sweep:
         params: Any,
         batches: Sequence[Any],
     ):
-        require_that(
-            batches,
-            error=ValueError,
-            function=caller,
-            problem="there is no batch.",
-            given="parameters alone",
-            expected="one batch or more: a tuple of the other arguments, or a lone one",
-            mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
-        )
-        quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
-        require_that(
-            not quantized,
-            error=ValueError,
-            function=caller,
-            problem="a parameter is quantized already.",
-            given=f"{quantized[0]!r}" if quantized else "",
-            expected="float parameters",
-            mend="pass the parameters as they were before jqx.quantize_params.",
-        )
+        _check(caller, params, batches)
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
-        self._params, self._batches = params, batches
-        leaves, tree = jax.tree.flatten(params)
-        self._arrays = [x for x in leaves if is_array(x)]
-        self._static = [None if is_array(x) else (x,) for x in leaves], tree
-        by_address = [{site.address: site for site in plan.sites} for plan in plans]
-        addresses = sorted({address for sites in by_address for address in sites})
-        self._sites = {a: [sites.get(a) for sites in by_address] for a in addresses}
-        known = [_together(ways) for ways in self._sites.values()]
-        self._plan = dataclasses.replace(plans[0], sites=tuple(known))
+        self._arrays, self._batches = [x for x in jax.tree.leaves(params) if is_array(x)], batches
+        self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
+        self._sites = _ways(plans)
+        known = tuple(map(_together, self._sites.values()))
+        self._plan = dataclasses.replace(plans[0], sites=known)
         self._unit_of = _units(known, plans)
         self.units = list(dict.fromkeys(self._unit_of[site.path] for site in known))
         self.ops = {self._unit_of[site.path]: site.op for site in reversed(known)}
-        found = [
-            affines(plan, calibrate_batches(f, plan, params, batches, progress=False))
-            if plan.static_specs()
-            else {}
-            for plan in plans
-        ]
-        keys = {key for scales in found for key in scales}
-        self._scales = {key: [scales.get(key) for scales in found] for key in keys}
-        arguments = arguments_of(plans[0], params, batches[0])
-        self.weights = self._weights(trace_call(caller, f, plans[0].params, arguments, {}))
+        self._scales = _scales(f, plans, params, batches)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
         self._plain = [plain(self._arrays, batch) for batch in batches]
 
-    def _weights(self, call: Any) -> dict[str, jax.Array]:
+    @functools.cached_property
+    def weights(self) -> dict[str, jax.Array]:
+        """The weights that any plan quantizes, by path."""
         paths = {weight.path for plan in self.plans for weight in plan.weights}
+        call = self._call(self._arrays, self._batches[0])
         return {
             path: leaf for path, leaf in zip(call.paths, call.leaves, strict=True) if path in paths
         }
@@ -209,8 +185,7 @@ class Sweep:
         nothing = dataclasses.replace(self._plan, sites=())
 
         def loss(weights: dict[str, jax.Array], batch: Any, plain: Any) -> jax.Array:
-            arguments = self._arguments(self._arrays, batch)
-            call = trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
+            call = self._call(self._arrays, batch)
             leaves = [
                 weights.get(path, x) if path is not None else x
                 for path, x in zip(call.paths, call.leaves, strict=True)
@@ -228,16 +203,19 @@ class Sweep:
         return [path for path in self.weights if self._unit_of[path] == unit]
 
     def _arguments(self, arrays: Sequence[Any], batch: Any) -> list[Any]:
-        static, tree = self._static
+        """Returns the arguments of the function at the arrays of its parameters."""
         rest = iter(arrays)
-        leaves = [next(rest) if x is None else x[0] for x in static]
-        return arguments_of(self.plans[0], jax.tree.unflatten(tree, leaves), batch)
+        params = jax.tree.map(lambda x: next(rest) if isinstance(x, _Array) else x, self._like)
+        return arguments_of(self.plans[0], params, batch)
+
+    def _call(self, arrays: Sequence[Any], batch: Any) -> Call:
+        arguments = self._arguments(arrays, batch)
+        return trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
 
     def _metric_of_one_batch(
         self, choice: Any, arrays: Any, rounded: Any, scales: Any, batch: Any, plain: Any
     ) -> jax.Array:
-        arguments = self._arguments(arrays, batch)
-        call = trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
+        call = self._call(arrays, batch)
         for plan in self.plans:
             as_plan(self._caller, plan, call, plan.parameters)
         by_path = {path: choice[unit] for path, unit in self._unit_of.items()}
@@ -249,12 +227,55 @@ class Sweep:
         return jnp.asarray(self._metric(_evaluated(call, leaves, rules), plain))
 
     def _in_float(self, arrays: Any, batch: Any) -> Any:
-        arguments = self._arguments(arrays, batch)
         if not any(map(is_quantized, jax.tree.leaves(batch, is_leaf=is_quantized))):
-            return self._f(*arguments)
-        call = trace_call(self._caller, self._f, self.plans[0].params, arguments, {})
+            return self._f(*self._arguments(arrays, batch))
+        call = self._call(arrays, batch)
         nothing = dataclasses.replace(self._plan, sites=())
         return _evaluated(call, call.leaves, _Chosen(nothing))
+
+
+def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
+    """Checks that there are batches, and parameters in float."""
+    require_that(
+        batches,
+        error=ValueError,
+        function=caller,
+        problem="there is no batch.",
+        given="parameters alone",
+        expected="one batch or more: a tuple of the other arguments, or a lone one",
+        mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
+    )
+    quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
+    require_that(
+        not quantized,
+        error=ValueError,
+        function=caller,
+        problem="a parameter is quantized already.",
+        given=f"{quantized[0]!r}" if quantized else "",
+        expected="float parameters",
+        mend="pass the parameters as they were before jqx.quantize_params.",
+    )
+
+
+def _ways(plans: Sequence[Plan]) -> dict[tuple[int, ...], list[Site | None]]:
+    """Returns what each plan makes of each site, by address, in order."""
+    by_address = [{site.address: site for site in plan.sites} for plan in plans]
+    addresses = sorted(set().union(*by_address))
+    return {address: [sites.get(address) for sites in by_address] for address in addresses}
+
+
+def _scales(
+    f: Callable[..., Any], plans: Sequence[Plan], params: Any, batches: Sequence[Any]
+) -> dict[str, list[Affine | None]]:
+    """Returns the static scales of each plan, by key, calibrated on the batches."""
+    found = [
+        affines(plan, calibrate_batches(f, plan, params, batches, progress=False))
+        if plan.static_specs()
+        else {}
+        for plan in plans
+    ]
+    keys = set().union(*found)
+    return {key: [scales.get(key) for scales in found] for key in keys}
 
 
 def _evaluated(call: Call, leaves: Sequence[Any], rules: _Chosen) -> Any:

@@ -66,35 +66,52 @@ def pure_call(
 
     Codes are constants, which no method writes; with `constant`, all weights are.
     """
-    leaves, tree = jax.tree.flatten((args, dict(kwargs)), is_leaf=_is_whole)
-    places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
-    graph = (module, [leaves[place] for place in places])
-    rest_of_leaves = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+    graph, others, put_in = _apart(module, args, kwargs)
     graphdef, weights, own, rest = nnx.split(graph, is_coded, _is_own, ...)
+    emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
     caller = type(module).__name__
 
-    def function(params: Any, rest: Any, leaves: list[Any]) -> Any:
-        emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
-        merged = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, rest)
-        inner, nodes = merged
-        before = leaves_by_path(merged)
-        leaves = list(leaves)
-        for place, node in zip(places, nodes, strict=True):
-            leaves[place] = node
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, leaves)
+    def function(params: Any, rest: Any, others: list[Any]) -> Any:
+        # A copy of the graph: whatever `run` does to it, the module is as it was.
+        copy = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, rest)
+        before = leaves_by_path(copy)
+        inner, nodes = copy
+        inner_args, inner_kwargs = put_in(others, nodes)
         with as_float(_quantized(inner)):
             out = run(inner, *inner_args, **inner_kwargs)
-        out = to_places(caller, name, out, merged)
-        _check_attributes(caller, name, graphdef, graph, merged)
+        out = to_places(caller, name, out, copy)
+        _check_attributes(caller, name, graphdef, graph, copy)
 
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
                 return False
             return was_written(path, variable, before)
 
-        return out, nnx.state(merged, is_written)
+        return out, nnx.state(copy, is_written)
 
-    return PureCall(function, values(weights).get("0", {}), (rest, rest_of_leaves), graph)
+    return PureCall(function, values(weights).get("0", {}), (rest, others), graph)
+
+
+def _apart(
+    module: Over, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Any], Callable[[list[Any], list[Any]], Any]]:
+    """Takes the graph nodes out of arguments.
+
+    Returns:
+      The module and these nodes; the other leaves, `None` in the places of nodes; and
+      `put_in(others, nodes) -> (args, kwargs)`, which puts other ones in their place.
+    """
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)), is_leaf=_is_whole)
+    places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
+    others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+
+    def put_in(others: list[Any], nodes: list[Any]) -> Any:
+        leaves = list(others)
+        for place, node in zip(places, nodes, strict=True):
+            leaves[place] = node
+        return jax.tree.unflatten(tree, leaves)
+
+    return (module, [leaves[place] for place in places]), others, put_in
 
 
 def _quantized(module: Over) -> list[nnx.Module]:

@@ -140,6 +140,25 @@ def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
 
 def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     """Joins QTensors of one format along an axis; see `QTensor.concatenate`."""
+    axis, first = _check_joinable(function, tensors, axis), tensors[0]
+    tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
+    if not tensors:
+        return first
+    tensors, block = _in_step(_alike_elsewhere(_with_scales_alike(tensors), axis), axis)
+    values = _joined([q.values for q in tensors], axis)
+    sizes = list(tensors[0].groups.sizes)
+    sizes[axis] = block
+    return dataclasses.replace(
+        first,
+        values=values,
+        scale=_joined_scales(function, [q.scale for q in tensors], axis),
+        zero_point=_joined_zero_points(tensors, axis),
+        blocks=Groups(real_shape(values.shape, first.layout), tuple(sizes)).blocks,
+    )
+
+
+def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
+    """Checks that tensors can be joined along an axis, and returns it, counted from the front."""
     require_that(
         len(tensors) > 0,
         error=ValueError,
@@ -154,22 +173,7 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
         _check_alike(function, q, first)
     (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
     check_view(function, first, axis < first.ndim - depth_of(first))
-    tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
-    if not tensors:
-        return first
-    tensors, block = _in_step(_alike_elsewhere(_with_scales_alike(tensors), axis), axis)
-    values = _joined([q.values for q in tensors], axis)
-    zero_point = None
-    if any(q.zero_point is not None for q in tensors):
-        zero_point = _joined([_zero_point_of(q) for q in tensors], axis)
-    scales = [q.scale for q in tensors]
-    nested = hasattr(scales[0], "qtype")
-    scale = concatenate(function, scales, axis) if nested else jnp.concatenate(scales, axis)
-    sizes = (*tensors[0].groups.sizes[:axis], block, *tensors[0].groups.sizes[axis + 1 :])
-    groups = Groups(real_shape(values.shape, first.layout), sizes)
-    return dataclasses.replace(
-        first, values=values, scale=scale, zero_point=zero_point, blocks=groups.blocks
-    )
+    return axis
 
 
 def _check_alike(function: str, q: Any, first: Any) -> None:
@@ -239,6 +243,20 @@ def _with_scales_alike(tensors: Sequence[T]) -> list[T]:
         dataclasses.replace(q, scale=scale.astype(dtype))
         for q, scale in zip(tensors, scales, strict=True)
     ]
+
+
+def _joined_scales(function: str, scales: Sequence[Any], axis: int) -> Any:
+    """Joins scales, arrays or QTensors."""
+    if hasattr(scales[0], "qtype"):
+        return concatenate(function, scales, axis)
+    return jnp.concatenate(scales, axis)
+
+
+def _joined_zero_points(tensors: Sequence[Any], axis: int) -> jax.Array | None:
+    """Joins zero points; zeros where only some have them, none where none has."""
+    if all(q.zero_point is None for q in tensors):
+        return None
+    return _joined([_zero_point_of(q) for q in tensors], axis)
 
 
 def _zero_point_of(q: Any) -> jax.Array:

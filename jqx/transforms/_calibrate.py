@@ -21,7 +21,7 @@ from ._interpret import Rules, interpret
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
 from ._origin import Address, Loop
 from ._plan import Plan, Site
-from ._plan_call import as_plan, contractions, params_of
+from ._plan_call import params_of, with_contractions
 from ._trace import check_function, trace_call
 from ._weight import real_of
 from .primitives import Records
@@ -117,12 +117,11 @@ def calibrate(
 
     def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         call = trace_call("calibrate", f, params, args, kwargs)
-        known = as_plan("calibrate", plan, call, params)
+        known, found = with_contractions("calibrate", plan, call, params)
         leaves = [
             leaf if known.weight_at(path) is None else real_of(leaf)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
-        found = contractions(call)
         entries = entries_of("calibrate", known, call.jaxpr, found, given)
         rules = _Observe(known, entries=entries)
         out, seen = interpret(call.jaxpr, call.consts, leaves, rules)

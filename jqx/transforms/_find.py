@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _compat
 from .._compat import Eqn
@@ -79,14 +79,23 @@ def holds_contraction(eqn: Eqn) -> bool:
     )
 
 
-def addressed(jaxpr: Any, address: Address = ()) -> Iterator[tuple[Address, Eqn]]:
+class Addressed(NamedTuple):
+    """An equation, the address that a site in its place has, and whether it counts in addresses."""
+
+    address: Address
+    eqn: Eqn
+    is_marked: bool
+
+
+def addressed(jaxpr: Any, address: Address = ()) -> Iterator[Addressed]:
     """Yields the equations of an open jaxpr, each with the address that a site in its place has:
     that of the function around, and how many marked ones stand before it.
     """
-    marked = 0
+    count = 0
     for eqn in jaxpr.eqns:
-        yield (*address, marked), eqn
-        marked += is_marked(eqn)
+        marked = is_marked(eqn)
+        yield Addressed((*address, count), eqn, marked)
+        count += marked
 
 
 def find(
@@ -106,7 +115,7 @@ def find(
         return None if _compat.is_literal(atom) else env.get(atom)
 
     found: list[Found] = []
-    for here, eqn in addressed(jaxpr, address):
+    for here, eqn, marked in addressed(jaxpr, address):
         name = eqn.primitive.name
         inner_scope = "/".join(part for part in (scope, _compat.scope_of(eqn)) if part)
         known = tuple(map(origin_of, eqn.invars))
@@ -117,6 +126,8 @@ def find(
                 why = reason or family.excuse(eqn)
                 origins_here = known[: len(family.axes(eqn))]
                 found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
+        elif not marked and not any(known):  # nothing inside, and nothing that passes through
+            pass
         elif name in FORMS and any(True for _ in _compat.sub_jaxprs(eqn)):
             inside = _Inside(here, inner_scope, reason)
             results = FORMS[name].track(eqn, known, inside)

@@ -17,7 +17,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
 from ._affine_checks import check_sums
-from ._find import addressed, is_marked
+from ._find import addressed
 from ._origin import Address, Origin
 from ._plan import Plan, Site
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
@@ -96,9 +96,8 @@ def interpret(
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     records: Records = {}
-    for i, (here, eqn) in enumerate(addressed(jaxpr, address)):
+    for i, (here, eqn, holds_site) in enumerate(addressed(jaxpr, address)):
         operands = [read(atom) for atom in eqn.invars]
-        holds_site = is_marked(eqn)
         scope = rules.scope(here) if holds_site else contextlib.nullcontext()
         with _compat.equation_context(eqn), scope:
             results, recorded = _evaluate(eqn, operands, rules, here, holds_site)

@@ -4,7 +4,7 @@ JAX drops dead code everywhere but in a `while` (before jax 0.11). There a carri
 nothing needs is handed on as it is, so that what computes it is dead.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _compat
 from .._compat import Eqn
@@ -14,17 +14,28 @@ def live(jaxpr: Any) -> Any:
     """Returns an open jaxpr without dead code, with the same operands and results; the very same
     where there is none.
     """
-    found, _ = _compat.without_dead(jaxpr)
-    loops = _with_live_loops(found, {})
-    if loops is not found:
-        found, _ = _compat.without_dead(loops)
-    return jaxpr if _size(found) == _size(jaxpr) else found
+    found = _compat.without_dead(jaxpr)
+    size = _size(found)
+    if size.loops:
+        found = _compat.without_dead(_with_live_loops(found, {}))
+        size = _size(found)
+    return jaxpr if size == _size(jaxpr) else found
 
 
-def _size(jaxpr: Any) -> int:
-    """Returns how many equations there are, those inside of others included."""
-    inside = (body for eqn in jaxpr.eqns for body in _compat.sub_jaxprs(eqn))
-    return len(jaxpr.eqns) + sum(map(_size, inside))
+class _Size(NamedTuple):
+    """How many equations there are, those inside of others included, and how many are `while`."""
+
+    eqns: int
+    loops: int
+
+
+def _size(jaxpr: Any, known: dict[int, _Size] | None = None) -> _Size:
+    known = {} if known is None else known
+    if id(jaxpr) not in known:
+        parts = [_size(body, known) for eqn in jaxpr.eqns for body in _compat.sub_jaxprs(eqn)]
+        parts += [_Size(1, eqn.primitive.name == "while") for eqn in jaxpr.eqns]
+        known[id(jaxpr)] = _Size(sum(p.eqns for p in parts), sum(p.loops for p in parts))
+    return known[id(jaxpr)]
 
 
 def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
@@ -64,14 +75,14 @@ def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
     body, _ = _compat.open_jaxpr(closed)
     condition, _ = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
     consts = eqn.params["body_nconsts"]
-    _, asked = _compat.without_dead(condition)
+    asked = _compat.needed(condition)
     used = [id(result) in read for result in eqn.outvars]
     now = [a or b for a, b in zip(used, asked[eqn.params["cond_nconsts"] :], strict=True)]
     while now != used:
         used = now
-        _, needed = _compat.without_dead(body, used)
+        needed = _compat.needed(body, used)
         now = [a or b for a, b in zip(used, needed[consts:], strict=True)]
     carried = zip(used, body.outvars, body.invars[consts:], strict=True)
     handed_on = body.replace(outvars=[new if live else old for live, new, old in carried])
-    new, _ = _compat.without_dead(handed_on)
+    new = _compat.without_dead(handed_on)
     return closed if _size(new) == _size(body) else _compat.with_body(closed, new)

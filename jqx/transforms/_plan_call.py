@@ -74,9 +74,15 @@ def planned_signature(
     return signature_of(call, contractions(call))
 
 
-def plan_call(function: str, call: Call, policy: Policy, weights: Weights) -> Plan:
-    """Plans a traced call."""
-    found = contractions(call)
+def plan_call(
+    function: str,
+    call: Call,
+    policy: Policy,
+    weights: Weights,
+    found: list[Found] | None = None,
+) -> Plan:
+    """Plans a traced call; `found` are its contractions, where they are known."""
+    found = contractions(call) if found is None else found
     chosen, used = choose(found, policy, _dtypes(call))
     sites: list[tuple[Site, Found]] = []
     skipped: list[Skipped] = []
@@ -202,14 +208,21 @@ def _check_used(
 
 def as_plan(function: str, plan: Plan | Policy, call: Call, weights: Weights) -> Plan:
     """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
-    if isinstance(plan, Policy):
-        return plan_call(function, call, plan, weights)
+    return with_contractions(function, plan, call, weights)[0]
+
+
+def with_contractions(
+    function: str, plan: Plan | Policy, call: Call, weights: Weights
+) -> tuple[Plan, list[Found]]:
+    """Returns the plan of a call, as `as_plan` does, and the contractions of the call."""
     found = contractions(call)
+    if isinstance(plan, Policy):
+        return plan_call(function, call, plan, weights, found), found
     signature = signature_of(call, found)
     if signature != plan.signature:
         check_ranks(function, plan, found)
         plan.check_signature(function, signature)
-    return plan
+    return plan, found
 
 
 def params_of(function: str, plan: Any) -> Weights:

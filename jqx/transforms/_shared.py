@@ -10,7 +10,6 @@ from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import placed as placed
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
-from ._find import is_marked as is_marked
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import _compat
 from .._compat import Eqn
-from ._find import addressed, is_marked
+from ._find import addressed
 from ._origin import Address
 from .primitives import CONTRACTIONS, FORMS
 
@@ -68,9 +68,9 @@ class _Numbering:
                 return self.new()
             return self.number((str(atom.aval), repr(atom.val)))
 
-        for here, eqn in addressed(body, address):
+        for here, eqn, marked in addressed(body, address):
             values = list(map(read, eqn.invars))
-            if eqn.primitive.name in (FORMS if is_marked(eqn) else _TRANSPARENT):
+            if eqn.primitive.name in (FORMS if marked else _TRANSPARENT):
                 results = self.form(eqn, values, here, inside)
             else:
                 results = self.results(eqn, values)

@@ -52,6 +52,19 @@ def test_a_dict_is_averaged_entry_by_entry():
     assert mixed["d"].observed == 2
 
 
+def test_entries_of_observers_are_left_out_but_those_of_calibrators():
+    """So that `affines` has all that it asks for, whatever was observed beside it."""
+    f = lambda w, x: x @ w  # noqa: E731
+    w, batches = jnp.eye(2), [jnp.full((1, 2), c) for c in (8.0, 4.0)]
+    plan = jqx.make_plan(f, jqx.presets.w8a8())(w, batches[0])
+    observers = {".*": (jqx.observers.hessian, jqx.observers.mean, minmax)}
+    old, new = (jqx.calibrate(f, plan, observers=observers)(w, x)[1] for x in batches)
+    mixed = moving_average(old, new, 0.75)
+    assert set(old) - set(mixed) == {f":dot_general:lhs@{name}" for name in ("hessian", "mean")}
+    assert float(mixed[":dot_general:lhs@minmax"].high[0, 0]) == 7.0
+    assert float(jqx.affines(plan, mixed)[":dot_general:lhs"].scale[0, 0]) == np.float32(7 / 127)
+
+
 def test_stacked_statistics_are_averaged_where_each_has_seen_something():
     x = on_device(draw(2))
     new = jax.vmap(lambda x: absmax.observe(x, SPEC))(x)

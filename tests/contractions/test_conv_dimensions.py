@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jqx
+from jqx.contractions._what._conv_dimensions import window_of
 
 from ..numerics.oracles import assert_floats
 from ..strategies import law
@@ -53,6 +54,41 @@ def test_the_shape_is_that_of_lax_where_anything_is_left(window):
     x, w = (tensor(np.zeros(shape), "uint8") for shape in (image, kernel))
     for pair in [(x, w), (floats[0], w), (x, floats[1]), floats]:
         assert jax.eval_shape(ours, *pair).shape == expected
+
+
+@settings(law, max_examples=300)
+@given(
+    window=windows(),
+    groups=st.sampled_from([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2), (0, 1), (3, 1), (1, -1)]),
+    pads=st.integers(-9, 2),
+)
+def test_the_shape_is_known_without_lax_wherever_lax_takes_the_arguments(window, groups, pads):
+    """Of arguments that it refuses nothing is known, so that its own error is raised."""
+    image, kernel, options = window
+    options["feature_group_count"], options["batch_group_count"] = groups
+    if not isinstance(options["padding"], str):
+        options["padding"] = ((pads, 1), options["padding"][1])
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (image, kernel)]
+    theirs = functools.partial(lax.conv_general_dilated, dimension_numbers=NHWC, **options)
+    try:
+        expected = jax.eval_shape(theirs, *floats).shape
+    except (ValueError, TypeError, AssertionError):
+        expected = None
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    found = window_of(*floats, *(options[name] for name in names), NHWC, *groups, None)
+    assert found.result_shape(image, kernel) == expected
+
+
+def test_a_convolution_is_traced_without_another_trace_of_its_shape(monkeypatch):
+    x, w = tensor(np.zeros((1, 4, 4, 2)), "uint8"), tensor(np.zeros((3, 3, 2, 4)), "uint8")
+    calls = []
+    asked = jax.eval_shape
+    monkeypatch.setattr(jax, "eval_shape", lambda *args: calls.append(args) or asked(*args))
+    trace = jax.make_jaxpr(
+        lambda x, w: jqx.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+    )
+    trace(x, w)
+    assert not calls
 
 
 def check_window(window):

@@ -1,15 +1,18 @@
 """What XLA on CPU still needs help with: a test that fails says that a workaround can go."""
 
 import importlib
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import jqx
 from jqx.contractions._how import _xla_cpu
 
+from .convolutions import NHWC, convolution
 from .oracles import MATRICES
 
 LHS_FIRST = (((0,), (0,)), ((), ()))
@@ -37,6 +40,58 @@ def test_sixteen_bit_floats_are_multiplied_in_some_layouts_alone():
     bfloat16 = jnp.bfloat16
     assert multiplied((16, 128), (128, 160), MATRICES, bfloat16, "float32") == {"bf16"}
     assert multiplied((128, 16), (128, 160), LHS_FIRST, bfloat16, "float32") == {"f32"}
+
+
+def test_padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly():
+    rng = np.random.default_rng(0)
+    shapes = ((1, 2, 2, 64), (3, 3, 64, 64))
+    image, kernel = (rng.integers(-128, 128, shape, np.int8) for shape in shapes)
+    around = [(0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)]
+
+    def padded_before(image, kernel):
+        image = lax.pad(image, np.int8(0), around)
+        return convolved(image, kernel)
+
+    expected = convolution(image.astype(np.int64), kernel.astype(np.int64), (1, 1), "SAME")
+    assert np.any(np.asarray(jax.jit(padded_before)(image, kernel)) != expected)
+
+
+def convolved(image, kernel):
+    options = {"dimension_numbers": NHWC, "preferred_element_type": jnp.int32}
+    return lax.conv_general_dilated(image, kernel, (1, 1), "VALID", **options)
+
+
+def held(f, *shapes, dtype=jnp.int8):
+    """Bytes that the compiled program of a function of codes holds beside arguments and results."""
+    codes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jax.jit(f).lower(*codes).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_sum_of_codes_beside_their_product_holds_them_as_int32():
+    kernel = (3, 3, 64, 64)
+    of_kernel = lambda w: jnp.sum(w, (0, 1, 2), dtype=jnp.int32)  # noqa: E731
+    both = lambda x, w: (convolved(x, w), of_kernel(w))  # noqa: E731
+    assert held(both, (1, 8, 8, 64), kernel) >= 4 * math.prod(kernel)
+
+    def rows(x, w):
+        y = lax.dot_general(x, w, MATRICES, preferred_element_type=jnp.int32)
+        return y - jnp.sum(x, 1, dtype=jnp.int32)[:, None]
+
+    assert held(rows, (128, 256), (256, 128)) >= 4 * 128 * 256
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int4])
+def test_a_loop_over_narrow_codes_converts_all_of_them_before_it(dtype):
+    count, n = 8, 64
+
+    def loop(w):
+        def step(x, i):
+            slice_ = lax.dynamic_index_in_dim(w, i, keepdims=False)
+            return x, slice_.astype(jnp.float32) @ x
+
+        return lax.scan(step, jnp.ones(n), jnp.arange(count))[1]
+
+    assert held(loop, (count, n, n), dtype=dtype) >= count * n * n
 
 
 @pytest.mark.parametrize("name", _xla_cpu.WORKAROUNDS)

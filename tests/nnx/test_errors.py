@@ -1,5 +1,6 @@
 """What is refused, and what the messages say."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -70,6 +71,38 @@ def test_a_failed_call_changes_nothing():
         jqx.nnx.convert(model, jnp.ones((1, 3)))
     assert model.mode is Mode.CALIBRATE
     assert list(model.quant_stats) == ["kernel:dot_general:lhs"]
+
+
+class Counts(nnx.Module):
+    """Counts its calls, and hands a part of itself to a function."""
+
+    def __init__(self, rngs):
+        self.linear, self.calls = nnx.Linear(4, 2, rngs=rngs), nnx.Variable(jnp.zeros((), int))
+        self.extra = nnx.BatchNorm(2, rngs=rngs)
+
+    def __call__(self, x, other, f):
+        self.calls[...] += 1
+        self.linear.bias[...] += 1.0
+        other[...] = x[0] + 1.0
+        return f(self.extra(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"), [(Mode.SIMULATE, POLICY), (Mode.CALIBRATE, jqx.presets.w8a8())]
+)
+def test_a_method_that_raises_leaves_the_model_as_it_was(mode, policy):
+    def fails(y):
+        raise KeyError("mine")
+
+    model = jqx.nnx.quantize(Counts(nnx.Rngs(0)), policy, mode=mode)
+    kinds = [type(part) for _, part in nnx.iter_modules(model)]
+    other, state = nnx.Variable(jnp.zeros(4)), jax.tree.map(jnp.array, nnx.state(model))
+    with pytest.raises(ValueError, match=r"(?s)cannot be evaluated.*KeyError: 'mine'"):
+        model(ONES, other, fails)
+    assert not jnp.any(other[...])
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, state, nnx.state(model)))
+    assert [type(part) for _, part in nnx.iter_modules(model)] == kinds
+    assert model.mode is mode
 
 
 def test_statistics_of_fixed_scales_have_no_use():

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -288,8 +287,7 @@ def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array
 
 
 def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
-    # XLA on CPU (jaxlib 0.10.2) decides whether its library sums these products, and folds padding
-    # into the window after that: sums that the library does not take any more are then wrong.
+    # XLA on CPU would fold padding into the window: see `_xla_cpu`.
     codes, kernel = lax.optimization_barrier((codes, kernel))
 
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -315,8 +313,8 @@ def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
 
 
 def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the sums of the codes of each output feature, lined up with the result. By an image
-    of ones: XLA on CPU (jaxlib 0.10.2) would hold the operand of a sum in int32.
+    """Returns the sums of the codes of each output feature, lined up with the result; by an image
+    of ones (see `_xla_cpu`).
     """
     ones = (1,) * len(window.strides)
     shape = [0] * rhs.ndim
@@ -329,35 +327,38 @@ def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
 
 
 def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the same, of a kernel with one input feature, as a sum of shifted products."""
+    """Returns the same, of a kernel with one input feature, as a sum over its taps: each times the
+    image as it meets it, one after another.
+    """
     codes = padded(lhs.values, lhs.zero_point, window)
     zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
-    times = rhs.shape[window.outputs] // codes.shape[window.features]
-    reach = window.reach(rhs)
-
-    def product(place: tuple[int, ...]) -> jax.Array:
-        part = _under_tap(codes, place, reach, window).astype(jnp.int32)
-        part = part if zero is None else part - zero
-        part = jnp.repeat(part, times, axis=window.features) if times > 1 else part
-        return part * _tap(rhs, place, window)
-
-    places = itertools.product(*(range(rhs.shape[axis]) for axis in window.taps))
-    total = functools.reduce(jnp.add, map(product, places))
+    products = [
+        _under_tap(codes, zero, rhs, place, window) * _tap(rhs, place, window)
+        for place in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps))
+    ]
+    total = functools.reduce(jnp.add, products)
     to_source = dict(zip(window.axes.out_spec, window.axes.lhs_spec, strict=True))
-    return total.transpose([to_source[axis] for axis in range(codes.ndim)])
+    return total.transpose([to_source[axis] for axis in range(total.ndim)])
 
 
 def _under_tap(
-    codes: jax.Array, place: tuple[int, ...], reach: Sequence[int], window: Window
+    codes: jax.Array,
+    zero: jax.Array | None,
+    rhs: QTensor,
+    place: tuple[int, ...],
+    window: Window,
 ) -> jax.Array:
-    """Returns the codes that one tap of the kernel meets."""
+    """Returns what one tap of the kernel meets, less its zero points, for each output feature."""
     start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
-    for i, axis in enumerate(window.spatial):
+    for i, (axis, reach) in enumerate(zip(window.spatial, window.reach(rhs), strict=True)):
         start[axis] = place[i] * window.rhs_dilation[i]
         strides[axis] = window.strides[i]
-        count = (codes.shape[axis] - reach[i]) // strides[axis] + 1
+        count = (codes.shape[axis] - reach) // strides[axis] + 1
         limit[axis] = start[axis] + (count - 1) * strides[axis] + 1
-    return lax.slice(codes, start, limit, strides)
+    part = lax.slice(codes, start, limit, strides).astype(jnp.int32)
+    part = part if zero is None else part - zero
+    times = rhs.shape[window.outputs] // codes.shape[window.features]
+    return jnp.repeat(part, times, axis=window.features) if times > 1 else part
 
 
 def _tap(rhs: QTensor, place: tuple[int, ...], window: Window) -> jax.Array:

@@ -17,7 +17,8 @@ class HowTo(NamedTuple):
     Attributes:
       dimensions: which axes are contracted.
       precision: of float products.
-      block: where a scale changes along a contracted axis; `None` where it does not.
+      block: where a scale changes along a contracted axis; `None` where it does not, so that it may
+        leave the sum.
     """
 
     dimensions: Dimensions

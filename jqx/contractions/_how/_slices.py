@@ -1,6 +1,7 @@
 """A large operand in slices, one after another, so that no temporary is as large as it."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,25 +66,38 @@ def in_slices(
     cut = next((cut for cut in cuts if cut is not None), None)
     if cut is None:
         return compute(lhs, rhs)
-    rhs = with_own_second_scales(rhs, cut.axis)
-    lhs_axis, n = dimensions.partner(cut.axis), rhs.shape[cut.axis]
-    left = lhs if lhs_axis is None else _in_parts(lhs, lhs_axis, cut, n)
-    right = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, rhs), rhs)
-
-    @jax.checkpoint  # else the backward pass would keep the slices
-    def slice_at(i: Any) -> jax.Array:
-        part = left if lhs_axis is None else item_at(left, i)
-        return compute(
-            part, _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), right), cut, rhs)
-        )
-
-    rest = None
-    if cut.full < n:
-        tail = lhs if lhs_axis is None else lax.slice_in_dim(lhs, cut.full, n, axis=lhs_axis)
-        rest = compute(tail, rhs[(slice(None),) * cut.axis + (slice(cut.full, n),)])
+    n = rhs.shape[cut.axis]
+    left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)
+    right = _slices_of_tensor(with_own_second_scales(rhs, cut.axis), cut)
+    # Else the backward pass would keep the slices.
+    slice_at = jax.checkpoint(lambda i: compute(left.at(i), right.at(i)))
+    rest = compute(left.rest(), right.rest()) if cut.full < n else None
     if cut.axis in dimensions.rhs_contracting:
         return _summed(slice_at, cut, rest)
     return _joined(slice_at, cut, rest, dimensions.output_axis(cut.axis))
+
+
+class _Slices(NamedTuple):
+    """An operand in slices: the one of a number, and what the full ones leave over."""
+
+    at: Callable[[Any], Any]
+    rest: Callable[[], Any]
+
+
+def _slices_of_array(x: jax.Array, axis: int | None, cut: Cut, n: int) -> _Slices:
+    """Cuts an array along the axis of size `n` that meets the one that is cut, if it has it."""
+    if axis is None:
+        return _Slices(lambda i: x, lambda: x)
+    parts = _in_parts(x, axis, cut, n)
+    return _Slices(lambda i: item_at(parts, i), lambda: lax.slice_in_dim(x, cut.full, n, axis=axis))
+
+
+def _slices_of_tensor(q: QTensor, cut: Cut) -> _Slices:
+    parts = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, q), q)
+    return _Slices(
+        lambda i: _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), parts), cut, q),
+        lambda: q[(slice(None),) * cut.axis + (slice(cut.full, None),)],
+    )
 
 
 def _summed(slice_at: Slice, cut: Cut, rest: jax.Array | None) -> jax.Array:
@@ -156,7 +170,9 @@ def item_at(x: jax.Array, i: Any) -> jax.Array:
 
 
 def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
-    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step."""
+    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step (see
+    `_xla_cpu`).
+    """
     narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
 
@@ -169,21 +185,25 @@ def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
     if count < 2 or runs is None:
         return None
     n, block = q.shape[axis], q.groups.sizes[axis]
-    block = 1 if block == n else block
+    block = 1 if block == n else block  # one for all is in no slice's way
     length = n // runs
-    whole = length % block == 0
-    if length < 2 * block or (runs > 1 and not whole):
+    if length < 2 * block:
         return None
-    blocks = -(-length // block)
-    more = range(count, 4 * count) if whole else range(0)
-    fewer = range(count, 1, -1) if runs > 1 else range(0)
-    even = next((c for c in (*more, *fewer) if blocks % c == 0), None)
+    even = None
+    if length % block == 0:
+        even = _even(length // block, count, fewer=runs > 1)
     if even is not None:
         return Cut(axis, runs, length // even, even)
-    if runs > 1:
+    if runs > 1:  # what is left over would be packed in another way
         return None
-    size = max(1, blocks // count) * block
+    size = max(1, math.ceil(length / block) // count) * block
     return Cut(axis, 1, size, length // size)
+
+
+def _even(blocks: int, count: int, *, fewer: bool) -> int | None:
+    """Returns a divisor of a number of blocks: `count`, or up to four times that; or else fewer."""
+    counts = [*range(count, 4 * count), *(range(count, 1, -1) if fewer else ())]
+    return next((c for c in counts if blocks % c == 0), None)
 
 
 def _runs(q: QTensor, axis: int) -> int | None:

@@ -14,7 +14,7 @@ from ...numerics._shared import common_dtype
 from ...tensor import QTensor
 from .._integers._products import needs_shape
 from .._what._dimensions import Dimensions
-from ._blocks import shares_scale, with_own_scales
+from ._blocks import with_own_scales
 from ._convert import is_exact_in, numbers_of, parted, real_of
 from ._formulation import CPU, formulation
 from ._scales import HowTo, with_scales
@@ -62,8 +62,7 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.A
     wide = common_dtype(x.dtype, q.dtype)
     if x.dtype.itemsize == 2 and needs_shape(x, q, dimensions):
         x = x.astype(wide)  # XLA on CPU multiplies 16-bit floats in some layouts alone
-    shared = shares_scale(q, dimensions.rhs_contracting)
-    scale_after = shared and q.zero_point is None and is_exact_in(q, x.dtype)
+    scale_after = how.block is None and q.zero_point is None and is_exact_in(q, x.dtype)
     q = with_own_scales(q, dimensions.rhs_kept)
     look = look and scale_after
     by_rows = look and is_at_least(q.size, x.size)

@@ -35,4 +35,20 @@ WORKAROUNDS = {
         "are widened before.",
         ("_how._tiles.tiles", "_how._convert.convert_wide"),
     ),
+    "padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly": Workaround(
+        "Whether the int8 library sums a convolution is decided before padding is folded into its "
+        "window: a window that reaches beyond the image is then summed wrongly. So a barrier keeps "
+        "the padding apart.",
+        ("_how._conv._int8_conv",),
+    ),
+    "a_sum_of_codes_beside_their_product_holds_them_as_int32": Workaround(
+        "A sum of int8 codes that a product or a convolution reads too holds all of them in int32. "
+        "So they are summed by a product with ones.",
+        ("_how._conv._kernel_sums", "_integers._products._sums_of_rows"),
+    ),
+    "a_loop_over_narrow_codes_converts_all_of_them_before_it": Workaround(
+        "Slices of 8-bit floats or 4-bit codes that a loop converts are slices of a copy of all, "
+        "converted before it. So codes are tied to its steps.",
+        ("_how._slices._tied",),
+    ),
 }

@@ -157,5 +157,6 @@ def _shifted(product: tuple[jax.Array, jax.Array], n: jax.Array) -> jax.Array:
     """Returns the low word of `product >> n`, n from 0 to 62, as int32."""
     high, low = product
     near, far = jnp.minimum(n, 31), jnp.maximum(n - 32, 0)  # no word is shifted by 32
-    from_low = lax.bitcast_convert_type(low >> near.astype(jnp.uint32), jnp.int32)
-    return jnp.where(n < 32, from_low | (high << 1 << (31 - near)), high >> far)
+    left_of_low = lax.bitcast_convert_type(low >> near.astype(jnp.uint32), jnp.int32)
+    moved_in = high << 1 << (31 - near)  # by 32 - near bits, none of them where near is 0
+    return jnp.where(n < 32, left_of_low | moved_in, high >> far)

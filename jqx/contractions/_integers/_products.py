@@ -130,19 +130,18 @@ def rows_product(
     """
     at = len(dimensions.lhs_batch)
     m = rows.shape[at]
+    # Beside few rows, one more of ones gives the sums of the right operand.
     ones_below = right and not is_at_least(m, TALL)
     tall = rows
     if ones_below or m == 1 or turned:
         tall = jnp.concatenate([rows, _constant(rows, at, 1, int(ones_below))], axis=at)
     y = _multiply(tall, rhs, dimensions)
-    of_left = of_right = None
-    if right and ones_below:
-        of_right = _between(y, at, m, m + 1)
-    elif right:
-        of_right = _between(_multiply(_constant(rows, at, 2, 1), rhs, dimensions), at, 0, 1)
-    if left:
-        of_left = _sums_of_rows(rows, at)
-        of_left = of_left.reshape(*of_left.shape, *(1,) * len(dimensions.rhs_free))
+    of_left = _sums_of_rows(rows, at, dimensions) if left else None
+    of_right = None
+    if right:
+        of_right = (
+            _between(y, at, m, m + 1) if ones_below else _sums_of_columns(rows, rhs, at, dimensions)
+        )
     return Products(_between(y, at, 0, m), of_left, of_right)
 
 
@@ -155,16 +154,25 @@ def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
     return y[(slice(None),) * axis + (slice(start, stop),)]
 
 
-def _sums_of_rows(rows: jax.Array, at: int) -> jax.Array:
-    """Returns the sums of rows, int32 of shape (*batch, rows), as a product with ones.
+def _sums_of_columns(rows: jax.Array, rhs: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
+    """Returns the sums of the right operand, of shape (*batch, 1, *columns), as a product with
+    ones.
+    """
+    return _between(_multiply(_constant(rows, at, 2, 1), rhs, dimensions), at, 0, 1)
 
-    The rows stand on the right: sums in a row are read twice as fast after as those in a column.
+
+def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
+    """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
+
+    XLA on CPU would hold the operand of a sum (see `_xla_cpu`). The rows stand on the right: sums
+    in a row are read twice as fast after as those in a column.
     """
     axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
     numbers = ((axes, axes), (leads, leads))
     ones = _constant(rows, at, 2, 1)
     sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
-    return sums[..., 0, :]
+    sums = sums[..., 0, :]
+    return sums.reshape(*sums.shape, *(1,) * len(dimensions.rhs_free))
 
 
 def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +91,33 @@ class Window(NamedTuple):
         pairs = zip(self.taps, self.rhs_dilation, strict=True)
         return [(kernel.shape[axis] - 1) * n + 1 for axis, n in pairs]
 
+    def result_shape(self, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, ...] | None:
+        """Returns the shape of the result of operands of one rank; `None` where lax refuses them,
+        or a size is symbolic.
+        """
+        if not all(isinstance(n, int) for n in (*lhs, *rhs)):
+            return None
+        batch, features, *pixels = (lhs[axis] for axis in self.axes.lhs_spec)
+        outputs, inputs, *taps = (rhs[axis] for axis in self.axes.rhs_spec)
+        each = (self.strides, self.padding, self.lhs_dilation, self.rhs_dilation)
+        steps = (*self.strides, *self.lhs_dilation, *self.rhs_dilation)
+        groups = self.groups, self.batch_groups
+        if any(len(entries) != len(taps) for entries in each) or min((*steps, *groups)) < 1:
+            return None
+        grouped = features == inputs * self.groups and min(groups) == 1
+        if not grouped or outputs % max(groups) or batch % self.batch_groups:
+            return None
+        sizes = []
+        for n, tap, stride, (low, high), hole, apart in zip(pixels, taps, *each, strict=True):
+            span = _dilated(n, hole) + low + high
+            if span < 0:
+                return None
+            sizes.append(max(0, (span - _dilated(tap, apart)) // stride + 1))
+        shape = [0] * len(lhs)
+        for axis, n in zip(self.axes.out_spec, (batch // groups[1], outputs, *sizes), strict=True):
+            shape[axis] = n
+        return tuple(shape)
+
     def is_depthwise(self, lhs: Any) -> bool:
         """Whether each output feature reads one input feature."""
         return self.groups == lhs.shape[self.features] and self.batch_groups == 1
@@ -146,6 +174,11 @@ class Window(NamedTuple):
         return (x if batch < features else x.T).reshape(shape)
 
 
+def _dilated(n: int, step: int) -> int:
+    """Returns the length of an axis with `step - 1` places between its elements."""
+    return (n - 1) * step + 1 if n else 0
+
+
 def check_ranks(lhs: Any, rhs: Any) -> None:
     require_that(
         lhs.ndim == rhs.ndim >= 2,
@@ -174,7 +207,7 @@ def window_of(
     axes = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     rank = lhs.ndim - 2
     holes, apart = (
-        (1,) * rank if dilation is None else tuple(int(n) for n in dilation)
+        (1,) * rank if dilation is None else tuple(map(index, dilation))
         for dilation in (lhs_dilation, rhs_dilation)
     )
     if isinstance(padding, str):
@@ -182,15 +215,15 @@ def window_of(
         reach = [(k - 1) * d + 1 if k else 0 for k, d in zip(kernel, apart, strict=True)]
         image = [lhs.shape[axis] for axis in axes.lhs_spec[2:]]
         padding = lax.padtype_to_pads(image, reach, strides, padding)
-    pairs = tuple((int(low), int(high)) for low, high in padding)
+    pairs = tuple((index(low), index(high)) for low, high in padding)
     return Window(
-        tuple(map(int, strides)),
+        tuple(map(index, strides)),
         pairs,
         holes,
         apart,
         axes,
-        int(groups),
-        int(batch_groups),
+        index(groups),
+        index(batch_groups),
         precision,
     )
 

@@ -1,0 +1,53 @@
+"""Runs an example until it plans integer products, and prints and checks their accumulators.
+
+python tests/example_bounds.py examples/digits.py
+"""
+
+import pathlib
+import runpy
+import sys
+
+import jax
+
+from jqx.diagnostics._interval_forms import Follower
+from jqx.diagnostics._interval_notes import Notes
+from jqx.diagnostics._intervals import anything
+from jqx.diagnostics._ranges import _parameter
+from jqx.transforms import _make_plan
+
+plan_call = _make_plan.plan_call
+
+
+def planned(function, call, policy, weights, *rest):
+    """What `plan_call` returns, once its sites have been looked at."""
+    plan = plan_call(function, call, policy, weights, *rest)
+    arrays = jax.tree.leaves(call.leaves)
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays) and look_at(call, plan):
+        sys.exit(0)
+    return plan
+
+
+def look_at(call, plan):
+    """Prints the accumulator of each site; returns whether any sums integers."""
+    leaves = [
+        anything(x) if path is None else _parameter(x, path, plan, {})
+        for x, path in zip(call.leaves, call.paths, strict=True)
+    ]
+    notes = Notes()
+    Follower(plan, {}, notes).run(call.jaxpr, leaves, consts=call.consts)
+    assert not notes.unknown, notes.unknown
+    assert set(notes.sites) == {site.address for site in plan.sites}
+    rows = list(notes.sites.values())
+    for row in rows:
+        print(row.path, row.op, row.sums, row.bits, row.how)
+        assert row.how in ("float", "lookup") or (row.used is not None and row.used <= 1), row
+    print(len(rows), "sites")
+    return any(row.sums is not None for row in rows)
+
+
+if __name__ == "__main__":
+    _make_plan.plan_call = planned
+    example = pathlib.Path(sys.argv[1])
+    sys.argv = [str(example)]
+    sys.path.insert(0, str(example.parent))
+    runpy.run_path(str(example), run_name="__main__")
