@@ -137,7 +137,8 @@ def _parted(step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     power = jnp.where(step < 1, power_below(step), jnp.ones_like(step))
     power = jnp.max(power, axis=tuple(range(step.ndim - 1)), keepdims=True, initial=0)
-    return power, step / power
+    # Held, so that they are not computed again for each of the sums.
+    return lax.optimization_barrier((power, step / power))
 
 
 def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
