@@ -9,7 +9,7 @@ A cell is an operation, the kinds of its operands, who shares their scales, and 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -243,19 +243,38 @@ def products(op: str, k: int) -> int:
     return 4 * k if op == "conv_general_dilated" else k
 
 
-def error(cell: Cell, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the difference of the result from float64, and the sum of magnitudes behind it."""
-    op = OPS[cell.op]
-    lhs = operand(cell.op, 0, cell.lhs, k, n)
-    rhs = operand(cell.op, 1, cell.rhs, k, n)
-    with jax.numpy_dtype_promotion("standard"):
-        result = jax.jit(op.apply)(lhs, rhs)
-        assert result.dtype == jnp.promote_types(lhs.dtype, rhs.dtype)
-    expected = op.reference(real_values(lhs), real_values(rhs))
-    assert result.shape == expected.shape
-    return np.abs(np.asarray(result, np.float64) - expected), op.reference(
-        magnitudes(lhs), magnitudes(rhs)
-    )
+def errors(
+    cells: Sequence[Cell], lengths: Sequence[int], n: int
+) -> Iterator[tuple[np.ndarray, np.ndarray] | str]:
+    """Yields, for each of some cells of one operation, the difference of the result from float64
+    and the sum of magnitudes behind it; or with what it is refused.
+    """
+    op = OPS[cells[0].op]
+    pairs = [
+        (operand(cell.op, 0, cell.lhs, k, n), operand(cell.op, 1, cell.rhs, k, n))
+        for cell, k in zip(cells, lengths, strict=True)
+    ]
+    for pair, result in zip(pairs, _results(op, pairs), strict=True):
+        if isinstance(result, str):
+            yield result
+            continue
+        with jax.numpy_dtype_promotion("standard"):
+            assert result.dtype == jnp.promote_types(pair[0].dtype, pair[1].dtype)
+        expected = op.reference(*map(real_values, pair))
+        assert result.shape == expected.shape
+        difference = np.abs(np.asarray(result, np.float64) - expected)
+        yield difference, op.reference(*map(magnitudes, pair))
+
+
+def _results(op: Op, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Returns the results of one compiled program; or of each alone, where one is refused."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.jit(lambda pairs: [op.apply(*pair) for pair in pairs])(pairs)
+    except (TypeError, ValueError) as refusal:
+        if len(pairs) == 1:
+            return [str(refusal).partition("\n")[0]]
+        return [result for pair in pairs for result in _results(op, [pair])]
 
 
 def matrix() -> str:
