@@ -51,6 +51,7 @@ from .ptq import Unbound as Unbound
 from .ptq import ptq as ptq
 from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor
+from .tensor import Segments as Segments
 from .tensor import pack_for as pack_for
 from .transforms import Plan as Plan
 from .transforms import affines as affines

@@ -168,7 +168,7 @@ def test_the_planner_alone_tells_platforms_apart():
 
 PUBLIC = {
     "jqx": """
-        Algorithm QSpec QTensor Quantized Unbound Plan Policy RoundMode Rule ptq
+        Algorithm QSpec QTensor Quantized Unbound Plan Policy RoundMode Rule Segments ptq
         round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations

@@ -8,7 +8,7 @@ from typing import Any
 from ._hlo import SHAPED, Instruction, Program, bits
 from ._hlo_kernels import Kernel, kernels
 
-SCOPE = re.compile(r"jqx\[(.*?)\](?=/|\)|$)")
+SCOPE = re.compile(r"jqx\[((?:\[[0-9]+:[0-9]+\]|.)*?)\](?=/|\)|$)")
 KINDS = {  # of fusions, as XLA names them
     "__triton_gemm": "Triton fusion",
     "__triton_nested_gemm_fusion": "Triton fusion",

@@ -180,17 +180,20 @@ def _leaves(
     named = {**dict(enumerate(args)), **kwargs}
     for name in bounds:
         _check_name(name, named, positions)
+    own: dict[Any, list[tuple[Any, str | None]]] = {}
+    for keys, leaf, path in zip(call.keys, call.leaves, call.paths, strict=True):
+        name = keys[1].idx if keys[0].idx == 0 else keys[1].key
+        own.setdefault(name, []).append((leaf, path))
     found: list[Interval] = []
-    for name in (*range(len(args)), *sorted(kwargs)):  # the order in which JAX flattens them
-        leaves = [x for x in jax.tree.leaves(named[name], is_leaf=is_quantized) if is_array(x)]
+    for name, both in own.items():
+        leaves = [leaf for leaf, _ in both]
         if name in bounds:
             pairs = _pairs(name, bounds[name], named[name])
             found += [_bounded(name, x, pair) for x, pair in zip(leaves, pairs, strict=True)]
         elif name not in positions:
             found += [anything(x) for x in leaves]
         else:
-            paths = call.paths[len(found) : len(found) + len(leaves)]
-            found += [_parameter(x, p, plan, given) for x, p in zip(leaves, paths, strict=True)]
+            found += [_parameter(x, path, plan, given) for x, path in both]
     return found
 
 

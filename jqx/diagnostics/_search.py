@@ -1,15 +1,15 @@
 """`search`: which scheme for which weight, so that the error is least within a budget."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._checks import check_instance, require_that
-from ..policy import Policy, Rule
+from ..policy import Policy
 from ..policy._shared import check_policy
 from ..transforms import Plan
-from ..transforms._shared import check_function, check_plan
+from ..transforms._shared import EACH, check_function, check_plan
+from ._found_policy import policy_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 from ._weights import bits_of
@@ -107,8 +107,12 @@ def search(
     *,
     metric: Metric = relative_error,
     additive: bool = True,
+    steps: bool = False,
 ) -> Callable[..., Assignment]:
     """Returns a function that gives each weight one of several schemes, within a budget.
+
+    A weight that is split, because rules select steps of a scan over it, is as many weights as it
+    has parts: each gets a scheme of its own.
 
     Costs are measured one weight at a time. Where they add up, `additive=True`, the assignment is
     the best one: all assignments that no other beats in bytes and error are built up, weight by
@@ -126,6 +130,9 @@ def search(
       budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`.
       metric: as for `sensitivity`.
       additive: whether the costs of several weights add up.
+      steps: whether every scan over weights is split at each of its steps: each layer of a stack
+        gets a scheme of its own. `plan` is a policy then. The policy that is found joins
+        consecutive steps of one scheme.
 
     Returns:
       `searched(params, *batches) -> Assignment`; each batch is a tuple of the other arguments of
@@ -134,8 +141,8 @@ def search(
 
     Raises:
       TypeError: `f` is no function, `candidates` is no dict of policies, `budget` no budget.
-      ValueError: no assignment meets the budget, there is no batch, no weight, or a candidate is
-        called "float".
+      ValueError: no assignment meets the budget, there is no batch, no weight, a candidate is
+        called "float", or a plan is to be split by `steps`.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -164,8 +171,22 @@ def search(
         mend='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
     )
 
+    require_that(
+        not steps or isinstance(plan, Policy),
+        error=ValueError,
+        function="search",
+        problem="a plan is made: its scans cannot be split any more.",
+        given="steps=True and a Plan",
+        expected="a policy, which each call is planned with",
+        mend="pass the policy in place of the plan.",
+    )
+
     def searched(params: Any, *batches: Any) -> Assignment:
-        base = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
+        base = plan
+        if not isinstance(base, Plan):
+            rules = [rule for way in (base, *candidates.values()) for rule in way.rules]
+            splits = EACH if steps else Policy(rules)
+            base = plan_of_batches(f, base, params, batches, splits=splits)
         known = [plan_of_batches(f, way, params, batches, base) for way in candidates.values()]
         plans = [_restricted(way, base) for way in known]
         sweep = Sweep("search", f, plans, metric, params, batches)
@@ -324,13 +345,9 @@ def _assignment(
 ) -> Assignment:
     point, measured = best
     schemes = dict(zip(problem.units, point.schemes, strict=True))
-    rules = [
-        rule
-        for unit, name in schemes.items()
-        for rule in _rules(problem.sweep.paths(unit), candidates.get(name), base)
-    ]
+    units = [(problem.sweep.paths(unit), name) for unit, name in schemes.items()]
     return Assignment(
-        policy=Policy(rules),
+        policy=policy_of(units, candidates, base),
         schemes=schemes,
         bytes=point.bytes,
         predicted=point.error,
@@ -338,17 +355,3 @@ def _assignment(
         uniform={name: (point.bytes, point.error) for name, point in uniform.items()},
         front=tuple(front),
     )
-
-
-def _rules(paths: Sequence[str], policy: Policy | None, base: Plan) -> list[Rule]:
-    """Returns a rule for each operation on a weight, or on several that one site joins."""
-    ops = dict.fromkeys(
-        site.op for site in base.sites for operand in site.operands if operand.path in paths
-    )
-    found = []
-    for op in ops:
-        choice = policy.first(paths[0], op, has_weight=True) if policy is not None else None
-        rule = choice[1] if choice else Rule()
-        path = "|".join(map(re.escape, paths))
-        found.append(dataclasses.replace(rule, path=path, op=op, optional=len(ops) > 1))
-    return found

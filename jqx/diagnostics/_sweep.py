@@ -18,17 +18,20 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
-from ..transforms import Plan, affines, calibrate_batches, make_plan
+from ..transforms import Plan, affines, calibrate_batches
 from ..transforms._shared import (
     Call,
     Records,
     Rules,
     Site,
+    Splits,
+    Weights,
     arguments_of,
     as_plan,
     interpret,
     is_array,
     is_quantized,
+    planner,
     quantize_weight,
     real_of,
     trace_call,
@@ -57,14 +60,24 @@ def plan_of_batches(
     params: Any,
     batches: Sequence[Any],
     like: Plan | None = None,
+    splits: Splits | None = None,
 ) -> Plan:
-    """Returns the plan of the first batch; parameters stand where those of another plan do, or
-    first.
+    """Returns the plan of the first batch.
+
+    Args:
+      f: the function.
+      policy: what is quantized.
+      params: its parameters.
+      batches: of its other arguments.
+      like: another plan: parameters stand, are called and are split as there.
+      splits: how scans are split without one; `None` as the policy says.
     """
     first = batches[0] if batches else ()
-    if like is None or like.params == 0:
-        return make_plan(f, policy)(params, *(first if isinstance(first, tuple) else (first,)))
-    return make_plan(f, policy, params=like.params)(*arguments_of(like, params, first))
+    if like is not None:
+        plan = planner(f, policy, Weights(like.params, like.names, splits=like.splits))
+        return plan(*arguments_of(like, params, first))
+    plan = planner(f, policy, Weights(0, splits=policy if splits is None else splits))
+    return plan(params, *(first if isinstance(first, tuple) else (first,)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,9 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
 
     An array is one tensor, named by its keys joined with "/". A QTensor is the tensors
     `<path>.values`, `<path>.scale` and `<path>.zero_point`; its format, dtype, blocks and layout
-    stand as JSON in the file's metadata. Codes of less than 8 bits are stored a byte each, as I8 or
-    U8, unless they are packed: see `QTensor.pack`.
+    stand as JSON in the file's metadata. The parts of Segments are leaves of their own, such as
+    `<path>[0:1]`. Codes of less than 8 bits are stored a byte each, as I8 or U8, unless they are
+    packed: see `QTensor.pack`.
 
     Of a `jqx.Quantized` the parameters are written, laid out plainly whatever they were laid out
     for; its plan, scales of activations, report and the shapes of its inputs stand as JSON in the
@@ -41,8 +42,8 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
 
     Args:
       path: of the file.
-      tree: nested dicts, with strings or integers for keys, lists and tuples of arrays, QTensors
-        and None; or a `jqx.Quantized`, of parameters in any pytree.
+      tree: nested dicts, with strings or integers for keys, lists and tuples of arrays, QTensors,
+        Segments and None; or a `jqx.Quantized`, of parameters in any pytree.
       values: formats of your own, and what else of yours a plan holds, by name; `jqx.load` looks
         them up by it.
 

@@ -1,15 +1,18 @@
 """What a file says of the tree in it: its structure as JSON, and which tensors make each leaf.
 
     null | {"dict": [[key, node], ...]} | {"list": [node, ...]} | {"tuple": [node, ...]}
+    {"segments": [node, ...], "axis": axis}
     {"array": name of the tensor, "dtype": dtype}
     {"qtensor": path, "fields": static fields, "values": node, "scale": node, "zero_point": node}
 
 A leaf's path is its keys, joined with "/". An array is the tensor of that name; a QTensor is the
 tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; where its scale is quantized in
-turn, `<path>.scale.values` and `<path>.scale.scale`. Names that are taken get a "~" at the end.
+turn, `<path>.scale.values` and `<path>.scale.scale`. The parts of Segments are leaves, their paths
+`<path>[0:1]` and so on. Names that are taken get a "~" at the end.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Union
 
@@ -19,8 +22,8 @@ import numpy as np
 from .. import _compat
 from .._checks import as_dtype, require_that, shown
 from .._errors import message
-from ..tensor import QTensor
-from ..tensor._shared import Values, fields_from_json, fields_to_json
+from ..tensor import QTensor, Segments
+from ..tensor._shared import Values, fields_from_json, fields_to_json, unchecked_segments
 from ._safetensors import stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
@@ -72,6 +75,10 @@ def map_stored(f: Callable[[Stored], Any], tree: Any) -> Any:
         return {key: map_stored(f, item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_stored(f, item) for item in tree)
+    if isinstance(tree, Segments):
+        parts = [map_stored(f, part) for part in tree.parts]
+        known = all(hasattr(part, "shape") for part in parts)
+        return (Segments if known else unchecked_segments)(parts, tree.axis)
     return tree if tree is None else f(tree)
 
 
@@ -106,6 +113,11 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
         if type(x) in (list, tuple):
             items = [node_of(item, (*keys, str(i))) for i, item in enumerate(x)]
             return {type(x).__name__: items}
+        if isinstance(x, Segments):
+            places = itertools.pairwise(x.bounds)
+            paths = [(*keys[:-1], f"{''.join(keys[-1:])}[{a}:{b}]") for a, b in places]
+            parts = [node_of(part, own) for part, own in zip(x.parts, paths, strict=True)]
+            return {"segments": parts, "axis": x.axis}
         _check_leaf(x, keys)
         path = "/".join(keys) or _EMPTY
         while taken & {path, *(name for name, _ in tensors_of(path, x))}:
@@ -150,7 +162,7 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
         function="save",
         problem=f"there is an object that is not stored, at {_place(keys)}.",
         given=f"an object of type {type(x).__name__}",
-        expected="dicts, lists and tuples of arrays, QTensors and None",
+        expected="dicts, lists and tuples of arrays, QTensors, Segments and None",
         mend="make numbers arrays, jnp.asarray(x), and other containers dicts.",
     )
     for name, array in tensors_of("/".join(keys) or _EMPTY, x):
@@ -206,6 +218,11 @@ def parse(node: Any, values: Values) -> Any:
     for kind in (list, tuple):
         if kind.__name__ in node and isinstance(items, list):
             return kind(parse(item, values) for item in items)
+    if set(node) == {"segments", "axis"}:
+        parts, axis = node["segments"], node["axis"]
+        if not isinstance(parts, list) or not parts or type(axis) is not int:
+            _refuse(node)
+        return unchecked_segments([_leaf_from_json(part, values) for part in parts], axis)
     return _leaf_from_json(node, values)
 
 
@@ -237,7 +254,7 @@ def _refuse(node: Any) -> NoReturn:
             "load",
             "the file describes its tree in a way that is not understood.",
             given=what[:200],
-            expected="a dict, a list, a tuple, an array, a qtensor, or null",
+            expected="a dict, a list, a tuple, segments, an array, a qtensor, or null",
             mend="write the file again, with jqx.save.",
         )
     )

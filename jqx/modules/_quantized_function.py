@@ -12,7 +12,7 @@ from .._errors import message
 from ..calibrators import Affine
 from ..gradients._shared import draws
 from ..policy import Policy
-from ..tensor import QTensor
+from ..tensor import QTensor, Segments
 from ..transforms import (
     Plan,
     calibrate,
@@ -23,7 +23,7 @@ from ..transforms import (
     quantize_params,
     simulate,
 )
-from ..transforms._shared import GivenAffines, TracedOnce, affines_seen
+from ..transforms._shared import GivenAffines, TracedOnce, affines_seen, is_whole, named_leaves
 from ._mode import Mode
 from ._scales import check_calibrated, needs_calibration
 
@@ -142,15 +142,16 @@ class QuantizedFunction:
             found = {**affines_seen(plan, seen), **found}
         if not weights:
             return {key: found[key] for key in plan.static_specs()}
-        codes = _weights(quantize_params(dequantize_params(params), plan, found), plan)
+        codes = quantize_params(dequantize_params(params), plan, found)
         own: dict[str, Any] = {
             f"{path}:weight": Affine(cast(jax.Array, q.scale), q.zero_point)
-            for path, q in codes.items()
+            for path, q in named_leaves(self.caller, codes, plan)
+            if plan.weight_at(path) is not None
         }
         return {**own, **found}
 
-    def quantize(self, params: Any) -> dict[str, QTensor]:
-        """Returns the weights as QTensors, by path."""
+    def quantize(self, params: Any) -> dict[str, QTensor | Segments]:
+        """Returns the weights as QTensors, or Segments, by path."""
         plan = self.plan(params)
         return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
 
@@ -190,20 +191,27 @@ class QuantizedFunction:
         return {**affines_seen(plan, seen), **given}
 
 
-def _weights(params: Any, plan: Plan) -> dict[str, QTensor]:
+def _weights(params: Any, plan: Plan) -> dict[str, QTensor | Segments]:
     """Returns the quantized weights of a plan, by path."""
-    flat, _ = tree_flatten_with_path(params, is_leaf=_is_quantized)
+    flat, _ = tree_flatten_with_path(params, is_leaf=is_whole)
     named = {_name(path): leaf for path, leaf in flat}
-    return {weight.path: named[weight.path] for weight in plan.weights}
+    own = _paths(plan)
+    return {path: named[path] for path in named if path in own}
+
+
+def _paths(plan: Plan) -> set[str]:
+    """Returns the paths of the parameters that a plan quantizes, or some of whose parts."""
+    own = {weight.path for weight in plan.weights}
+    return own | {split.path for split in plan.splits for x in split.parts if x.path in own}
 
 
 def _fit(params: Any, plan: Plan) -> Any:
     """Dequantizes what another method of the module multiplies as codes, and this plan does not."""
-    own = {weight.path for weight in plan.weights}
+    own = _paths(plan)
     return tree_map_with_path(
         lambda path, x: x if _name(path) in own else dequantize_params(x),
         params,
-        is_leaf=_is_quantized,
+        is_leaf=is_whole,
     )
 
 

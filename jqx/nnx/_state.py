@@ -23,8 +23,8 @@ from ..modules._shared import (
 )
 from ..policy import Policy
 from ..policy._shared import check_policy
-from ..tensor import QTensor
 from ..transforms import dequantize_params
+from ..transforms._shared import is_whole
 from ._classes import Over
 from ._variables import Found, Scale, Stat
 
@@ -147,9 +147,9 @@ OWN = ("quant_stats", "quant_scales", "learned_scales", "quant_rng", "quant_foun
 
 
 def _paths_of_codes(params: Any) -> set[str]:
-    flat, _ = jax.tree.flatten_with_path(params, is_leaf=lambda x: isinstance(x, QTensor))
+    flat, _ = jax.tree.flatten_with_path(params, is_leaf=is_whole)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, leaf in flat
-        if isinstance(leaf, QTensor)
+        if is_whole(leaf)
     }

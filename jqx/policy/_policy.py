@@ -29,6 +29,8 @@ class Policy:
         `Rule`, or a policy, such as a preset. A scheme or a spec is that of the weights alone. The
         key takes the place of the path of a rule, or of a policy that is all of one path; what a
         policy leaves in float (`exclude=` of a preset), it leaves where the key matches as well.
+        Of layers that a scan steps over, a key may select some: `"layers[0]"`, `"layers[-2:]/.*"`;
+        see `Rule`.
 
     Raises:
       TypeError: something in `rules` is no `Rule`, or a value of the dict none of the above.

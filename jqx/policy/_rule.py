@@ -9,6 +9,7 @@ from .._checks import check_instance
 from .._errors import message
 from ..tensor import QSpec
 from ..tensor._shared import FLOAT, as_spec
+from ._steps import Selector
 
 Spec = QSpec | str | None
 """How an operand is quantized: a spec, a scheme such as `"int4:group=32"`, or `None` for float."""
@@ -31,7 +32,11 @@ class Rule:
     Attributes:
       path: regular expression, matched in full against the path of the contraction: the key path of
         its weight inside the parameters, such as `blocks/0/query`, or its name scope where it has
-        none. Where several weights are joined, one rule must match each.
+        none. Where several weights are joined, one rule must match each. Of weights that a scan
+        steps over it may select steps: `layers[0]`, `layers[-2:]/attn/.*`, `layers[1:3]`. The
+        scan is split there: see `make_plan`. What stands in brackets selects steps where it is an
+        integer or a slice at the end of a part of the path, and the path matches nothing as a
+        regular expression; where the path ends with it, all below is meant too.
       op: regular expression, matched in full against the operation: `dot_general`,
         `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
       weight: spec of weights; `None` leaves them in float.
@@ -98,8 +103,21 @@ class Rule:
         """Whether the rule applies to a contraction."""
         if self.weight is not None and not has_weight:
             return False
-        named = self.op is None or re.fullmatch(self.op, op) is not None
-        return named and re.fullmatch(self.path, path) is not None
+        return self._is_for(op) and re.fullmatch(self.path, path) is not None
+
+    @property
+    def selector(self) -> Selector | None:
+        """The steps of a scan that its path selects, where it is no regular expression of a path
+        that is there.
+        """
+        return Selector.of(self.path)
+
+    def selects(self, path: str, op: str) -> bool:
+        """Whether it selects steps of a scan over the weight on a path."""
+        return self.selector is not None and self._is_for(op) and self.selector.matches(path)
+
+    def _is_for(self, op: str) -> bool:
+        return self.op is None or re.fullmatch(self.op, op) is not None
 
     def weight_for(self, op: str) -> QSpec | None:
         """Returns the spec of the weights of an operation."""

@@ -2,4 +2,5 @@
 
 from ._pack_for import pack_for as pack_for
 from ._qtensor import QTensor as QTensor
+from ._segments import Segments as Segments
 from ._spec import QSpec as QSpec

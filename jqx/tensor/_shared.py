@@ -24,6 +24,7 @@ from ._scheme import Scheme as Scheme
 from ._scheme import as_spec as as_spec
 from ._scheme import needed_spec as needed_spec
 from ._scheme import parse_scheme as parse_scheme
+from ._segments import unchecked_segments as unchecked_segments
 from ._select import refine as refine
 from ._select import sliceable as sliceable
 from ._targets import TARGETS as TARGETS

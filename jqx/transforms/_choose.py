@@ -17,7 +17,9 @@ from ..policy import Policy, Rule
 from ..tensor import QSpec
 from ._find import Found
 from ._origin import Origin
+from ._paths import Part
 from ._reasons import NO_WEIGHT
+from ._select_steps import rule_for, selecting
 
 Choice = tuple[int, Rule] | None
 """A rule and its place in the policy."""
@@ -44,13 +46,17 @@ class Chosen:
 
 
 def choose(
-    found: Sequence[Found], policy: Policy, dtypes: Mapping[str, Any]
+    found: Sequence[Found],
+    policy: Policy,
+    dtypes: Mapping[str, Any],
+    parts: Mapping[str, Part],
 ) -> tuple[list[Chosen], set[int]]:
     """Returns what becomes of each contraction, and which rules match one.
 
-    `dtypes` are those of the parameters.
+    `dtypes` are those of the parameters, `parts` those of them that are parts of one.
     """
-    choices = [_choices(item, policy) for item in found]
+    rules = selecting(found, policy, parts)
+    choices = [_choices(item, policy, rules, parts) for item in found]
     used = {choice[0] for each in choices for choice in each.values() if choice}
     uses = _uses(found, choices)
     first = {path: _first(each) for path, each in uses.items()}
@@ -75,10 +81,18 @@ class Use(NamedTuple):
     spec: QSpec | None
 
 
-def _choices(item: Found, policy: Policy) -> dict[str, Choice]:
+def _choices(
+    item: Found, policy: Policy, selecting: Mapping[int, Rule], parts: Mapping[str, Part]
+) -> dict[str, Choice]:
     """Returns the rule for each path of a contraction."""
     has_weight = any(origin is not None for origin in item.origins)
-    return {path: policy.first(path, item.op, has_weight=has_weight) for path in item.paths}
+
+    def of(path: str) -> Choice:
+        if path in parts:
+            return rule_for(policy, parts[path], item.op, selecting)
+        return policy.first(path, item.op, has_weight=has_weight)
+
+    return {path: of(path) for path in item.paths}
 
 
 def _uses(found: Sequence[Found], choices: Sequence[Mapping[str, Choice]]) -> dict[str, list[Use]]:

@@ -105,7 +105,7 @@ def convert(
         `"error"`, or `"dequantize"` to go on in float.
 
     Returns:
-      A function of the arguments of `f` with its result. Weights may be QTensors, as
+      A function of the arguments of `f` with its result. Weights may be QTensors and Segments, as
       `quantize_params` makes them; a float weight is quantized on the fly. Any other argument may
       hold QTensors too, such as a cache from `quantize_state`: `f` sees arrays of its shape and
       dtype; contractions read the codes, `dynamic_update_slice` and `select` quantize what they

@@ -1,13 +1,19 @@
 """Finding the contractions of a jaxpr, in order, and the weights that reach them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import Eqn
 from ._origin import Address, Loop, Origin
 from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
+
+_PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
+"""Name scope of a part of a scan that is split: rules know none of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Found:
         """What rules match: the path of each of its weights, or its name scope."""
         origin = self._weight
         if origin is None:
-            return (self.scope,)
+            return (_PART.sub("", self.scope),)
         return tuple(dict.fromkeys(part.path for part in origin.parts))
 
     @property
@@ -163,3 +169,32 @@ class _Inside:
     def leave(self, jaxpr: Any, reason: str) -> None:
         body, _ = _compat.open_jaxpr(jaxpr)
         self.found += find(body, [None] * len(body.invars), self.here, self.scope, reason)[0]
+
+
+def contractions(call: Any) -> list[Found]:
+    """Returns the contractions of a `Call`, in order."""
+    origins = [
+        None if path is None else Origin.of_leaf(path, len(leaf.shape))
+        for leaf, path in zip(call.leaves, call.paths, strict=True)
+    ]
+    dtypes = dtypes_of(call)
+    return [_without_integers(item, dtypes) for item in find(call.jaxpr, origins)[0]]
+
+
+def dtypes_of(call: Any) -> dict[str, Any]:
+    """Returns the dtype of each parameter of a `Call`, by path."""
+    named = zip(call.paths, call.leaves, strict=True)
+    return {path: leaf.dtype for path, leaf in named if path is not None}
+
+
+def _without_integers(item: Found, dtypes: Mapping[str, Any]) -> Found:
+    """Takes a parameter of integers for an activation where one of floats is multiplied by it."""
+
+    def real(origin: Origin | None) -> bool:
+        parts = origin.parts if origin else ()
+        return any(jnp.issubdtype(dtypes[part.path], jnp.floating) for part in parts)
+
+    if not any(map(real, item.origins)):
+        return item
+    kept = tuple(origin if real(origin) else None for origin in item.origins)
+    return dataclasses.replace(item, origins=kept)

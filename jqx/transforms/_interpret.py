@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
+from ..tensor import QTensor
 from ._affine_checks import check_sums
 from ._find import addressed
 from ._origin import Address, Origin
@@ -215,9 +217,13 @@ class _Runner:
 
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     """Evaluates a view of quantized arrays; where real values go with their codes, a view of both.
-    Returns `None` where the equation is no view of those among its operands.
+    Returns `None` where the equation is no view of those among its operands, or joins formats.
     """
-    if not _is_view(eqn, [i for i, operand in enumerate(operands) if is_coded(operand)]):
+    quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
+    if not _is_view(eqn, quantized):
+        return None
+    formats = {_format(codes_of(operands[i])) for i in quantized}
+    if len(eqn.outvars) == 1 and len(formats) > 1:  # no one tensor holds them
         return None
     seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
     if not any(isinstance(x, Trainable) for x in operands):
@@ -226,6 +232,10 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
     both = zip(seen, real, strict=True)
     return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in both]
+
+
+def _format(q: QTensor) -> Any:
+    return q.qtype, jnp.dtype(q.dtype), q.layout
 
 
 def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:

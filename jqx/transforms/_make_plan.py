@@ -29,6 +29,13 @@ def make_plan(
     The uses of one weight are decided together, by the first rule that matches any of them: all
     take the same codes, or all stay in float. What no result needs is no part of a plan.
 
+    Where rules select steps of a scan over stacked weights, such as `layers[0]`, `layers[-2:]` or
+    `layers[1:3]/mlp/.*`, the scan is split there: each part is a scan, and its contractions are
+    sites with paths such as `layers/w[0:1]`, which may stand in rules again. Negative steps count
+    from the end. All weights that the scan steps over are split with it (as are other scans over
+    them): `quantize_params` makes them `jqx.Segments`. It may stand in jit, remat, cond, while and
+    other scans, and its weights may pass through views that leave the steps apart.
+
     Args:
       f: any JAX function; it is traced, never changed.
       policy: rules; the first that matches a contraction wins.
@@ -50,9 +57,11 @@ def make_plan(
       TypeError: `f` is no function, `policy` no `Policy`, or a name no string.
       ValueError: a rule matches nothing, two rules give one weight different specs, a spec does
         not fit the contraction it is for, a path in `names` is not there, or two weights have one
-        name.
+        name; or a rule selects steps that a scan has not, or that are not those of one axis of the
+        weight.
       NotImplementedError: a weight to be quantized reaches an operation without a quantized form
-        (this one is a ValueError too: another policy fits).
+        (this one is a ValueError too: another policy fits); or a scan is to be split inside a
+        `shard_map` or a custom derivative rule.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -67,7 +76,14 @@ def make_plan(
     check_policy("make_plan", policy)
     check_unsupported("make_plan", unsupported)
     check_names("make_plan", names)
-    weights = Weights(as_params("make_plan", params), names)
+    weights = Weights(as_params("make_plan", params), names, splits=policy)
+    return planner(f, policy, weights, unsupported)
+
+
+def planner(
+    f: Callable[..., Any], policy: Policy, weights: Weights, unsupported: str = "error"
+) -> Callable[..., Plan]:
+    """Returns what `make_plan` does; weights may be split otherwise than the policy says."""
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         call = trace_call("make_plan", f, weights, args, kwargs)

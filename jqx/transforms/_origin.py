@@ -25,6 +25,7 @@ class Origin:
       merged: sets of axes of the weight that a reshape has merged: a scale varies along all or
         none.
       loops: the scans that gave a slice of the weight to each of their steps, from the outermost.
+      stepped: for each of them the axes of the weight that it steps over.
       beside: the other weights that lie beside it in the value, each with axes of its own.
     """
 
@@ -33,6 +34,7 @@ class Origin:
     merged: frozenset[frozenset[int]] = frozenset()
     loops: tuple[Loop, ...] = ()
     beside: tuple["Origin", ...] = ()
+    stepped: tuple[frozenset[int], ...] = ()
 
     @classmethod
     def of_leaf(cls, path: str, rank: int) -> "Origin":
@@ -74,9 +76,16 @@ class Origin:
 
     def step_of(self, loop: Loop) -> "Origin | None":
         """What one step of a scan over the leading axis sees."""
-        return self.through(
-            lambda part: dataclasses.replace(part, dims=part.dims[1:], loops=(*part.loops, loop))
-        )
+
+        def step(part: "Origin") -> "Origin":
+            return dataclasses.replace(
+                part,
+                dims=part.dims[1:],
+                loops=(*part.loops, loop),
+                stepped=(*part.stepped, part.dims[0]),
+            )
+
+        return self.through(step)
 
     def kept(self, dims: Iterable[int], rank: int) -> frozenset[int]:
         """Returns the axes of the weight that lie in the axes `dims` of the value alone."""

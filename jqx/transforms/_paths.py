@@ -1,14 +1,16 @@
 """What the leaves of parameters are called: their key paths, or names of the user's."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._checks import require_that
-from ..tensor import QTensor
+from ..policy import Policy
+from ..tensor import QTensor, Segments
 
 Params = int | tuple[int, ...]
 """Position, or positions, of the arguments that hold weights."""
@@ -20,6 +22,53 @@ Renamed = tuple[tuple[str, str | None], ...]
 """Paths that have another name, each with that name; `None` where they are no weights."""
 
 
+class Part(NamedTuple):
+    """Consecutive steps of a weight that a scan steps over.
+
+    Attributes:
+      path: its own, such as `layers/w[0:1]`.
+      whole: that of the weight.
+      start: the first step.
+      stop: where the last one ends.
+      length: how many steps there are in all.
+    """
+
+    path: str
+    whole: str
+    start: int
+    stop: int
+    length: int
+
+
+class Split(NamedTuple):
+    """Where a weight is split, with the scans that step over it.
+
+    Attributes:
+      path: of the weight.
+      axis: of the weight that the scans step over.
+      bounds: where the parts begin, and where the last one ends.
+    """
+
+    path: str
+    axis: int
+    bounds: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, in order."""
+        return [
+            Part(f"{self.path}[{a}:{b}]", self.path, a, b, self.bounds[-1])
+            for a, b in itertools.pairwise(self.bounds)
+        ]
+
+
+EACH = "each"
+"""Splits every scan over weights at each of its steps."""
+
+Splits = tuple[Split, ...] | Policy | Literal["each"]
+"""Where weights are split: as a plan says, as the rules of a policy do, or at each step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """Which arguments hold weights, and what these are called.
@@ -28,11 +77,13 @@ class Weights:
       params: position, or positions.
       names: the user's names; those of a plan are `Renamed`.
       lines: the parameters that a plan was made for, as its signature has them; `None` for any.
+      splits: where weights are split.
     """
 
     params: Params
     names: Names | Renamed = None
     lines: tuple[str, ...] | None = None
+    splits: Splits = ()
 
     def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
         """Returns the name of each leaf, given by its keys inside the parameters; `None` stays, and
@@ -78,17 +129,22 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return keystr(keys, simple=True, separator="/")
 
 
+def is_whole(x: Any) -> bool:
+    """Whether a node stands for one array: a QTensor, or Segments."""
+    return isinstance(x, (QTensor, Segments))
+
+
 def flatten(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of a pytree, QTensors whole, each with its keys. That of the value of an
-    `nnx.Variable` is none of them.
+    """Returns the leaves of a pytree, QTensors and Segments whole, each with its keys. That of the
+    value of an `nnx.Variable` is none of them.
     """
-    flat, _ = tree_flatten_with_path(tree, is_leaf=_is_whole)
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_whole(x) or _is_variable(x))
     found = []
     for keys, leaf in flat:
-        if isinstance(leaf, QTensor) or not _is_variable(leaf):
+        if is_whole(leaf) or not _is_variable(leaf):
             found.append((keys, leaf))
             continue
-        inside, _ = tree_flatten_with_path(leaf, is_leaf=lambda x: isinstance(x, QTensor))
+        inside, _ = tree_flatten_with_path(leaf, is_leaf=is_whole)
         found += [((*keys, *inner[1:]), value) for inner, value in inside]
     return found
 
@@ -97,10 +153,6 @@ def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed
     """Returns which paths have another name, of those that have one at all."""
     pairs = zip(paths, names, strict=True)
     return tuple((path, name) for path, name in pairs if path is not None and path != name)
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, QTensor) or _is_variable(x)
 
 
 def _is_variable(x: Any) -> bool:

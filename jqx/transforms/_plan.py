@@ -23,7 +23,7 @@ from ..tensor._shared import (
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
-from ._paths import Params, Weights, flatten
+from ._paths import Params, Split, Weights, flatten
 from ._plan_table import as_rich_table, as_text
 from ._signature import check_same, is_parameter_line
 
@@ -182,6 +182,8 @@ class Plan:
       names: key paths of parameters that `names=` of `make_plan` calls something else, `None` of
         those that it takes for no weights.
       unreached: parameters of floats that no contraction multiplies by; not compared.
+      splits: parameters that are in parts, each with a path of its own such as `layers/w[0:1]`,
+        because rules select steps of a scan over them.
     """
 
     sites: tuple[Site, ...]
@@ -191,12 +193,13 @@ class Plan:
     signature: tuple[str, ...]
     names: tuple[tuple[str, str | None], ...] = added(())
     unreached: tuple[Unreached, ...] = added((), compare=False)
+    splits: tuple[Split, ...] = added(())
 
     @property
     def parameters(self) -> Weights:
         """Which arguments hold weights, and what these are called."""
         lines = tuple(line for line in self.signature if is_parameter_line(line))
-        return Weights(self.params, self.names, lines)
+        return Weights(self.params, self.names, lines, self.splits)
 
     @property
     def fingerprint(self) -> str:
@@ -353,6 +356,10 @@ class Plan:
     def weight_at(self, path: str | None) -> Weight | None:
         """Returns the weight on a path, or `None` where it is not quantized."""
         return next((weight for weight in self.weights if weight.path == path), None)
+
+    def split_of(self, path: str | None) -> Split | None:
+        """Returns where the parameter on a path is split, or `None` where it is not."""
+        return next((split for split in self.splits if split.path == path), None)
 
     def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
         """Raises where a function is not the one that the plan was made for."""

@@ -1,64 +1,30 @@
 """From a traced call and a policy to a plan."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import export
 
 from .._errors import message
-from ..policy import Policy
+from ..policy import Policy, Rule
 from ._arguments import check_plan
 from ._choose import Chosen, choose
-from ._find import Found, find
+from ._find import Found, contractions, dtypes_of
 from ._input_as_weight import check_inputs
-from ._origin import Origin
-from ._paths import Weights
+from ._paths import Part, Weights
 from ._plan import Operand, Plan, Shape, Site, Skipped
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
-from ._signature import check_ranks, parameter_line
+from ._select_steps import selects
+from ._signature import check_ranks
 from ._trace import Call, trace_call
-
-
-def contractions(call: Call) -> list[Found]:
-    """Returns the contractions of a traced call, in order."""
-    origins = [
-        None if path is None else Origin.of_leaf(path, len(leaf.shape))
-        for leaf, path in zip(call.leaves, call.paths, strict=True)
-    ]
-    dtypes = _dtypes(call)
-    return [_without_integers(item, dtypes) for item in find(call.jaxpr, origins)[0]]
-
-
-def _dtypes(call: Call) -> dict[str, Any]:
-    named = zip(call.paths, call.leaves, strict=True)
-    return {path: leaf.dtype for path, leaf in named if path is not None}
-
-
-def _without_integers(item: Found, dtypes: Mapping[str, Any]) -> Found:
-    """Takes a parameter of integers for an activation where one of floats is multiplied by it."""
-
-    def real(origin: Origin | None) -> bool:
-        parts = origin.parts if origin else ()
-        return any(jnp.issubdtype(dtypes[part.path], jnp.floating) for part in parts)
-
-    if not any(map(real, item.origins)):
-        return item
-    kept = tuple(origin if real(origin) else None for origin in item.origins)
-    return dataclasses.replace(item, origins=kept)
 
 
 def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
     """Returns one line per parameter and contraction, without batch sizes."""
-    lines = [
-        parameter_line(path, leaf)
-        for leaf, path in zip(call.leaves, call.paths, strict=True)
-        if path is not None
-    ]
+    lines = [*call.lines]
     for item in found:
         paths = [origin.name if origin else "-" for origin in item.origins]
         pattern = item.family.pattern(item.eqn)
@@ -83,7 +49,7 @@ def plan_call(
 ) -> Plan:
     """Plans a traced call; `found` are its contractions, where they are known."""
     found = contractions(call) if found is None else found
-    chosen, used = choose(found, policy, _dtypes(call))
+    chosen, used = choose(found, policy, dtypes_of(call), call.parts)
     sites: list[tuple[Site, Found]] = []
     skipped: list[Skipped] = []
     numbers: Counter[str] = Counter()
@@ -103,7 +69,7 @@ def plan_call(
         if numbers[name] > 1:
             name = f"{name}#{numbers[name] - 1}"
         sites.append((_site(function, item, choice, name), item))
-    _check_used(function, policy, used, found, skipped)
+    _check_used(function, policy, used, found, skipped, call.parts)
     check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)
@@ -118,6 +84,7 @@ def plan_call(
         signature=signature_of(call, found),
         names=call.names,
         unreached=unreached(call, found),
+        splits=call.splits,
     )
 
 
@@ -179,19 +146,27 @@ def _known(number: Any) -> int | None:
 
 
 def _check_used(
-    function: str, policy: Policy, used: set[int], found: list[Found], skipped: list[Skipped]
+    function: str,
+    policy: Policy,
+    used: set[int],
+    found: list[Found],
+    skipped: list[Skipped],
+    parts: Mapping[str, Part],
 ) -> None:
+    def covers(rule: Rule, path: str, item: Found) -> bool:
+        whole = parts[path].whole if path in parts else path
+        matches = rule.matches(whole, item.op, has_weight=any(item.origins))
+        return matches or (path in parts and selects(rule, parts[path], item.op))
+
     for place, rule in enumerate(policy.rules):
         if place in used or rule.optional:
             continue
         known = sorted({path for item in found for path in item.paths})
         weights = {item.path for item in found if any(item.origins)}
-        shadowed = any(
-            rule.matches(path, item.op, has_weight=any(item.origins))
-            for item in found
-            for path in item.paths
-        )
+        shadowed = any(covers(rule, path, item) for item in found for path in item.paths)
         apart = [f"at {skip.path!r} {skip.reason}" for skip in skipped if skip.path not in weights]
+        if rule.selector is not None and not shadowed:
+            apart.insert(0, f"no scan steps over a weight at {rule.selector.base!r}")
         raise ValueError(
             message(
                 function,
@@ -228,4 +203,4 @@ def with_contractions(
 def params_of(function: str, plan: Any) -> Weights:
     """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
     check_plan(function, plan, order=f"{function}(f, plan)", policies=True)
-    return plan.parameters if isinstance(plan, Plan) else Weights(0)
+    return plan.parameters if isinstance(plan, Plan) else Weights(0, splits=plan)

@@ -10,13 +10,14 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor
+from ..tensor import QSpec, QTensor, Segments
 from ..tensor._shared import check_target
 from ._arguments import check_plan
-from ._paths import Params, flatten
-from ._plan import Plan
+from ._paths import Params, flatten, is_whole
+from ._plan import Plan, Weight
 from ._signature import parameter_line
-from ._trace import is_parameter, is_quantized
+from ._split import parts_of
+from ._trace import is_parameter
 
 
 @called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
@@ -44,7 +45,9 @@ def quantize_params(
         them plain, as files keep them.
 
     Returns:
-      The same tree; leaves that the plan does not quantize are the very same objects.
+      The same tree; leaves that the plan does not quantize are the very same objects. Where rules
+      select steps of a scan, the weights that it steps over are `Segments` of QTensors, and of
+      arrays where a part stays in float.
 
     Raises:
       TypeError: `plan` is no `Plan`.
@@ -65,15 +68,16 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     given = affines or {}
     rooted = _rooted(params, plan)
-    tree = jax.tree.structure(rooted, is_leaf=is_quantized)
-    named = named_leaves("quantize_params", rooted, plan)
-    for name, leaf in named:
+    tree = jax.tree.structure(rooted, is_leaf=is_whole)
+    named = _named("quantize_params", rooted, plan)
+    known = [_weights_of(plan, name) for name, _ in named]
+    for weights, (name, leaf) in zip(known, named, strict=True):
         require_that(
-            plan.weight_at(name) is None or not is_quantized(leaf),
+            not weights or not is_whole(leaf),
             error=ValueError,
             function="quantize_params",
             problem=f"the weight {name!r} is quantized already.",
-            given=repr(leaf) if is_quantized(leaf) else "",
+            given=repr(leaf) if is_whole(leaf) else "",
             expected="a float array",
             mend="pass the float parameters.",
         )
@@ -83,16 +87,19 @@ def quantize_params(
         if name is not None and is_parameter(leaf)
     ]
     plan.check_parameters("quantize_params", lines)
-    weights = [plan.weight_at(name) for name, _ in named]
     last_use = {id(leaf): place for place, (_, leaf) in enumerate(named)}
-    stays = {id(leaf) for weight, (_, leaf) in zip(weights, named, strict=True) if weight is None}
+    stays = {id(leaf) for weights, (_, leaf) in zip(known, named, strict=True) if not weights}
     leaves = []
-    for place, (weight, (_, leaf)) in enumerate(zip(weights, named, strict=True)):
-        if weight is None:
+    for place, (weights, (name, leaf)) in enumerate(zip(known, named, strict=True)):
+        if not weights:
             leaves.append(leaf)
             continue
-        quantized = quantize_weight(leaf, weight.spec, given.get(weight.key))
-        leaves.append(quantized if target is None else quantized.pack_for(target))
+        split = plan.split_of(name)
+        whole = [leaf] if split is None else parts_of("quantize_params", leaf, split)
+        parts = [
+            _quantized(x, weight, given, target) for x, weight in zip(whole, weights, strict=True)
+        ]
+        leaves.append(parts[0] if split is None else Segments(parts, split.axis))
         if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
     converted = jax.tree.unflatten(tree, leaves)
@@ -103,7 +110,7 @@ def quantize_params(
 
 @called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
 def dequantize_params(params: Any) -> Any:
-    """Returns `params` with every QTensor as the float array that it stands for.
+    """Returns `params` with every QTensor, and all Segments, as the float array they stand for.
 
     Args:
       params: any pytree; leaves that are no QTensors are the very same objects.
@@ -115,14 +122,44 @@ def dequantize_params(params: Any) -> Any:
       {'w': Array([   1., -127.], dtype=float32)}
     """
     return jax.tree.map(
-        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+        lambda leaf: leaf.dequantize() if is_whole(leaf) else leaf, params, is_leaf=is_whole
     )
+
+
+def _quantized(
+    x: Any, weight: Weight | None, affines: Mapping[str, Affine], target: str | None
+) -> Any:
+    """Returns a weight, or a part of one, quantized and laid out; a part in float as it is."""
+    if weight is None:
+        return x
+    quantized = quantize_weight(x, weight.spec, affines.get(weight.key))
+    return quantized if target is None else quantized.pack_for(target)
+
+
+def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
+    """Returns what the plan says of a parameter, part by part; nothing where it stays as it is."""
+    split = plan.split_of(name)
+    paths = [name] if split is None else [part.path for part in split.parts]
+    weights = [plan.weight_at(path) for path in paths]
+    return weights if any(weights) else []
 
 
 def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
     """Returns the leaves of parameters, QTensors whole, each with the name that the plan has, or
-    `None` where it is no weight.
+    `None` where it is no weight; of what the plan splits the parts.
     """
+    leaves: list[tuple[str | None, Any]] = []
+    for name, leaf in _named(function, params, plan):
+        split = plan.split_of(name)
+        if split is None:
+            leaves.append((name, leaf))
+            continue
+        names = [part.path for part in split.parts]
+        leaves += zip(names, parts_of(function, leaf, split), strict=True)
+    return leaves
+
+
+def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
     flat = flatten(params)
     names = plan.parameters.name(function, [keys for keys, _ in flat])
     return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
@@ -141,7 +178,7 @@ def quantize_weight(x: Any, spec: QSpec, affine: Affine | None = None) -> QTenso
 _compiled = jax.jit(QTensor.quantize, static_argnames="spec")
 
 
-def _delete(x: Any, quantized: QTensor) -> None:
+def _delete(x: Any, quantized: QTensor | Segments) -> None:
     """Frees a float weight once its codes are there."""
     require_that(
         _compat.is_concrete(x),

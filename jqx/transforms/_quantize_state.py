@@ -14,7 +14,7 @@ from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import needed_spec
-from ._paths import flatten, path_of
+from ._paths import flatten, is_whole, path_of
 from ._quantize_params import quantize_weight
 from ._trace import is_array, is_quantized
 
@@ -77,7 +77,7 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | st
                 mend="correct it, move it up, or drop it.",
             )
         )
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_quantized), leaves)
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
 
 
 Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]

@@ -13,8 +13,14 @@ from ._find import contraction_of as contraction_of
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
+from ._make_plan import planner as planner
 from ._origin import Address as Address
+from ._paths import EACH as EACH
 from ._paths import Names as Names
+from ._paths import Part as Part
+from ._paths import Splits as Splits
+from ._paths import Weights as Weights
+from ._paths import is_whole as is_whole
 from ._plan import Site as Site
 from ._plan import Weight as Weight
 from ._plan_call import as_plan as as_plan
@@ -23,6 +29,7 @@ from ._plan_call import planned_signature as planned_signature
 from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
+from ._select_steps import rule_for as rule_for
 from ._signature import check_same as check_same
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce

@@ -9,12 +9,28 @@ import jax
 
 from .. import _compat
 from .._checks import check_integer, require_that
-from ..tensor import QTensor
+from ..policy import Policy
+from ..tensor import QTensor, Segments
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
+from ._find import contractions
 from ._live import live
-from ._paths import Params, Renamed, Weights, flatten, path_of, renamed
+from ._paths import (
+    EACH,
+    Params,
+    Part,
+    Renamed,
+    Split,
+    Splits,
+    Weights,
+    flatten,
+    is_whole,
+    path_of,
+    renamed,
+)
+from ._select_steps import check_split, splits_of
 from ._signature import check_same, parameter_line
+from ._split import joined, parts_of, rewritten
 
 
 def is_quantized(x: Any) -> bool:
@@ -55,6 +71,8 @@ class Call:
       names: the key paths of weights that have another name.
       out_tree: structure of the result; what does not depend on a traced value is in it.
       keys: for each leaf its keys inside `(args, kwargs)`.
+      lines: the parameters as a signature has them.
+      splits: which of them are in parts: these are leaves of their own.
     """
 
     jaxpr: Any
@@ -64,6 +82,13 @@ class Call:
     names: Renamed
     out_tree: Any
     keys: Sequence[tuple[Any, ...]] = ()
+    lines: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The leaves that are parts of a parameter, by path."""
+        return {part.path: part for split in self.splits for part in split.parts}
 
 
 class TracedOnce:
@@ -114,7 +139,7 @@ def trace_call(
         mend="pass the weights as a positional argument, and its position as params=.",
     )
     given = (tuple(args), dict(kwargs))
-    flat, tree = flatten(given), jax.tree.structure(given, is_leaf=is_quantized)
+    flat, tree = flatten(given), jax.tree.structure(given, is_leaf=is_whole)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
     keys = [
         _weight_keys(keys, params, positions) if is_parameter(leaf) else None
@@ -138,7 +163,77 @@ def trace_call(
         traced = trace()
     own = [None if key is None else path_of(key) for key in keys]
     places = [keys for keys, leaf in flat if is_array(leaf)]
-    return Call(*traced[:2], leaves, paths, renamed(own, paths), traced.out_tree, places)
+    named = zip(paths, leaves, strict=True)
+    lines = tuple(parameter_line(path, leaf) for path, leaf in named if path is not None)
+    names = renamed(own, paths)
+    call = Call(*traced[:2], leaves, paths, names, traced.out_tree, places, lines)
+    return _in_parts(function, call, weights.splits)
+
+
+def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
+    """Returns a call whose scans are split, as a plan says, or as a policy does."""
+    splits = wanted if isinstance(wanted, tuple) else ()
+    if wanted == EACH or (isinstance(wanted, Policy) and any(r.selector for r in wanted.rules)):
+        named = zip(call.paths, call.leaves, strict=True)
+        shapes = {path: tuple(leaf.shape) for path, leaf in named if path is not None}
+        policy = wanted if isinstance(wanted, Policy) else None
+        splits = splits_of(function, contractions(call), policy, shapes)
+    by_path = {split.path: split for split in splits}
+    _check_segments(function, call, by_path)
+    if not splits:
+        return call
+    leaves, paths, keys, given, kept = [], [], [], [], {}
+    for place, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
+        split = by_path.get(path or "") if path is not None else None
+        if split is None:
+            parts, names = [leaf], [path]
+            given.append(_stand_in(leaf))
+        else:
+            parts = parts_of(function, leaf, split)
+            names = [part.path for part in split.parts]
+            given.append(Segments(list(map(_stand_in, parts)), split.axis))
+            if isinstance(leaf, Segments) or not isinstance(wanted, tuple):
+                kept[call.jaxpr.invars[place]] = split
+        leaves += parts
+        paths += names
+        keys += [key] * len(parts)
+    outvars = call.jaxpr.outvars
+
+    def out(results: list[Any]) -> Any:
+        """Parameters in parts that are handed on as they are stay so."""
+        whole = [
+            x if not _compat.is_literal(v) and v in kept else joined(x)
+            for x, v in zip(results, outvars, strict=True)
+        ]
+        return jax.tree.unflatten(call.out_tree, whole)
+
+    traced = rewritten(function, call.jaxpr, call.consts, given, out)
+    new = dataclasses.replace(
+        call,
+        jaxpr=traced[0],
+        consts=traced[1],
+        out_tree=traced[2],
+        leaves=leaves,
+        paths=paths,
+        keys=keys,
+        splits=tuple(splits),
+    )
+    if not isinstance(wanted, tuple):
+        check_split(function, contractions(new), new.splits)
+    return new
+
+
+def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> None:
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        require_that(
+            not isinstance(leaf, Segments) or path in splits,
+            error=ValueError,
+            function=function,
+            problem="Segments stand where the plan splits no scan.",
+            given=f"{leaf!r} for {path!r}",
+            expected="an array, or a QTensor where the plan quantizes it",
+            mend="quantize the parameters with this plan, or pass segments.dequantize().",
+        )
 
 
 def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
@@ -252,4 +347,4 @@ def _weight_keys(
 
 
 def _stand_in(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_quantized(leaf) else leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_whole(leaf) else leaf

@@ -11,7 +11,7 @@ import jax
 
 from ..contractions._shared import is_like, quantized_like
 from ..gradients import straight_through
-from ..tensor import QTensor
+from ..tensor import QTensor, Segments
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("codes", "real"), meta_fields=("is_state",))
@@ -36,8 +36,8 @@ class Trainable:
 
 
 def is_coded(x: Any) -> bool:
-    """Whether a value stands for a quantized array, and is no array itself."""
-    return isinstance(x, (QTensor, Trainable))
+    """Whether a value stands for an array, and is none itself: it is quantized, or in parts."""
+    return isinstance(x, (QTensor, Trainable, Segments))
 
 
 def codes_of(x: Any) -> Any:

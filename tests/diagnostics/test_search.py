@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -191,3 +192,40 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="no weight to search for"):
         lone = jqx.Policy([jqx.Rule(activation=jqx.QSpec(jnp.int8, dynamic=True))])
         search(lambda p, x: x @ x.T, lone, {"a": lone}, Bytes(1))(PARAMS, X)
+
+
+def of_a_stack(p, x):
+    layer = lambda h, w: (jnp.tanh(h @ w["a"]) @ w["b"], None)  # noqa: E731
+    return jax.lax.scan(layer, x, p)[0]
+
+
+def test_each_step_of_a_scan_gets_a_scheme_of_its_own():
+    rng = np.random.default_rng(0)
+    stack = rng.normal(size=(2, 4, 8, 8)) / 2
+    stack[:, 1, :, 0] *= 30.0  # the layer that needs more bits
+    p = {name: jnp.asarray(w, jnp.float32) for name, w in zip("ab", stack, strict=True)}
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    ways = {f"int{n}": jqx.Policy({".*": f"int{n}"}) for n in (8, 4, 2)}
+    found = search(of_a_stack, ways["int8"], ways, Bits(9.0), steps=True)(p, x)
+    assert set(found.schemes) == {f"{w}[{i}:{i + 1}]" for w in "ab" for i in range(4)}
+    assert len(set(found.schemes.values())) > 1
+    assert found.measured < found.uniform["int4"][1]
+    plan = jqx.make_plan(of_a_stack, found.policy)(p, x)
+    assert {site.path.partition("[")[0] for site in plan.sites} <= set("ab")
+    whole = jqx.quantize_params(p, plan)
+    for name in "ab":
+        for part, (a, b) in zip(
+            whole[name].parts, itertools.pairwise(whole[name].bounds), strict=True
+        ):
+            kinds = {found.schemes[f"{name}[{i}:{i + 1}]"] for i in range(a, b)}
+            kind = part.qtype.name if isinstance(part, jqx.QTensor) else "float"
+            assert kinds == {kind}
+    plain = of_a_stack(p, x)
+    measured = relative_error(jqx.simulate(of_a_stack, plan)(p, x), plain)
+    np.testing.assert_allclose(float(measured), found.measured, rtol=1e-3)
+    base = jqx.Policy({"[0]": "int4", "a[0]": "int8", "b[0]": "int8", ".*": "int8"})
+    base = jqx.Policy(base.rules[1:])
+    by_parts = search(of_a_stack, base, ways, Bits(9.0))(p, x)
+    assert list(by_parts.schemes) == ["a[0:1]", "b[0:1]", "a[1:4]", "b[1:4]"]
+    with pytest.raises(ValueError, match="cannot be split any more"):
+        search(of_a_stack, plan, ways, Bits(4.5), steps=True)

@@ -1,0 +1,253 @@
+"""A traced function whose scans are split by steps: each part is a scan, its weights are leaves.
+
+A rewriting of the jaxpr before anything else reads it. A weight in parts passes through views part
+by part; where a scan steps over it, one scan a part takes its place: what is carried threads
+through them, what is stacked is joined. Wherever else the weight is read, it is joined first.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._checks import require_that
+from .._compat import Eqn
+from .._errors import message
+from ..tensor import QTensor, Segments
+from ._live import live
+from ._origin import Origin
+from ._paths import Split
+from .primitives import FORMS, VIEWS, Records
+
+_SIZES = ("new_sizes", "shape", "limit_indices", "slice_sizes")
+"""Parameters of views that have a size for each axis of the result."""
+
+_REFUSED = {
+    "shard_map": "a `shard_map`",
+    "custom_jvp_call": "a `jax.custom_jvp`",
+    "custom_vjp_call": "a `jax.custom_vjp`",
+}
+"""Forms that a weight does not enter in parts."""
+
+
+def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
+    """Returns a leaf in parts: those of Segments, or slices of an array."""
+    if isinstance(leaf, Segments):
+        require_that(
+            (leaf.axis, leaf.bounds) == (split.axis, split.bounds),
+            error=ValueError,
+            function=function,
+            problem="Segments do not fit the plan.",
+            given=f"{leaf!r} for the parameter {split.path!r}",
+            expected=f"parts with the bounds {list(split.bounds)} along axis {split.axis}",
+            mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+        )
+        return list(leaf.parts)
+    return [_slice(leaf, split.axis, a, b) for a, b in itertools.pairwise(split.bounds)]
+
+
+def _slice(x: Any, axis: int, start: int, stop: int) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    if isinstance(x, (QTensor, np.ndarray)):
+        return x[(slice(None),) * axis + (slice(start, stop),)]
+    return lax.slice_in_dim(x, start, stop, axis=axis)
+
+
+def rewritten(
+    function: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    given: Sequence[Any],
+    out: Callable[[list[Any]], Any],
+) -> tuple[Any, list[Any], Any]:
+    """Returns a traced function of leaves of which some are in parts.
+
+    Args:
+      function: who asks, for messages.
+      jaxpr: the function.
+      consts: values of its constvars.
+      given: for each operand what it is traced at, `Segments` of that where it is in parts.
+      out: makes what the function returns of its results.
+
+    Returns:
+      The jaxpr, whose operands are the parts, its constants, and the structure of what it returns.
+    """
+    tree, out_tree = jax.tree.structure(list(given)), None
+
+    def run(*flat: Any) -> list[Any]:
+        nonlocal out_tree
+        results = _evaluate(function, jaxpr, consts, jax.tree.unflatten(tree, flat))
+        leaves, out_tree = jax.tree.flatten(out(results))
+        return leaves
+
+    new, new_consts = _compat.trace(run, *jax.tree.leaves(list(given)))
+    return live(new), new_consts, out_tree
+
+
+def _evaluate(function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        with _compat.equation_context(eqn):
+            env.update(zip(eqn.outvars, _results(function, eqn, operands), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if not any(isinstance(x, Segments) for x in operands):
+        return _compat.bind(eqn, operands)
+    if name in _REFUSED:
+        _refuse(function, eqn, operands)
+    if name == "scan":
+        return _scan(function, eqn, operands)
+    if name in FORMS:
+        return FORMS[name].apply(eqn, operands, _Runner(function, eqn))[0]
+    if name in VIEWS:
+        seen = _view(eqn, operands)
+        if seen is not None:
+            return seen
+    return _compat.bind(eqn, [joined(x) for x in operands])
+
+
+def joined(x: Any) -> Any:
+    """Returns a weight in parts as one array; all else as it is."""
+    return lax.concatenate(x.parts, x.axis) if isinstance(x, Segments) else x
+
+
+def _scan(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
+    """Runs a scan over weights in parts as one scan a part, in the order of its steps."""
+    consts, count = _compat.scan_counts(eqn)
+    first = consts + count
+    fixed, carry = operands[:consts], operands[consts:first]
+    # Only along the axis that is stepped over is a weight in parts of use.
+    xs = [joined(x) if isinstance(x, Segments) and x.axis else x for x in operands[first:]]
+    bounds = {x.bounds for x in xs if isinstance(x, Segments)}
+    apply, runner = FORMS["scan"].apply, _Runner(function, eqn)
+    if len(bounds) != 1:
+        return apply(eqn, [*fixed, *carry, *map(joined, xs)], runner)[0]
+    (places,) = bounds
+    pieces: list[list[Any]] = []
+    steps = list(enumerate(itertools.pairwise(places)))
+    for i, (start, stop) in reversed(steps) if eqn.params["reverse"] else steps:
+        own = [x.parts[i] if isinstance(x, Segments) else _slice(x, 0, start, stop) for x in xs]
+        params = {**eqn.params, "length": stop - start}
+        with jax.named_scope(f"[{start}:{stop}]"):
+            results, _ = apply(eqn.replace(params=params), [*fixed, *carry, *own], runner)
+        carry = results[:count]
+        pieces.append(results[count:])
+    if eqn.params["reverse"]:
+        pieces.reverse()
+    return [*carry, *(lax.concatenate(ys, 0) for ys in zip(*pieces, strict=True))]
+
+
+def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Evaluates a view part by part; `None` where a result is not in these parts."""
+    parted = [x for x in operands if isinstance(x, Segments)]
+    if eqn.primitive.name == "optimization_barrier":
+        leaves, tree = jax.tree.flatten(list(operands))
+        return jax.tree.unflatten(tree, _compat.bind(eqn, leaves))
+    if len({(x.bounds, x.axis) for x in parted}) > 1 or any(
+        np.ndim(x) for x in operands if not isinstance(x, Segments)
+    ):
+        return None
+    axis, length = parted[0].axis, parted[0].shape[parted[0].axis]
+    if eqn.primitive.name == "rev" and axis in eqn.params["dimensions"]:
+        return None
+    known = [
+        Origin.of_leaf(str(i), x.ndim) if isinstance(x, Segments) else None
+        for i, x in enumerate(operands)
+    ]
+    axes = []
+    for origin, var in zip(VIEWS[eqn.primitive.name].track(eqn, known), eqn.outvars, strict=True):
+        dims = origin.dims if origin is not None else ()
+        held = [i for i, held in enumerate(dims) if axis in held]
+        if len(held) != 1 or len(dims[held[0]]) > 1 or var.aval.shape[held[0]] != length:
+            return None
+        axes.append(held[0])
+    each = []
+    for i, part in enumerate(parted[0].parts):
+        own = [x.parts[i] if isinstance(x, Segments) else x for x in operands]
+        try:
+            each.append(_compat.bind(_of_size(eqn, axes[0], part.shape[axis]), own))
+        except (TypeError, ValueError):  # a primitive of the user's with sizes of its own
+            return None
+    return [Segments(parts, at) for parts, at in zip(zip(*each, strict=True), axes, strict=True)]
+
+
+def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
+    """Returns a view of a part, of some size along an axis of the result."""
+    params = dict(eqn.params)
+    for name in _SIZES:
+        if isinstance(params.get(name), tuple):
+            params[name] = (*params[name][:axis], size, *params[name][axis + 1 :])
+    return eqn.replace(params=params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Evaluates the functions inside an equation; nothing is given to sites, or recorded."""
+
+    function: str
+    eqn: Eqn
+    given: tuple[()] = ()
+    differentiable: bool = True
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Any = (), given: Any = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = _compat.open_jaxpr(jaxpr)
+        results = _evaluate(self.function, body, consts, args)
+        loop = self.eqn.primitive.name in ("scan", "while")
+        return [joined(x) if loop else x for x in results], {}
+
+    def split(self, length: int) -> tuple[Any, Any]:
+        return (), ()
+
+    def join(self, step: Any, shared: Any) -> Any:
+        return ()
+
+    def numbered(self, given: Any, step: Any) -> Any:
+        return ()
+
+    def unseen(self) -> Records:
+        return {}
+
+    def merge(self, a: Records, b: Records) -> Records:
+        return {}
+
+    def dense(self, x: Any) -> Any:
+        return joined(x)
+
+    def like(self, x: Any, other: Any) -> Any:
+        x = joined(x)
+        if not isinstance(other, Segments):
+            return x
+        places = itertools.pairwise(other.bounds)
+        return Segments([_slice(x, other.axis, a, b) for a, b in places], other.axis)
+
+
+def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
+    given = next(x for x in operands if isinstance(x, Segments))
+    raise NotImplementedError(
+        message(
+            function,
+            f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
+            given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
+            f"{list(given.bounds)}, at {_compat.line_of(eqn)}",
+            expected="a scan that stands in jit, remat, cond, while or other scans alone",
+            mend="let the rules select whole weights there, or split the weights in f.",
+        )
+    )
