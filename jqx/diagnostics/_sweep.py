@@ -193,7 +193,9 @@ class Sweep:
         return list(zip(self._batches, self._plain, strict=True))
 
     def loss_of_weights(self) -> Callable[[dict[str, jax.Array], Any, Any], jax.Array]:
-        """Returns the metric in float as a function of the weights, a batch and its result."""
+        """Returns the metric in float as a function of the weights, a batch and its result; with
+        `None` for a result, of that at the same weights.
+        """
 
         nothing = dataclasses.replace(self._plan, sites=())
 
@@ -203,7 +205,9 @@ class Sweep:
                 weights.get(path, x) if path is not None else x
                 for path, x in zip(call.paths, call.leaves, strict=True)
             ]
-            return jnp.asarray(self._metric(_evaluated(call, leaves, _Chosen(nothing)), plain))
+            out = _evaluated(call, leaves, _Chosen(nothing))
+            plain = jax.lax.stop_gradient(out) if plain is None else plain
+            return jnp.asarray(self._metric(out, plain))
 
         return loss
 

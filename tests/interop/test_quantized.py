@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jqx
 from jqx.calibrators import AbsMax
@@ -40,7 +41,7 @@ def f(params, x):
 def same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.result_type(x) == np.result_type(y) and np.array_equal(x, y)
+        assert np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y)
 
 
 def quantized_of(target=None):
@@ -264,3 +265,19 @@ def test_a_fresh_process_computes_the_same_bits(saved, tmp_path):
     out = tmp_path / "out.npy"
     subprocess.run([sys.executable, "-c", FRESH, str(path), str(out)], check=True)
     same(np.load(out), np.asarray(quantized(X)))
+
+
+def test_parts_of_a_scan_come_back(tmp_path):
+    def deep(params, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+
+    params = {"layers": jnp.stack([PARAMS[name] for name in NAMES])}
+    policy = jqx.Policy({r"layers[0]": "int8", r"layers[-1]": "float", "layers": "int4:group=16"})
+    quantized = jqx.ptq(deep, policy, progress=False)(params, [X])
+    jqx.save(tmp_path / "deep", quantized)
+    again = jqx.load(tmp_path / "deep").bind(deep)
+    assert isinstance(again.params["layers"], jqx.Segments)
+    same(again.params, quantized.params)
+    same(again(X), quantized(X))
+    with pytest.raises(ValueError, match=PARTS):
+        jqx.load(tmp_path / "deep").bind(lambda params, x: deep(params, x)[::-1] @ PARAMS["nf4"])
