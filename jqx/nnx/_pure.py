@@ -68,11 +68,11 @@ def pure_call(
     """
     graph, others, put_in = _apart(module, args, kwargs)
     graphdef, weights, own, rest = nnx.split(graph, is_coded, _is_own, ...)
-    emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
     caller = type(module).__name__
 
     def function(params: Any, rest: Any, others: list[Any]) -> Any:
         # A copy of the graph: whatever `run` does to it, the module is as it was.
+        emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
         copy = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, rest)
         before = leaves_by_path(copy)
         inner, nodes = copy

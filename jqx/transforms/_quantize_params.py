@@ -203,13 +203,16 @@ def _rooted(params: Any, plan: Plan) -> Any:
 
 def check_arguments(function: str, places: Params, params: Any) -> None:
     """Checks that there is a tuple of arguments where weights stand in several."""
+    if isinstance(places, int):
+        return
+    several = isinstance(params, (tuple, list))
+    kind = type(params).__name__
     require_that(
-        isinstance(places, int)
-        or (isinstance(params, (tuple, list)) and len(params) == len(places)),
+        several and len(params) == len(places),
         error=ValueError,
         function=function,
         problem="the weights stand in several arguments.",
-        given=f"an object of type {type(params).__name__}",
-        expected="a tuple of as many arguments as params= names",
+        given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
+        expected=f"a tuple of {len(places)} arguments, those at the positions {places}",
         mend="pass the arguments named in params=, as a tuple in that order.",
     )

@@ -9,6 +9,7 @@ import jax
 
 from .. import _compat
 from .._checks import check_integer, require_that
+from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
 from ._arguments import check_function as check_function
@@ -225,15 +226,15 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
 
 def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> None:
     for leaf, path in zip(call.leaves, call.paths, strict=True):
-        require_that(
-            not isinstance(leaf, Segments) or path in splits,
-            error=ValueError,
-            function=function,
-            problem="Segments stand where the plan splits no scan.",
-            given=f"{leaf!r} for {path!r}",
-            expected="an array, or a QTensor where the plan quantizes it",
-            mend="quantize the parameters with this plan, or pass segments.dequantize().",
-        )
+        if isinstance(leaf, Segments) and path not in splits:
+            text = message(
+                function,
+                "Segments stand where the plan splits no scan.",
+                given=f"{leaf!r} for {path!r}",
+                expected="an array, or a QTensor where the plan quantizes it",
+                mend="quantize the parameters with this plan, or pass segments.dequantize().",
+            )
+            raise ValueError(text)
 
 
 def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:

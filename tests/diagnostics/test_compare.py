@@ -35,9 +35,9 @@ def expected(y, z):
     return sqnr, (y @ z) / math.sqrt((y @ y) * (z @ z)), abs(z - y).max()
 
 
-def assert_close(row, numbers):
+def assert_close(row, numbers, atol=0.0):
     found = (row.sqnr, row.cosine, row.max_error)
-    np.testing.assert_allclose(found, numbers, rtol=ROUNDING)
+    np.testing.assert_allclose(found, numbers, rtol=ROUNDING, atol=atol)
 
 
 @pytest.mark.many
@@ -82,12 +82,14 @@ def test_own_and_gathered_errors_of_two_layers():
     hidden = jnp.tanh(middle)
     end, own = hidden @ PARAMS["b"], two({"b": PARAMS["b"]}, hidden)
     gathered = two({"b": PARAMS["b"]}, jnp.tanh(rounded))
-    assert_close(second, expected(end, gathered))
+    # Another program may add the eight products up in another order, on both sides.
+    atol = 2 * 8 * 2.0**-24 * float((jnp.abs(hidden) @ jnp.abs(PARAMS["b"])).max())
+    assert_close(second, expected(end, gathered), atol)
     sqnr, _, largest = expected(end, own)
     np.testing.assert_allclose(
-        (second.local_sqnr, second.local_max_error), (sqnr, largest), rtol=ROUNDING
+        (second.local_sqnr, second.local_max_error), (sqnr, largest), rtol=ROUNDING, atol=atol
     )
-    assert_close(found.result, expected(end, gathered))
+    assert_close(found.result, expected(end, gathered), atol)
 
 
 def test_one_row_for_each_layer_of_a_scan():

@@ -201,7 +201,7 @@ def test_divide_by_steps_is_a_true_division(steps):
     expected = k / np.float32(steps)
     assert_same_bits(divide_by_steps(on_device(k), steps), expected)
     assert_same_bits(jax.jit(lambda k: divide_by_steps(k, steps))(k), expected)
-    mapped = jax.jit(jax.vmap(lambda k: divide_by_steps(on_device(k), steps)))
+    mapped = jax.jit(jax.vmap(lambda k: divide_by_steps(jnp.asarray(k), steps)))
     assert_same_bits(mapped(k), expected)
     with jax.enable_x64(True):
         wide = k.astype(np.float64)

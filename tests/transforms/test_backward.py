@@ -46,8 +46,8 @@ def test_what_is_evaluated_is_what_is_deployed():
 
         return lax.scan(layer, x, params["layers"])[0] @ params["head"]
 
-    params = {"layers": normal(0, 12, 32, 32) / 3, "head": normal(1, 32, 8)}
-    x = normal(2, 16, 32)
+    params = {"layers": normal(0, 24, 32, 32) / 3, "head": normal(1, 32, 8)}
+    x = normal(2, 1024, 32)
     plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(params, x)
 
     @jax.jit

@@ -296,5 +296,5 @@ def test_a_learned_scale_of_an_activation_gets_its_gradient_beside_that_of_a_wei
     for key in affines:
         assert gradient[key].scale.shape == affines[key].scale.shape
         assert jnp.all(jnp.isfinite(gradient[key].scale)) and jnp.any(gradient[key].scale != 0)
-    step = jax.tree.map(lambda a, g: a - 0.02 * g, affines, gradient)
+    step = jax.tree.map(lambda a, g: a - 0.002 * g, affines, gradient)
     assert loss(step) < loss(affines)

@@ -180,7 +180,7 @@ def test_static_and_keyword_arguments_reach_the_function_as_they_are():
 
 @pytest.mark.parametrize("number", [2.0, 2, True, np.float32(2), jnp.float32(2)], ids=repr)
 def test_a_number_among_the_parameters_may_be_traced_or_not(number):
-    f = lambda p, x: x @ p["w"] * on_device(p["s"], x.dtype)  # noqa: E731
+    f = lambda p, x: x @ p["w"] * jnp.asarray(p["s"], x.dtype)  # noqa: E731
     params = {"w": normal(0, 8, 6), "s": number, "name": None}
     plan = jqx.make_plan(f, POLICY)(params, X)
     traced = []
