@@ -56,7 +56,9 @@ FEW = 4
 def pytest_collection_modifyitems(items):
     """Leaves the first case of a test marked `many`, and about one in four of the others, to the
     default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter.
+    The examples, minutes for one process, come first, or the other process would wait for them.
     """
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
     cases = collections.Counter()
     for item in items:
         if item.get_closest_marker("many"):
