@@ -40,6 +40,7 @@ OPTIMIZED = (
     "contractions/test_xla_cpu.py",
     "gradients/test_laws.py",
     "gradients/test_ste.py",
+    "interop/test_quantized.py",
     "numerics",
     "ops",
     "test_gpu_benchmark.py",
@@ -47,7 +48,8 @@ OPTIMIZED = (
     "transforms/test_export.py",
     "transforms/test_modules.py",
 )
-"""Folders and files whose tests hold the bits of a result, or the distance of two programs."""
+"""Folders and files whose tests hold the bits of a result, those of another process too, or the
+distance of two programs."""
 
 FEW = 4
 

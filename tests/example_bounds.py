@@ -1,4 +1,4 @@
-"""Runs an example until it plans integer products, and prints and checks their accumulators.
+"""Runs an example, and prints and checks the accumulators of the first integer products it plans.
 
 python tests/example_bounds.py examples/digits.py
 """
@@ -23,7 +23,7 @@ def planned(function, call, policy, weights, *rest):
     plan = plan_call(function, call, policy, weights, *rest)
     arrays = jax.tree.leaves(call.leaves)
     if not any(isinstance(x, jax.core.Tracer) for x in arrays) and look_at(call, plan):
-        sys.exit(0)
+        _make_plan.plan_call = plan_call  # seen: the example goes on as ever
     return plan
 
 

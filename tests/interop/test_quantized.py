@@ -16,6 +16,8 @@ from jax import lax
 import jqx
 from jqx.calibrators import AbsMax
 
+from ..arrays import normal
+
 PARTS = r"jqx\.[A-Za-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
 NAMES = ("static", "asymmetric", "blocks", "nf4", "mx", "float")
 POLICY = jqx.Policy(
@@ -27,11 +29,8 @@ POLICY = jqx.Policy(
         jqx.Rule("mx", weight="mxfp8"),
     ]
 )
-PARAMS = {
-    name: jax.random.normal(key, (32, 32))
-    for name, key in zip(NAMES, jax.random.split(jax.random.key(0), len(NAMES)), strict=True)
-}
-X = jax.random.normal(jax.random.key(1), (3, 32))
+PARAMS = {name: normal(i, 32, 32) for i, name in enumerate(NAMES)}
+X = normal(len(NAMES), 3, 32)
 
 
 def f(params, x):
