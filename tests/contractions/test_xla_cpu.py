@@ -42,6 +42,9 @@ def test_sixteen_bit_floats_are_multiplied_in_some_layouts_alone():
     assert multiplied((128, 16), (128, 160), LHS_FIRST, bfloat16, "float32") == {"f32"}
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="mended in jaxlib 0.12: goes when that is the oldest"
+)
 def test_padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly():
     rng = np.random.default_rng(0)
     shapes = ((1, 2, 2, 64), (3, 3, 64, 64))
