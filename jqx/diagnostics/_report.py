@@ -10,7 +10,7 @@ import jax
 from .._calls import called
 from .._checks import require_that
 from ..transforms import Plan, quantize_params
-from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves
+from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves, rooted
 from ._table import Table, Tabular, decibels, finite
 from ._weights import WeightError, measure
 
@@ -147,7 +147,5 @@ def _named(plan: Plan, params: Any) -> list[tuple[str | None, Any]]:
     """Returns the leaves of parameters with their paths, which start with the position where there
     are several arguments; `None` for what is no weight.
     """
-    if not isinstance(plan.params, int):
-        params = dict(zip(plan.params, params, strict=True))
-    named = named_leaves("report", params, plan)
+    named = named_leaves("report", rooted(plan.params, params), plan)
     return [(path, x) for path, x in named if is_quantized(x) or is_array(x)]

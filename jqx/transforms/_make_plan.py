@@ -61,7 +61,8 @@ def make_plan(
         weight.
       NotImplementedError: a weight to be quantized reaches an operation without a quantized form
         (this one is a ValueError too: another policy fits); or a scan is to be split inside a
-        `shard_map` or a custom derivative rule.
+        `shard_map` or a custom derivative rule, or a weight reaches it through an operation that
+        mixes its steps.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp

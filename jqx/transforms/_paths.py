@@ -129,6 +129,13 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return keystr(keys, simple=True, separator="/")
 
 
+def rooted(places: Params, params: Any) -> Any:
+    """Returns parameters under the paths that a plan knows them by: those of several arguments
+    begin with its position.
+    """
+    return params if isinstance(places, int) else dict(zip(places, params, strict=True))
+
+
 def is_whole(x: Any) -> bool:
     """Whether a node stands for one array: a QTensor, or Segments."""
     return isinstance(x, (QTensor, Segments))

@@ -11,7 +11,7 @@ import jax
 
 from .._errors import message, nesting
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor
+from ..tensor import QSpec, Segments
 from ..tensor._shared import (
     NONE,
     Values,
@@ -23,9 +23,10 @@ from ..tensor._shared import (
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address, Loop
-from ._paths import Params, Split, Weights, flatten
+from ._paths import Params, Split, Weights, flatten, is_whole, rooted
 from ._plan_table import as_rich_table, as_text
 from ._signature import check_same, is_parameter_line
+from ._split import parts_of
 
 _VERSION = 1
 """Of what `to_dict` writes."""
@@ -273,7 +274,8 @@ class Plan:
 
     def map_weights(self, f: Callable[[Weight, Any], Any], params: Any) -> Any:
         """Returns parameters with `f(weight, leaf)` in the place of each leaf that is to be
-        quantized, such as codes that an algorithm chooses; the others are the very same objects.
+        quantized, such as codes that an algorithm chooses; the others are the very same objects. Of
+        a weight that the plan splits `f` is given the parts, and `Segments` take its place.
 
         Args:
           f: a function of a `Weight` of the plan, and of the array that it stands for.
@@ -288,18 +290,24 @@ class Plan:
           >>> codes["w"]
           QTensor(int8[2, 2] per_axis(1), scale float32[1, 2], dtype=float32, 12 bytes)
         """
-        rooted = params
-        if not isinstance(self.params, int):
-            rooted = dict(zip(self.params, params, strict=True))
-        flat = flatten(rooted)
+        own = rooted(self.params, params)
+        flat = flatten(own)
         names = self.parameters.name("Plan.map_weights", [keys for keys, _ in flat])
-        weights = [self.weight_at(name) for name in names]
-        leaves = [
-            leaf if weight is None else f(weight, leaf)
-            for weight, (_, leaf) in zip(weights, flat, strict=True)
-        ]
-        tree = jax.tree.structure(rooted, is_leaf=lambda x: isinstance(x, QTensor))
-        mapped = jax.tree.unflatten(tree, leaves)
+
+        def mapped_at(path: str | None, leaf: Any) -> Any:
+            weight = self.weight_at(path)
+            return leaf if weight is None else f(weight, leaf)
+
+        leaves = []
+        for name, (_, leaf) in zip(names, flat, strict=True):
+            split = self.split_of(name)
+            if split is None or not any(self.weight_at(part.path) for part in split.parts):
+                leaves.append(mapped_at(name, leaf))
+                continue
+            parts = parts_of("Plan.map_weights", leaf, split)
+            pairs = zip(split.parts, parts, strict=True)
+            leaves.append(Segments([mapped_at(part.path, x) for part, x in pairs], split.axis))
+        mapped = jax.tree.unflatten(jax.tree.structure(own, is_leaf=is_whole), leaves)
         if isinstance(self.params, int):
             return mapped
         return tuple(mapped[place] for place in self.params)

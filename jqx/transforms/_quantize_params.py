@@ -13,7 +13,7 @@ from ..calibrators import Affine
 from ..tensor import QSpec, QTensor, Segments
 from ..tensor._shared import check_target
 from ._arguments import check_plan
-from ._paths import Params, flatten, is_whole
+from ._paths import Params, flatten, is_whole, rooted
 from ._plan import Plan, Weight
 from ._signature import parameter_line
 from ._split import parts_of
@@ -67,9 +67,10 @@ def quantize_params(
         check_target("quantize_params", target, None)
     plan.check_affines("quantize_params", affines)
     given = affines or {}
-    rooted = _rooted(params, plan)
-    tree = jax.tree.structure(rooted, is_leaf=is_whole)
-    named = _named("quantize_params", rooted, plan)
+    check_arguments("quantize_params", plan.params, params)
+    own = rooted(plan.params, params)
+    tree = jax.tree.structure(own, is_leaf=is_whole)
+    named = _named("quantize_params", own, plan)
     known = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(known, named, strict=True):
         require_that(
@@ -193,12 +194,6 @@ def _delete(x: Any, quantized: QTensor | Segments) -> None:
     if isinstance(x, jax.Array):
         jax.block_until_ready(quantized)
         x.delete()
-
-
-def _rooted(params: Any, plan: Plan) -> Any:
-    """Returns the parameters under the paths that the plan knows them by."""
-    check_arguments("quantize_params", plan.params, params)
-    return params if isinstance(plan.params, int) else dict(zip(plan.params, params, strict=True))
 
 
 def check_arguments(function: str, places: Params, params: Any) -> None:

@@ -21,6 +21,7 @@ from ._paths import Part as Part
 from ._paths import Splits as Splits
 from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
+from ._paths import rooted as rooted
 from ._plan import Site as Site
 from ._plan import Weight as Weight
 from ._plan_call import as_plan as as_plan

@@ -185,7 +185,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
         return call
     leaves, paths, keys, given, kept = [], [], [], [], {}
     for place, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
-        split = by_path.get(path or "") if path is not None else None
+        split = None if path is None else by_path.get(path)
         if split is None:
             parts, names = [leaf], [path]
             given.append(_stand_in(leaf))

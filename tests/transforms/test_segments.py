@@ -235,6 +235,25 @@ def test_segments_are_a_tree_that_is_saved(tmp_path):
     assert "Segments" in repr(jax.tree.map(lambda x: None, segments))
 
 
+def test_an_algorithm_is_given_the_parts():
+    policy = jqx.Policy({"layers[0]/a": "int8", "layers[1:]/a": "int4", "layers/b": "float"})
+    plan, q = quantized(plain, policy)[:2]
+    seen = {}
+
+    def choose(weight, x):
+        seen[weight.path] = x.shape
+        return jqx.QTensor.quantize(x, weight.spec)
+
+    mapped = plan.map_weights(choose, PARAMS)
+    assert seen == {"layers/a[0:1]": (1, K, K), "layers/a[1:5]": (L - 1, K, K)}
+    assert jax.tree.structure(mapped) == jax.tree.structure(q)
+    jax.tree.map(np.testing.assert_array_equal, mapped, q)
+    assert mapped["layers"]["b"] is PARAMS["layers"]["b"]
+    seen.clear()
+    plan.map_weights(lambda weight, part: seen.setdefault(weight.path, part), q)
+    assert all(isinstance(part, jqx.QTensor) for part in seen.values()) and len(seen) == 2
+
+
 def test_a_weight_that_is_read_whole_is_refused_or_dequantized():
     def f(p, x):
         y, _ = plain(p, x)
