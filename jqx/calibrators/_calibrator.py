@@ -1,6 +1,7 @@
 """The contract of a calibrator: what is observed of the values, and the scale decided from it."""
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from .._checks import is_at_least
 from ..numerics import Numerics, QType
 from ._granularity import Granularity
+from ._groups import Groups
 
 T = TypeVar("T")
 
@@ -104,8 +106,12 @@ class Seen(NamedTuple):
 
 def look_at(x: jax.Array, spec: Affinity) -> Seen:
     """Counts the NaN values of `x` and takes them out."""
+    return _look_at(x, spec.granularity.groups(x.shape))
+
+
+@functools.partial(jax.jit, static_argnames="groups")  # traced once for all sites of one shape
+def _look_at(x: jax.Array, groups: Groups) -> Seen:
     nan = jnp.isnan(x)
-    groups = spec.granularity.groups(x.shape)
     kind = jnp.float32 if is_at_least(groups.per_scale, 2**31) else jnp.int32  # floats do not wrap
     nans = groups.reduce(jnp.sum, nan.astype(kind), 0).astype(jnp.int32)  # not int64
     return Seen(jnp.where(nan, jnp.zeros_like(x), x), nans, jnp.int32(x.size > 0))

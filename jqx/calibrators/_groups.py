@@ -3,6 +3,7 @@ broadcasts to it, and reduces it to one value per scale.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -131,6 +132,7 @@ class Groups:
         kept = f(self.split(x, fill), axis=self.axes, keepdims=True, initial=fill)
         return kept.reshape(self.scale_shape)
 
+    @functools.partial(jax.jit, static_argnums=0)  # traced once for all sites of one shape
     def largest_magnitude(self, x: jax.Array) -> jax.Array:
         """Returns the largest magnitude for each scale, in the dtype of `x`; a NaN makes it NaN.
 

@@ -56,12 +56,15 @@ def check_sums(
         if affine is None:
             continue
         scale = tuple(affine[0].shape)
-        own = tuple(operand.spec.granularity.scale_shape(shape))
         summed = [
             axis
             for axis, (m, n) in enumerate(zip(scale, shape, strict=False))
-            if axis not in axes and m != 1 and m == n and m != own[axis]
+            if axis not in axes and m != 1 and m == n
         ]
+        if not summed:
+            continue
+        own = tuple(operand.spec.granularity.scale_shape(shape))
+        summed = [axis for axis in summed if scale[axis] != own[axis]]
         require_that(
             not summed,
             error=ValueError,

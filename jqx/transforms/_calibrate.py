@@ -20,8 +20,9 @@ from ._entries import Entries, entries_of, kinds_of
 from ._interpret import Rules, interpret
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
 from ._origin import Address, Loop
-from ._plan import Plan, Site
+from ._plan import Plan
 from ._plan_call import params_of, with_contractions
+from ._site import Site
 from ._trace import check_function, trace_call
 from ._weight import real_of
 from .primitives import Records

@@ -21,10 +21,11 @@ from ..tensor._shared import groups_of
 from ._affines import GivenAffines
 from ._interpret import Rules, interpret
 from ._origin import Address
-from ._plan import Operand, Plan, Site, Weight
+from ._plan import Plan
 from ._plan_call import as_plan, params_of
 from ._quantize_params import quantize_weight
 from ._reach import check_unsupported
+from ._site import Operand, Site, Weight
 from ._trace import Call, check_function, is_quantized, trace_call
 from ._weight import real_of
 from .primitives import CONTRACTIONS, FORMS, Records

@@ -15,7 +15,8 @@ from ..observers._shared import Calibrated
 from ._find import Found
 from ._observers import Checked, observers_of
 from ._origin import Address
-from ._plan import Plan, Site
+from ._plan import Plan
+from ._site import Site
 from ._values import numbered
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -177,8 +177,10 @@ def contractions(call: Any) -> list[Found]:
         None if path is None else Origin.of_leaf(path, len(leaf.shape))
         for leaf, path in zip(call.leaves, call.paths, strict=True)
     ]
-    dtypes = dtypes_of(call)
-    return [_without_integers(item, dtypes) for item in find(call.jaxpr, origins)[0]]
+    floats = {
+        path for path, dtype in dtypes_of(call).items() if jnp.issubdtype(dtype, jnp.floating)
+    }
+    return [_without_integers(item, floats) for item in find(call.jaxpr, origins)[0]]
 
 
 def dtypes_of(call: Any) -> dict[str, Any]:
@@ -187,14 +189,13 @@ def dtypes_of(call: Any) -> dict[str, Any]:
     return {path: leaf.dtype for path, leaf in named if path is not None}
 
 
-def _without_integers(item: Found, dtypes: Mapping[str, Any]) -> Found:
+def _without_integers(item: Found, floats: Set[str]) -> Found:
     """Takes a parameter of integers for an activation where one of floats is multiplied by it."""
-
-    def real(origin: Origin | None) -> bool:
-        parts = origin.parts if origin else ()
-        return any(jnp.issubdtype(dtypes[part.path], jnp.floating) for part in parts)
-
-    if not any(map(real, item.origins)):
+    real = [
+        origin is not None and any(part.path in floats for part in origin.parts)
+        for origin in item.origins
+    ]
+    if all(real) or not any(real):
         return item
-    kept = tuple(origin if real(origin) else None for origin in item.origins)
-    return dataclasses.replace(item, origins=kept)
+    kept = zip(item.origins, real, strict=True)
+    return dataclasses.replace(item, origins=tuple(x if is_real else None for x, is_real in kept))

@@ -21,7 +21,8 @@ from ..tensor import QTensor
 from ._affine_checks import check_sums
 from ._find import addressed
 from ._origin import Address, Origin
-from ._plan import Plan, Site
+from ._plan import Plan
+from ._site import Site
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records
 

@@ -14,12 +14,37 @@ def live(jaxpr: Any) -> Any:
     """Returns an open jaxpr without dead code, with the same operands and results; the very same
     where there is none.
     """
+    if not _may_hold_dead(jaxpr, {}):
+        return jaxpr
     found = _compat.without_dead(jaxpr)
     size = _size(found)
     if size.loops:
         found = _compat.without_dead(_with_live_loops(found, {}))
         size = _size(found)
     return jaxpr if size == _size(jaxpr) else found
+
+
+def _may_hold_dead(jaxpr: Any, known: dict[int, bool]) -> bool:
+    """Whether there is a `while`, a result of an equation that nothing reads, or an operand that a
+    function inside of an equation does not read; where there is none, nothing is dead.
+    """
+    if id(jaxpr) not in known:
+        read = _read(jaxpr)
+        known[id(jaxpr)] = any(
+            eqn.primitive.name == "while"
+            or not read.issuperset(map(id, eqn.outvars))
+            or any(
+                not _read(body).issuperset(map(id, body.invars)) or _may_hold_dead(body, known)
+                for body in _compat.sub_jaxprs(eqn)
+            )
+            for eqn in jaxpr.eqns
+        )
+    return known[id(jaxpr)]
+
+
+def _read(jaxpr: Any) -> set[int]:
+    """Returns which values of an open jaxpr its equations and its results read, by `id`."""
+    return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
 
 
 class _Size(NamedTuple):
@@ -41,8 +66,7 @@ def _size(jaxpr: Any, known: dict[int, _Size] | None = None) -> _Size:
 def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
     """Returns an open jaxpr in whose `while` loops nothing is dead, or the very same."""
     if id(jaxpr) not in known:
-        read = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars}
-        read |= set(map(id, jaxpr.outvars))
+        read = _read(jaxpr)
         eqns = [_with_live_bodies(eqn, read, known) for eqn in jaxpr.eqns]
         changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
         known[id(jaxpr)] = jaxpr.replace(eqns=eqns) if changed else jaxpr

@@ -11,7 +11,8 @@ from ..calibrators import Calibrator
 from ..observers import Observer
 from ..observers._shared import Calibrated
 from ._affines import some
-from ._plan import Plan, Site
+from ._plan import Plan
+from ._site import Site
 
 GivenObservers = Mapping[str, Observer | Calibrator | Sequence[Observer | Calibrator]] | None
 """What `observers=` of a transform takes: what is recorded, by paths of sites."""

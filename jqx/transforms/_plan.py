@@ -5,7 +5,7 @@ import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -22,152 +22,15 @@ from ..tensor._shared import (
     to_json,
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
-from ._origin import Address, Loop
+from ._origin import Address
 from ._paths import Params, Split, Weights, flatten, is_whole, rooted
 from ._plan_table import as_rich_table, as_text
 from ._signature import check_same, is_parameter_line
+from ._site import Site, Skipped, Unreached, Weight
 from ._split import parts_of
 
 _VERSION = 1
 """Of what `to_dict` writes."""
-
-Shape = tuple[int | str, ...]
-"""Sizes when the plan was made; a symbolic one by its name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """One operand of a site.
-
-    Attributes:
-      role: `"weight"` or `"activation"`.
-      spec: how it is quantized, its granularity absolute; `None` leaves it in float.
-      key: name of its statistics and scale, such as `layer0/w:dot_general:lhs`.
-      path: key path of the weight, the first of several joined; `None` for an activation.
-    """
-
-    role: Literal["weight", "activation"]
-    spec: QSpec | None
-    key: str
-    path: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One contraction that is quantized.
-
-    Attributes:
-      address: its place in the traced function.
-      path: key path of its weight inside the parameters, of several joined all (`a+b`), or its name
-        scope where it has none.
-      scope: name scopes that the function opened around it.
-      op: the operation, such as `dot_general`.
-      operands: left and right, or the table of a lookup.
-      output: how the result is quantized; `None` leaves it in float.
-      output_key: name of the result's statistics and scale.
-      rule: place in the policy of the rule that chose all this; where none is for the site but for
-        another use of its weight, of that one.
-      loops: scans that step over its weights: its statistics and scales have a leading axis for
-        each.
-      shapes: shapes of the operands when the plan was made, a symbolic size by its name; not
-        compared.
-      result: that of the result, likewise.
-      macs: multiply-adds when the plan was made, `None` where a size was symbolic; not compared.
-      codes: the operation of the other use that its weight has its codes from, where its own rule
-        gives it none, or others: a weight has one set of codes. `None` where its own rule does.
-    """
-
-    address: Address
-    path: str
-    scope: str
-    op: str
-    operands: tuple[Operand, ...]
-    output: QSpec | None
-    output_key: str
-    rule: int
-    loops: tuple[Loop, ...]
-    shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
-    result: Shape = dataclasses.field(compare=False)
-    macs: int | None = dataclasses.field(compare=False)
-    codes: str | None = added(None)
-
-    @property
-    def name(self) -> str:
-        """Its path and operation, such as `layer0/w:dot_general`, numbered where others have both.
-
-        What `convert` makes of it stands in a name scope of this name: `jqx[layer0/w:dot_general]`.
-        """
-        return self.output_key.removesuffix(":out")
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The names of the statistics of its operands and of its result."""
-        return (*(operand.key for operand in self.operands), self.output_key)
-
-    def scale_shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of a static scale in one step of its loops."""
-        shapes = dict(zip((o.key for o in self.operands), self.shapes, strict=False))
-        shape: Any = shapes.get(key, self.result)
-        return self.static_specs()[key].granularity.scale_shape(shape)
-
-    def loops_in(self, here: Address) -> tuple[Loop, ...]:
-        """Returns those of its loops that stand inside an equation."""
-        n = len(here)
-        return tuple(x for x in self.loops if len(x.address) > n and x.address[:n] == here)
-
-    def static_specs(self) -> dict[str, QSpec]:
-        """Returns the specs that need calibrated scales, by key."""
-        specs = {o.key: o.spec for o in self.operands if o.role == "activation" and o.spec}
-        if self.output is not None:
-            specs[self.output_key] = self.output
-        return {key: spec for key, spec in specs.items() if not spec.dynamic}
-
-
-@dataclasses.dataclass(frozen=True)
-class Skipped:
-    """One contraction that stays in float, and why.
-
-    `shapes` and `macs` are those of the operands when the plan was made; they are not compared.
-    """
-
-    address: Address
-    path: str
-    op: str
-    reason: str
-    shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
-    macs: int | None = dataclasses.field(compare=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unreached:
-    """One parameter of two axes or more that no contraction multiplies by, and why.
-
-    Attributes:
-      path: its path inside the parameters.
-      reason: what is done with it instead.
-      shape: its shape.
-    """
-
-    path: str
-    reason: str
-    shape: Shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One parameter that is quantized.
-
-    Attributes:
-      path: its key path inside the parameters.
-      spec: how it is quantized, its granularity in its own axes.
-      key: name of its scale, where one is given from outside.
-      sites: how many sites share it.
-    """
-
-    path: str
-    spec: QSpec
-    key: str
-    sites: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +72,10 @@ class Plan:
 
     def static_specs(self) -> dict[str, QSpec]:
         """Returns the specs that need calibrated scales, by key."""
+        return dict(self._static_specs)
+
+    @functools.cached_property
+    def _static_specs(self) -> dict[str, QSpec]:
         return {key: spec for site in self.sites for key, spec in site.static_specs().items()}
 
     def __getitem__(self, path: str) -> tuple[Site | Skipped, ...]:
@@ -363,7 +230,11 @@ class Plan:
 
     def weight_at(self, path: str | None) -> Weight | None:
         """Returns the weight on a path, or `None` where it is not quantized."""
-        return next((weight for weight in self.weights if weight.path == path), None)
+        return self._weights.get(path)
+
+    @functools.cached_property
+    def _weights(self) -> dict[str | None, Weight]:
+        return {weight.path: weight for weight in self.weights}
 
     def split_of(self, path: str | None) -> Split | None:
         """Returns where the parameter on a path is split, or `None` where it is not."""

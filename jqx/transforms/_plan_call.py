@@ -13,12 +13,13 @@ from ._choose import Chosen, choose
 from ._find import Found, contractions, dtypes_of
 from ._input_as_weight import check_inputs
 from ._paths import Part, Weights
-from ._plan import Operand, Plan, Shape, Site, Skipped
+from ._plan import Plan
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
 from ._select_steps import selects
 from ._signature import check_ranks
+from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
 
 

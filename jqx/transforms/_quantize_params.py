@@ -14,8 +14,9 @@ from ..tensor import QSpec, QTensor, Segments
 from ..tensor._shared import check_target
 from ._arguments import check_plan
 from ._paths import Params, flatten, is_whole, rooted
-from ._plan import Plan, Weight
+from ._plan import Plan
 from ._signature import parameter_line
+from ._site import Weight
 from ._split import parts_of
 from ._trace import is_parameter
 

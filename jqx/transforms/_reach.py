@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._checks import require_that
 from ._codes import Codes
 from ._find import Found
-from ._plan import Unreached
+from ._site import Unreached
 from ._trace import Call
 
 UNSUPPORTED = ("error", "dequantize")

@@ -9,7 +9,7 @@ from ..tensor import QSpec
 from ..tensor._shared import groups_of
 from ._find import Found
 from ._origin import Origin, close_over_merges
-from ._plan import Site, Weight
+from ._site import Site, Weight
 
 
 def resolve_weights(

@@ -22,8 +22,6 @@ from ._paths import Splits as Splits
 from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
 from ._paths import rooted as rooted
-from ._plan import Site as Site
-from ._plan import Weight as Weight
 from ._plan_call import as_plan as as_plan
 from ._plan_call import params_of as params_of
 from ._plan_call import planned_signature as planned_signature
@@ -32,6 +30,8 @@ from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
 from ._signature import check_same as check_same
+from ._site import Site as Site
+from ._site import Weight as Weight
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
 from ._trace import as_params as as_params

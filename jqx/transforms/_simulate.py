@@ -21,8 +21,9 @@ from ..tensor._shared import fake_quantize_as
 from ._affines import GivenAffines
 from ._integer_forward import integer_forward
 from ._interpret import Rules, interpret
-from ._plan import Plan, Site, Weight
+from ._plan import Plan
 from ._plan_call import as_plan, params_of
+from ._site import Site, Weight
 from ._trace import check_function, is_quantized, trace_call
 from ._weight import Trainable, codes_of, is_coded, real_of
 from .primitives import CONTRACTIONS, Records

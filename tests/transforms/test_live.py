@@ -59,6 +59,11 @@ def conditional(w, x):
 LIVE = {
     "at top level": (lambda w, x: [x @ w, x @ w @ w][0], 1),
     "jit": (lambda w, x: jax.jit(lambda w, x: (x @ w, x @ x))(w, x)[0], 1),
+    "an operand of jit": (lambda w, x: jax.jit(lambda w, x, y: x @ w)(w, x, x @ w @ w), 1),
+    "an operand of a branch": (
+        lambda w, x: lax.cond(x[0, 0] > 9, lambda y, z: z, lambda y, z: z @ w, x @ w @ w, x),
+        1,
+    ),
     "scan": (scanned, 1),
     "while": (looped, 1),
     "while in a scan": (looped_in_a_scan, 1),

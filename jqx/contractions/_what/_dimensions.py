@@ -1,6 +1,7 @@
 """The axes of a `lax.dot_general`, and where each operand's axes stand in its result."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Dimensions:
             normal(rb, rhs_rank),
         )
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[OperandAxes, OperandAxes]:
         """What becomes of the axes of both operands."""
         return (

@@ -1,6 +1,7 @@
 """Contraction primitives, and lookups: the sites of a function."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +78,10 @@ def _transposed(
 
 def _dimensions(eqn: Eqn) -> Dimensions:
     lhs, rhs = (v.aval for v in eqn.invars)
-    return Dimensions.of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    return _dimensions_of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+
+
+_dimensions_of = functools.lru_cache(Dimensions.of)  # read several times a site, and most are alike
 
 
 def _macs(eqn: Eqn) -> int:
