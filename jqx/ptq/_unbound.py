@@ -15,11 +15,10 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
 from ..transforms._shared import (
-    check_same,
+    check_function_of,
     is_array,
     is_quantized,
     placed,
-    planned_signature,
 )
 from ._ptq import Target, check_whole, quantized_of, target_of
 from ._quantized import Quantized, summary
@@ -80,8 +79,7 @@ class Unbound:
         if self.inputs is not None:
             mend = "bind the function that was quantized; of another, make a plan anew: jqx.ptq."
             given = placed(self.plan.params, params, self.inputs)
-            found = planned_signature("bind", f, self.plan.parameters, given)
-            check_same("bind", found, self.plan.signature, mend)
+            check_function_of("bind", f, self.plan, given, mend)
         return quantized_of(f, self.plan, self.affines, params, self.report, self.inputs, meant)
 
     def __repr__(self) -> str:

@@ -79,9 +79,10 @@ def calibrate(
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       observers: what else is recorded: a dict from regular expressions, matched in full against
-        the paths of the sites of the plan, to a `jqx.observers.Observer` or a tuple of them. Sites
-        without a static scale are observed too; contractions that the plan skips are not. A
-        calibrator observes the operands that the plan quantizes, static or not.
+        the paths of the sites of the plan, or those of the weights that theirs are parts of, to a
+        `jqx.observers.Observer` or a tuple of them. Sites without a static scale are observed too;
+        contractions that the plan skips are not. A calibrator observes the operands that the plan
+        quantizes, static or not.
 
     Returns:
       `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and statistics of this one

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from .._errors import message
 from ..observers import ObservedSite, Observer
 from ..observers._shared import Calibrated
 from ._find import Found
-from ._observers import Checked, observers_of
+from ._observers import Checked, is_for, observers_of
 from ._origin import Address
 from ._plan import Plan
 from ._site import Site
@@ -117,7 +116,7 @@ def entries_of(
                     looks.add((observer, site.path))
                     entries.append(entry)
                     _check_alike(function, entry, checked)
-    _check_looks(function, given, looks)
+    _check_looks(function, plan, given, looks)
     return _shared(jaxpr, entries)
 
 
@@ -201,11 +200,13 @@ def kinds_of(stats: Any) -> str:
     return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", stats))
 
 
-def _check_looks(function: str, given: Checked, looks: set[tuple[Observer, str]]) -> None:
+def _check_looks(
+    function: str, plan: Plan, given: Checked, looks: set[tuple[Observer, str]]
+) -> None:
     """Raises where an observer looks at no operand of the sites that its pattern matches."""
     for pattern, observers in given:
         for observer in observers:
-            if any(who == observer and re.fullmatch(pattern, path) for who, path in looks):
+            if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
                 continue
             text = message(
                 function,

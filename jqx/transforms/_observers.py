@@ -73,16 +73,24 @@ def _as_observer(function: str, name: str, value: Any) -> Observer:
     return Calibrated(value) if isinstance(value, Calibrator) else value
 
 
+def is_for(pattern: str, plan: Plan, path: str) -> bool:
+    """Whether a regular expression matches the path of a site, or of the weight that its own is a
+    part of.
+    """
+    return any(re.fullmatch(pattern, own) for own in {path, plan.whole_of(path)})
+
+
 def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, list[Observer]]]:
     """Returns the sites of a plan, each with the observers whose regular expression matches its
-    path; raises where one matches none, or where two observers of a site have one name.
+    path, or that of the weight that its own is a part of; raises where one matches none, or where
+    two observers of a site have one name.
     """
     for pattern, _ in given:
-        if not any(re.fullmatch(pattern, site.path) for site in plan.sites):
+        if not any(is_for(pattern, plan, site.path) for site in plan.sites):
             raise ValueError(_unmatched(function, plan, pattern))
     found = []
     for site in plan.sites:
-        matching = [each for pattern, each in given if re.fullmatch(pattern, site.path)]
+        matching = [each for pattern, each in given if is_for(pattern, plan, site.path)]
         wanted = list(dict.fromkeys(observer for each in matching for observer in each))
         names = [str(observer) for observer in wanted]
         twice = next((name for name in names if names.count(name) > 1), None)

@@ -240,6 +240,14 @@ class Plan:
         """Returns where the parameter on a path is split, or `None` where it is not."""
         return next((split for split in self.splits if split.path == path), None)
 
+    def whole_of(self, path: str) -> str:
+        """Returns the path of the weight that the one on a path is a part of, or that path."""
+        return self._wholes.get(path, path)
+
+    @functools.cached_property
+    def _wholes(self) -> dict[str, str]:
+        return {part.path: part.whole for split in self.splits for part in split.parts}
+
     def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
         """Raises where a function is not the one that the plan was made for."""
         check_same(function, signature, self.signature)

@@ -12,33 +12,55 @@ from ._arguments import check_plan
 from ._choose import Chosen, choose
 from ._find import Found, contractions, dtypes_of
 from ._input_as_weight import check_inputs
+from ._origin import Origin
 from ._paths import Part, Weights
 from ._plan import Plan
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
 from ._select_steps import selects
-from ._signature import check_ranks
+from ._signature import AGAIN, check_ranks, check_same
 from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
 
 
-def signature_of(call: Call, found: Sequence[Found]) -> tuple[str, ...]:
-    """Returns one line per parameter and contraction, without batch sizes."""
+def signature_of(call: Call, found: Sequence[Found], *, axes: bool = True) -> tuple[str, ...]:
+    """Returns one line per parameter and contraction, without batch sizes.
+
+    `axes=False` leaves out where the axes of a weight stand in what is contracted, as plans of
+    jqx 0.1.0 do.
+    """
     lines = [*call.lines]
     for item in found:
-        paths = [origin.name if origin else "-" for origin in item.origins]
+        operands = [_described(origin, axes) if origin else "-" for origin in item.origins]
         pattern = item.family.pattern(item.eqn)
-        lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(paths)}")
+        lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(operands)}")
     return tuple(lines)
 
 
-def planned_signature(
-    function: str, f: Callable[..., Any], weights: Weights, args: Sequence[Any]
-) -> tuple[str, ...]:
-    """Returns the signature that a plan of a function has; see `signature_of`."""
-    call = trace_call(function, f, weights, args, {})
-    return signature_of(call, contractions(call))
+def _described(origin: Origin, axes: bool) -> str:
+    """Returns the paths of a weight, or of several joined, such as `w[1,0]` of a transposed one."""
+    if not axes:
+        return origin.name
+    own = [["&".join(map(str, sorted(held))) for held in part.dims] for part in origin.parts]
+    named = zip(origin.parts, own, strict=True)
+    return "+".join(dict.fromkeys(f"{part.path}[{','.join(held)}]" for part, held in named))
+
+
+def check_function_of(
+    function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], mend: str
+) -> None:
+    """Raises where a function, at arguments such as these, is not the one that a plan is for."""
+    call = trace_call(function, f, plan.parameters, args, {})
+    _check_signature(function, plan, call, contractions(call), mend)
+
+
+def _check_signature(
+    function: str, plan: Plan, call: Call, found: Sequence[Found], mend: str = AGAIN
+) -> None:
+    signature = signature_of(call, found)
+    if plan.signature not in (signature, signature_of(call, found, axes=False)):
+        check_same(function, signature, plan.signature, mend)
 
 
 def plan_call(
@@ -194,10 +216,9 @@ def with_contractions(
     found = contractions(call)
     if isinstance(plan, Policy):
         return plan_call(function, call, plan, weights, found), found
-    signature = signature_of(call, found)
-    if signature != plan.signature:
+    if signature_of(call, found) != plan.signature:
         check_ranks(function, plan, found)
-        plan.check_signature(function, signature)
+        _check_signature(function, plan, call, found)
     return plan, found
 
 

@@ -23,13 +23,12 @@ from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
 from ._paths import rooted as rooted
 from ._plan_call import as_plan as as_plan
+from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
-from ._plan_call import planned_signature as planned_signature
 from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
-from ._signature import check_same as check_same
 from ._site import Site as Site
 from ._site import Weight as Weight
 from ._trace import Call as Call

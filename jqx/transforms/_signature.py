@@ -6,7 +6,7 @@ from typing import Any
 
 from .._errors import message
 
-_AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
+AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 
 
 def parameter_line(path: str, leaf: Any) -> str:
@@ -20,7 +20,7 @@ def is_parameter_line(line: str) -> bool:
 
 
 def check_same(
-    function: str, signature: Sequence[str], planned: Sequence[str], mend: str = _AGAIN
+    function: str, signature: Sequence[str], planned: Sequence[str], mend: str = AGAIN
 ) -> None:
     """Raises where a function, or its parameters, are not those that the plan was made for."""
     if tuple(signature) == tuple(planned):

@@ -159,6 +159,11 @@ def test_inputs_that_files_do_not_hold_are_checked_at_the_first_call(tmp_path):
 
 
 OTHERS = {
+    "another axis": (
+        lambda p, x: f({**p, "static": p["static"].T}, x),
+        ValueError,
+        r"(?s)another function.*static\[1,0\].*static\[0,1\]",
+    ),
     "more": (lambda p, x: [f(p, x), x @ p["static"]], ValueError, "another function"),
     "fewer": (lambda p, x: x @ p["static"], ValueError, "another function"),
     "other keys": (lambda p, x: x @ p["q"], ValueError, "KeyError: 'q'"),

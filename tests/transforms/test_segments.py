@@ -204,6 +204,18 @@ def test_training_calibration_and_vmap():
         assert g.ndim < 3 or bool((jnp.abs(g).reshape(L, -1).max(1) > 0).all())
 
 
+def test_observers_of_a_weight_are_those_of_its_parts():
+    plan = jqx.make_plan(plain, PARTS)(PARAMS, X)
+
+    def kinds(*patterns):
+        calibrate = jqx.calibrate(plain, plan, observers=dict.fromkeys(patterns, mean))
+        return {key: x.total.shape for key, x in jax.eval_shape(calibrate, PARAMS, X)[1].items()}
+
+    mean = jqx.observers.mean
+    assert kinds("layers/a") == kinds("layers/a.0:1.", "layers/a.1:3.", "layers/a.3:5.")
+    assert len(kinds("layers/a")) == 3
+
+
 def test_a_scan_along_another_axis_splits_that_axis():
     def f(p, x):
         return lax.scan(lambda h, w: (h @ w, None), x, jnp.moveaxis(p, 1, 0))[0]
