@@ -67,7 +67,7 @@ def ptq(
     check_float("nnx.ptq", model)
 
     def quantize(batches: Iterable[Any]) -> Quantized:
-        function, state = _called(model, method, kwargs)
+        function, state = _called("nnx.ptq", model, method, kwargs)
         names = {
             "/".join(map(str, path)): None
             for path, variable in nnx.to_flat_state(state)
@@ -114,11 +114,11 @@ def bind(
     mend = "pass what jqx.load returns of a quantized model."
     check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
     check_float("nnx.bind", model)
-    return unbound.bind(_called(model, method, kwargs)[0], target=target)
+    return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target)
 
 
 def _called(
-    model: nnx.Module, method: str, kwargs: Mapping[str, Any]
+    function: str, model: nnx.Module, method: str, kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any]:
     """Returns a model as a function of the values of its variables, and their state."""
     graphdef, streams, state = nnx.split(model, nnx.RngState, ...)
@@ -126,7 +126,7 @@ def _called(
     paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
     def call(params: Any, *args: Any, **more: Any) -> Any:
-        _check_paths(paths, params)
+        _check_paths(function, paths, params)
         own = jax.tree.map(lambda x: x, streams)  # variables of this trace
         inner = nnx.merge(graphdef, own, with_values(empty, params))
         before = leaves_by_path(inner)
@@ -136,7 +136,7 @@ def _called(
         require_that(
             not changed,
             error=ValueError,
-            function="nnx.ptq",
+            function=function,
             problem=f"`{method}` writes variables, which a function of its weights cannot.",
             given=", ".join(map(repr, changed[:4])),
             expected="a method that reads them",
@@ -148,7 +148,7 @@ def _called(
     return call, state
 
 
-def _check_paths(paths: Sequence[tuple[str, ...]], params: Any) -> None:
+def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -> None:
     """Checks that parameters have a value for each variable."""
 
     def has(path: tuple[str, ...]) -> bool:
@@ -163,7 +163,7 @@ def _check_paths(paths: Sequence[tuple[str, ...]], params: Any) -> None:
     require_that(
         not missing,
         error=ValueError,
-        function="nnx.ptq",
+        function=function,
         problem="the parameters are not those of the model.",
         given=f"nothing for {', '.join(map(repr, missing[:4]))}",
         expected=f"values of {len(paths)} variables",

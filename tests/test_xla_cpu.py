@@ -2,6 +2,9 @@
 
 import importlib
 import math
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,11 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.contractions._how import _xla_cpu
+from jqx import _xla_cpu
+from jqx.transforms import _simulate
 
-from .convolutions import NHWC, convolution
-from .oracles import MATRICES
+from .contractions.convolutions import NHWC, convolution
+from .contractions.oracles import MATRICES
 
 LHS_FIRST = (((0,), (0,)), ((), ()))
 
@@ -42,9 +46,12 @@ def test_sixteen_bit_floats_are_multiplied_in_some_layouts_alone():
     assert multiplied((128, 16), (128, 160), LHS_FIRST, bfloat16, "float32") == {"f32"}
 
 
-@pytest.mark.skipif(
+mended = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12), reason="mended in jaxlib 0.12: goes when that is the oldest"
 )
+
+
+@mended
 def test_padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly():
     rng = np.random.default_rng(0)
     shapes = ((1, 2, 2, 64), (3, 3, 64, 64))
@@ -97,9 +104,49 @@ def test_a_loop_over_narrow_codes_converts_all_of_them_before_it(dtype):
     assert held(loop, (count, n, n), dtype=dtype) >= count * n * n
 
 
+def test_the_largest_of_many_floats_is_no_NaN():
+    x = np.zeros((128, 256), np.float32)
+    x[3, 5] = np.nan
+    assert jax.jit(lambda x: jnp.max(jnp.abs(x)))(x) == 0
+
+
+@mended
+def test_codes_that_the_backward_pass_reads_are_kept_as_quotients(monkeypatch):
+    monkeypatch.setattr(_simulate, "_kept", lax.optimization_barrier)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
+    f = lambda w, x: jax.nn.relu(x @ w)  # noqa: E731
+    simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), "dynamic", backward=jnp.float32)
+    step = jax.value_and_grad(lambda w, x: simulated(w, x).sum(), (0, 1))
+    program = jax.jit(step).lower(*shapes).compile().as_text()
+    assert re.search(r"ROOT \S+ = f32\[256,512\]\S* divide", program)
+
+
+def ends_the_process(program):
+    """Whether a new process that compiles a program ends without an answer."""
+    code = f"import jax, jax.numpy as jnp\nfrom jax import lax\n{program}\nprint('done')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0 or not found.stderr.rstrip().endswith("Error"), found.stderr
+    return found.returncode < 0 and "done" not in found.stdout
+
+
+@pytest.mark.slow
+def test_joining_codes_of_two_bits_ends_the_process():
+    join = "print(jax.jit(lambda x: lax.concatenate([x, x], 0))(jnp.zeros((4, 8), jnp.{})))"
+    assert not ends_the_process(join.format("int8"))
+    assert ends_the_process(join.format("int2"))
+
+
+def test_a_bitcast_of_four_bit_floats_in_a_loop_is_not_compiled():
+    cast = lambda y: lax.bitcast_convert_type(y, jnp.uint4).astype(jnp.uint8)  # noqa: E731
+    rows = jax.ShapeDtypeStruct((4, 8), jnp.float4_e2m1fn)
+    jax.jit(cast).lower(rows).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Invalid bitcast"):
+        jax.jit(lambda x: lax.map(cast, x)).lower(rows).compile()
+
+
 @pytest.mark.parametrize("name", _xla_cpu.WORKAROUNDS)
 def test_each_workaround_has_a_test_and_stands_where_the_list_says(name):
     assert callable(globals()[f"test_{name}"])
     for place in _xla_cpu.WORKAROUNDS[name].where:
         file, function = place.rsplit(".", 1)
-        assert hasattr(importlib.import_module(f"jqx.contractions.{file}"), function)
+        assert hasattr(importlib.import_module(f"jqx.{file}"), function)
