@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import ConvDimensionNumbers
 
 from .._compat import Eqn
 from ..calibrators import Affine
@@ -17,20 +18,8 @@ from ..numerics import Block, Integer, format_of
 from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
 from ..transforms._shared import Address, Site, contraction_of
-from ._interval_arrays import image
-from ._interval_rules import RULES
-from ._intervals import (
-    Bounds,
-    Interval,
-    exactly,
-    least,
-    limits,
-    most,
-    of_value,
-    rounded,
-    sum_of_products,
-    wide,
-)
+from ._interval_arrays import contract
+from ._intervals import Interval, least, limits, most, of_value, wide
 
 _DTYPES = (8, 16, 32, 64)
 
@@ -123,8 +112,8 @@ def at_site(
     xs: Sequence[Interval],
     affines: Mapping[str, Affine],
     found: dict[Address, Accumulator],
-) -> Bounds:
-    """Returns the ends of the result of a site, and notes its accumulator."""
+) -> list[Interval]:
+    """Notes the accumulator of a site, and returns its operands as the site sees them."""
     seen = [
         _seen(operand.spec, operand.role == "weight", affines.get(operand.key), x, v.aval)
         for operand, x, v in zip(site.operands, xs, eqn.invars, strict=False)
@@ -132,43 +121,27 @@ def at_site(
     row = _accumulator(site, eqn, seen)
     old = found.get(site.address)
     found[site.address] = row if old is None else old.merge(row)
-    result = RULES[eqn.primitive.name](eqn, [*(s.real for s in seen), *xs[len(seen) :]])
-    if isinstance(result, list):
-        raise AssertionError("a contraction has one result")
-    if isinstance(result, Interval):
-        result = exactly(result.low, result.high)
-    if site.output is None:
-        return result
-    aval = eqn.outvars[0].aval
-    out = rounded(result, aval.dtype)
-    real = _seen(site.output, False, affines.get(site.output_key), out, aval).real
-    return exactly(real.low, real.high)
+    return [*(s.real for s in seen), *xs[len(seen) :]]
+
+
+def of_output(site: Site, x: Interval, affines: Mapping[str, Affine], aval: Any) -> Interval:
+    """Returns the result of a site as it is quantized."""
+    return _seen(site.output, False, affines.get(site.output_key), x, aval).real
 
 
 def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
     lhs, rhs = seen[0], seen[-1]
     ends = [None if s.codes is None else (s.codes.low, s.codes.high) for s in (lhs, rhs)]
-    row = Accumulator(site.path, site.op, ends[0], ends[1], 0, None, "float")
     if len(seen) == 1:
-        return dataclasses.replace(row, lhs=ends[0], rhs=None, how="lookup")
-    of_lhs, of_rhs = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
-    sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(of_lhs, of_rhs, strict=True)]
-    row = dataclasses.replace(row, products=math.prod(sizes))
+        return Accumulator(site.path, site.op, ends[0], None, 0, None, "lookup")
+    axes = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
+    sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
+    row = Accumulator(site.path, site.op, ends[0], ends[1], math.prod(sizes), None, "float")
     if lhs.codes is None or rhs.codes is None or lhs.like is None or rhs.like is None:
         return row
-    left = lhs.codes
-    if _is_conv(eqn):
-        left = image(eqn, left) if left.value is None else left
-    if site.op == "ragged_dot":
-        left = left.with_zero() if left.value is None else left
-    of_lhs = of_rhs if _is_conv(eqn) else of_lhs  # `image` brings it under the kernel
-    sums = sum_of_products(left, rhs.codes, (of_lhs, of_rhs), sizes)
+    sums = contract(eqn, lhs.codes, rhs.codes, sizes)
     how = _how(lhs.like, rhs.like, row.products)
     return dataclasses.replace(row, sums=(int(sums.low), int(sums.high)), how=how)
-
-
-def _is_conv(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "conv_general_dilated"
 
 
 def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
@@ -184,8 +157,8 @@ def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
 
 def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
     """Returns how many elements along a pair of axes are summed before a scale changes."""
-    n = eqn.invars[1].aval.shape[j]
-    spatial = i in eqn.params["dimension_numbers"].lhs_spec[2:] if _is_conv(eqn) else False
+    n, numbers = eqn.invars[1].aval.shape[j], eqn.params.get("dimension_numbers")
+    spatial = isinstance(numbers, ConvDimensionNumbers) and i in numbers.lhs_spec[2:]
     left = n if spatial else lhs.sizes[i]
     return math.gcd(*(size for size in (left, rhs.sizes[j]) if 0 < size < n)) or n
 
@@ -252,26 +225,18 @@ def _static(
 ) -> tuple[Interval, Interval | None]:
     """Returns the numbers and the codes less zero points at a given scale, which rise with `x`."""
     scale, zero = affine
+    options = {"round_mode": spec.rounding, "numerics": spec.numerics}
     codes = [
-        affine_quantize(
-            jnp.full(scale.shape, end, dtype),
-            scale,
-            zero,
-            qtype=spec.qtype,
-            round_mode=spec.rounding,
-            numerics=spec.numerics,
-        )
-        for end in (x.low, x.high)
+        affine_quantize(jnp.full(scale.shape, x, dtype), scale, zero, qtype=spec.qtype, **options)
+        for x in (x.low, x.high)
     ]
-    low, high = (
-        wide(affine_dequantize(q, scale, zero, qtype=spec.qtype, dtype=dtype)) for q in codes
-    )
-    real = Interval(float(least(low)), float(most(high)))
-    if not isinstance(format_of(spec.qtype), Integer):
-        return real, None
+    reals = (affine_dequantize(q, scale, zero, qtype=spec.qtype, dtype=dtype) for q in codes)
     offset = 0 if zero is None else wide(zero)
-    low, high = (wide(q) - offset for q in codes)
-    return real, Interval(int(least(low)), int(most(high)))
+    real, less = (
+        Interval(least(low), most(high))
+        for low, high in (map(wide, reals), (wide(q) - offset for q in codes))
+    )
+    return real, less if isinstance(format_of(spec.qtype), Integer) else None
 
 
 def _near(x: Interval, spec: QSpec) -> Interval:

@@ -13,14 +13,14 @@ from ..calibrators import Affine
 from ..tensor import QTensor
 from ..transforms import Plan
 from ..transforms._shared import Address, addressed, view
-from ._accumulators import at_site
-from ._interval_loops import NOWHERE, literal, scan, while_loop
+from ._accumulators import at_site, of_output
+from ._interval_arrays import RULES
+from ._interval_loops import literal, scan, while_loop
 from ._interval_notes import Notes
-from ._interval_rules import RULES
 from ._intervals import (
     Bounds,
     Interval,
-    anything,
+    any_of,
     hull,
     is_integer,
     limits,
@@ -30,13 +30,10 @@ from ._intervals import (
 )
 
 _BODY = {
-    **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint"), "jaxpr"),
+    **dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
 }
 """Where a primitive that calls one function, of its own operands, holds it."""
-
-_PLANNED_CALLS = frozenset(_BODY) - {"closed_call", "core_call"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +82,9 @@ class Follower:
         name = eqn.primitive.name
         site = self.plan.site_at(here) if marked else None
         if site is not None:
-            bounds = at_site(site, eqn, xs, self.affines, self.notes.sites)
-            return [rounded(bounds, eqn.outvars[0].aval.dtype)]
+            xs = at_site(site, eqn, xs, self.affines, self.notes.sites)
+            (result,) = self._ruled(eqn, xs)
+            return [of_output(site, result, self.affines, eqn.outvars[0].aval)]
         if name in _FORMS:
             inside = dataclasses.replace(self, line=self._line(eqn))
             return _FORMS[name](inside, eqn, xs, here)
@@ -94,24 +92,39 @@ class Follower:
             seen = _view(eqn, xs)
             if seen is not None:
                 return seen
-        if name in _RELATED:
-            found = _RELATED[name](self, eqn, xs)
-            if found is not None:
-                return [found]
-        return self._plain(eqn, xs)
+        found = self._from_the_end(xs) if name == "select_n" else None
+        if found is not None:
+            return [found]
+        results = self._plain(eqn, xs)
+        if name in ("lt", "add") and is_integer(eqn.invars[0].aval.dtype):
+            x, n = xs
+            if n.low == n.high >= 0:
+                results = [dataclasses.replace(results[0], about=(name, x, n.low, eqn))]
+        return results
+
+    def _from_the_end(self, xs: Sequence[Interval]) -> Interval | None:
+        """Returns `where(i < 0, i + n, i)`, as JAX reads indices: the sum counts where `i` is
+        negative alone, and does not overflow there.
+        """
+        match [x.about for x in xs]:
+            case [("lt", x, 0, _), _, ("add", y, n, added)] if x is y is xs[1] and not x.is_known:
+                self.notes.forget(added)
+                parts = [Interval(x.low + n, min(x.high, -1) + n)] if x.low < 0 else []
+                parts += [Interval(max(x.low, 0), x.high)] if x.high >= 0 else []
+                return hull(parts)
+        return None
 
     def _plain(self, eqn: Eqn, xs: list[Interval]) -> list[Interval]:
         """Applies the rule of a primitive; where all operands are known, computes it as well."""
         name = eqn.primitive.name
         whole = all(x.is_known for x in xs) and not eqn.effects
         if whole and name != "broadcast_in_dim" and not any(True for _ in _compat.sub_jaxprs(eqn)):
-            results = [of_value(x) for x in _computed(eqn, xs)]
             if name in RULES and is_integer(eqn.outvars[0].aval.dtype):
-                self._ruled(eqn, xs)
-            return results
+                self._ruled(eqn, xs)  # tells overflows
+            return [of_value(x) for x in _computed(eqn, xs)]
         if name not in RULES:
             self.notes.no_rule(eqn, self._line(eqn))
-            return [anything(v.aval) for v in eqn.outvars]
+            return any_of(eqn)
         return self._ruled(eqn, xs)
 
     def _ruled(self, eqn: Eqn, xs: list[Interval]) -> list[Interval]:
@@ -125,9 +138,7 @@ class Follower:
     def _settled(self, eqn: Eqn, found: Bounds | Interval, aval: Any) -> Interval:
         """Rounds ends, or notes that an integer dtype does not hold them."""
         if not is_integer(aval.dtype):
-            if isinstance(found, Interval):
-                return found
-            return rounded(found, aval.dtype)
+            return found if isinstance(found, Interval) else rounded(found, aval.dtype)
         low, high = limits(aval.dtype)
         if low <= found.low and found.high <= high:
             return found if isinstance(found, Interval) else Interval(found.low, found.high)
@@ -167,9 +178,7 @@ def _view(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval] | None:
 
 
 def _call(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
-    name = eqn.primitive.name
-    where = here if name in _PLANNED_CALLS else (*here, NOWHERE)
-    return self.run(eqn.params[_BODY[name]], xs, where)
+    return self.run(eqn.params[_BODY[eqn.primitive.name]], xs, here)
 
 
 def _cond(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
@@ -193,43 +202,6 @@ def _shard_map(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> l
     return [x.hull_only() for x in inside.run(eqn.params["jaxpr"], parts, here)]
 
 
-def _less(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval:
-    (found,) = self._plain(eqn, xs)
-    zero = xs[1].low == xs[1].high == 0 and is_integer(eqn.invars[0].aval.dtype)
-    return dataclasses.replace(found, about=("negative", xs[0])) if zero else found
-
-
-def _plus(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval:
-    (found,) = self._plain(eqn, xs)
-    x, n = xs
-    counted = is_integer(eqn.outvars[0].aval.dtype) and n.low == n.high >= 0
-    return dataclasses.replace(found, about=("plus", x, n.low, id(eqn))) if counted else found
-
-
-def _from_the_end(self: Follower, eqn: Eqn, xs: list[Interval]) -> Interval | None:
-    """`where(i < 0, i + n, i)`, as JAX reads indices: the sum counts where `i` is negative alone,
-    and does not overflow there.
-    """
-    which, plain, *rest = xs
-    if len(rest) != 1 or which.about[:1] != ("negative",) or rest[0].about[:1] != ("plus",):
-        return None
-    _, x, n, overflow = rest[0].about
-    if which.about[1] is not x or plain is not x:
-        return None
-    self.notes.forget(overflow)
-    parts = [Interval(x.low + n, min(x.high, -1) + n)] if x.low < 0 else []
-    parts += [Interval(max(x.low, 0), x.high)] if x.high >= 0 else []
-    return None if x.is_known else hull(parts)
-
-
-_RELATED: dict[str, Callable[[Follower, Eqn, list[Interval]], Interval | None]] = {
-    "lt": _less,
-    "add": _plus,
-    "select_n": _from_the_end,
-}
-"""Primitives of which a later one may want to know what they were made of."""
-
-
 def _psum(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
     axes = [axis for axis in eqn.params["axes"] if axis in self.axes]
     count = math.prod(self.axes[axis] for axis in axes)
@@ -245,5 +217,5 @@ _FORMS: dict[str, Callable[..., list[Interval]]] = {
     "scan": scan,
     "while": while_loop,
     "shard_map": _shard_map,
-    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _psum),
+    **dict.fromkeys(("psum", "psum_invariant"), _psum),
 }

@@ -8,7 +8,7 @@ narrowed by the condition of a `while` and by the length of a `scan` that adds t
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,28 +18,20 @@ from ..tensor._shared import refine
 from ..transforms._shared import Address
 from ._intervals import Interval, anything, hull, is_integer, limits, of_value, summed
 
+if TYPE_CHECKING:
+    from ._interval_forms import Follower
+
 STEPS = 128
 """Steps of a loop that are followed one by one."""
 
-NOWHERE = -3
+_NOWHERE = -3
 """Part of an address that no site has."""
 
 _TRIES = 3
 """Steps after which what still grows is widened."""
 
-
-class Follows(Protocol):
-    """Who follows intervals through a jaxpr."""
-
-    def run(
-        self, jaxpr: Any, args: Sequence[Interval], address: Address = (), also: Sequence[Any] = ()
-    ) -> list[Interval]:
-        """Returns the intervals of the results of a jaxpr, and of further values inside."""
-        ...
-
-    def aside(self) -> "Follows":
-        """Returns one that notes nothing: for steps that are tried."""
-        ...
+Step = Callable[..., list[Interval]]
+"""One step of a loop: from who follows it and what is carried, what is carried on, and more."""
 
 
 def literal(atom: Any) -> Interval:
@@ -47,25 +39,30 @@ def literal(atom: Any) -> Interval:
     return of_value(np.asarray(atom.val, atom.aval.dtype))
 
 
-def scan(self: Follows, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+def makers(body: Any) -> Callable[[Any], Eqn | None]:
+    """Returns a function from a value inside an open jaxpr to the equation that it comes from."""
+    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    return lambda atom: None if _compat.is_literal(atom) else made.get(atom)
+
+
+def scan(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     at, count = _compat.scan_counts(eqn)
     consts, state, stacks = xs[:at], xs[at : at + count], xs[at + count :]
-    outs = [anything(v.aval) for v in eqn.outvars[count:]]
     if length == 0:
-        return [*state, *outs]
+        return [*state, *(anything(v.aval) for v in eqn.outvars[count:])]
     if length > STEPS:
         parts = [x.hull_only() for x in stacks]
 
-        def step(who: Follows, state: list[Interval], also: Sequence[Any] = ()) -> list[Interval]:
+        def step(who: "Follower", state: list[Interval], also: Sequence[Any] = ()) -> Any:
             return who.run(body, [*consts, *state, *parts], here, also)
 
-        state = _invariant(self, step, state, _unchanged(body, at, count), body)
-        state = _counted(self, step, xs[at : at + count], state, body, at, length)
+        start, fixed = state, _unchanged(body, at, count)
+        state = _invariant(self, step, start, fixed, body)
+        state = _counted(self, step, start, state, body, at, length)
         results = step(self, state)
-        return [
-            x if i in _unchanged(body, at, count) else results[i] for i, x in enumerate(state)
-        ] + [x.hull_only() for x in results[count:]]
+        ends = [x if i in fixed else results[i] for i, x in enumerate(state)]
+        return [*ends, *(x.hull_only() for x in results[count:])]
     steps = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
     seen: list[list[Interval]] = []
     for i in steps:
@@ -82,44 +79,42 @@ def _slice(x: Interval, i: int) -> Interval:
     """Returns a step's slice of what a scan steps over."""
     if x.value is None:
         return x.hull_only()
-    codes = None
-    if x.codes is not None:
-        q = x.codes
-        codes = (q if q.scale.shape[0] == q.shape[0] else refine(q, 0))[i]
-    return dataclasses.replace(of_value(x.value[i]), codes=codes)
-
-
-Step = Callable[..., list[Interval]]
-"""One step of a loop: from who follows it and what is carried, what is carried on, and more."""
+    q = x.codes
+    if q is not None:
+        q = (q if q.scale.shape[0] == q.shape[0] else refine(q, 0))[i]
+    return dataclasses.replace(of_value(x.value[i]), codes=q)
 
 
 def _invariant(
-    self: Follows, step: Step, start: list[Interval], fixed: Sequence[int], body: Any
+    self: "Follower", step: Step, start: list[Interval], fixed: Sequence[int], body: Any
 ) -> list[Interval]:
     """Returns carried values that hold before every step."""
     body, _ = _compat.open_jaxpr(body)
     state = [x if i in fixed else x.hull_only() for i, x in enumerate(start)]
     tries = 0
     while True:
-        after = step(self.aside(), state)[: len(state)]
-        grown = [not a.holds(b.hull_only()) for a, b in zip(state, after, strict=True)]
-        changed = [i for i, more in enumerate(grown) if more and i not in fixed]
+        after = [x.hull_only() for x in step(self.aside(), state)[: len(state)]]
+        changed = [
+            i
+            for i, (a, b) in enumerate(zip(state, after, strict=True))
+            if i not in fixed and not a.holds(b)
+        ]
         if not changed:
             return state
         tries += 1
         for i in changed:
-            joined = hull([state[i].hull_only(), after[i].hull_only()])
+            old, new = state[i], hull([state[i], after[i]])
             if tries > _TRIES:
                 low, high = limits(body.outvars[i].aval.dtype)
-                joined = Interval(
-                    low if joined.low < state[i].low else joined.low,
-                    high if joined.high > state[i].high else joined.high,
+                new = Interval(
+                    low if new.low < old.low else new.low,
+                    high if new.high > old.high else new.high,
                 )
-            state[i] = joined
+            state[i] = new
 
 
 def _counted(
-    self: Follows,
+    self: "Follower",
     step: Step,
     start: list[Interval],
     state: list[Interval],
@@ -127,29 +122,23 @@ def _counted(
     at: int,
     length: int,
 ) -> list[Interval]:
-    """Narrows carried values to which each step adds: `length - 1` times before the last."""
+    """Narrows carried integers to which each step adds: `length - 1` times before the last."""
     body, _ = _compat.open_jaxpr(body)
-    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    made = makers(body)
     found = {}
     for i in range(len(state)):
-        carried, eqn = body.invars[at + i], made.get(_key(body.outvars[i]))
-        if eqn is None or eqn.primitive.name != "add" or not is_integer(carried.aval.dtype):
-            continue
-        others = [atom for atom in eqn.invars if atom is not carried]
-        if len(others) == 1:
-            found[i] = others[0]
+        carried, eqn = body.invars[at + i], made(body.outvars[i])
+        if eqn is not None and eqn.primitive.name == "add" and is_integer(carried.aval.dtype):
+            others = [atom for atom in eqn.invars if atom is not carried]
+            if len(others) == 1:
+                found[i] = others[0]
     addends = step(self.aside(), state, list(found.values()))[len(body.outvars) :]
     state = list(state)
     for i, addend in zip(found, addends, strict=True):
-        total = summed(addend.hull_only(), length - 1)
-        low, high = limits(body.invars[at + i].aval.dtype)
-        least, most = start[i].low + min(total.low, 0), start[i].high + max(total.high, 0)
-        state[i] = Interval(max(least, low), min(most, high))
+        total, old = summed(addend.hull_only(), length - 1), state[i]
+        low, high = start[i].low + min(total.low, 0), start[i].high + max(total.high, 0)
+        state[i] = Interval(max(low, old.low), min(high, old.high))
     return state
-
-
-def _key(atom: Any) -> Any:
-    return None if _compat.is_literal(atom) else atom
 
 
 def _unchanged(body: Any, consts: int, count: int) -> list[int]:
@@ -158,20 +147,20 @@ def _unchanged(body: Any, consts: int, count: int) -> list[int]:
     return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
 
 
-def while_loop(self: Follows, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+def while_loop(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
     p = eqn.params
     at, inside = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     asked, consts, state = xs[:at], xs[at:inside], xs[inside:]
 
-    def goes_on(who: Follows, state: list[Interval]) -> Interval:
-        return who.run(p["cond_jaxpr"], [*asked, *state], (*here, NOWHERE))[0]
+    def goes_on(state: list[Interval]) -> Interval:
+        return self.run(p["cond_jaxpr"], [*asked, *state], (*here, _NOWHERE))[0]
 
-    def step(who: Follows, state: list[Interval], also: Sequence[Any] = ()) -> list[Interval]:
+    def step(who: "Follower", state: list[Interval]) -> list[Interval]:
         narrowed = _where_true(p["cond_jaxpr"], [*asked, *state])[at:]
-        return who.run(p["body_jaxpr"], [*consts, *narrowed], here, also)
+        return who.run(p["body_jaxpr"], [*consts, *narrowed], here)
 
     for _ in range(STEPS):
-        decided = goes_on(self, state)
+        decided = goes_on(state)
         if decided.high == 0:
             return state
         if decided.low == 0:
@@ -181,7 +170,7 @@ def while_loop(self: Follows, eqn: Eqn, xs: list[Interval], here: Address) -> li
     state = _invariant(self, step, start, fixed, p["body_jaxpr"])
     tighter = [hull([a, b]) for a, b in zip(start, step(self.aside(), state), strict=True)]
     state = [x if i in fixed else tighter[i].hull_only() for i, x in enumerate(state)]
-    goes_on(self, state)
+    goes_on(state)
     after = step(self, state)
     return [x if i in fixed else hull([start[i], after[i]]) for i, x in enumerate(state)]
 
@@ -191,41 +180,37 @@ def _where_true(condition: Any, args: list[Interval]) -> list[Interval]:
     joined by `and`.
     """
     body, _ = _compat.open_jaxpr(condition)
-    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    made = makers(body)
     env = dict(zip(body.invars, args, strict=True))
-
-    def read(atom: Any) -> Interval | None:
-        return literal(atom) if _compat.is_literal(atom) else env.get(atom)
-
-    def narrow(atom: Any, low: Any, high: Any) -> None:
-        x = read(atom)
-        if x is None or _compat.is_literal(atom) or x.is_known or x.low > high or x.high < low:
-            return
-        env[atom] = Interval(max(x.low, low), min(x.high, high))
 
     def source(atom: Any) -> Any:
         """Looks through conversions that change no number, as of a weak type."""
-        eqn = made.get(_key(atom))
+        eqn = made(atom)
         if eqn is None or eqn.primitive.name != "convert_element_type":
             return atom
         same = eqn.invars[0].aval.dtype == atom.aval.dtype
         return source(eqn.invars[0]) if same else atom
 
+    def narrow(atom: Any, low: Any, high: Any) -> None:
+        x = env.get(atom) if not _compat.is_literal(atom) else None
+        if x is not None and not x.is_known and x.low <= high and low <= x.high:
+            env[atom] = Interval(max(x.low, low), min(x.high, high))
+
     def visit(atom: Any) -> None:
-        eqn = made.get(_key(source(atom)))
+        eqn = made(source(atom))
         if eqn is None:
             return
-        name, operands = eqn.primitive.name, list(map(source, eqn.invars))
+        name, operands = eqn.primitive.name, [source(atom) for atom in eqn.invars]
         if name == "and" and operands[0].aval.dtype == bool:
             for operand in operands:
                 visit(operand)
         if name not in ("lt", "le", "gt", "ge") or not is_integer(operands[0].aval.dtype):
             return
         a, b = operands if name[0] == "l" else operands[::-1]
-        left, right, apart = read(a), read(b), int(name[1] == "t")
+        left, right = (literal(x) if _compat.is_literal(x) else env.get(x) for x in (a, b))
         if left is not None and right is not None:
-            narrow(a, -math.inf, right.high - apart)
-            narrow(b, left.low + apart, math.inf)
+            narrow(a, -math.inf, right.high - (name[1] == "t"))
+            narrow(b, left.low + (name[1] == "t"), math.inf)
 
     visit(body.outvars[0])
     return [env[v] for v in body.invars]

@@ -58,6 +58,6 @@ class Notes:
         """Notes that nothing is known of a primitive."""
         self.unknown.setdefault(eqn.primitive.name, line)
 
-    def forget(self, overflow: int) -> None:
+    def forget(self, eqn: Eqn) -> None:
         """Takes back the overflow of an equation whose overflowed results are not used."""
-        self.overflows.pop(overflow, None)
+        self.overflows.pop(id(eqn), None)

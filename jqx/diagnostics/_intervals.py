@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import Eqn
 from ..tensor import QTensor
 
 ULPS = 4
@@ -29,7 +30,7 @@ class Interval:
       high: the most.
       value: the array, where it is known.
       codes: the same quantized, where it is a weight of the plan.
-      about: what it was made of, where a later equation may want to know; see `_relations`.
+      about: of `x < n` and `x + n` with a number `n`: the primitive, `x`, `n` and the equation.
     """
 
     low: Any
@@ -81,9 +82,11 @@ class Bounds(NamedTuple):
     high_error: Any = 0
 
 
-def exactly(low: Any, high: Any) -> Bounds:
-    """The ends of a result that is not rounded."""
-    return Bounds(low, high)
+Result = Bounds | Interval | list[Interval]
+Rule = Callable[[Eqn, Sequence[Interval]], Result]
+"""From an equation and the intervals of its operands: ends to be rounded, or whole intervals. That
+they are exact, or that an integer dtype holds them, is for the caller.
+"""
 
 
 def roughly(low: Any, high: Any) -> Bounds:
@@ -104,6 +107,16 @@ def limits(dtype: Any) -> tuple[Any, Any]:
         info = jnp.iinfo(dtype)
         return int(info.min), int(info.max)
     return -math.inf, math.inf
+
+
+def dtype_of(eqn: Eqn) -> Any:
+    """Returns the dtype of the first result."""
+    return eqn.outvars[0].aval.dtype
+
+
+def any_of(eqn: Eqn, xs: Sequence[Interval] = ()) -> list[Interval]:
+    """Anything that the dtypes hold: all that can be said of random bits."""
+    return [anything(v.aval) for v in eqn.outvars]
 
 
 def anything(aval: Any) -> Interval:
@@ -176,11 +189,17 @@ def hull(parts: Iterable[Interval]) -> Interval:
 
 def summed(x: Interval, count: int) -> Bounds:
     """Returns the ends of a sum of `count` elements."""
-    low, high = times(count, x.low), times(count, x.high)
-    if x.low >= 0 or x.high <= 0:
+    ends = times(count, x.low), times(count, x.high)
+    return _with_errors(*ends, x, count, times(count, x.largest))
+
+
+def _with_errors(low: Any, high: Any, term: Interval, count: int, size: Any) -> Bounds:
+    """Returns the ends of a sum whose terms have no more than a size together: each of them may be
+    rounded as often as there are terms; where they have one sign, so has the sum.
+    """
+    if term.low >= 0 or term.high <= 0:
         return Bounds(low, high, times(count, abs(low)), times(count, abs(high)))
-    error = times(count, times(count, x.largest))
-    return Bounds(low, high, error, error)
+    return Bounds(low, high, times(count, size), times(count, size))
 
 
 def sum_of_products(
@@ -203,26 +222,19 @@ def sum_of_products(
     """
     count = math.prod(sizes)
     term = Interval(*corners(times, lhs.hull_only(), rhs.hull_only()))
-    plain = summed(term, count)
-    if rhs.value is not None:
-        known, other, contracted = rhs, lhs, axes[1]
-    elif lhs.value is not None:
-        known, other, contracted = lhs, rhs, axes[0]
-    else:
-        return plain
+    if lhs.value is None and rhs.value is None:
+        return summed(term, count)
+    known, other, contracted = (lhs, rhs, axes[0]) if rhs.value is None else (rhs, lhs, axes[1])
     w = wide(known.value)
     if w.size == 0 or count == 0:
-        return exactly(0, 0)
+        return Bounds(0, 0)
     up = _block_sums(np.maximum(w, 0), contracted, sizes)
     down = _block_sums(np.minimum(w, 0), contracted, sizes)
     if is_integer(np.asarray(known.value).dtype) and isinstance(other.low, int):
         up, down = up.astype(object), down.astype(object)
     low = least(times(up, other.low) + times(down, other.high))
     high = most(times(up, other.high) + times(down, other.low))
-    if term.low >= 0 or term.high <= 0:
-        return Bounds(low, high, times(count, abs(low)), times(count, abs(high)))
-    error = times(count, times(most(up - down), other.largest))
-    return Bounds(low, high, error, error)
+    return _with_errors(low, high, term, count, times(most(up - down), other.largest))
 
 
 def _block_sums(w: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
