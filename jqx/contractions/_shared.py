@@ -4,7 +4,7 @@ from ._dot_gradients import dot_gradients as dot_gradients
 from ._how._blocks import can_leave_sum as can_leave_sum
 from ._indexed import gathered as gathered
 from ._indexed import scattered as scattered
-from ._integers._bytes import longest as longest
+from ._integers._bytes import ACCUMULATOR as ACCUMULATOR
 from ._integers._fixed_point import FixedPointRounding as FixedPointRounding
 from ._integers._requantize import Requantization as Requantization
 from ._integers._requantize import requantize as requantize

@@ -3,23 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.lax import ConvDimensionNumbers
 
 from .._compat import Eqn
 from ..calibrators import Affine
 from ..calibrators._shared import per_tensor
-from ..contractions._shared import longest
+from ..contractions._shared import ACCUMULATOR
 from ..numerics import Block, Integer, format_of
 from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
 from ..transforms._shared import Address, Site, contraction_of
 from ._interval_arrays import contract
-from ._intervals import Interval, least, limits, most, of_value, wide
+from ._intervals import ANY, Interval, least, limits, most, of_value, wide
 
 _DTYPES = (8, 16, 32, 64)
 
@@ -73,16 +71,12 @@ class Accumulator:
 
     def merge(self, other: "Accumulator") -> "Accumulator":
         """Returns the larger of both, of two steps of a loop."""
-        return dataclasses.replace(
-            self,
-            lhs=_joined(self.lhs, other.lhs),
-            rhs=_joined(self.rhs, other.rhs),
-            sums=_joined(self.sums, other.sums),
-        )
 
+        def joined(a: Ends | None, b: Ends | None) -> Ends | None:
+            return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
-def _joined(a: Ends | None, b: Ends | None) -> Ends | None:
-    return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
+        lhs, rhs = joined(self.lhs, other.lhs), joined(self.rhs, other.rhs)
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs, sums=joined(self.sums, other.sums))
 
 
 def not_reached(site: Site) -> Accumulator:
@@ -97,13 +91,13 @@ class _Seen(NamedTuple):
       real: the numbers that its codes stand for.
       codes: less their zero points; `None` where they are no integers.
       sizes: how many elements along each axis share a scale.
-      like: a QTensor of its format.
+      every: what the codes of its format may be, less any zero point.
     """
 
     real: Interval
     codes: Interval | None
     sizes: Sequence[int]
-    like: QTensor | None
+    every: Interval | None
 
 
 def at_site(
@@ -137,21 +131,20 @@ def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
     axes = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
     sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
     row = Accumulator(site.path, site.op, ends[0], ends[1], math.prod(sizes), None, "float")
-    if lhs.codes is None or rhs.codes is None or lhs.like is None or rhs.like is None:
+    if lhs.codes is None or rhs.codes is None or lhs.every is None or rhs.every is None:
         return row
     sums = contract(eqn, lhs.codes, rhs.codes, sizes)
-    how = _how(lhs.like, rhs.like, row.products)
+    how = _how(lhs.every.largest, rhs.every.largest, row.products)
     return dataclasses.replace(row, sums=(int(sums.low), int(sums.high)), how=how)
 
 
-def _how(lhs: QTensor, rhs: QTensor, products: int) -> str:
-    limit = longest(lhs, rhs)
-    bits = max(format_of(q.qtype).bits for q in (lhs, rhs))
-    if bits > 16:
+def _how(lhs: int, rhs: int, products: int) -> str:
+    """Returns what jqx does with codes of such magnitudes."""
+    if max(lhs, rhs) > 2**16:
         return "refused"
-    if bits > 8:
-        return "int8 digits, int32" if products <= limit else "int8 digits, float32"
-    parts = math.ceil(products / limit)
+    parts = math.ceil(products * lhs * rhs / ACCUMULATOR)
+    if max(lhs, rhs) > 2**8:
+        return "int8 digits, int32" if parts <= 1 else "int8 digits, float32"
     return "int32" if parts <= 1 else f"int32 in {parts} parts, float32"
 
 
@@ -164,36 +157,22 @@ def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
 
 
 def _seen(
-    spec: QSpec | None, is_coded: bool, affine: Affine | None, x: Interval, aval: Any
+    spec: QSpec | None, is_weight: bool, affine: Affine | None, x: Interval, aval: Any
 ) -> _Seen:
-    whole = aval.shape
-    if is_coded and x.codes is not None:
+    if is_weight and x.codes is not None:
         q = x.codes
-        return _Seen(x, _less_zero_points(q), q.groups.sizes, q)
+        every = _all_codes(q.qtype, q.zero_point is None)
+        return _Seen(x, _less_zero_points(q), q.groups.sizes, every)
     if spec is None:
-        return _Seen(x, None, whole, None)
-    like = _like(spec, affine) if isinstance(format_of(spec.qtype), Integer) else None
-    if is_coded:
-        return _Seen(x, _all_codes(spec, Interval(-math.inf, math.inf)), whole, like)
-    sizes = spec.granularity.groups(whole).sizes
+        return _Seen(x, None, aval.shape, None)
+    every = _all_codes(spec.qtype, spec.symmetric)
+    if is_weight:
+        return _Seen(x, every, aval.shape, every)
+    sizes = spec.granularity.groups(aval.shape).sizes
     if affine is not None and not isinstance(spec.qtype, Block):
         real, codes = _static(x, spec, Affine(*affine), aval.dtype)
-        return _Seen(real, codes, sizes, like)
-    return _Seen(_near(x, spec), _all_codes(spec, x), sizes, like)
-
-
-def _like(spec: QSpec, affine: Affine | None) -> QTensor:
-    """Returns an abstract QTensor of the format of a spec."""
-    given = None
-    if affine is not None:
-        given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1,), leaf.dtype), Affine(*affine))
-    quantize = partial(QTensor.quantize, spec=_per_tensor(spec))
-    x = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return jax.eval_shape(lambda x, given: quantize(x, affine=given), x, given)
-
-
-def _per_tensor(spec: QSpec) -> QSpec:
-    return dataclasses.replace(spec, granularity=per_tensor())
+        return _Seen(real, codes, sizes, every)
+    return _Seen(_near(x, spec), _all_codes(spec.qtype, spec.symmetric, x), sizes, every)
 
 
 def _less_zero_points(q: QTensor) -> Interval | None:
@@ -207,15 +186,15 @@ def _less_zero_points(q: QTensor) -> Interval | None:
     return of_value(ones.dequantize().astype(jnp.int32))
 
 
-def _all_codes(spec: QSpec, x: Interval) -> Interval | None:
+def _all_codes(qtype: Any, symmetric: bool, x: Interval = ANY) -> Interval | None:
     """Returns the codes less zero points that a scale of the values at hand may give: they have the
     signs of the values.
     """
-    form = format_of(spec.qtype)
+    form = format_of(qtype)
     if not isinstance(form, Integer):
         return None
     low, high = int(form.low), int(form.high)
-    if not spec.symmetric:
+    if not symmetric:
         low, high = low - high, high - low
     return Interval(low if x.low < 0 else 0, high if x.high > 0 else 0)
 
@@ -246,7 +225,8 @@ def _near(x: Interval, spec: QSpec) -> Interval:
     if not isinstance(format_of(spec.qtype), Integer) or math.isinf(x.largest):
         return Interval(2 * min(x.low, 0.0), 2 * max(x.high, 0.0))
     ends = jnp.asarray([-x.largest, x.largest], jnp.float32)
-    step = float(QTensor.quantize(ends, _per_tensor(spec)).real_scale().max())
+    whole = dataclasses.replace(spec, granularity=per_tensor())
+    step = float(QTensor.quantize(ends, whole).real_scale().max())
     return Interval(
         x.low - step if x.low < 0 else 0.0,
         x.high + step if x.high > 0 else 0.0,

@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
         lambda eqn, xs: contract(eqn, xs[0], xs[1]),
     ),
     **dict.fromkeys(
-        "copy device_put optimization_barrier pcast pvary reshard sharding_constraint "
+        "copy device_put name optimization_barrier pcast pvary reshard sharding_constraint "
         "stop_gradient".split(),
         _same,
     ),

@@ -76,13 +76,13 @@ def _stepped(low: Callable[[Any], Any], high: Callable[[Any], Any] | None = None
 
 
 def _add(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    (a, b), (c, d) = (x.ends() for x in xs)
-    return _round(eqn, least(a + c), most(b + d))
+    a, b = xs
+    return _round(eqn, least(a.low + b.low), most(a.high + b.high))
 
 
 def _sub(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    (a, b), (c, d) = (x.ends() for x in xs)
-    return _round(eqn, least(a - d), most(b - c))
+    a, b = xs
+    return _round(eqn, least(a.low - b.high), most(a.high - b.low))
 
 
 def _mul(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
@@ -113,7 +113,7 @@ def _reciprocal(low: Any, high: Any) -> tuple[float, float]:
 
 
 def _div(eqn: Eqn, xs: Sequence[Interval]) -> Result:
-    a, b = (x.hull_only() for x in xs)
+    a, b = xs
     if not is_integer(dtype_of(eqn)):
         return roughly(*corners(times, a, Interval(*_reciprocal(b.low, b.high))))
     if b.low <= 0 <= b.high:
@@ -198,7 +198,7 @@ def _not(eqn: Eqn, xs: Sequence[Interval]) -> Interval:
 
 
 def _shift(eqn: Eqn, xs: Sequence[Interval]) -> Result:
-    x, n = (x.hull_only() for x in xs)
+    x, n = xs
     name = eqn.primitive.name
     if n.low < 0 or n.high >= 64 or (x.low < 0 and name == "shift_right_logical"):
         return any_of(eqn)

@@ -108,7 +108,7 @@ class Follower:
         """
         match [x.about for x in xs]:
             case [("lt", x, 0, _), _, ("add", y, n, added)] if x is y is xs[1] and not x.is_known:
-                self.notes.forget(added)
+                self.notes.overflows.pop(id(added), None)
                 parts = [Interval(x.low + n, min(x.high, -1) + n)] if x.low < 0 else []
                 parts += [Interval(max(x.low, 0), x.high)] if x.high >= 0 else []
                 return hull(parts)
@@ -123,7 +123,7 @@ class Follower:
                 self._ruled(eqn, xs)  # tells overflows
             return [of_value(x) for x in _computed(eqn, xs)]
         if name not in RULES:
-            self.notes.no_rule(eqn, self._line(eqn))
+            self.notes.unknown.setdefault(name, self._line(eqn))
             return any_of(eqn)
         return self._ruled(eqn, xs)
 

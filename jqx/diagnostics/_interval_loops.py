@@ -8,7 +8,7 @@ narrowed by the condition of a `while` and by the length of a `scan` that adds t
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from ..tensor._shared import refine
 from ..transforms._shared import Address
 from ._intervals import Interval, anything, hull, is_integer, limits, of_value, summed
 
-if TYPE_CHECKING:
-    from ._interval_forms import Follower
+Follower = Any
+"""Who follows intervals through a jaxpr: that of `_interval_forms`, which imports this file."""
 
 STEPS = 128
 """Steps of a loop that are followed one by one."""
@@ -45,7 +45,7 @@ def makers(body: Any) -> Callable[[Any], Eqn | None]:
     return lambda atom: None if _compat.is_literal(atom) else made.get(atom)
 
 
-def scan(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+def scan(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     at, count = _compat.scan_counts(eqn)
     consts, state, stacks = xs[:at], xs[at : at + count], xs[at + count :]
@@ -54,7 +54,7 @@ def scan(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) -> list[
     if length > STEPS:
         parts = [x.hull_only() for x in stacks]
 
-        def step(who: "Follower", state: list[Interval], also: Sequence[Any] = ()) -> Any:
+        def step(who: Follower, state: list[Interval], also: Sequence[Any] = ()) -> Any:
             return who.run(body, [*consts, *state, *parts], here, also)
 
         start, fixed = state, _unchanged(body, at, count)
@@ -86,7 +86,7 @@ def _slice(x: Interval, i: int) -> Interval:
 
 
 def _invariant(
-    self: "Follower", step: Step, start: list[Interval], fixed: Sequence[int], body: Any
+    self: Follower, step: Step, start: list[Interval], fixed: Sequence[int], body: Any
 ) -> list[Interval]:
     """Returns carried values that hold before every step."""
     body, _ = _compat.open_jaxpr(body)
@@ -114,7 +114,7 @@ def _invariant(
 
 
 def _counted(
-    self: "Follower",
+    self: Follower,
     step: Step,
     start: list[Interval],
     state: list[Interval],
@@ -147,7 +147,7 @@ def _unchanged(body: Any, consts: int, count: int) -> list[int]:
     return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
 
 
-def while_loop(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
+def while_loop(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
     p = eqn.params
     at, inside = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     asked, consts, state = xs[:at], xs[at:inside], xs[inside:]
@@ -155,7 +155,7 @@ def while_loop(self: "Follower", eqn: Eqn, xs: list[Interval], here: Address) ->
     def goes_on(state: list[Interval]) -> Interval:
         return self.run(p["cond_jaxpr"], [*asked, *state], (*here, _NOWHERE))[0]
 
-    def step(who: "Follower", state: list[Interval]) -> list[Interval]:
+    def step(who: Follower, state: list[Interval]) -> list[Interval]:
         narrowed = _where_true(p["cond_jaxpr"], [*asked, *state])[at:]
         return who.run(p["body_jaxpr"], [*consts, *narrowed], here)
 

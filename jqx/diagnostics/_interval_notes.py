@@ -53,11 +53,3 @@ class Notes:
             low, high = min(old.low, low), max(old.high, high)
         dtype = eqn.outvars[0].aval.dtype.name
         self.overflows[id(eqn)] = Overflow(eqn.primitive.name, line, dtype, low, high)
-
-    def no_rule(self, eqn: Eqn, line: str) -> None:
-        """Notes that nothing is known of a primitive."""
-        self.unknown.setdefault(eqn.primitive.name, line)
-
-    def forget(self, eqn: Eqn) -> None:
-        """Takes back the overflow of an equation whose overflowed results are not used."""
-        self.overflows.pop(id(eqn), None)

@@ -50,12 +50,6 @@ class Interval:
         """The largest magnitude."""
         return max(abs(self.low), abs(self.high))
 
-    def ends(self) -> tuple[Any, Any]:
-        """Returns what every element is at least, and at most: arrays where it is known."""
-        if self.value is not None:
-            return wide(self.value), wide(self.value)
-        return self.low, self.high
-
     def hull_only(self) -> "Interval":
         """Returns the interval of any part of the array."""
         return Interval(self.low, self.high)
@@ -69,6 +63,9 @@ class Interval:
         if self.value is not None and self.value is not other.value:
             return False
         return self.low <= other.low and other.high <= self.high
+
+
+ANY = Interval(-math.inf, math.inf)
 
 
 class Bounds(NamedTuple):
@@ -127,7 +124,7 @@ def anything(aval: Any) -> Interval:
 def of_value(x: Any) -> Interval:
     """Returns the interval of an array that is known."""
     if not (is_integer(x.dtype) or jnp.issubdtype(x.dtype, jnp.floating)):
-        return Interval(-math.inf, math.inf)  # complex, or a random key
+        return ANY  # complex, or a random key
     values = wide(x)
     if not is_integer(x.dtype):
         values = values[~np.isnan(values)]
@@ -173,7 +170,7 @@ def times(a: Any, b: Any) -> Any:
 
 def corners(f: Callable[[Any, Any], Any], a: Interval, b: Interval) -> tuple[Any, Any]:
     """Returns the ends of a function of two arrays that is monotone in each of them."""
-    values = [f(x, y) for x in a.ends() for y in b.ends()]
+    values = [f(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return least(*values), most(*values)
 
 
@@ -221,7 +218,7 @@ def sum_of_products(
       sizes: how many elements along each of them are summed: blocks are sums by themselves.
     """
     count = math.prod(sizes)
-    term = Interval(*corners(times, lhs.hull_only(), rhs.hull_only()))
+    term = Interval(*corners(times, lhs, rhs))
     if lhs.value is None and rhs.value is None:
         return summed(term, count)
     known, other, contracted = (lhs, rhs, axes[0]) if rhs.value is None else (rhs, lhs, axes[1])

@@ -178,23 +178,27 @@ def _leaves(
     """Returns what is known of each array among the arguments."""
     positions = (plan.params,) if isinstance(plan.params, int) else plan.params
     named = {**dict(enumerate(args)), **kwargs}
+    rest = [name for name in named if name not in positions]
     for name in bounds:
-        _check_name(name, named, positions)
-    own: dict[Any, list[tuple[Any, str | None]]] = {}
-    for keys, leaf, path in zip(call.keys, call.leaves, call.paths, strict=True):
+        what = "an argument of weights" if name in named else "no argument"
+        require_that(
+            name in rest,
+            error=ValueError,
+            function="diagnostics.ranges",
+            problem=f"`bounds` names {what}.",
+            given=f"bounds[{name!r}]",
+            expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are known",
+            mend="count positions from 0, as in f(*args); pass the names of keyword arguments.",
+        )
+    pairs = {name: iter(_pairs(name, bounds[name], named[name])) for name in bounds}
+
+    def known(keys: Any, x: Any, path: str | None) -> Interval:
         name = keys[1].idx if keys[0].idx == 0 else keys[1].key
-        own.setdefault(name, []).append((leaf, path))
-    found: list[Interval] = []
-    for name, both in own.items():
-        leaves = [leaf for leaf, _ in both]
-        if name in bounds:
-            pairs = _pairs(name, bounds[name], named[name])
-            found += [_bounded(name, x, pair) for x, pair in zip(leaves, pairs, strict=True)]
-        elif name not in positions:
-            found += [anything(x) for x in leaves]
-        else:
-            found += [_parameter(x, path, plan, given) for x, path in both]
-    return found
+        if name in pairs:
+            return _bounded(name, x, next(pairs[name]))
+        return _parameter(x, path, plan, given) if name in positions else anything(x)
+
+    return [known(*leaf) for leaf in zip(call.keys, call.leaves, call.paths, strict=True)]
 
 
 def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Interval:
@@ -221,52 +225,31 @@ def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]
     return known if weight is None else dataclasses.replace(known, codes=q)
 
 
-def _check_name(name: Any, named: Mapping[Any, Any], positions: Sequence[int]) -> None:
-    rest = [known for known in named if known not in positions]
-    require_that(
-        name in rest,
-        error=ValueError,
-        function="diagnostics.ranges",
-        problem=f"`bounds` names {'an argument of weights' if name in named else 'no argument'}.",
-        given=f"bounds[{name!r}]",
-        expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are known",
-        mend="count positions from 0, as in f(*args); pass the names of keyword arguments.",
-    )
-
-
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and all(map(_is_number, x))
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+    number = (int, float, np.number)
+    return isinstance(x, tuple) and len(x) == 2 and all(isinstance(end, number) for end in x)
 
 
 def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
     """Returns the ends of each array of an argument."""
-    parts = jax.tree.map(lambda x: None if is_array(x) else _STATIC, argument, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(argument, is_leaf=is_quantized)
     try:
         whole = jax.tree.broadcast(bounds, argument, lambda x: _is_pair(x) or is_quantized(x))
     except ValueError:
         whole = None
-    pairs = [] if whole is None else jax.tree.leaves(whole, is_leaf=_is_pair)
-    statics = jax.tree.leaves(parts, is_leaf=lambda x: x is None)
-    fits = len(pairs) == len(statics) and all(map(_is_pair, pairs))
-    pairs = [pair for pair, x in zip(pairs, statics, strict=False) if x is None]
+    pairs = jax.tree.leaves(whole, is_leaf=_is_pair)
+    fits = len(pairs) == len(leaves) and all(map(_is_pair, pairs))
+    pairs = [pair for pair, x in zip(pairs, leaves, strict=False) if is_array(x)]
     require_that(
         fits and pairs and all(low <= high for low, high in pairs),
         error=ValueError,
         function="diagnostics.ranges",
         problem=f"`bounds` does not fit the argument {name!r}.",
-        given=f"bounds[{name!r}], and {len(statics)} leaves of which {statics.count(None)} arrays",
+        given=f"bounds[{name!r}], and {len(leaves)} leaves, {sum(map(is_array, leaves))} arrays",
         expected="a pair (low, high) with low <= high, or a pytree of them for its arrays",
         mend=f"pass for example bounds={{{name!r}: (0.0, 1.0)}}.",
     )
     return pairs
-
-
-_STATIC = object()
-"""Stands for a leaf that is no array."""
 
 
 def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
