@@ -37,8 +37,8 @@ def slightly_above(error):
     return error * (1 + near(error, 3, 16)) if error else 0
 
 
-def assert_measured(found, error):
-    np.testing.assert_allclose(found, error, rtol=near(error, 3, 16))
+def assert_measured(found, error, layers=3, terms=16):
+    np.testing.assert_allclose(found, error, rtol=near(error, layers, terms))
 
 
 def size_of(schemes):
@@ -222,7 +222,7 @@ def test_each_step_of_a_scan_gets_a_scheme_of_its_own():
             assert kinds == {kind}
     plain = of_a_stack(p, x)
     measured = relative_error(jqx.simulate(of_a_stack, plan)(p, x), plain)
-    np.testing.assert_allclose(float(measured), found.measured, rtol=1e-3)
+    assert_measured(measured, found.measured, layers=2 * 4, terms=8)
     base = jqx.Policy({"[0]": "int4", "a[0]": "int8", "b[0]": "int8", ".*": "int8"})
     base = jqx.Policy(base.rules[1:])
     by_parts = search(of_a_stack, base, ways, Bits(9.0))(p, x)
