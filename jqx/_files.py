@@ -48,10 +48,10 @@ def as_path(function: str, path: Any) -> str:
     return str(text)
 
 
-def open_regular(path: str) -> BufferedReader:
+def open_regular(function: str, path: str) -> BufferedReader:
     """Opens a file to be read, after checking that it is a regular one: nothing is waited for."""
-    with _told("load", path, "cannot be opened", "a file that may be read"):
-        _check_regular("load", path, os.stat(path))
+    with _told(function, path, "cannot be opened", "a file that may be read"):
+        _check_regular(function, path, os.stat(path))
         return open(path, "rb")
 
 

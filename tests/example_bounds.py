@@ -48,6 +48,6 @@ def look_at(call, plan):
 if __name__ == "__main__":
     _make_plan.plan_call = planned
     example = pathlib.Path(sys.argv[1])
-    sys.argv = [str(example)]
+    sys.argv = sys.argv[1:]
     sys.path.insert(0, str(example.parent))
     runpy.run_path(str(example), run_name="__main__")

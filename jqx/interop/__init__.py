@@ -2,5 +2,9 @@
 
 from ._archive import Archive as Archive
 from ._archive import load as load
+from ._gguf import Gguf as Gguf
+from ._gguf import GgufTensor as GgufTensor
+from ._gguf import read_gguf as read_gguf
+from ._gguf_blocks import GgufBlocks as GgufBlocks
 from ._save import save as save
 from ._save import save_leaves as save_leaves

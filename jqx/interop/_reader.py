@@ -39,7 +39,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = as_path("load", path)
         self._lock = threading.Lock()
-        self._file = open_regular(self.path)
+        self._file = open_regular("load", self.path)
         try:
             self._open()
         except BaseException:

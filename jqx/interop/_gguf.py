@@ -1,0 +1,131 @@
+"""GGUF files: metadata and tensors, mapped into memory and dequantized one by one."""
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .._calls import called
+from .._errors import message, nesting
+from .._files import Path, as_path, open_regular
+from ._gguf_blocks import FORMATS, GgufBlocks, dequantized, name_of
+from ._gguf_header import Entry, read_header
+
+
+class GgufTensor:
+    """A tensor of a GGUF file; its bytes are read when it is asked for.
+
+    Attributes:
+      name: as the file has it.
+      shape: sizes of its axes, those of a row last (files list them the other way round).
+      format: name of its type, such as `"Q4_1"`.
+    """
+
+    def __init__(self, name: str, entry: Entry, data: np.ndarray) -> None:
+        self.name, self.shape, self.format = name, entry.shape, name_of(entry.kind)
+        self._kind, self._raw = entry.kind, data[entry.start : entry.stop]
+
+    def __repr__(self) -> str:
+        return f"GgufTensor({self.name!r}, {self.format}{list(self.shape)})"
+
+    def dequantize(self) -> np.ndarray:
+        """Returns the numbers in float32: an array of its own, whose codes are not kept.
+
+        Each is rounded once: `scale * code + minimum`. NaN and infinity are those of the file.
+
+        Raises:
+          ValueError: the type is none that jqx reads.
+        """
+        return dequantized(self.blocks()).reshape(self.shape)
+
+    def blocks(self) -> GgufBlocks:
+        """Returns what the file stores: codes, and the scale and minimum of each block.
+
+        Arrays are parts of the mapped file, read when they are used, but codes of 4 bits, which are
+        copied to a byte each. Codes of Q4_0 are -8 to 7, of Q4_1 0 to 15, of Q8_0 -128 to 127, and
+        of F32, F16 and BF16 the numbers.
+
+        Raises:
+          ValueError: the type is none that jqx reads.
+        """
+        if self._kind not in FORMATS:
+            self._refuse()
+        _, size, fields, read = FORMATS[self._kind]
+        *rows, row = self.shape or (1,)
+        return read(self._raw.view(fields).reshape(*rows, row // size))
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            message(
+                "interop.read_gguf",
+                f"the tensor {self.name!r} is of a type that jqx does not read.",
+                given=self.format,
+                expected=f"one of {', '.join(known.name for known in FORMATS.values())}",
+                mend="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
+                "example to Q8_0 or F16; the other tensors of this one can be read.",
+            )
+        )
+
+
+class Gguf:
+    """A GGUF file.
+
+    Attributes:
+      metadata: what the file says of itself, by key: numbers, strings and booleans of Python,
+        arrays of NumPy, and lists of strings or of arrays.
+      tensors: by name, in the order of the file.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def __init__(self, metadata: dict[str, Any], tensors: dict[str, GgufTensor]) -> None:
+        self.metadata, self.tensors = metadata, tensors
+
+    def __repr__(self) -> str:
+        return f"Gguf({len(self.tensors)} tensors, {len(self.metadata)} entries of metadata)"
+
+
+@called("interop.read_gguf", 'pass for example jqx.interop.read_gguf("model.gguf").')
+def read_gguf(path: Path) -> Gguf:
+    """Opens a GGUF file (version 3, little-endian), the format of llama.cpp.
+
+    Its metadata are read, its tensors are mapped into memory: their bytes are read when they are
+    used and never copied as a whole. F32, F16, BF16, Q4_0, Q4_1 and Q8_0 are read; a file may have
+    tensors of other types, which are an error when they are asked for.
+
+    The file is mapped as long as a tensor of it is there. Where it is written to, its numbers
+    change; where it is cut short, using what was beyond its end kills the process (SIGBUS). Map
+    files that nothing else writes.
+
+    Names, shapes and the order of rows are those of the file: in files of Llama models, rows of the
+    weights of queries and keys are permuted, so that rotary embeddings turn neighbours.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      A `Gguf`, with `metadata` and `tensors`; `tensors[name].dequantize()` is a NumPy array in
+      float32, `tensors[name].blocks()` its codes, scales and minimums.
+
+    Raises:
+      OSError: the file cannot be opened, or is no regular file.
+      ValueError: it is no GGUF file, of another version or byte order, has been cut short, or says
+        what cannot be; when a tensor is asked for: jqx does not read its type.
+
+    Example:
+      >>> import jqx, struct, tempfile
+      >>> info = struct.pack("<Q1sIQIQ", 1, b"w", 1, 2, 0, 0)  # name, 1 axis of 2, F32, at 0
+      >>> head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + info
+      >>> path = tempfile.mkdtemp() + "/model.gguf"
+      >>> _ = open(path, "wb").write(head.ljust(64, b"-") + struct.pack("<2f", 1.5, -2.0))
+      >>> file = jqx.interop.read_gguf(path)
+      >>> file.tensors["w"], file.tensors["w"].dequantize()
+      (GgufTensor('w', F32[2]), array([ 1.5, -2. ], dtype=float32))
+    """
+    named = as_path("interop.read_gguf", path)
+    with open_regular("interop.read_gguf", named) as file:
+        empty = not file.peek(1)
+        data = np.empty(0, np.uint8) if empty else np.asarray(np.memmap(file, np.uint8, "r"))
+    with nesting("interop.read_gguf"):
+        metadata, entries = read_header(named, data)
+    return Gguf(metadata, {name: GgufTensor(name, e, data) for name, e in entries.items()})

@@ -1,0 +1,237 @@
+"""The header of a GGUF file: metadata, and which tensors there are and where. No tensor is read.
+
+Numbers are little-endian. `GGUF`, the version, how many tensors and entries of metadata; each entry
+as key, type and value; each tensor as name, sizes (the fastest axis first), type and place. Their
+bytes follow, aligned.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 3, 2023).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._checks import require_that, shown
+from ._gguf_blocks import FORMATS, name_of
+
+_FUNCTION = "interop.read_gguf"
+
+_NUMBERS = {
+    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
+"""Types of metadata that are numbers."""
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+_LEAST = {**{kind: np.dtype(d).itemsize for kind, d in _NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
+"""Bytes of a value, at least."""
+
+_MOST_AXES = 4
+"""Of a tensor of ggml."""
+
+_MOST_BYTES = 2**63 - 1
+"""Of a NumPy array, each empty axis counted as one."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: number of its type, shape, where its bytes begin and end.
+
+    Of types that are not read it is not known where they end.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int | None
+
+
+def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Returns the metadata of a file, and its tensors by name, in the order of the file.
+
+    Raises:
+      ValueError: it is not what the format says.
+    """
+    cursor = _Cursor(path, data)
+    _check_begin(cursor, data[:4].tobytes())
+    tensors = cursor.number("<u8", "the number of its tensors")
+    pairs = cursor.number("<u8", "the number of its entries of metadata")
+    metadata: dict[str, Any] = {}
+    for i in range(pairs):
+        key = cursor.string(f"key {i} of {pairs}")
+        check(path, key not in metadata, f"the key {shown(key)} twice", "each key once")
+        metadata[key] = cursor.value(cursor.number("<u4", "the type of a value"), shown(key))
+    alignment = metadata.get("general.alignment", 32)
+    check(
+        path,
+        type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0,
+        f"general.alignment == {shown(alignment)}",
+        "a power of two",
+    )
+    entries: dict[str, Entry] = {}
+    for i in range(tensors):
+        name = cursor.string(f"the name of tensor {i} of {tensors}")
+        check(path, name not in entries, f"the tensor {shown(name)} twice", "each name once")
+        entries[name] = _entry(cursor, name, alignment)
+    first = -(-cursor.place // alignment) * alignment
+    return metadata, _placed(path, entries, first, len(data))
+
+
+def check(
+    path: str,
+    holds: object,
+    given: str,
+    expected: str,
+    mend: str = "copy or download it again; what wrote it may be at fault.",
+) -> None:
+    """Checks what makes a file one of this format."""
+    require_that(
+        holds,
+        error=ValueError,
+        function=_FUNCTION,
+        problem=f"{path!r} is not a GGUF file that can be read.",
+        given=given,
+        expected=expected,
+        mend=mend,
+    )
+
+
+class _Cursor:
+    """A place in the header, which moves on as it is read."""
+
+    def __init__(self, path: str, data: np.ndarray) -> None:
+        self.path, self.place = path, 0
+        self._data = data
+
+    def take(self, size: int, what: str) -> np.ndarray:
+        """Returns the next bytes."""
+        rest = len(self._data) - self.place
+        if size > rest:
+            check(
+                self.path,
+                False,
+                f"{len(self._data)} bytes, which end in {what} ({size} bytes, {rest} are left)",
+                "all that its header names",
+            )
+        self.place += size
+        return self._data[self.place - size : self.place]
+
+    def number(self, dtype: str, what: str) -> Any:
+        """Returns a number, as Python's."""
+        return self.take(np.dtype(dtype).itemsize, what).view(dtype)[0].item()
+
+    def string(self, what: str) -> str:
+        """Returns a string, whose length stands before it."""
+        raw = self.take(self.number("<u8", what), what).tobytes()
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            check(self.path, False, f"{what}, which is no UTF-8", "strings in UTF-8")
+            raise
+
+    def value(self, kind: int, key: str) -> Any:
+        """Returns a value of metadata; any byte but 0 is true."""
+        what = f"the value of {key}"
+        if kind == _STRING:
+            return self.string(what)
+        if kind == _ARRAY:
+            return self._array(key)
+        self._check_kind(kind, what)
+        if kind == _BOOL:
+            return self.number("<u1", what) != 0
+        return self.number(_NUMBERS[kind], what)
+
+    def _array(self, key: str) -> Any:
+        what = f"the value of {key}"
+        kind = self.number("<u4", what)
+        count = self.number("<u8", what)
+        self._check_kind(kind, what)
+        if kind in _NUMBERS:
+            raw = self.take(count * _LEAST[kind], what)
+            if kind == _BOOL:
+                return raw != 0
+            array = raw.view(_NUMBERS[kind])
+            return array.astype(array.dtype.newbyteorder("="))
+        self.take(count * _LEAST[kind], what)
+        self.place -= count * _LEAST[kind]
+        return [self.value(kind, key) for _ in range(count)]
+
+    def _check_kind(self, kind: int, what: str) -> None:
+        if kind not in _LEAST:
+            check(self.path, False, f"{what} is of type {kind}", "types from 0 to 12")
+
+
+def _check_begin(cursor: _Cursor, magic: bytes) -> None:
+    """Checks that a file is a GGUF file, of the version and byte order that are read."""
+    check(
+        cursor.path,
+        magic == b"GGUF",
+        f"a file that begins with {magic!r}",
+        "one that begins with b'GGUF'",
+        "pass a file of this format; jqx.load reads safetensors.",
+    )
+    cursor.place = len(magic)
+    raw = cursor.take(4, "the version").tobytes()
+    version, turned = (int.from_bytes(raw, order) for order in ("little", "big"))
+    check(
+        cursor.path,
+        version < 2**16 or turned >= 2**16,
+        f"a big-endian file, of version {turned}",
+        "a little-endian one",
+        "convert it, with gguf_convert_endian.py of llama.cpp.",
+    )
+    check(
+        cursor.path,
+        version == 3,
+        f"version {version}",
+        "version 3",
+        "write it again, with a llama.cpp of today.",
+    )
+
+
+def _entry(cursor: _Cursor, name: str, alignment: int) -> Entry:
+    """Returns a tensor, whose place is that after the header."""
+    what = f"the tensor {shown(name)}"
+    axes = cursor.number("<u4", what)
+    check(cursor.path, axes <= _MOST_AXES, f"{what} of {axes} axes", f"{_MOST_AXES} at most")
+    sizes = cursor.take(8 * axes, what).view("<u8").tolist()
+    kind = cursor.number("<u4", what)
+    start = cursor.number("<u8", what)
+    given = f"{what} at {start}"
+    check(cursor.path, start % alignment == 0, given, f"a multiple of {alignment}, its alignment")
+    shape = tuple(reversed(sizes))
+    room = 4 * math.prod(max(n, 1) for n in shape)
+    check(
+        cursor.path, room <= _MOST_BYTES, f"{what} of shape {shape}", "one that an array can have"
+    )
+    if kind not in FORMATS:
+        return Entry(kind, shape, start, None)
+    _, size, fields, _ = FORMATS[kind]
+    row = shape[-1] if shape else 1
+    check(
+        cursor.path,
+        row % size == 0,
+        f"{what} of type {name_of(kind)} with rows of {row}",
+        f"rows of a multiple of {size}",
+    )
+    return Entry(kind, shape, start, start + math.prod(shape) // size * fields.itemsize)
+
+
+def _place(item: tuple[str, Entry]) -> tuple[int, int]:
+    _, entry = item
+    return entry.start, entry.start if entry.stop is None else entry.stop
+
+
+def _placed(path: str, entries: dict[str, Entry], first: int, length: int) -> dict[str, Entry]:
+    """Returns tensors with their places in the file, after checking that they have room there."""
+    placed, stop, before = {}, 0, ""
+    for name, entry in sorted(entries.items(), key=_place):
+        _, end = _place((name, entry))
+        given = f"a file of {length} bytes, and the tensor {shown(name)} up to {first + end}"
+        check(path, first + end <= length or end == 0, given, "room for each tensor")
+        what = f"the tensors {shown(before)} and {shown(name)} in the same bytes"
+        check(path, entry.start >= stop, what, "a place for each tensor")
+        placed[name] = entry._replace(start=first + entry.start, stop=first + end)
+        stop, before = end, name
+    return {name: placed[name] for name in entries}

