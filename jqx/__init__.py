@@ -4,6 +4,7 @@ Ops with written semantics, QTensors and exact integer contractions, and transfo
 calibrate, simulate and convert any JAX function. Start with `make_plan`.
 """
 
+from . import algorithms as algorithms
 from . import calibrators as calibrators
 from . import diagnostics as diagnostics
 from . import gradients as gradients

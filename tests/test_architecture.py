@@ -29,6 +29,7 @@ LAYERS = [
     ("policy",),
     ("presets",),
     ("transforms",),
+    ("algorithms",),
     ("modules",),
     ("diagnostics",),
     ("ptq",),
@@ -105,6 +106,7 @@ def test_unstable_jax_names_stand_in_one_file(path):
 def test_third_parties_are_the_core_dependencies(path):
     roots = {module.split(".")[0] for module, _, _ in imports(path)} - {"jqx"}
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
+    more |= {"scipy"} if layer_of(path) == "algorithms" else set()
     more |= {"matplotlib"} if path.stem == "plots" else set()
     assert roots <= {"jax", "chex", "numpy"} | more | set(sys.stdlib_module_names)
 
@@ -176,8 +178,10 @@ PUBLIC = {
         make_plan calibrate calibrate_batches merge_stats affines simulate convert
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
-        calibrators diagnostics gradients interop numerics observers onednn presets tflite
+        algorithms calibrators diagnostics gradients interop numerics observers onednn presets
+        tflite
     """,
+    "algorithms": "AlgorithmReport Chosen Gptq MatrixReport gptq",
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
         AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse
@@ -214,7 +218,7 @@ PUBLIC = {
         Numerics SymmetricRange ngraph onednn onednn_runtime onnx openvino qwix tflite torchao
     """,
     "observers": """
-        Observer ObservedSite AbsMax absmax Hessian hessian Mean mean
+        Observer ObservedSite AbsMax absmax Hessian hessian Mean mean Places places
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",

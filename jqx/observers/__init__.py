@@ -8,3 +8,5 @@ from ._mean import Mean as Mean
 from ._mean import mean as mean
 from ._observer import ObservedSite as ObservedSite
 from ._observer import Observer as Observer
+from ._places import Places as Places
+from ._places import places as places

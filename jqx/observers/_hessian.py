@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._errors import message
-from ._observer import ObservedSite, Observer, added, count_of, serializable
+from ._observer import ObservedSite, Observer, added, serializable
 
 
 @serializable
@@ -31,12 +31,13 @@ class Hessian(Observer):
     """Sums `x x^T` over the rows of an activation that a weight is multiplied by.
 
     Channels are the contracted axes as one, in the order of the contraction, the last the fastest;
-    a stack of weights has one matrix for each. Sums are in float32 whatever the dtype of the
-    operand. A NaN makes the row and column of its channel NaN.
+    a stack of weights has one matrix for each, and so has each group of a convolution, whose rows
+    are the patches of the image. Sums are in float32 whatever the dtype of the operand. A NaN makes
+    the row and column of its channel NaN.
 
     Raises:
-      NotImplementedError: the site is a convolution with a window, or a `ragged_dot`: its rows are
-        not those of the operand.
+      NotImplementedError: the site is a `ragged_dot`, or a convolution of batch groups: its rows
+        are not those of the operand.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> HessianStats:
@@ -59,7 +60,8 @@ class Hessian(Observer):
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
-        return HessianStats(products, count_of(x, site))
+        count = jnp.asarray(rows.shape[-2], jnp.int32)
+        return HessianStats(products, count)
 
     def merge(self, a: HessianStats, b: HessianStats) -> HessianStats:
         """Returns the sums, each rounded to float32 once."""
@@ -67,14 +69,14 @@ class Hessian(Observer):
 
 
 def _check_rows(site: ObservedSite) -> None:
-    if site.op == "dot_general":
+    if site.op == "dot_general" or site.patches is not None:
         return
     raise NotImplementedError(
         message(
             "observers.hessian",
             f"{site.op} multiplies no rows of its operand by one matrix.",
             given=f"the site {site.path!r}",
-            expected="matrix products, as of jnp.matmul, einsum and tensordot",
+            expected="matrix products, as of jnp.matmul, einsum and tensordot, and convolutions",
             mend="leave it out of the regular expression in observers=, or write an Observer.",
         )
     )

@@ -3,11 +3,11 @@
 import abc
 import dataclasses
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import export
+from jax import export, lax
 
 from ..tensor import QSpec
 
@@ -19,6 +19,51 @@ def serializable(cls: type[T]) -> type[T]:
     """Lets `jax.export` serialize functions that take or return values of a NamedTuple."""
     name = f"jqx.observers.{cls.__name__}"
     return export.register_namedtuple_serialization(cls, serialized_name=name)
+
+
+class Patches(NamedTuple):
+    """How a convolution takes patches of an image.
+
+    Attributes:
+      kernel: sizes of the kernel along the spatial axes.
+      strides: one for each of these.
+      padding: (low, high) for each.
+      lhs_dilation: one for each.
+      rhs_dilation: likewise.
+      axes: which axes of image and kernel are which.
+      groups: feature groups.
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    axes: lax.ConvDimensionNumbers
+    groups: int
+
+    def of_image(self, x: jax.Array) -> jax.Array:
+        """Returns the patches of an image as rows, [groups, rows, channels x taps]; of one group
+        without the first axis.
+        """
+        found = lax.conv_general_dilated_patches(
+            x.transpose(self.axes.lhs_spec),
+            self.kernel,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            precision=lax.Precision.HIGHEST,
+        )
+        rows = jnp.moveaxis(found, 1, -1)
+        rows = rows.reshape(-1, self.groups, rows.shape[-1] // self.groups).transpose(1, 0, 2)
+        return rows[0] if self.groups == 1 else rows
+
+    def of_kernel(self, x: jax.Array) -> jax.Array:
+        """Returns a kernel as the matrices that these rows are multiplied by."""
+        x = x.transpose(self.axes.rhs_spec)
+        rows = x.reshape(self.groups, x.shape[0] // self.groups, -1)
+        return rows[0] if self.groups == 1 else rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +85,7 @@ class ObservedSite:
       batch: the axes along which each array of a stack meets another one, in the order of the
         contraction: experts, for example.
       spec: how the plan quantizes the operand, its granularity absolute; `None` for float.
+      patches: of a convolution, how it takes patches; `None` for all else.
     """
 
     path: str
@@ -51,6 +97,7 @@ class ObservedSite:
     kept: Axes
     batch: Axes
     spec: QSpec | None
+    patches: Patches | None = None
 
     def reduced(self, rank: int) -> Axes:
         """Returns the axes that a statistic of each channel is taken over: those of an operand of
@@ -61,8 +108,12 @@ class ObservedSite:
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Returns the operand as rows of what is contracted: `[*batch, rows, channels]`, several
-        contracted axes as one, the last the fastest.
+        contracted axes as one, the last the fastest. Of a convolution the rows are patches, its
+        groups are a batch, and the taps of the kernel are the fastest.
         """
+        if self.patches is not None:
+            of = self.patches.of_image if self.side == "lhs" else self.patches.of_kernel
+            return of(x)
         reduced = self.reduced(x.ndim)
         count, size = (
             math.prod(x.shape[axis] for axis in axes) for axes in (reduced, self.contracted)

@@ -1,5 +1,6 @@
 """`ptq`: plan, calibrate, quantize and lay out, in one call."""
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +17,29 @@ from ..diagnostics._shared import report_of
 from ..policy import Policy
 from ..tensor import pack_for
 from ..tensor._shared import TARGETS
-from ..transforms import Plan, affines, calibrate_batches, convert, make_plan
+from ..transforms import (
+    Plan,
+    affines,
+    calibrate_batches,
+    convert,
+    dequantize_params,
+    make_plan,
+    quantize_params,
+)
 from ..transforms._shared import (
+    Algorithm,
+    Chosen,
     Names,
+    as_chosen,
     as_params,
+    check_algorithm,
     check_arguments,
     check_batches,
     check_function,
+    observers_of,
+    picked,
     placed,
 )
-from ._algorithm import Algorithm, check_algorithm, observers_of, with_codes
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -96,18 +110,37 @@ def ptq(
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, values)
         plan = planned(*placed(places, values, inputs))
-        observers = observers_of(algorithm)
+        run = getattr(algorithm, "run", None)
+        observers = None if run else observers_of(algorithm)
         stats, scales = None, {}
+        if run:
+            every = list(every)
         if plan.static_specs() or observers:
             stats = calibrate_batches(
                 f, plan, values, every, observers=observers, progress=progress
             )
             scales = affines(plan, stats)
-        codes = with_codes(plan, values, algorithm, stats)
+        if run:
+            chosen = as_chosen(run(f, plan, values, every, progress=progress))
+        else:
+            chosen = _chosen(plan, values, algorithm, stats)
+        codes = _checked(plan, chosen.params)
         found = report_of(plan, values, lambda: codes)
-        return quantized_of(f, plan, scales, codes, found, abstract(inputs), meant)
+        quantized = quantized_of(f, plan, scales, codes, found, abstract(inputs), meant)
+        return dataclasses.replace(quantized, details=chosen.report)
 
     return quantize
+
+
+def _chosen(plan: Plan, values: Any, algorithm: Algorithm | None, stats: Any) -> Chosen:
+    """Returns the parameters as an algorithm chooses them, by statistics."""
+    return Chosen(values, None) if algorithm is None else as_chosen(algorithm(plan, values, stats))
+
+
+def _checked(plan: Plan, chosen: Any) -> Any:
+    """Returns parameters with every planned weight as a QTensor of the plan; floats are rounded."""
+    rounded = quantize_params(dequantize_params(chosen), plan)
+    return picked("ptq", chosen, rounded)
 
 
 def quantized_of(

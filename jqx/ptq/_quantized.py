@@ -29,6 +29,7 @@ class Quantized:
       inputs: the first batch, a tuple with `jax.ShapeDtypeStruct` in the place of arrays: files
         keep it, so that a function is checked when it is bound; `None` leaves that to its first
         call.
+      details: what the algorithm has reported, of each matrix for instance; files do not keep it.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -47,6 +48,7 @@ class Quantized:
     affines: Mapping[str, Affine]
     report: Report
     inputs: tuple[Any, ...] | None = None
+    details: Any = None
 
     def __call__(self, *batch: Any, **kwargs: Any) -> Any:
         """Returns the result of the function on its weights, and on the other arguments."""

@@ -24,6 +24,9 @@ import numpy as np
 from .. import calibrators, gradients, numerics
 from .._checks import require_that
 from .._errors import message
+from ..calibrators import _shared as _of_calibrators
+from ..gradients import _shared as _of_gradients
+from ..numerics import _shared as _of_numerics
 from ._added import unwritten
 
 Values = Mapping[str, Any]
@@ -33,8 +36,12 @@ NONE: Values = {}
 
 CLASSES: dict[str, type] = {
     f"{package.__name__}.{name}": value
-    for package in (numerics, gradients, calibrators)
-    for name, value in {**vars(package), **vars(package._shared)}.items()
+    for package, shared in (
+        (numerics, _of_numerics),
+        (gradients, _of_gradients),
+        (calibrators, _of_calibrators),
+    )
+    for name, value in {**vars(package), **vars(shared)}.items()
     if dataclasses.is_dataclass(value) and isinstance(value, type)
 }
 """The classes of jqx's own values, by the name that stands for them in a file."""

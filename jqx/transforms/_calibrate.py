@@ -20,6 +20,7 @@ from ._entries import Entries, entries_of, kinds_of
 from ._interpret import Rules, interpret
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
 from ._origin import Address, Loop
+from ._places import places_of
 from ._plan import Plan
 from ._plan_call import params_of, with_contractions
 from ._site import Site
@@ -128,6 +129,7 @@ def calibrate(
         rules = _Observe(known, entries=entries)
         out, seen = interpret(call.jaxpr, call.consts, leaves, rules)
         stats = {key: seen[first] for key, first in entries.shared.items()}
+        stats |= places_of(known, call, entries.places)
         return jax.tree.unflatten(call.out_tree, out), stats
 
     return calibrated

@@ -77,7 +77,8 @@ def calibrate_batches(
         return _Once(merge_stats(plan, a.stats, b.stats, observers=observers))
 
     found: _Once | None = None
-    for place, batch in enumerate(_shown(batches) if progress else batches):
+    shown = progress_bar("calibrate", "batch", batches) if progress else None
+    for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
         seen = observe(arrays, batch)
         found = seen if found is None else merge(found, seen)
@@ -130,8 +131,8 @@ def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:
     return arguments
 
 
-def _shown(batches: Iterable[Any]) -> Iterable[Any]:
-    """Shows how many batches are done, with tqdm (of the extra `examples`)."""
+def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **options: Any) -> Any:
+    """Returns a bar on standard error, of tqdm (of the extra `examples`); `None` without it."""
     if importlib.util.find_spec("tqdm") is None:
-        return batches
-    return importlib.import_module("tqdm").tqdm(batches, desc="calibrate", unit="batch")
+        return None
+    return importlib.import_module("tqdm").tqdm(items, desc=what, unit=unit, **options)

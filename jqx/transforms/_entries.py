@@ -9,8 +9,8 @@ import jax
 
 from .. import _compat
 from .._errors import message
-from ..observers import ObservedSite, Observer
-from ..observers._shared import Calibrated
+from ..observers import ObservedSite, Observer, Places
+from ..observers._shared import Calibrated, Patches
 from ._find import Found
 from ._observers import Checked, is_for, observers_of
 from ._origin import Address
@@ -70,10 +70,12 @@ class Entries:
       recorded: the entries that are computed, by key.
       shared: for each entry of the statistics, in order, the key of the one that is computed: of
         operands that are one value, along the same axes, an observer sees the first.
+      places: the entries that say where a weight stands: they depend on no value.
     """
 
     recorded: Mapping[str, Entry]
     shared: Mapping[str, str]
+    places: Sequence[Entry] = ()
 
     @functools.cached_property
     def _at(self) -> dict[Address, list[Entry]]:
@@ -102,25 +104,30 @@ def entries_of(
     """
     items = {item.address: item for item in found if item.address}
     entries: list[Entry] = []
+    places: list[Entry] = []
     looks: set[tuple[Observer, str]] = set()
     checked: set[Any] = set()
     for site, observers in observers_of(function, plan, given):
         specs = site.static_specs()
-        for part in _parts(site, items[site.address]):
+        for part in observed_parts(site, items[site.address]):
             if part.key in specs:
                 own = Calibrated(specs[part.key].calibrator)
                 entries.append(Entry(part.key, site, own, part))
             for observer in observers:
                 entry = Entry(f"{part.key}@{observer}", site, observer, part)
-                if observer.looks_at(part.about):
-                    looks.add((observer, site.path))
-                    entries.append(entry)
-                    _check_alike(function, entry, checked)
+                if not observer.looks_at(part.about):
+                    continue
+                looks.add((observer, site.path))
+                if isinstance(observer, Places):
+                    places.append(entry)
+                    continue
+                entries.append(entry)
+                _check_alike(function, entry, checked)
     _check_looks(function, plan, given, looks)
-    return _shared(jaxpr, entries)
+    return dataclasses.replace(_shared(jaxpr, entries), places=places)
 
 
-def _parts(site: Site, item: Found) -> list[Part]:
+def observed_parts(site: Site, item: Found) -> list[Part]:
     """Returns the operands of a site, and its result."""
     family, eqn = item.family, item.eqn
     has_weight = any(operand.role == "weight" for operand in site.operands)
@@ -140,6 +147,7 @@ def _parts(site: Site, item: Found) -> list[Part]:
             own.kept,
             own.batch,
             operand.spec,
+            _patches_of(eqn),
         )
         parts.append(Part(operand.key, about, _kind_of(eqn.invars[i]), i))
     result = _kind_of(eqn.outvars[0])
@@ -149,6 +157,19 @@ def _parts(site: Site, item: Found) -> list[Part]:
         site.path, site.op, "out", "result", has_weight, (), kept, batch, site.output
     )
     return [*parts, Part(site.output_key, about, result, -1)]
+
+
+def _patches_of(eqn: _compat.Eqn) -> Patches | None:
+    """Returns how a convolution takes patches of its image; `None` for all else."""
+    p = eqn.params
+    if eqn.primitive.name != "conv_general_dilated" or p["batch_group_count"] != 1:
+        return None
+    axes, shape = p["dimension_numbers"], eqn.invars[1].aval.shape
+    kernel = tuple(shape[axis] for axis in axes.rhs_spec[2:])
+    padding = tuple(map(tuple, p["padding"]))
+    dilations = tuple(p["lhs_dilation"]), tuple(p["rhs_dilation"])
+    strides, groups = tuple(p["window_strides"]), p["feature_group_count"]
+    return Patches(kernel, strides, padding, *dilations, axes, groups)
 
 
 def _kind_of(atom: Any) -> jax.ShapeDtypeStruct:

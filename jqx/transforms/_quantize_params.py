@@ -10,8 +10,9 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor, Segments
+from ..tensor import QSpec, QTensor, Segments, pack_for
 from ..tensor._shared import check_target
+from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
 from ._paths import Params, flatten, is_whole, rooted
 from ._plan import Plan
@@ -27,10 +28,13 @@ def quantize_params(
     plan: Plan,
     affines: Mapping[str, Affine] | None = None,
     *,
+    algorithm: Algorithm | None = None,
+    stats: Mapping[str, Any] | None = None,
     donate: bool = False,
     target: str | None = None,
 ) -> Any:
-    """Returns `params` with every planned weight as a QTensor, rounded to nearest.
+    """Returns `params` with every planned weight as a QTensor, rounded to nearest, or as an
+    algorithm chooses.
 
     Args:
       params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
@@ -38,6 +42,9 @@ def quantize_params(
       plan: from `make_plan`.
       affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
         activations are not read here.
+      algorithm: chooses the codes, such as `jqx.algorithms.gptq()`; `None` rounds to nearest.
+      stats: what the algorithm asks for, from `calibrate_batches(..., observers=
+        algorithm.observers)`.
       donate: whether each float weight that is a JAX array is deleted as soon as its codes are
         ready: then no more is held than all float weights, one of them again and its codes. An
         array that is a leaf more than once goes with its last, and stays where one is not planned.
@@ -51,8 +58,9 @@ def quantize_params(
       arrays where a part stays in float.
 
     Raises:
-      TypeError: `plan` is no `Plan`.
-      ValueError: a weight of the plan is missing, has another shape or dtype, or is quantized
+      TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
+      ValueError: `stats` are given and no algorithm, or `algorithm` beside `affines` or `donate`; a
+        weight of the plan is missing, has another shape or dtype, or is quantized
         already; `donate=True` under `jax.jit`; `target` is unknown.
 
     Example:
@@ -66,7 +74,14 @@ def quantize_params(
     check_plan("quantize_params", plan, params, order="quantize_params(params, plan)")
     if target is not None:
         check_target("quantize_params", target, None)
+    check_algorithm("quantize_params", algorithm)
     plan.check_affines("quantize_params", affines)
+    _check_together(algorithm, stats, affines, donate)
+    if algorithm is not None:
+        chosen = as_chosen(algorithm(plan, params, stats)).params
+        nearest = quantize_params(dequantize_params(chosen), plan)
+        codes = picked("quantize_params", chosen, nearest)
+        return codes if target is None else pack_for(codes, target)
     given = affines or {}
     check_arguments("quantize_params", plan.params, params)
     own = rooted(plan.params, params)
@@ -125,6 +140,27 @@ def dequantize_params(params: Any) -> Any:
     """
     return jax.tree.map(
         lambda leaf: leaf.dequantize() if is_whole(leaf) else leaf, params, is_leaf=is_whole
+    )
+
+
+def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
+    require_that(
+        algorithm is not None or stats is None,
+        error=ValueError,
+        function="quantize_params",
+        problem="`stats` have no use: rounding to nearest reads none.",
+        given="stats, and algorithm=None",
+        expected="an algorithm, or no stats",
+        mend="pass algorithm=, such as jqx.algorithms.gptq(); scales of activations go to convert.",
+    )
+    require_that(
+        algorithm is None or not (affines or donate),
+        error=ValueError,
+        function="quantize_params",
+        problem="an algorithm finds the scales of weights itself, and reads all of them at once.",
+        given="affines" if affines else "donate=True",
+        expected="neither affines nor donate beside algorithm",
+        mend="leave them out; scales of activations go to jqx.convert.",
     )
 
 

@@ -1,6 +1,12 @@
 """What other folders of jqx import from this one, and users do not."""
 
 from ._affines import GivenAffines as GivenAffines
+from ._algorithm import Algorithm as Algorithm
+from ._algorithm import Chosen as Chosen
+from ._algorithm import as_chosen as as_chosen
+from ._algorithm import check_algorithm as check_algorithm
+from ._algorithm import observers_of as observers_of
+from ._algorithm import picked as picked
 from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
@@ -8,8 +14,12 @@ from ._calibrate import Affines as Affines
 from ._calibrate import affines_seen as affines_seen
 from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import placed as placed
+from ._calibrate_batches import progress_bar as progress_bar
+from ._entries import Entry as Entry
+from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
+from ._find import contractions as contractions
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
@@ -22,6 +32,7 @@ from ._paths import Splits as Splits
 from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
 from ._paths import rooted as rooted
+from ._places import places_of as places_of
 from ._plan_call import as_plan as as_plan
 from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
@@ -40,4 +51,5 @@ from ._trace import trace_call as trace_call
 from ._weight import Trainable as Trainable
 from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of
+from .primitives import FORMS as FORMS
 from .primitives import Records as Records

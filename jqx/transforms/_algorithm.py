@@ -1,18 +1,21 @@
 """Algorithms: what chooses the codes of weights, where rounding to nearest is not enough."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from .._checks import require_that, shown
-from ..transforms import Plan, dequantize_params, quantize_params
-from ..transforms._shared import is_quantized
+from ._plan import Plan
+from ._trace import is_quantized
 
 
 class Algorithm(Protocol):
     """Chooses the codes of the weights of a plan, or other weights that round better.
 
-    Any function of these arguments is one. Where it has an attribute `observers`, a dict as
+    Any function of these arguments is one. It returns parameters, or `Chosen`: parameters and a
+    report. Where it has a method `run(f, plan, params, batches, progress=...)` of the same results,
+    `jqx.ptq` calls that instead: an algorithm may look at the function as it pleases, such as layer
+    after layer. Where it has an attribute `observers`, a dict as
     `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`, batches are calibrated on,
     static scales or not, and `stats` holds what the observers have recorded: of a site of the plan,
     `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
@@ -68,12 +71,27 @@ def observers_of(algorithm: Algorithm | None) -> Any:
     return getattr(algorithm, "observers", None)
 
 
-def with_codes(plan: Plan, params: Any, algorithm: Algorithm | None, stats: Any) -> Any:
-    """Returns the parameters with every planned weight as a QTensor, as an algorithm chooses it."""
-    if algorithm is None:
-        return quantize_params(params, plan)
-    chosen = algorithm(plan, params, stats)
-    rounded = quantize_params(dequantize_params(chosen), plan)
+class Chosen(NamedTuple):
+    """What an algorithm returns that has something to report.
+
+    Attributes:
+      params: the parameters, as of `Algorithm`.
+      report: of any kind; `jqx.Quantized.details` has it.
+    """
+
+    params: Any
+    report: Any
+
+
+def as_chosen(result: Any) -> Chosen:
+    """Returns what an algorithm has returned, with a report or without."""
+    return result if isinstance(result, Chosen) else Chosen(result, None)
+
+
+def picked(function: str, chosen: Any, rounded: Any) -> Any:
+    """Returns parameters with the codes that an algorithm chose, where it did, after checking that
+    they are of the plan, as those are that were rounded to nearest.
+    """
 
     def pick(own: Any, nearest: Any) -> Any:
         if not is_quantized(own):
@@ -82,7 +100,7 @@ def with_codes(plan: Plan, params: Any, algorithm: Algorithm | None, stats: Any)
             jax.tree.structure(own) == jax.tree.structure(nearest)
             and own.scale.shape == nearest.scale.shape,
             error=ValueError,
-            function="ptq",
+            function=function,
             problem="the algorithm chose codes that are not of the plan.",
             given=repr(own),
             expected=repr(nearest),

@@ -1,0 +1,7 @@
+"""Algorithms that choose the codes of weights, where rounding to nearest is not enough."""
+
+from ..transforms._shared import Chosen as Chosen
+from ._gptq import Gptq as Gptq
+from ._gptq import gptq as gptq
+from ._report import AlgorithmReport as AlgorithmReport
+from ._report import MatrixReport as MatrixReport

@@ -1,0 +1,132 @@
+"""The loop of GPTQ over the columns of a matrix: each is rounded, and those after it make good what
+that has cost.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", arXiv:2210.17323; what columns carry over from float inputs: Li et al., "GPTAQ:
+Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..calibrators import Affine
+from ..ops._shared import affine_fake_quantize
+from ..tensor import QSpec
+
+BLOCK = 128
+"""How many columns are corrected one by one before all others are, by one product."""
+
+
+class Columns(NamedTuple):
+    """What the loop has made of the columns, in their order.
+
+    Attributes:
+      rounded: their values on the grid, float32 [columns, rows].
+      before: their values just before they were rounded.
+      scale: of each group, [groups, rows].
+      zero_point: likewise, or `None`.
+    """
+
+    rounded: jax.Array
+    before: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+
+
+@partial(jax.jit, static_argnames=("spec", "size"))
+def round_columns(
+    w: jax.Array,
+    upper: jax.Array,
+    carried: jax.Array | None,
+    affine: Affine | None,
+    group: jax.Array | None,
+    *,
+    spec: QSpec,
+    size: int = BLOCK,
+    given: jax.Array | None = None,
+) -> Columns:
+    """Rounds the columns of a matrix in order.
+
+    Of a column `x`, rounded to `y`, all after it lose `(x - y) / upper[i, i] * upper[i]` and gain
+    `x * carried[i]`. Within a block of `size` columns this is done one by one; those after a block
+    are corrected by one product. The time to compile does not depend on how many there are.
+
+    Args:
+      w: float32 [columns, rows]; the number of columns is a multiple of `size`.
+      upper: float32 [columns, columns], upper triangular: `upper.T @ upper` is the inverse of the
+        Hessian.
+      carried: strictly upper triangular, or `None`.
+      affine: scales and zero points, [groups, rows]; `None` finds them when the loop comes to a
+        group, of columns that are corrected already: a group is a block then.
+      group: of each column, the index of its group in `affine`.
+      spec: the format and the round mode; without `affine` also how scales are found, of a matrix
+        [columns, rows] of `size` columns, one for each row.
+      size: how many columns make a block.
+      given: values that the columns are rounded to instead, where they are known.
+    """
+    count, _ = w.shape
+    fake_quantize = partial(
+        affine_fake_quantize,
+        qtype=spec.qtype,
+        round_mode=spec.rounding,
+        gradient=spec.gradient,
+        numerics=spec.numerics,
+    )
+
+    def block(start: jax.Array, state: Columns) -> Columns:
+        _, left, scales, zero_points = state
+        rows = lax.dynamic_slice_in_dim(left, start, size)
+        corner = lax.dynamic_slice(upper, (start, start), (size, size))
+        gain = None if carried is None else lax.dynamic_slice(carried, (start, start), (size, size))
+        if affine is None:
+            found = spec.calibrator.fit(rows, spec)
+            at = start // size
+            scales = lax.dynamic_update_slice_in_dim(scales, found.scale, at, 0)
+            if zero_points is not None and found.zero_point is not None:
+                zero_points = lax.dynamic_update_slice_in_dim(zero_points, found.zero_point, at, 0)
+
+        def column(i: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            rows, rounded, lost = own
+            x = rows[i]
+            at = start // size if group is None else group[start + i]
+            zero_point = None if zero_points is None else zero_points[at]
+            y = fake_quantize(x, scales[at], zero_point) if given is None else given[start + i]
+            error = (x - y) / corner[i, i]
+            ahead = jnp.arange(size) > i
+            change = corner[i][:, None] * error[None]
+            if gain is not None:
+                change -= gain[i][:, None] * x[None]
+            rows = jnp.where(ahead[:, None], rows - change, rows)
+            return rows, rounded.at[i].set(y), lost.at[i].set(error)
+
+        empty = jnp.zeros_like(rows)
+        before, rounded, lost = lax.fori_loop(0, size, column, (rows, empty, empty))
+        after = (jnp.arange(count) >= start + size)[None]
+        exactly = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        slab = jnp.where(after, lax.dynamic_slice_in_dim(upper, start, size), 0)
+        left = left - exactly(slab.T, lost)
+        if carried is not None:
+            slab = jnp.where(after, lax.dynamic_slice_in_dim(carried, start, size), 0)
+            left = left + exactly(slab.T, before)
+        left = lax.dynamic_update_slice_in_dim(left, before, start, 0)
+        rounded = lax.dynamic_update_slice_in_dim(state.rounded, rounded, start, 0)
+        return Columns(rounded, left, scales, zero_points)
+
+    start = Columns(jnp.zeros_like(w), w, *_scales(w, affine, spec, size))
+    return lax.fori_loop(0, count // size, lambda i, state: block(i * size, state), start)
+
+
+def _scales(w: jax.Array, affine: Affine | None, spec: QSpec, size: int) -> tuple[Any, Any]:
+    """Returns scales and zero points: those given, or room for those that will be found."""
+    if affine is not None:
+        return affine.scale, affine.zero_point
+    one = jax.eval_shape(partial(spec.calibrator.fit, spec=spec), w[:size])
+    count = w.shape[0] // size
+    scale, zero_point = (
+        None if x is None else jnp.zeros((count, w.shape[1]), x.dtype) for x in one
+    )
+    return scale, zero_point

@@ -1,0 +1,95 @@
+"""What GPTQ takes from a Hessian: an order of columns, and the triangular factor of its inverse. In
+float64 on the host.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import scipy.linalg
+
+Array = np.ndarray
+Order = Literal["given", "activation", "groups"]
+
+
+class Factor(NamedTuple):
+    """The inverse of a damped Hessian.
+
+    Attributes:
+      upper: upper triangular; `upper.T @ upper` is that inverse.
+      damping: what was added to the diagonal, relative to its mean.
+    """
+
+    upper: Array
+    damping: float
+
+
+def damped(hessian: Array, damping: float) -> Array:
+    """Returns a Hessian with a multiple of the mean of its diagonal added to it. The diagonal of
+    dead channels, which no input has reached, is 1.
+    """
+    diagonal = np.diagonal(hessian)
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if not dead.all() else 1.0
+    found = hessian + damping * mean * np.eye(len(hessian))
+    found[dead, dead] = 1
+    return found
+
+
+def factor(hessian: Array, damping: float, most: float = 1.0) -> Factor | None:
+    """Returns the factor of the inverse of a Hessian, damped as little as makes it positive
+    definite: by `damping`, or ten times as much until `most`; `None` where that is not enough.
+    """
+    while damping <= most:
+        backwards = damped(hessian, damping)[::-1, ::-1]
+        try:
+            lower = scipy.linalg.cholesky(backwards, lower=True, check_finite=True)
+        except (scipy.linalg.LinAlgError, ValueError):
+            damping *= 10
+            continue
+        # backwards = L L.T, so hessian = R R.T with R = L[::-1, ::-1] upper triangular.
+        identity = np.eye(len(hessian))
+        upper = scipy.linalg.solve_triangular(lower[::-1, ::-1], identity, lower=False)
+        return Factor(upper, damping)
+    return None
+
+
+def order_of(hessian: Array, group: Array, order: Order) -> Array:
+    """Returns the order in which columns are rounded.
+
+    `activation`: those of the largest inputs first, each in the group that it was in. `groups`:
+    likewise inside of each group, and groups by their largest, a group that is smaller last; so a
+    group stays together (group-aware reordering).
+    """
+    count = len(group)
+    if order == "given":
+        return np.arange(count)
+    weight = np.nan_to_num(np.diagonal(hessian))
+    if order == "activation":
+        return np.argsort(-weight, kind="stable")
+    size = np.bincount(group)
+    largest = np.full(len(size), -np.inf)
+    np.maximum.at(largest, group, weight)
+    last = size < size.max()
+    rank = np.empty(len(size), int)
+    rank[np.lexsort((-largest, last))] = np.arange(len(size))
+    return np.lexsort((-weight, rank[group]))
+
+
+def carried_over(upper: Array, cross: Array, strength: float) -> Array:
+    """Returns what GPTAQ adds to the columns after a rounded one, from `cross`, the sum of
+    `(float - quantized) quantized.T` of inputs.
+    """
+    return strength * np.triu(cross @ upper.T, 1) @ upper
+
+
+def corrected(w: Array, hessian: Array, cross: Array, strength: float, damping: float) -> Array:
+    """Returns a matrix [rows, columns] that is corrected for inputs that are quantized ones (Arai
+    and Ichikawa, "Quantization Error Propagation", arXiv:2504.09629).
+    """
+    solved = scipy.linalg.solve(damped(hessian, damping), cross.T, assume_a="pos").T
+    return w + strength * w @ solved
+
+
+def objective(difference: Array, hessian: Array) -> Array:
+    """Returns `d @ hessian @ d` of each row `d` of a matrix: its squared error over the inputs."""
+    return np.einsum("nk,nk->n", difference @ hessian, difference)

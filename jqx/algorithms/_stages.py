@@ -1,0 +1,249 @@
+"""A traced function as stages that the host runs one after another, each on all batches: what is
+between the sites is jitted, scans over weights are taken step by step, branches batch by batch.
+
+Values that depend on parameters alone are not kept: every stage computes them anew from the
+parameters as they are then, so it sees the weights that are quantized already.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._compat import Eqn
+from ..transforms import Plan
+from ..transforms._shared import FORMS, Address, Call, Site, addressed
+
+Params = Mapping[int, Any]
+"""The leaves of the parameters, by their place among the operands of the jaxpr."""
+
+Steps = tuple[Any, ...]
+"""The number of the step in each scan around that the host steps through, from the outermost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is run at once.
+
+    Attributes:
+      kind: `run` for equations that are jitted together; `site`, `inline`, `scan` or `branch` for
+        one equation.
+      eqns: the equations.
+      here: the address of a single one.
+      reads: the values of batches that it reads, each once.
+      gives: the values of batches that it defines and others read.
+      last: those that nothing reads after it.
+    """
+
+    kind: str
+    eqns: tuple[Eqn, ...]
+    here: Address
+    reads: tuple[Any, ...]
+    gives: tuple[Any, ...]
+    last: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an operand of an inner jaxpr comes from, that depends on parameters alone.
+
+    Attributes:
+      scope: the scope around, or `None` for a leaf of the parameters.
+      atom: what it is there, or the place of the leaf.
+      stepped: whether it is one step of that.
+    """
+
+    scope: "Scope | None"
+    atom: Any
+    stepped: bool = False
+
+
+class Scope:
+    """A jaxpr with what its operands are: values of batches, or made of parameters alone.
+
+    Attributes:
+      jaxpr: an open jaxpr.
+      depth: how many scans around it the host steps through.
+      stages: what is run, in order.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        sources: Mapping[Any, Source],
+        address: Address = (),
+        depth: int = 0,
+        own: Callable[[Site], bool] = lambda site: True,
+    ):
+        self.plan, self.jaxpr, self.depth, self.own = plan, jaxpr, depth, own
+        self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
+        self._sources = dict(sources)
+        self._made: dict[Any, Eqn] = {}
+        self._inner: dict[Any, Scope] = {}
+        self._jitted: dict[Any, Any] = {}
+        self.stages = self._staged(address)
+
+    def is_of_batch(self, atom: Any) -> bool:
+        """Whether a value depends on more than parameters."""
+        known = self._consts, self._sources, self._made
+        return not _compat.is_literal(atom) and not any(atom in those for those in known)
+
+    def _staged(self, address: Address) -> list[Stage]:
+        groups: list[tuple[str, list[Eqn], Address]] = []
+        for here, eqn, marked in addressed(self.jaxpr, address):
+            if not any(map(self.is_of_batch, eqn.invars)) and not eqn.effects:
+                self._made.update(dict.fromkeys(eqn.outvars, eqn))
+                continue
+            kind = self._kind(eqn, here) if marked else "run"
+            if kind == "run" and groups and groups[-1][0] == "run":
+                groups[-1][1].append(eqn)
+            else:
+                groups.append((kind, [eqn], here))
+        needed = set(filter(self.is_of_batch, self.jaxpr.outvars))
+        stages: list[Stage] = []
+        for kind, eqns, here in reversed(groups):
+            defined = [var for eqn in eqns for var in eqn.outvars]
+            inside = set(defined)
+            read = [
+                x for eqn in eqns for x in eqn.invars if self.is_of_batch(x) and x not in inside
+            ]
+            reads = tuple(dict.fromkeys(read))
+            gives = tuple(var for var in defined if var in needed)
+            last = tuple(x for x in reads if x not in needed)
+            needed = (needed - inside) | set(reads)
+            stages.append(Stage(kind, tuple(eqns), here, reads, gives, last))
+        return stages[::-1]
+
+    def _kind(self, eqn: Eqn, here: Address) -> str:
+        """Returns how an equation is run that is a site, or may hold some."""
+        name, site = eqn.primitive.name, self.plan.site_at(here)
+        if site is not None:
+            return "site" if self.own(site) else "run"
+        n = len(here)
+        if not any(x.address[:n] == here and self.own(x) for x in self.plan.sites):
+            return "run"
+        if name == "scan":
+            return "scan"
+        if name == "cond":
+            return "branch"
+        return "run" if name in ("while", "shard_map") else "inline"
+
+    def read(self, atom: Any, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
+        """Returns a value that is made of parameters alone; traceable."""
+        if _compat.is_literal(atom):
+            return atom.val
+        key = (id(self), atom)
+        if key in memo:
+            return memo[key]
+        if atom in self._consts:
+            value = self._consts[atom]
+        elif atom in self._sources:
+            value = self._from(self._sources[atom], params, steps, memo)
+        else:
+            eqn = self._made[atom]
+            results = _compat.bind(eqn, [self.read(x, params, steps, memo) for x in eqn.invars])
+            memo.update(((id(self), var), x) for var, x in zip(eqn.outvars, results, strict=True))
+            value = memo[key]
+        memo[key] = value
+        return value
+
+    def _from(self, source: Source, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
+        if source.scope is None:
+            return params[source.atom]
+        value = source.scope.read(source.atom, params, steps, memo)
+        if not source.stepped:
+            return value
+        return lax.dynamic_index_in_dim(value, steps[self.depth - 1], keepdims=False)
+
+    def run(self, stage: Stage, params: Params, steps: Steps, given: Sequence[Any]) -> list[Any]:
+        """Runs a stage that is no site and holds none, on the values of one batch that it reads."""
+
+        def evaluate(params: Params, steps: Steps, given: Sequence[Any]) -> list[Any]:
+            env, memo = dict(zip(stage.reads, given, strict=True)), {}
+
+            def read(atom: Any) -> Any:
+                of_batch = self.is_of_batch(atom)
+                return env[atom] if of_batch else self.read(atom, params, steps, memo)
+
+            for eqn in stage.eqns:
+                results = _compat.bind(eqn, list(map(read, eqn.invars)))
+                env.update(zip(eqn.outvars, results, strict=True))
+            return [env[var] for var in stage.gives]
+
+        return self.jitted(("run", stage.here, stage.gives), evaluate)(params, steps, list(given))
+
+    def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
+        """Returns values that are made of parameters alone."""
+
+        def evaluate(params: Params, steps: Steps) -> list[Any]:
+            memo: dict[Any, Any] = {}
+            return [jnp.asarray(self.read(x, params, steps, memo)) for x in atoms]
+
+        key = ("values", tuple(id(x) if _compat.is_literal(x) else x for x in atoms))
+        return self.jitted(key, evaluate)(params, steps)
+
+    def jitted(self, key: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of this scope that is compiled once."""
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(f)
+        return self._jitted[key]
+
+    def inside(
+        self, stage: Stage, body: Any, atoms: Sequence[Any], part: Address = (), **how: Any
+    ) -> "Scope":
+        """Returns the scope of a function inside of an equation.
+
+        Args:
+          stage: the equation.
+          body: its jaxpr.
+          atoms: what the operands of the function are here; `None` for values of batches.
+          part: the last numbers of the address.
+          **how: `stepped`, the operands that are one step, where the host steps through it.
+        """
+        key = (stage.here, part)
+        if key not in self._inner:
+            stepped = how.get("stepped")
+            inner, consts = _compat.open_jaxpr(body)
+            sources = {
+                var: Source(self, atom, stepped is not None and i in stepped)
+                for i, (var, atom) in enumerate(zip(inner.invars, atoms, strict=True))
+                if atom is not None
+            }
+            depth = self.depth + (stepped is not None)
+            address = (*stage.here, *part)
+            self._inner[key] = Scope(self.plan, inner, consts, sources, address, depth, self.own)
+        return self._inner[key]
+
+
+def whole(plan: Plan, call: Call, own: Callable[[Site], bool]) -> Scope:
+    """Returns the scope of a call; `own` says which sites are stages."""
+    sources = {
+        var: Source(None, place)
+        for place, (var, path) in enumerate(zip(call.jaxpr.invars, call.paths, strict=True))
+        if path is not None
+    }
+    return Scope(plan, call.jaxpr, call.consts, sources, own=own)
+
+
+def body_of(eqn: Eqn) -> Any:
+    """Returns the one function inside of an equation that runs once on its operands."""
+    entered: list[Any] = []
+
+    class Finder:
+        here: Address = ()
+
+        def enter(self, jaxpr: Any, known: Sequence[Any], part: Address = ()) -> list[Any]:
+            entered.append(jaxpr)
+            return [None] * len(eqn.outvars)
+
+        def leave(self, jaxpr: Any, reason: str) -> None:
+            """Of these equations none has such a function."""
+
+    FORMS[eqn.primitive.name].track(eqn, [None] * len(eqn.invars), Finder())  # pyright: ignore
+    return entered[0]

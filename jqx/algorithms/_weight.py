@@ -1,0 +1,186 @@
+"""A weight as the matrices that sites multiply by, each with the Hessian of its inputs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._errors import message
+from ..calibrators import Affine
+from ..observers import hessian, places
+from ..tensor import QSpec, QTensor
+from ..transforms import Plan
+from ..transforms._shared import Site, Weight, quantize_weight
+from ._factor import objective
+
+Array = np.ndarray
+
+OBSERVERS = {".*": (hessian, places)}
+"""What an algorithm on Hessians asks `calibrate_batches` to record."""
+
+
+@dataclasses.dataclass
+class Grids:
+    """A weight and the grids that it is rounded to, in NumPy.
+
+    Attributes:
+      values: the weight, float32, flat; algorithms write to it what stands on the grid.
+      label: for each element the index of its scale, flat.
+      scale: of each group, flat, as real numbers.
+      zero_point: likewise, or `None`.
+      nearest: the weight rounded to nearest.
+    """
+
+    values: Array
+    label: Array
+    scale: Array
+    zero_point: Array | None
+    nearest: QTensor
+
+    @classmethod
+    def of(cls, x: Any, spec: QSpec) -> "Grids":
+        """Finds the scales of a weight by the calibrator of a spec."""
+        q = quantize_weight(x, spec)
+        zero_point = None if q.zero_point is None else np.array(q.zero_point).ravel()
+        label = np.zeros(q.shape, np.int32)
+        stride = 1
+        for axis in reversed(range(q.ndim)):
+            size = q.groups.sizes[axis]
+            own = np.arange(q.shape[axis], dtype=np.int32) // max(size, 1)
+            label += stride * own.reshape([-1 if i == axis else 1 for i in range(q.ndim)])
+            stride *= q.groups.scale_shape[axis]
+        values = np.array(x, np.float32).ravel()
+        scale = np.array(q.real_scale().astype(np.float32)).ravel()
+        return cls(values, label.ravel(), scale, zero_point, q)
+
+    def at(self, label: Array) -> tuple[Array, Array | None]:
+        """Returns scales and zero points of elements by the index of their scale."""
+        return self.scale[label], None if self.zero_point is None else self.zero_point[label]
+
+    def put(self, label: Array, affine: Affine) -> None:
+        """Writes scales and zero points by their index."""
+        self.scale[label] = np.asarray(affine.scale.astype(np.float32))
+        if self.zero_point is not None:
+            self.zero_point[label] = np.asarray(affine.zero_point)
+
+    def quantized(self, spec: QSpec) -> QTensor:
+        """Returns the QTensor of the values, which stand on the grids."""
+        q, given = self.nearest, self.nearest.scale
+        if not isinstance(given, QTensor):
+            given = self.scale.reshape(given.shape).astype(given.dtype)
+        zero_point = self.zero_point
+        if zero_point is not None:
+            zero_point = zero_point.reshape(q.zero_point.shape)  # pyright: ignore
+        values = self.values.reshape(q.shape).astype(q.dtype)
+        return quantize_weight(values, spec, Affine(given, zero_point))  # pyright: ignore
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix that sites multiply by, and what was observed of its inputs.
+
+    Attributes:
+      sites: their names.
+      step: of the stack of a weight, such as a layer of a scan: its index; `()` where there is one.
+      places: for each entry the element of the weight that it is, [rows, columns].
+      hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
+      rows: how many inputs were seen.
+      drift: how the inputs differ from those of the float function, where that is known.
+    """
+
+    sites: tuple[str, ...]
+    step: tuple[int, ...]
+    places: Array
+    hessian: Array
+    rows: int
+    drift: "Drift | None" = None
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        step = f"[{', '.join(map(str, self.step))}]" if self.step else ""
+        return f"{' and '.join(self.sites)}{step}"
+
+    def loss(self, w: Array, rounded: Array) -> Array:
+        """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
+        on the inputs as they are, against `w` on those of the float function.
+        """
+        lost = w - rounded
+        error = objective(lost, self.hessian)
+        if self.drift is None:
+            return error
+        mixed = np.einsum("nk,nk->n", w @ self.drift.cross, lost)
+        return error + 2 * mixed + objective(w, self.drift.own)
+
+
+class Drift(NamedTuple):
+    """How inputs differ from those of the float function, `d = float - quantized`.
+
+    Attributes:
+      cross: sum of `d x^T`, `x` the quantized ones, float64 [columns, columns].
+      own: sum of `d d^T`.
+    """
+
+    cross: Array
+    own: Array
+
+
+def matrices_of(
+    function: str, plan: Plan, weight: Weight, stats: Mapping[str, Any]
+) -> list[Matrix]:
+    """Returns the matrices of a weight: of sites that multiply by the same elements one, with the
+    sum of their Hessians.
+    """
+    found: dict[bytes, Matrix] = {}
+    for site in plan.sites:
+        mine = [x for x in site.operands if x.path == weight.path]
+        if not mine:
+            continue
+        others = [x for x in site.operands if x.path is None]
+        known = stats.get(f"{mine[0].key}@{places}")
+        seen = stats.get(f"{others[0].key}@{hessian}") if others else None
+        if known is None or seen is None:
+            raise _refusal(function, site, weight)
+        elements, products = np.asarray(known), np.asarray(seen.products)
+        counts = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
+        for step in np.ndindex(elements.shape[:-2]):
+            own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
+            new = Matrix((site.name,), step, own, gram, int(counts[step]))
+            old = found.get(own.tobytes())
+            if old is not None:
+                sites = tuple(dict.fromkeys((*old.sites, *new.sites)))
+                new = Matrix(sites, old.step, own, old.hessian + new.hessian, old.rows + new.rows)
+            found[own.tobytes()] = new
+    _check_apart(function, weight, list(found.values()))
+    return list(found.values())
+
+
+def _refusal(function: str, site: Site, weight: Weight) -> NotImplementedError:
+    return NotImplementedError(
+        message(
+            function,
+            f"nothing is known of the inputs of {site.name!r}.",
+            given=f"the weight {weight.path!r} in a {site.op}",
+            expected="a product of an activation and a weight, each element of which stands at a "
+            "known place; statistics of jqx.observers.hessian and jqx.observers.places",
+            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); or "
+            "let a rule leave that site in float.",
+        )
+    )
+
+
+def _check_apart(function: str, weight: Weight, matrices: list[Matrix]) -> None:
+    """Raises where two matrices have some elements in common."""
+    elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
+    if len(np.unique(elements)) == len(elements):
+        return
+    raise NotImplementedError(
+        message(
+            function,
+            f"sites multiply by the weight {weight.path!r} in different ways.",
+            given=", ".join(matrix.name for matrix in matrices[:4]),
+            expected="sites that contract the same axes of it, or have no element in common",
+            mend="give it a rule of its own that leaves it in float.",
+        )
+    )

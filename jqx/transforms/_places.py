@@ -1,0 +1,162 @@
+"""Where the elements of weights stand in what contractions multiply by: found by passing the number
+of each element through the views of a function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._checks import require_that
+from .._compat import Eqn
+from ..tensor import QTensor
+from ._entries import Entry
+from ._find import addressed
+from ._origin import Address, Loop
+from ._plan import Plan
+from ._trace import Call
+from .primitives import CONTRACTIONS, FORMS, SHARDINGS, VIEWS
+
+_SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *SHARDINGS}
+"""Views that leave every element where it is."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A weight seen through views.
+
+    Attributes:
+      path: of the weight.
+      elements: for each element of the value the number of that of the weight, int32.
+      loops: how many axes in front are steps of the scans around.
+    """
+
+    path: str
+    elements: jax.Array
+    loops: int = 0
+
+    def step_of(self, loop: Loop) -> "_Placed":
+        """What one step of a scan over the leading axis sees."""
+        return _Placed(self.path, self.elements, self.loops + 1)
+
+
+Known = Sequence[_Placed | None]
+
+
+def places_of(plan: Plan, call: Call, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    """Returns for each entry what `jqx.observers.places` says of it, where there is something to
+    say.
+    """
+    if not entries:
+        return {}
+    follower = _Follower(plan)
+    named = zip(call.leaves, call.paths, strict=True)
+    given = [None if plan.weight_at(path) is None else _whole(path, leaf) for leaf, path in named]
+    follower.follow(call.jaxpr, given, ())
+    found = {}
+    for entry in entries:
+        elements = follower.found.get(entry.part.key)
+        about = entry.part.about
+        if elements is not None and (about.op == "dot_general" or about.patches is not None):
+            rows = about.rows
+            for _ in entry.site.loops:
+                rows = jax.vmap(rows)
+            found[entry.key] = rows(elements)
+    return found
+
+
+def _whole(path: Any, leaf: Any) -> _Placed:
+    require_that(
+        leaf.size < 2**31,
+        error=NotImplementedError,
+        function="observers.places",
+        problem="a weight has more elements than int32 can number.",
+        given=f"the weight {path!r} of {leaf.size} elements",
+        expected="less than 2**31",
+        mend="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
+    )
+    return _Placed(path, jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape))
+
+
+@dataclass
+class _Follower:
+    """Follows the elements of weights through a jaxpr, each equation once."""
+
+    plan: Plan
+    found: dict[str, jax.Array] = field(default_factory=dict)
+
+    def follow(self, jaxpr: Any, given: Known, address: Address) -> list[_Placed | None]:
+        env: dict[Any, _Placed | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> _Placed | None:
+            return None if _compat.is_literal(atom) else env.get(atom)
+
+        for here, eqn, marked in addressed(jaxpr, address):
+            known = list(map(read, eqn.invars))
+            if any(x is not None for x in known):
+                env.update(zip(eqn.outvars, self._evaluate(eqn, known, here, marked), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _evaluate(
+        self, eqn: Eqn, known: Known, here: Address, marked: bool
+    ) -> Sequence[_Placed | None]:
+        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        if name in CONTRACTIONS:
+            site = self.plan.site_at(here)
+            for operand, x in zip(site.operands if site else (), known, strict=False):
+                if x is not None and operand.path == x.path:
+                    self.found[operand.key] = x.elements
+            return nothing
+        if name in FORMS:
+            # Of what stands inside of a shard_map each device sees a part.
+            inside = [None] * len(known) if name == "shard_map" else known
+            return FORMS[name].track(eqn, inside, _Inside(self, here))  # type: ignore[arg-type]
+        if name in VIEWS:
+            return _viewed(eqn, known)
+        return nothing
+
+
+@dataclass
+class _Inside:
+    follower: _Follower
+    here: Address
+
+    def enter(self, jaxpr: Any, known: Known, part: Address = ()) -> list[_Placed | None]:
+        body, _ = _compat.open_jaxpr(jaxpr)
+        return self.follower.follow(body, known, (*self.here, *part))
+
+    def leave(self, jaxpr: Any, reason: str) -> None:
+        """Nothing inside is a site."""
+
+
+def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
+    """Returns what a view makes of weights: nothing where it reads something else than them."""
+    weights = [x for x in known if x is not None]
+    first = weights[0]
+    if eqn.primitive.name == "optimization_barrier":
+        return known
+    if eqn.primitive.name in _SAME:
+        return [first] * len(eqn.outvars)
+    others = any(
+        x is None and not _compat.is_literal(v) for x, v in zip(known, eqn.invars, strict=True)
+    )
+    if others or len({(x.path, x.loops) for x in weights}) > 1:
+        return [None] * len(eqn.outvars)
+    literals = [None if x is not None else v.val for x, v in zip(known, eqn.invars, strict=True)]
+
+    def view(*elements: jax.Array) -> list[jax.Array]:
+        rest = iter(elements)
+        operands = [_numbered(next(rest)) if x is None else x for x in literals]
+        return [q.values for q in VIEWS[eqn.primitive.name].apply(eqn, operands)]
+
+    for _ in range(first.loops):
+        view = jax.vmap(view)
+    return [_Placed(first.path, x, first.loops) for x in view(*(x.elements for x in weights))]
+
+
+def _numbered(elements: jax.Array) -> QTensor:
+    """Returns the numbers of elements as codes, which views move as they move codes."""
+    return QTensor(elements, jnp.ones((1,) * elements.ndim), qtype=jnp.dtype("int32"))

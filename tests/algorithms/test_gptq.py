@@ -1,0 +1,326 @@
+"""GPTQ of functions: no row is worse than rounded, in any format; layer after layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import gptq
+from jqx.observers import Observer, places
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+D, L = 32, 3
+
+
+def weight(*shape):
+    return on_device(np.float32(RNG.normal(size=shape) / np.sqrt(shape[-2])))
+
+
+PARAMS = {
+    "layers": weight(L, D, D),
+    "query": weight(D, 2, 16),
+    "out": weight(2, 16, D),
+    "fused": weight(D, 3 * D),
+    "up": weight(D, 80),
+    "down": weight(80, D),
+}
+MIX = RNG.normal(size=(D, D))
+BATCHES = [on_device(np.float32(RNG.normal(size=(n, D)) @ MIX)) for n in (96, 64, 96)]
+TEST = on_device(np.float32(RNG.normal(size=(256, D)) @ MIX))
+
+
+def rest(p, h):
+    q = jnp.einsum("bd,dhk->bhk", h, p["query"])
+    h = h + jnp.einsum("bhk,hkd->bd", jnp.tanh(q), p["out"])
+    a, b, c = jnp.split(p["fused"], 3, axis=1)
+    h = h + jnp.tanh(h @ a) + h @ b * jnp.tanh(h @ c)
+    return h + jax.nn.relu(h @ p["up"]) @ p["down"]
+
+
+def scanned(p, x):
+    h, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w.T), None), x, p["layers"])
+    return rest(p, h)
+
+
+def unrolled(p, x):
+    for w in p["layers"]:
+        x = x + jnp.tanh(x @ w.T)
+    return rest(p, x)
+
+
+def plan_of(f, scheme, params=PARAMS):
+    return jqx.make_plan(f, jqx.Policy({".*": scheme}))(params, TEST)
+
+
+def lost(f, plan, params):
+    y = jqx.convert(f, plan)(params, TEST)
+    return float(jnp.linalg.norm(y - f(PARAMS, TEST)) / jnp.linalg.norm(f(PARAMS, TEST)))
+
+
+FORMATS = (
+    *("int2:group=16", "int3:group=16", "int4", "int4:group=32", "uint4:group=32:asymmetric"),
+    *("int8", "nf4:group=32", "fp8", "mxfp4", "mxfp8", "nvfp4", "int4:block=8"),
+)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_no_row_is_worse_than_rounded_to_nearest_with_the_same_scales(scheme):
+    plan = plan_of(scanned, scheme)
+    algorithm = gptq(sequential=False)
+    stats = jqx.calibrate_batches(
+        scanned, plan, PARAMS, BATCHES, observers=algorithm.observers, progress=False
+    )
+    chosen = algorithm(plan, PARAMS, stats)
+    nearest = jqx.quantize_params(PARAMS, plan)
+    codes = jqx.quantize_params(PARAMS, plan, algorithm=algorithm, stats=stats)
+    for a, b in zip(jax.tree.leaves(codes), jax.tree.leaves(chosen.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(chosen.report) == L + 7
+    for entry in chosen.report:
+        assert entry.after <= entry.before and entry.damping == 0.01 and entry.dead == 0
+        assert entry.inputs == sum(len(x) for x in BATCHES)
+    # What is reported is true: of `down`, whose Hessian the statistics hold.
+    hessian = np.float64(stats["down:dot_general:lhs@hessian"].products)
+    of_down = next(entry for entry in chosen.report if entry.path == "down")
+    for params, expected in ((chosen.params, of_down.after), (nearest, of_down.before)):
+        error = np.float64(PARAMS["down"] - params["down"].dequantize())
+        rows = np.einsum("kn,kj,jn->n", error, hessian, error)
+        assert rows.sum() / of_down.inputs == pytest.approx(expected, rel=1e-3)
+    assert lost(scanned, plan, chosen.params) < lost(scanned, plan, nearest)
+
+
+@pytest.mark.parametrize("options", [{"order": "activation"}, {"groups": "dynamic"}], ids=str)
+def test_orders_and_scales_on_the_way_lose_less_than_rounding(options):
+    plan = plan_of(scanned, "int4:group=16:asymmetric")
+    found = gptq(**options).run(scanned, plan, PARAMS, BATCHES, progress=False)
+    nearest = jqx.quantize_params(PARAMS, plan)
+    assert lost(scanned, plan, found.params) < 0.9 * lost(scanned, plan, nearest)
+
+
+def test_layers_in_a_scan_are_those_one_by_one():
+    """The same codes but where sums of products in another order meet a tie."""
+    plans = [plan_of(f, "int4:group=16") for f in (scanned, unrolled)]
+    found = [
+        gptq().run(f, plan, PARAMS, BATCHES, progress=False).params
+        for f, plan in zip((scanned, unrolled), plans, strict=True)
+    ]
+    for name in PARAMS:
+        same = np.asarray(found[0][name].values) == np.asarray(found[1][name].values)
+        assert same.mean() >= 0.999, name
+
+
+def test_each_layer_sees_what_those_before_it_quantized_give():
+    """A model of three layers in NumPy: inputs of each by the codes chosen before."""
+    params = {"layers": PARAMS["layers"]}
+    f = lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0]  # noqa: E731
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, TEST)
+    chosen = gptq().run(f, plan, params, BATCHES, progress=False)
+    codes = np.float64(chosen.params["layers"].dequantize())
+    states = [np.float64(x) for x in BATCHES]
+    for layer, entry in enumerate(chosen.report):
+        w = np.float64(params["layers"][layer])
+        gram = sum(x.T @ x for x in states)
+        error = (w - codes[layer]).T
+        expected = np.einsum("nk,kj,nj->", error, gram, error) / sum(map(len, states))
+        assert entry.after == pytest.approx(expected, rel=1e-3)
+        states = [np.tanh(x @ codes[layer]) for x in states]
+
+
+@pytest.mark.parametrize("propagation", ["qep", "gptaq"])
+def test_propagation_loses_less(propagation):
+    plan = plan_of(scanned, "int3:group=16")
+    plain = gptq().run(scanned, plan, PARAMS, BATCHES, progress=False)
+    more = gptq(propagation=propagation).run(scanned, plan, PARAMS, BATCHES, progress=False)
+    assert lost(scanned, plan, more.params) < lost(scanned, plan, plain.params)
+    assert all(0 <= entry.after <= entry.before for entry in more.report)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand(Observer):
+    """The weight as its site sees it."""
+
+    def looks_at(self, site):
+        return site.role == "weight"
+
+    def empty(self, operand, site):
+        return jnp.full(jax.eval_shape(site.rows, operand).shape, -jnp.inf, operand.dtype)
+
+    def observe(self, x, site):
+        return site.rows(x)
+
+    def merge(self, a, b):
+        return jnp.maximum(a, b)
+
+
+def branches(p, x):
+    w = p["fused"][:, ::3]
+    x = lax.cond(x.sum() > 1e9, lambda x: x @ w, lambda x: jax.checkpoint(lambda x: x @ w)(x), x)
+    x = lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ p["down"].T[:, :D].T[::-1]), x)
+    e = jax.vmap(lambda w: x @ w)(p["layers"][::-1].swapaxes(1, 2)).sum(0)
+    return e @ (p["up"].reshape(D, 8, 10).transpose(0, 2, 1).reshape(D, 80) * 2.0)
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled, branches], ids=lambda f: f.__name__)
+def test_places_say_which_elements_a_site_multiplies_by(f):
+    plan = plan_of(f, "int8:channel" if f is not branches else "int8")
+    _, stats = jax.jit(jqx.calibrate(f, plan, observers={".*": (Operand(), places)}))(PARAMS, TEST)
+    checked = 0
+    for key, elements in stats.items():
+        if not key.endswith("@places"):
+            continue
+        path, seen = key.split(":")[0], np.asarray(stats[key.replace("@places", "@operand")])
+        if np.all(np.isinf(seen)):  # in the branch that was not taken
+            continue
+        found = np.asarray(PARAMS[path]).ravel()[np.asarray(elements)]
+        np.testing.assert_array_equal(found * (2 if path == "up" and f is branches else 1), seen)
+        checked += 1
+    assert checked >= 4
+
+
+def test_a_loop_and_a_weight_of_two_sites_are_chosen_by_the_sum_of_their_inputs():
+    def f(p, x):
+        x = lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ p["a"]), x)
+        return x @ p["b"] + jnp.sin(x) @ p["b"]
+
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, TEST)
+    chosen = gptq().run(f, plan, params, BATCHES, progress=False)
+    rows = {entry.path: entry.inputs for entry in chosen.report}
+    count = sum(len(x) for x in BATCHES)
+    assert rows == {"a": 2 * count, "b": 2 * count}
+
+
+def test_a_branch_that_no_batch_takes_is_rounded_and_the_report_says_so():
+    def f(p, x):
+        return lax.cond(x[0, 0] > 1e9, lambda x: x @ p["a"], lambda x: x @ p["b"], x)
+
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, TEST)
+    chosen = gptq().run(f, plan, params, BATCHES, progress=False)
+    nearest = jqx.quantize_params(params, plan)
+    np.testing.assert_array_equal(chosen.params["a"].values, nearest["a"].values)
+    assert {entry.path: entry.inputs for entry in chosen.report} == {"a": 0, "b": 256}
+
+
+def test_an_input_that_is_no_number_is_an_error_that_names_the_site():
+    bad = [BATCHES[0].at[0, 0].set(jnp.nan)]
+    plan = plan_of(scanned, "int4")
+    with pytest.raises(ValueError, match=r"(?s)layers:dot_general\[0\].+to mend:"):
+        gptq().run(scanned, plan, PARAMS, bad, progress=False)
+    found = gptq(ill_conditioned="round").run(scanned, plan, PARAMS, bad, progress=False)
+    assert all(entry.damping is None for entry in found.report)
+    assert "rounded" in str(found.report)
+
+
+def test_ptq_takes_it_and_reports():
+    quantize = jqx.ptq(scanned, jqx.Policy({".*": "int4:group=16"}), gptq(), progress=False)
+    quantized = quantize(PARAMS, BATCHES)
+    assert len(quantized.details) == L + 7
+    assert str(quantized.details).count("\n") == L + 8
+    assert quantized(TEST).shape == TEST.shape
+
+
+def test_a_bar_shows_how_many_matrices_are_done(capsys):
+    pytest.importorskip("tqdm")
+    jqx.ptq(scanned, jqx.Policy({".*": "int4"}), gptq())(PARAMS, BATCHES[:1])
+    assert f"{L + 7}/{L + 7}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, fact",
+    [
+        ({"order": "desc"}, "'groups', 'activation', 'given'"),
+        ({"groups": None}, "'static', 'dynamic'"),
+        ({"propagation": "gptq"}, "'none', 'qep', 'gptaq'"),
+        ({"ill_conditioned": "ignore"}, "'error', 'round'"),
+        ({"damping": 0}, "above 0"),
+        ({"damping": "1%"}, "above 0"),
+        ({"propagation": "qep", "strength": 2.0}, "from 0 to 1"),
+        ({"strength": 0.5}, "propagation='none'"),
+        ({"groups": "dynamic", "order": "activation"}, "exclude each other"),
+        ({"propagation": "qep", "sequential": False}, "exclude each other"),
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_are_refused(options, fact):
+    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:") as info:
+        gptq(**options)
+    assert fact in str(info.value)
+
+
+def test_a_calibrator_of_another_kind_and_unknown_options_are_refused():
+    for options in ({"calibrator": "mse"}, {"bits": 4}):
+        with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:"):
+            gptq(**options)
+
+
+def experts(p, x):
+    return lax.ragged_dot(x, p["w"], jnp.array([16, 32, x.shape[0] - 48], jnp.int32))
+
+
+def kernels(p, x):
+    """Convolutions, one of them in groups."""
+    image = jnp.tanh(x.reshape(-1, 4, 4, 2))
+    numbers = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    h = lax.conv_general_dilated(image, p["first"], (1, 1), **numbers)
+    return lax.conv_general_dilated(
+        jnp.tanh(h), p["groups"], (2, 2), feature_group_count=4, **numbers
+    )
+
+
+def test_kernels_of_convolutions_are_chosen_by_group():
+    params = {"first": weight(3, 3, 2, 8), "groups": weight(3, 3, 2, 12)}
+    plan = jqx.make_plan(kernels, jqx.Policy({".*": "int4"}))(params, TEST)
+    chosen = gptq().run(kernels, plan, params, BATCHES, progress=False)
+    shapes = [(8, 18)] + [(3, 18)] * 4
+    assert [entry.shape for entry in chosen.report] == shapes
+    assert all(entry.after <= entry.before for entry in chosen.report)
+    exact, nearest = kernels(params, TEST), jqx.quantize_params(params, plan)
+    loss = [
+        float(jnp.linalg.norm(jqx.convert(kernels, plan)(q, TEST) - exact))
+        for q in (chosen.params, nearest)
+    ]
+    assert loss[0] < loss[1]
+
+
+def both_ways(p, x):
+    return x @ p["w"] + x @ p["w"].T
+
+
+REFUSED = {
+    "experts": (experts, {"w": PARAMS["layers"]}, "by one"),
+    "both ways": (both_ways, {"w": PARAMS["layers"][0]}, "in different ways"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_hessian_is_an_error_that_names_the_weight(name):
+    f, params, fact = REFUSED[name]
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(weight=jqx.QSpec("int4"))]))(params, TEST)
+    with pytest.raises(NotImplementedError, match=r"jqx\.[a-z.]+: (.|\n)+to mend:") as info:
+        gptq().run(f, plan, params, BATCHES, progress=False)
+    assert f"'{next(iter(params))}" in str(info.value)
+    assert fact in str(info.value)
+
+
+def test_scales_that_rows_share_cannot_be_found_on_the_way():
+    plan = plan_of(unrolled, "nvfp4")
+    with pytest.raises(ValueError, match="groups='static'"):
+        gptq(groups="dynamic").run(unrolled, plan, PARAMS, BATCHES, progress=False)
+
+
+def test_statistics_are_needed_and_not_for_rounding():
+    plan = plan_of(unrolled, "int4")
+    with pytest.raises(NotImplementedError, match=r"algorithm\.observers"):
+        jqx.quantize_params(PARAMS, plan, algorithm=gptq())
+    with pytest.raises(ValueError, match="`stats` have no use"):
+        jqx.quantize_params(PARAMS, plan, stats={})
+    with pytest.raises(ValueError, match="donate=True"):
+        jqx.quantize_params(PARAMS, plan, algorithm=gptq(), stats={}, donate=True)
