@@ -72,9 +72,9 @@ OPTIMIZED = (
     "ops",
     "test_gpu_benchmark.py",
     "test_xla_cpu.py",
-    "transforms/test_backward.py",
+    "transforms/test_deployed.py",
+    "transforms/test_equinox.py",
     "transforms/test_export.py",
-    "transforms/test_modules.py",
 )
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
