@@ -9,17 +9,12 @@ import jqx
 
 from ..arrays import on_device
 from . import test_shard_map as devices
-from .forms import FORMS, POLICIES, WHILES, function, reference, rows, weights
+from .forms import FORMS, POLICIES, WHILES, function, reference, rows, together, weights
 from .models import eighths, mlp, mlp_params, normal
 from .test_forms import CUSTOM, assert_same, plan_of
 
 BOTH = "weights and activations"
 slow = pytest.mark.slow
-
-
-def together(*functions):
-    """What several functions return of the same arguments, as one compiled program."""
-    return jax.jit(lambda *args: [f(*args) for f in functions])
 
 
 def gradients(*functions):
