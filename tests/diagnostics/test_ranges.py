@@ -18,6 +18,7 @@ from jqx.diagnostics import Overflow, ranges
 
 from ..arrays import normal, on_device
 from ..transforms.forms import FORMS, POLICIES, function, rows, weights
+from ..transforms.models import eighths
 
 FLOAT = jqx.Policy([])
 """Nothing is quantized: the integers are those of the function."""
@@ -239,6 +240,21 @@ def test_floats_lie_in_their_intervals(cases):
     compiled = jax.jit(lambda arrays: [f(*of) for f, of in zip(programs, arrays, strict=True)])
     for ends, results in zip(intervals, compiled(arrays), strict=True):
         assert_within(ends, results)
+
+
+def every_operation(w, x):
+    return [operation(x, x[::-1], w) for operation in REAL.values()]
+
+
+EVERY_OPERATION = jax.jit(every_operation)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 3.0), (-3.0, -0.5), (-2.0, 3.0)])
+def test_every_operation_lies_in_its_interval(low, high):
+    args = eighths(0, 3, 3), on_device(np.linspace(low, high, 3), jnp.float32)
+    found = ranges(every_operation, FLOAT, bounds={1: (low, high)})(*args)
+    assert not found.unknown and not found.overflows
+    assert_within(found.results, EVERY_OPERATION(*args))
 
 
 codes = st.integers(-128, 127)
