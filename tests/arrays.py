@@ -16,3 +16,15 @@ def on_device(x: Any, dtype: Any = None) -> jax.Array:
 def normal(seed: int, *shape: int) -> jax.Array:
     """Random float32 values of unit variance."""
     return on_device(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def filled(shapes: Any) -> Any:
+    """Small random float32 values in place of the shapes in a tree, as of `jax.eval_shape`."""
+    rng = np.random.default_rng(0)
+
+    def values(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return on_device(rng.standard_normal(x.shape) / 3, x.dtype)
+
+    return jax.tree.map(values, shapes)

@@ -1,6 +1,7 @@
 """The architecture, checked on the syntax trees of the package: layers, names, private places."""
 
 import ast
+import functools
 import importlib
 import pathlib
 import subprocess
@@ -46,11 +47,19 @@ def layer_of(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def parsed(path: pathlib.Path) -> tuple[ast.Module, tuple[ast.AST, ...]]:
+    """The syntax tree of a file, and all its nodes."""
+    tree = ast.parse(path.read_text())
+    return tree, tuple(ast.walk(tree))
+
+
+@functools.cache
 def imports(path: pathlib.Path) -> list[tuple[str, str, ast.stmt]]:
     """Returns (module, name, node) of every import, relative ones resolved to `jqx....`."""
     package = ["jqx", *path.relative_to(ROOT).parts[:-1]]
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path)[1]:
         if isinstance(node, ast.Import):
             found += [(alias.name, "", node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -64,81 +73,99 @@ def name_of(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+def in_every_file(rule):
+    """A test that no file breaks a rule, which yields what is wrong with one; all are told."""
+
+    def test():
+        found = [f"{name_of(path)}: {wrong}" for path in FILES for wrong in rule(path)]
+        assert not found, "\n".join(found)
+
+    return test
+
+
+@in_every_file
 def test_a_layer_imports_only_from_layers_below(path):
     layer = layer_of(path)
     if layer == "__init__":
         return
-    assert layer in HEIGHT, f"{layer} is not in the list of layers"
+    if layer not in HEIGHT:
+        yield f"{layer} is not in the list of layers"
+        return
     for module, name, _ in imports(path):
         parts = module.split(".")
         if parts[0] != "jqx":
             continue
         target = parts[1] if len(parts) > 1 else name
-        allowed = target == layer or HEIGHT[target] < HEIGHT[layer]
-        assert allowed, f"{layer} imports {target}"
+        if target != layer and HEIGHT[target] >= HEIGHT[layer]:
+            yield f"{layer} imports {target}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@in_every_file
 def test_another_folder_is_imported_by_its_package_or_by_what_it_shares(path):
     for module, _, _ in imports(path):
         parts = module.split(".")
         if parts[0] == "jqx" and len(parts) > 2 and parts[1] != layer_of(path):
-            assert parts[2:] == ["_shared"], f"import {module} reaches inside another folder"
+            if parts[2:] != ["_shared"]:
+                yield f"import {module} reaches inside another folder"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@in_every_file
 def test_imports_stand_at_the_top_of_a_file(path):
     for module, _, node in imports(path):
-        assert node.col_offset == 0, f"import of {module}, line {node.lineno}"
+        if node.col_offset:
+            yield f"import of {module}, line {node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@in_every_file
 def test_unstable_jax_names_stand_in_one_file(path):
+    unstable = ("jax._src", "jaxlib")
+    if path.name != "_compat.py":
+        unstable += ("jax.extend", "jax.core", "jax.interpreters")
     for module, name, _ in imports(path):
-        full = f"{module}.{name}"
-        assert not full.startswith(("jax._src", "jaxlib"))
-        if path.name != "_compat.py":
-            assert not full.startswith(("jax.extend", "jax.core", "jax.interpreters"))
+        if f"{module}.{name}".startswith(unstable):
+            yield f"import of {module}.{name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@in_every_file
 def test_third_parties_are_the_core_dependencies(path):
     roots = {module.split(".")[0] for module, _, _ in imports(path)} - {"jqx"}
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
     more |= {"matplotlib"} if path.stem == "plots" else set()
-    assert roots <= {"jax", "chex", "numpy"} | more | set(sys.stdlib_module_names)
+    yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@in_every_file
 def test_a_file_is_named_for_an_idea_and_holds_no_more(path):
-    assert path.stem not in {"utils", "_utils", "common", "_common", "helpers", "_helpers"}
-    assert len(path.read_text().splitlines()) <= 400
-    assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
+    if path.stem in {"utils", "_utils", "common", "_common", "helpers", "_helpers"}:
+        yield "the name is no idea"
+    if len(path.read_text().splitlines()) > 400:
+        yield "more than 400 lines"
+    if not ast.get_docstring(parsed(path)[0]):
+        yield "no module docstring"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.name == "__init__.py"], ids=name_of
-)
+@in_every_file
 def test_an_init_file_lists_each_name_once(path):
-    tree = ast.parse(path.read_text())
+    if path.name != "__init__.py":
+        return
     names = []
-    for node in tree.body:
+    for node in parsed(path)[0].body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 internal = alias.asname == "_renamed"
                 internal |= path.parent.name == "contractions" and alias.name == "QTensor"
-                assert alias.asname == alias.name or internal, f"{alias.name} is not re-exported"
+                if alias.asname != alias.name and not internal:
+                    yield f"{alias.name} is not re-exported"
                 names.append(alias.name)
-    assert [name for name, count in Counter(names).items() if count > 1] == []
+    yield from (f"{name} twice" for name, count in Counter(names).items() if count > 1)
 
 
 def test_contractions_alone_bind_the_matrix_product():
     writers = [
         name_of(path)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in parsed(path)[1]
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and node.attr in ("__matmul__", "__rmatmul__")
@@ -151,7 +178,7 @@ def callers(name):
     return [
         name_of(path)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in parsed(path)[1]
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name
     ]
 
@@ -229,7 +256,7 @@ PUBLIC = {
 
 def exported(path: pathlib.Path) -> set[str]:
     """The names that a file re-exports, as `Name as Name`."""
-    body = ast.parse(path.read_text()).body
+    body = parsed(path)[0].body
     aliases = [alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
     return {alias.asname for alias in aliases if alias.asname == alias.name}
 

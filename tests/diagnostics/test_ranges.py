@@ -18,6 +18,7 @@ from jqx.diagnostics import Overflow, ranges
 
 from ..arrays import normal, on_device
 from ..transforms.forms import FORMS, POLICIES, function, rows, weights
+from ..transforms.models import eighths
 
 FLOAT = jqx.Policy([])
 """Nothing is quantized: the integers are those of the function."""
@@ -102,8 +103,9 @@ def test_integers_lie_in_their_intervals_or_an_overflow_is_told(program, low, hi
     assert not found.unknown
     exact = run(program, w.astype(np.int64), x.astype(np.int64))
     if all(np.all(abs(value + 0.5) < 2**15) for value in exact):
-        assert_within(found.results, run(program, *args))
-        np.testing.assert_array_equal(run(program, *args), exact)
+        results = run(program, *args)
+        assert_within(found.results, results)
+        np.testing.assert_array_equal(results, exact)
     else:
         assert found.overflows
 
@@ -127,6 +129,14 @@ PAIRS = {
 }
 ATTAINED = ("add", "sub", "mul", "max", "min", "less", "equal", "at least")
 tiny = st.integers(-6, 6)
+TINY = np.meshgrid(np.arange(-6, 7), np.arange(-6, 7))
+
+
+@functools.cache
+def of_pairs():
+    """What each operation gives of each two tiny integers."""
+    operations = jax.jit(lambda x, y: [op(x, y) for op in PAIRS.values()])
+    return [np.asarray(result) for result in operations(*(on_device(x, jnp.int8) for x in TINY))]
 
 
 @settings(deadline=None, max_examples=50)
@@ -136,10 +146,9 @@ def test_every_pair_of_integers_lies_in_the_interval(a, b, c, d):
     f = lambda _, x, y: [op(x, y) for op in PAIRS.values()]  # noqa: E731
     args = 0.0, abstract(jnp.int8, 1), abstract(jnp.int8, 1)
     found = ends_of(f, *args, bounds={1: tuple(left), 2: tuple(right)})
-    x, y = np.meshgrid(np.arange(-6, 7), np.arange(-6, 7))
+    x, y = TINY
     inside = (left[0] <= x) & (x <= left[1]) & (right[0] <= y) & (y <= right[1])
-    results = f(None, on_device(x, jnp.int8), on_device(y, jnp.int8))
-    results = [np.asarray(result)[inside] for result in results]
+    results = [result[inside] for result in of_pairs()]
     assert_within(found, results)
     for name, ends, result in zip(PAIRS, found, results, strict=True):
         attained = name in ATTAINED or (name == "div" and not right[0] <= 0 <= right[1])
@@ -180,6 +189,8 @@ REAL = {
     "slope": lambda x, y, w: jax.grad(lambda x: jnp.tanh(x).sum())(x),
 }
 
+ONE_PROGRAM_EACH = {name: jax.jit(operation) for name, operation in REAL.items()}
+
 real_programs = st.lists(
     st.tuples(st.sampled_from(sorted(REAL)), st.integers(0, 9), st.integers(0, 9)), max_size=5
 )
@@ -187,10 +198,10 @@ numbers = st.floats(-8, 8, width=32)
 cases = st.tuples(real_programs, numbers, numbers, st.lists(st.floats(0, 1, width=32), min_size=12))
 
 
-def run_real(program, w, x):
+def run_real(program, w, x, operations=REAL):
     values = [x]
     for name, i, j in program:
-        values.append(REAL[name](values[i % len(values)], values[j % len(values)], w))
+        values.append(operations[name](values[i % len(values)], values[j % len(values)], w))
     return values
 
 
@@ -206,7 +217,7 @@ def run_real(program, w, x):
 @given(st.lists(cases, min_size=6, max_size=6))
 def test_floats_lie_in_their_intervals(cases):
     """With the rounding that float32 adds: the intervals are widened by it. Six cases are one
-    compiled program.
+    compiled program; and each operation is, of all cases.
     """
     programs, arrays, intervals = [], [], []
     for program, a, b, shares in cases:
@@ -217,13 +228,28 @@ def test_floats_lie_in_their_intervals(cases):
         f = functools.partial(run_real, program)
         found = ranges(f, FLOAT, bounds={1: (low, high)})(*args)
         assert not found.unknown and not found.overflows
-        assert_within(found.results, f(*args))
+        assert_within(found.results, f(*args, operations=ONE_PROGRAM_EACH))
         programs.append(f)
         arrays.append(args)
         intervals.append(found.results)
     compiled = jax.jit(lambda arrays: [f(*of) for f, of in zip(programs, arrays, strict=True)])
     for ends, results in zip(intervals, compiled(arrays), strict=True):
         assert_within(ends, results)
+
+
+def every_operation(w, x):
+    return [operation(x, x[::-1], w) for operation in REAL.values()]
+
+
+EVERY_OPERATION = jax.jit(every_operation)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 3.0), (-3.0, -0.5), (-2.0, 3.0)])
+def test_every_operation_lies_in_its_interval(low, high):
+    args = eighths(0, 3, 3), on_device(np.linspace(low, high, 3), jnp.float32)
+    found = ranges(every_operation, FLOAT, bounds={1: (low, high)})(*args)
+    assert not found.unknown and not found.overflows
+    assert_within(found.results, EVERY_OPERATION(*args))
 
 
 codes = st.integers(-128, 127)
@@ -242,7 +268,7 @@ def test_the_ends_of_one_product_are_attained(w, a, b):
 
     args = on_device(w, jnp.int8), abstract(jnp.int8, 1, 6)
     assert ends_of(f, *args, bounds={1: (low, high)}) == ((least, most),)
-    attained = f(args[0], on_device(np.vstack([up.T, (low + high - up).T]), jnp.int8))
+    attained = np.asarray(f(args[0], on_device(np.vstack([up.T, (low + high - up).T]), jnp.int8)))
     assert (attained.min(), attained.max()) == (least, most)
 
 
@@ -411,6 +437,7 @@ def test_a_sum_that_is_used_unlike_an_index_overflows():
 # Sites of a plan.
 
 W = on_device([[64.0, 127.0], [-127.0, 1.0], [32.0, 0.0]])
+W_127 = on_device([[127.0, 127.0], [-127.0, 1.0], [32.0, 0.0]])
 """Codes of 8 bits: each channel is a scale of 1."""
 
 
@@ -428,10 +455,10 @@ DYNAMIC = jqx.presets.w8a8_dynamic()
 
 
 def test_a_dynamic_scale_leaves_all_codes_and_a_sign_halves_them():
-    site = only(matmul, DYNAMIC, W.at[0, 0].set(127.0), X)
+    site = only(matmul, DYNAMIC, W_127, X)
     assert (site.lhs, site.rhs, site.products) == ((-128, 127), (-127, 127), 3)
     assert site.sums == (-128 * (127 + 32) - 127 * 127, 127 * (127 + 32) + 128 * 127)
-    half = only(lambda w, x: jax.nn.relu(x) @ w, DYNAMIC, W.at[0, 0].set(127.0), X)
+    half = only(lambda w, x: jax.nn.relu(x) @ w, DYNAMIC, W_127, X)
     assert half.lhs == (0, 127) and half.sums == (-127 * 127, 127 * (127 + 32))
     assert (site.dtype, site.bits, half.bits, site.how) == ("int32", 17, 16, "int32")
     assert half.dtype == "int16" and half.used == 127 * 159 / (2**31 - 1)
@@ -446,11 +473,12 @@ def static(low, high, **fields):
 
 def calibrated(f, policy, *args):
     plan = jqx.make_plan(f, policy)(*args)
-    return plan, jqx.affines(plan, jax.jit(jqx.calibrate(f, plan))(*args)[1])
+    seen = jax.jit(lambda *args: jqx.affines(plan, jqx.calibrate(f, plan)(*args)[1]))
+    return plan, seen(*args)
 
 
 def test_a_static_scale_narrows_the_codes_to_those_of_the_bounds():
-    w = W.at[0, 0].set(127.0)
+    w = W_127
     plan, affines = calibrated(matmul, static(-127.0, 127.0), w, jnp.ones((4, 3)))
     site = only(matmul, plan, w, X, affines=affines, bounds={1: (-2.0, 3.4)})
     assert site.lhs == (-2, 3)
@@ -467,22 +495,34 @@ def test_zero_points_are_taken_off():
     assert only(matmul, plan, W, X, bounds={1: (0.0, 9.0)}).lhs == (0, 255)
 
 
+@functools.cache
+def of_products():
+    """A plan, and the scales, codes and results of it, as one compiled program."""
+    plan = jqx.make_plan(matmul, jqx.presets.w8a8())(normal(0, 16, 4), normal(1, 8, 16))
+
+    def run(w, x):
+        affines = jqx.affines(plan, jqx.calibrate(matmul, plan)(w, x)[1])
+        ((affine,), spec) = affines.values(), plan.sites[0].operands[0].spec
+        codes = jqx.QTensor.quantize(x, spec, affine).codes, jqx.quantize_params(w, plan).codes
+        return affines, codes, jqx.convert(matmul, plan, affines)(w, x)
+
+    return plan, jax.jit(run)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from([(-1.0, 1.0), (0.0, 3.0), (-4.0, -0.5)]))
 def test_the_sums_of_random_products_lie_in_their_interval(seed, bounds):
-    keys = jax.random.split(jax.random.key(seed))
-    w = jax.random.normal(keys[0], (16, 4))
-    x = jax.random.uniform(keys[1], (8, 16), minval=bounds[0], maxval=bounds[1])
-    plan, affines = calibrated(matmul, jqx.presets.w8a8(), w, x)
+    w, x = normal(seed, 16, 4), np.random.default_rng(seed).uniform(*bounds, (8, 16))
+    x = on_device(np.clip(x, *bounds), jnp.float32)
+    plan, run = of_products()
+    affines, codes, result = run(w, x)
     found = ranges(matmul, plan, affines, bounds={1: bounds})(w, x)
-    (site,), (key,) = found.sites, affines
-    activation = plan.sites[0].operands[0].spec
-    a = np.asarray(jqx.QTensor.quantize(x, activation, affines[key]).codes, np.int64)
-    b = np.asarray(jqx.quantize_params(w, plan).codes, np.int64)
+    (site,) = found.sites
+    a, b = (np.asarray(values, np.int64) for values in codes)
     assert site.sums[0] <= (a @ b).min() and (a @ b).max() <= site.sums[1]
     assert site.lhs[0] <= a.min() and a.max() <= site.lhs[1]
     assert (site.rhs[0], site.rhs[1]) == (b.min(), b.max())
-    assert_within(found.results, jqx.convert(matmul, plan, affines)(w, x))
+    assert_within(found.results, result)
 
 
 @pytest.mark.many
@@ -566,7 +606,7 @@ def test_results_lie_in_their_intervals_in_every_format(policy):
         return (x @ w, jnp.tanh(x) @ w)
 
     w = normal(0, 64, 4)
-    x = jnp.round(jax.random.uniform(jax.random.key(1), (16, 64), minval=-1.0) * 8) / 8
+    x = on_device(np.round(np.random.default_rng(1).uniform(-8, 8, (16, 64))) / 8, jnp.float32)
     plan, affines = calibrated(f, policy, w, x)
     found = ranges(f, plan, affines, bounds={1: (-1.0, 1.0)})(w, x)
     assert_within(found.results, jax.jit(jqx.convert(f, plan, affines))(w, x))

@@ -1,5 +1,6 @@
 """The assignment that `search` finds, against all assignments, and against uniform bits."""
 
+import functools
 import itertools
 import json
 
@@ -55,6 +56,11 @@ def policy_of(schemes):
 
 
 def error_of(schemes):
+    return _error_of(tuple(schemes))
+
+
+@functools.cache
+def _error_of(schemes):
     return float(
         relative_error(jqx.simulate(chain, policy_of(schemes))(PARAMS, X), chain(PARAMS, X))
     )

@@ -14,6 +14,7 @@ KEY = jax.random.key(7)
 DRAWS = 40_000
 # The mean of n draws of variance p * (1 - p) <= 1/4 lies within 5 sigma of p but for 6e-7.
 SIGMA = 0.5 / np.sqrt(DRAWS)
+rounded = jax.jit(stochastic_round, static_argnames="shared_axes")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -22,7 +23,7 @@ def test_results_are_the_two_integers_beside_x_in_the_dtype_of_x(dtype):
     values = np.concatenate([rng.uniform(-3, 3, 500), rng.normal(size=500) * 2.0**20, [1 - 1e-7]])
     with jax.enable_x64(dtype == "float64"):
         x = np.clip(values, -6e4, 6e4).astype(jnp.dtype(dtype))
-        y = stochastic_round(x, KEY)
+        y = rounded(x, KEY)
     assert y.dtype == jnp.dtype(dtype) and y.shape == x.shape
     x, y = np.asarray(x).astype(np.float64), np.asarray(y).astype(np.float64)
     assert np.all((y == np.floor(x)) | (y == np.ceil(x)))
@@ -32,7 +33,7 @@ def test_results_are_the_two_integers_beside_x_in_the_dtype_of_x(dtype):
 def test_integers_of_any_magnitude_nan_and_infinities_stay():
     x = np.float32([0, 1, -3, 255, 2**23 - 1, 2**23, 2**24, -(2**31), 3e38, np.inf, -np.inf])
     for key in jax.random.split(KEY, 20):
-        np.testing.assert_array_equal(stochastic_round(x, key), x)
+        np.testing.assert_array_equal(rounded(x, key), x)
     assert jnp.isnan(stochastic_round(jnp.nan, KEY))
 
 
@@ -49,7 +50,7 @@ def test_the_mean_over_many_keys_is_x(dtype):
 def test_the_mean_is_right_where_a_float_has_no_room_for_a_fraction_and_a_draw():
     """x + u would round to even here: half of all draws would be lost."""
     x = np.full(DRAWS, 2.0**22 + 0.5, np.float32)
-    mean = np.mean(np.asarray(stochastic_round(x, KEY)) - 2.0**22)
+    mean = np.mean(np.asarray(rounded(x, KEY)) - 2.0**22)
     np.testing.assert_allclose(mean, 0.5, atol=5 * SIGMA)
 
 
@@ -68,22 +69,23 @@ def test_an_element_moves_where_a_draw_of_32_bits_is_below_its_fraction(draw, mo
 @pytest.mark.parametrize("axes, same", [((0,), (0,)), (1, (1,)), ((-1, 0), (0, 1)), ((), ())])
 def test_a_shared_axis_sees_one_draw(axes, same):
     x = np.full((50, 60), 0.5, np.float32)
-    y = np.asarray(stochastic_round(x, KEY, shared_axes=axes))
+    y = np.asarray(rounded(x, KEY, shared_axes=axes))
     for axis in (0, 1):
         assert np.all(y == y.take([0], axis)) == (axis in same)
-    surrogate = StochasticRounding(axes).surrogate(x, *np.float32([[[0]], [[3]]]), 4, KEY)
+    surrogate = jax.jit(StochasticRounding(axes).surrogate, static_argnums=3)
+    surrogate = surrogate(x, *np.float32([[[0]], [[3]]]), 4, KEY)
     np.testing.assert_array_equal(surrogate, y)
 
 
 def test_a_shared_draw_is_still_compared_with_each_element():
     x = np.float32(np.linspace(0, 1, 101))
-    y = np.asarray(stochastic_round(x, KEY, shared_axes=0))
+    y = np.asarray(rounded(x, KEY, shared_axes=0))
     assert y[0] == 0 and y[-1] == 1 and np.all(np.diff(y) >= 0)
 
 
 def test_the_gradient_is_that_of_the_identity():
     x = np.float32([-1.3, 0, 0.2, 5])
-    f = jax.grad(lambda x: (stochastic_round(x, KEY) * jnp.arange(4.0)).sum())
+    f = jax.jit(jax.grad(lambda x: (stochastic_round(x, KEY) * jnp.arange(4.0)).sum()))
     np.testing.assert_array_equal(f(x), np.arange(4))
 
 
@@ -93,7 +95,8 @@ def test_the_surrogate_is_right_on_average_and_stays_on_levels_and_between_limit
     x = np.float32([-5, -0.9, -0.77, -0.3, 0, 0.1, 0.45, 1.0, 3.6, 3.7])
     low, high = np.float32([-3]) * s, np.float32([12]) * s
     keys = jax.random.split(KEY, DRAWS)
-    y = np.asarray(jax.vmap(lambda key: stochastic.surrogate(x, low, high, 16, key))(keys))
+    draw = jax.vmap(lambda key: stochastic.surrogate(x, low, high, 16, key))
+    y = np.asarray(jax.jit(draw)(keys))
     codes = y / s
     np.testing.assert_allclose(codes, np.rint(codes), atol=1e-5)
     assert np.abs(codes - np.clip(x / s, -3, 12)).max() < 1
@@ -107,9 +110,10 @@ def test_a_limit_that_is_a_rounding_off_its_level_is_not_left(monkeypatch):
     """The draw 0 moves whatever has a fraction, away from zero, by a whole step."""
     monkeypatch.setattr(jax.random, "bits", lambda _, shape, dtype: jnp.zeros(shape, dtype))
     a, b = np.random.default_rng(17).uniform(0.1, 1, (2, 500, 1)).astype(np.float32)
+    draw = jax.jit(lambda x, low, high: stochastic.surrogate(x, low, high, 256, KEY))
     for low, high in [(-a, b), (a, a + b), (-5 * a, 250 * a)]:
         x = np.concatenate([low, high], 1)
-        y = stochastic.surrogate(x, low, high, 256, KEY)
+        y = np.asarray(draw(x, low, high))
         assert np.all((y >= low) & (y <= high))
 
 

@@ -28,7 +28,7 @@ class Decoder(nn.Module):
 
 @pytest.fixture(scope="module")
 def variables():
-    return Decoder().init(jax.random.key(0), jnp.zeros((2, LENGTH), jnp.int32))
+    return jax.jit(Decoder().init)(jax.random.key(0), jnp.zeros((2, LENGTH), jnp.int32))
 
 
 def greedy(module, variables):
@@ -51,7 +51,8 @@ def test_tokens_are_equal_under_simulate_on_integers_and_convert(variables):
     state = jqx.quantize_state(variables["cache"], INT8)
     quantized = jqx.linen.quantize(Decoder(), POLICY, backward=jnp.float32)
     integers = jqx.linen.quantize(Decoder(), POLICY, mode=Mode.CONVERT)
-    converted = jqx.linen.convert(integers, variables, jnp.zeros((2, 1), jnp.int32))
+    token = jnp.zeros((2, 1), jnp.int32)
+    converted = jax.jit(lambda known: jqx.linen.convert(integers, known, token))(variables)
     simulated, cache, compiled = greedy(quantized, {**variables, "cache": state})
     assert compiled == 1
     tokens, codes, compiled = greedy(integers, {**converted, "cache": state})
@@ -75,6 +76,7 @@ def test_the_cache_takes_little_more_than_a_quarter(variables):
 def test_other_modes_keep_the_cache_quantized(variables, mode):
     module = jqx.linen.quantize(Decoder(), jqx.presets.w8a8(), mode=mode)
     state = jqx.quantize_state(variables["cache"], INT8)
-    given = {**variables, "cache": state}
-    _, new = module.apply(given, jnp.ones((2, 1), jnp.int32), mutable=["cache", "quant_stats"])
+    given, token = {**variables, "cache": state}, jnp.ones((2, 1), jnp.int32)
+    written = ["cache", "quant_stats"]
+    _, new = jax.jit(lambda given: module.apply(given, token, mutable=written))(given)
     assert jax.tree.structure(new["cache"]) == jax.tree.structure(state)

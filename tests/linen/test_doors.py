@@ -1,5 +1,7 @@
 """One network through the three doors and the plain transforms: equal numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,18 +37,27 @@ def assert_equal(a, b):
         assert (a[key] == b[key]).all(), key
 
 
+@functools.cache
 def plan_of(name):
     return jqx.make_plan(float_network, POLICIES[name])(variables()["params"], images())
 
 
-def affines_of(name):
+@functools.cache
+def statistics_of(name):
+    """Of two batches, by the transforms."""
     plan = plan_of(name)
     batches = [
         jqx.calibrate(float_network, plan)(variables()["params"], images(i))[1] for i in (1, 2)
     ]
-    return plan, jqx.affines(plan, jqx.merge_stats(plan, *batches))
+    return jqx.merge_stats(plan, *batches)
 
 
+@functools.cache
+def affines_of(name):
+    return plan_of(name), jqx.affines(plan_of(name), statistics_of(name))
+
+
+@functools.cache
 def calibrated(door, name):
     """Variables with the statistics of two batches."""
     module, known = DOORS[door](POLICIES[name], Mode.CALIBRATE), variables()
@@ -68,11 +79,7 @@ def test_init_and_float_are_those_of_the_float_module(door, name):
 
 @pytest.mark.many
 def test_statistics_are_those_of_the_transforms(door, name):
-    plan = plan_of(name)
-    batches = [
-        jqx.calibrate(float_network, plan)(variables()["params"], images(i))[1] for i in (1, 2)
-    ]
-    expected = nest(jqx.merge_stats(plan, *batches))
+    expected = nest(statistics_of(name))
     assert_equal(calibrated(door, name).get("quant_stats", {}), expected)
 
 

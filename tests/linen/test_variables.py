@@ -25,6 +25,7 @@ ROUNDING = 2 * (18 + 100 + 8) * 2.0**-24
 """Between two programs: of the terms of the three float sums, relative to the largest result."""
 
 
+@functools.cache
 def calibrated(policy=W8A8, door="whole"):
     module = DOORS[door](policy, Mode.CALIBRATE)
     return {**variables(), **module.apply(variables(), images(), mutable=["quant_stats"])[1]}

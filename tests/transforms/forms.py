@@ -247,6 +247,11 @@ def function(name):
     return functools.partial(FORMS[name], matmul)
 
 
+def together(*functions):
+    """What several functions return of the same arguments, as one compiled program."""
+    return jax.jit(lambda *args: [f(*args) for f in functions])
+
+
 def reference(name, policy):
     """The same with quantization by hand."""
     dot = by_hand(policy != "weights")

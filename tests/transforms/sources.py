@@ -11,6 +11,8 @@ import pytest
 
 import jqx
 
+from ..arrays import on_device
+
 STEP = 2.0**-6
 WEIGHT = jqx.QSpec(
     jnp.int8, jqx.per_channel(), calibrator=jqx.calibrators.fixed(-127 * STEP, 127 * STEP)
@@ -20,7 +22,8 @@ POLICY = jqx.Policy([jqx.Rule(weight=WEIGHT)])
 
 def rounded(w):
     """Weights on their grid."""
-    return jnp.clip(jnp.round(w / STEP), -128, 127) * STEP
+    w = np.asarray(w)
+    return on_device(np.clip(np.round(w / STEP), -128, 127) * STEP, w.dtype)
 
 
 def by_hand(params, paths):
@@ -54,16 +57,22 @@ def assert_same(found, expected):
 
 
 def assert_quantized(f, axes, params, *args, wrap=jax.jit):
-    """`axes` names the weights of `f`; simulated and converted, it is `f` of rounded ones."""
+    """`axes` names the weights of `f`; simulated and converted, it is `f` of rounded ones: three
+    results of one compiled program.
+    """
     plan = jqx.make_plan(f, POLICY)(params, *args)
     assert axes_of(plan) == axes
-    q = jqx.quantize_params(params, plan)
     on_grid = by_hand(params, axes)
     assert len(axes) == sum(
         not np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(on_grid), strict=True)
     )
-    expected = wrap(f)(on_grid, *args)
-    assert_same(wrap(jqx.convert(f, plan))(q, *args), expected)
-    assert_same(wrap(jqx.simulate(f, plan))(params, *args), expected)
+
+    def run(params, on_grid, *args):
+        converted = jqx.convert(f, plan)(jqx.quantize_params(params, plan), *args)
+        return f(on_grid, *args), converted, jqx.simulate(f, plan)(params, *args)
+
+    expected, converted, simulated = wrap(run)(params, on_grid, *args)
+    assert_same(converted, expected)
+    assert_same(simulated, expected)
     return plan

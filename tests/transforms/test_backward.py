@@ -1,17 +1,15 @@
 """`simulate(..., backward=)`: forward on integers, backward in float."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jqx
 
+from ..arrays import on_device
 from . import test_shard_map as devices
-from .forms import FORMS, POLICIES, WHILES, function, reference, rows, weights
+from .forms import FORMS, POLICIES, WHILES, function, reference, rows, together, weights
 from .models import eighths, mlp, mlp_params, normal
 from .test_forms import CUSTOM, assert_same, plan_of
 
@@ -19,9 +17,14 @@ BOTH = "weights and activations"
 slow = pytest.mark.slow
 
 
-def gradients(f, *args):
-    total = lambda *args: sum(jnp.sum(y) for y in jax.tree.leaves(f(*args)))  # noqa: E731
-    return jax.jit(jax.grad(total, (0, 1)))(*args)
+def gradients(*functions):
+    """The gradients of several functions in their first two arguments, of one program."""
+
+    def gradient(f):
+        total = lambda *args: sum(jnp.sum(y) for y in jax.tree.leaves(f(*args)))  # noqa: E731
+        return jax.grad(total, (0, 1))
+
+    return together(*map(gradient, functions))
 
 
 @pytest.mark.many
@@ -30,35 +33,11 @@ def test_the_forward_pass_is_on_integers(name):
     """By jaxpr: no contraction of floats is left, but inside custom derivatives."""
     f = jqx.simulate(function(name), plan_of(name), "dynamic", backward=jnp.float32)
     w, x = weights(), rows()
-    assert_same(jax.jit(f)(w, x), reference(name, BOTH)(w, x))
+    assert_same(*together(f, reference(name, BOTH))(w, x))
     text = jax.jit(f).lower(w, x).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     if name not in CUSTOM:
         assert products and not any("xf32" in line.split("->")[0] for line in products)
-
-
-def test_what_is_evaluated_is_what_is_deployed():
-    """In float a code is now and then the other of two, and layers amplify that."""
-
-    def f(params, x):
-        def layer(x, w):
-            return x + jax.nn.gelu(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) @ w), None
-
-        return lax.scan(layer, x, params["layers"])[0] @ params["head"]
-
-    params = {"layers": normal(0, 24, 32, 32) / 3, "head": normal(1, 32, 8)}
-    x = normal(2, 1024, 32)
-    plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(params, x)
-
-    @jax.jit
-    def results(params, x):
-        converted = jqx.convert(f, plan)(jqx.quantize_params(params, plan), x)
-        exact = jqx.simulate(f, plan, backward=jnp.float32)(params, x)
-        return converted, exact, jqx.simulate(f, plan)(params, x)
-
-    converted, exact, simulated = results(params, x)
-    np.testing.assert_array_equal(exact, converted)
-    assert np.abs(simulated - converted).max() > 1e-4 * np.abs(converted).max()
 
 
 @pytest.mark.many
@@ -67,15 +46,15 @@ def test_what_is_evaluated_is_what_is_deployed():
 def test_gradients_are_those_of_what_is_quantized_by_hand(name, policy):
     f = jqx.simulate(function(name), plan_of(name, policy), "dynamic", backward=jnp.float32)
     w, x = weights(), rows()
-    assert_same(gradients(f, w, x), gradients(reference(name, policy), w, x))
+    assert_same(*gradients(f, reference(name, policy))(w, x))
 
 
 @pytest.mark.parametrize("name", CUSTOM)
 def test_the_derivative_rule_of_the_user_is_kept(name):
     f, w, x = function(name), weights(), rows()
     plan = plan_of(name)
-    found = gradients(jqx.simulate(f, plan, "dynamic", backward=jnp.float32), w, x)
-    assert_same(found, gradients(jqx.simulate(f, plan, "dynamic"), w, x))
+    own = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)
+    assert_same(*gradients(own, jqx.simulate(f, plan, "dynamic"))(w, x))
 
 
 def test_the_backward_pass_contracts_in_the_dtype_asked_for():
@@ -90,21 +69,6 @@ def test_the_backward_pass_contracts_in_the_dtype_asked_for():
     assert sorted(kinds) == ["xbf16>"] * 3 + ["xi8>"] * 2
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of what XLA on CPU keeps")
-def test_codes_are_kept_for_the_backward_pass_not_their_quotients():
-    """Of a weight that no other operation divides: its quotients would be the root of a fusion."""
-
-    def f(w, x):
-        return jax.nn.relu(x @ w)
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
-    simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), "dynamic", backward=jnp.float32)
-    step = jax.value_and_grad(lambda w, x: simulated(w, x).sum(), (0, 1))
-    program = jax.jit(step).lower(*shapes).compile().as_text()
-    assert re.search(r"s8\[256,512\]\S* (fusion|convert)", program)
-    assert not re.search(r"ROOT \S+ = f32\[256,512\]\S* divide", program)
-
-
 def test_learned_scales_get_the_same_gradients():
     spec = jqx.QSpec(jnp.int8, gradient=jqx.gradients.lsq)
     weight = jqx.QSpec(jnp.int4, jqx.per_channel(), gradient=jqx.gradients.lsq)
@@ -112,8 +76,8 @@ def test_learned_scales_get_the_same_gradients():
     plan = jqx.make_plan(function("scan_xs"), policy)(weights(), rows())
     (key,) = plan.static_specs()
     affines = {
-        key: jqx.calibrators.Affine(jnp.array([2.0**-7, 2.0**-6]).reshape(2, 1, 1)),
-        ":weight": jqx.calibrators.Affine(jnp.full((2, 1, 6), 0.25)),
+        key: jqx.calibrators.Affine(on_device([[[2.0**-7]], [[2.0**-6]]], np.float32)),
+        ":weight": jqx.calibrators.Affine(on_device(np.full((2, 1, 6), 0.25, np.float32))),
     }
 
     def gradient(**options):
@@ -121,11 +85,11 @@ def test_learned_scales_get_the_same_gradients():
             y, _ = jqx.simulate(function("scan_xs"), plan, affines, **options)(weights(), rows())
             return jnp.sum(y)
 
-        return jax.jit(jax.grad(loss))(affines)
+        return jax.grad(loss)
 
-    expected = gradient()
+    expected, found = together(gradient(), gradient(backward=jnp.float32))(affines)
     assert all(np.any(np.asarray(g.scale)) for g in expected.values())
-    assert_same(gradient(backward=jnp.float32), expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.slow
@@ -134,23 +98,25 @@ def test_devices_each_contract_integers(name):
     f, w, x = devices.function(name), devices.weights(), eighths(1, devices.ROWS, devices.K)
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     run = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)
-    assert_same(jax.jit(run)(w, x), jax.jit(devices.reference(name, BOTH))(w, x))
+    functions = run, devices.reference(name, BOTH)
+    assert_same(*together(*functions)(w, x))
     if name != "loops_inside":
-        assert_same(gradients(run, w, x), gradients(devices.reference(name, BOTH), w, x))
+        assert_same(*gradients(*functions)(w, x))
 
 
 def test_quantized_weights_may_be_given():
     w, x, plan = weights(), rows(), plan_of("scan_xs")
     f = jqx.simulate(function("scan_xs"), plan, "dynamic", backward=jnp.float32)
-    assert_same(jax.jit(f)(jqx.quantize_params(w, plan), x), reference("scan_xs", BOTH)(w, x))
+    given = lambda w, x: f(jqx.quantize_params(w, plan), x)  # noqa: E731
+    assert_same(*together(given, reference("scan_xs", BOTH))(w, x))
 
 
 def test_weights_used_elsewhere_are_real_there():
     f = lambda w, x: (jnp.sum(x @ w[0]) + jnp.sum(w**2), w)  # noqa: E731
     w, x = weights(), rows()
     plan = jqx.make_plan(f, POLICIES[BOTH], unsupported="dequantize")(w, x)
-    found = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)(w, x)
-    assert_same(found, jqx.simulate(f, plan, "dynamic")(w, x))
+    own = jqx.simulate(f, plan, "dynamic", backward=jnp.float32)
+    assert_same(*together(own, jqx.simulate(f, plan, "dynamic"))(w, x))
 
 
 def test_bad_arguments_are_refused():

@@ -46,8 +46,8 @@ def prepared(model, policy):
     f, make = MODELS[model]
     params = make()
     plan = plan_of(f, policy, params, X)
-    affines = jqx.affines(plan, jqx.calibrate(f, plan)(params, X)[1])
-    return f, params, plan, affines
+    seen = jax.jit(lambda params, x: jqx.affines(plan, jqx.calibrate(f, plan)(params, x)[1]))
+    return f, params, plan, seen(params, X)
 
 
 @pytest.mark.many
@@ -55,13 +55,14 @@ def prepared(model, policy):
 @pytest.mark.parametrize("model", MODELS)
 def test_converted_and_simulated_agree_eagerly_and_under_jit(model, policy):
     f, params, plan, affines = prepared(model, POLICIES[policy])
-    simulated = jax.jit(jqx.simulate(f, plan, affines))(params, X)
     q = jqx.quantize_params(params, plan)
-    converted = jqx.convert(f, plan, affines)
+    simulate, convert = (t(f, plan, affines) for t in (jqx.simulate, jqx.convert))
+    run = lambda params, q, x: (simulate(params, x), convert(q, x), convert(params, x))  # noqa: E731
+    simulated, *converted = jax.jit(run)(params, q, X)
     # Equal codes at every site, unless rounding in the layer before tips a value over a tie: that
     # moves one code of 7 * 24, by one step of at least 1/7 of the range (int4 activations).
     tie = 0.05 if "a4" in policy else 1e-3
-    for out in (jax.jit(converted)(q, X), converted(q, X), jax.jit(converted)(params, X)):
+    for out in (*converted, convert(q, X)):
         assert out.dtype == simulated.dtype
         assert relative(out, simulated) <= tie
 

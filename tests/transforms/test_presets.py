@@ -12,6 +12,7 @@ import pytest
 import jqx
 from jqx.tensor._shared import fake_quantize_as
 
+from ..arrays import on_device
 from ..contractions.oracles import equations_of
 from ..presets.table import PRESETS, STATIC, every_preset
 from .models import mlp, mlp_params, normal, relative
@@ -49,7 +50,8 @@ MODELS = {
 
 def calibrated(f, preset, params, x):
     plan = jqx.make_plan(f, preset())(params, x)
-    return plan, jqx.affines(plan, jax.jit(jqx.calibrate(f, plan))(params, x)[1])
+    seen = jax.jit(lambda params, x: jqx.affines(plan, jqx.calibrate(f, plan)(params, x)[1]))
+    return plan, seen(params, x)
 
 
 def operands(plan, affines, params):
@@ -59,7 +61,8 @@ def operands(plan, affines, params):
     for i, site in enumerate(plan.sites):
         for operand, shape in zip(site.operands, site.shapes, strict=False):
             if operand.role == "activation" and operand.spec is not None:
-                yield operand.spec, affines.get(operand.key), 2 * normal(i, *shape)
+                x = 2 * np.random.default_rng(i).standard_normal(shape, np.float32)
+                yield operand.spec, affines.get(operand.key), on_device(x)
 
 
 @pytest.mark.many
@@ -70,17 +73,25 @@ def test_equal_inputs_have_equal_codes_simulated_and_converted(preset, dtype):
     params = transformer_params()
     x = normal(9, 2, 24, FEATURES)
     plan, affines = calibrated(transformer, preset, params, x)
-    seen = 0
-    for spec, affine, x in operands(plan, affines, params):
-        x = x.astype(dtype)
-        q = jqx.QTensor.quantize(x, spec, affine)
-        simulated = fake_quantize_as(x, spec, affine)
+    specs, scales, arrays = zip(*operands(plan, affines, params), strict=True)
+
+    @jax.jit
+    def run(scales, arrays):
+        found = []
+        for spec, affine, x in zip(specs, scales, arrays, strict=True):
+            x = x.astype(dtype)
+            q = jqx.QTensor.quantize(x, spec, affine)
+            simulated = fake_quantize_as(x, spec, affine)
+            again = jqx.QTensor.quantize(simulated, spec, jqx.calibrators.Affine(q.scale))
+            found.append((simulated, q.dequantize(), q.values, again.values))
+        return found
+
+    found = run(scales, arrays)
+    for spec, (simulated, real, codes, again) in zip(specs, found, strict=True):
         assert simulated.dtype == dtype
-        np.testing.assert_array_equal(simulated, q.dequantize())
-        again = jqx.QTensor.quantize(simulated, spec, jqx.calibrators.Affine(q.scale))
-        np.testing.assert_array_equal(again.values, q.values)
-        seen += 1
-    assert seen == len(plan.weights) + (0 if PRESETS[preset][1] is None else len(plan.sites))
+        np.testing.assert_array_equal(simulated, real, str(spec))
+        np.testing.assert_array_equal(again, codes, str(spec))
+    assert len(found) == len(plan.weights) + (0 if PRESETS[preset][1] is None else len(plan.sites))
 
 
 def cases():

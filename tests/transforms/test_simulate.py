@@ -13,6 +13,10 @@ from .models import close, mlp, mlp_params, normal, plan_of, quantized_mlp, rela
 X = normal(3, 7, 16)
 
 
+def calibrated(plan, params):
+    return jax.jit(lambda p: jqx.affines(plan, jqx.calibrate(mlp, plan)(p, X)[1]))(params)
+
+
 def test_simulation_equals_quantization_written_out_by_hand():
     params = mlp_params()
     policy = w8a8_dynamic(activation={"granularity": jqx.per_tensor()})
@@ -105,7 +109,7 @@ def test_asymmetric_activations_are_simulated():
     fields = {"qtype": jnp.uint8, "symmetric": False, "calibrator": jqx.calibrators.minmax}
     params = mlp_params()
     plan = plan_of(mlp, w8a8(activation=fields), params, X)
-    affines = jqx.affines(plan, jqx.calibrate(mlp, plan)(params, X)[1])
+    affines = calibrated(plan, params)
     assert affines["v:dot_general:lhs"].zero_point == 0  # a relu's range starts at zero
     assert relative(jqx.simulate(mlp, plan, affines)(params, X), mlp(params, X)) < 0.02
 
@@ -283,7 +287,7 @@ def test_a_learned_scale_of_an_activation_gets_its_gradient_beside_that_of_a_wei
     fields = {"qtype": jnp.int4, "gradient": lsq}
     params = mlp_params()
     plan = plan_of(mlp, w8a8(weight=fields, activation=fields), params, X)
-    affines = jqx.affines(plan, jqx.calibrate(mlp, plan)(params, X)[1])
+    affines = calibrated(plan, params)
     q = jqx.quantize_params(params, plan)
     affines |= {f"{n}:weight": jqx.calibrators.Affine(q[n].scale) for n in ("w", "v")}
 
