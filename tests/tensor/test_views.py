@@ -415,12 +415,23 @@ def along_axis(axis, index):
     return lambda x: x[(slice(None),) * axis + (index,)]
 
 
-def slices_of(name):
-    """Views of a case: slices of an axis that has blocks, if any."""
+def blocked_axis(name):
+    """An axis of a case that has blocks, if any, its length and the size of its blocks."""
     shape, groups = CASES[name].shape, made(name)[0].groups
     axis = max(range(len(shape)), key=lambda i: 1 < groups.sizes[i] < shape[i])
-    b = min(groups.sizes[axis], 4 if len(shape) == 3 else 32)
-    return [along_axis(axis, s) for s in slices(shape[axis], max(b, 2))]
+    return axis, shape[axis], max(2, min(groups.sizes[axis], 4 if len(shape) == 3 else 32))
+
+
+def slices_of(name):
+    axis, n, b = blocked_axis(name)
+    return [along_axis(axis, s) for s in slices(n, b)]
+
+
+@names
+def test_an_integer_takes_the_scale_of_its_block(name):
+    axis, n, b = blocked_axis(name)
+    places = (0, b - 1, b, n - 1, -1, -b, -b - 1, -n)
+    assert_laws(made(name)[0], [along_axis(axis, i) for i in places if -n <= i < n])
 
 
 @names
