@@ -564,7 +564,7 @@ def test_differences_of_33_bits_beside_a_tie_are_not_rounded_twice(qtype, dtype)
     kept = rng.integers(2 ** (bits - 1), 2**bits, 4000)
     shift = rng.integers(1, 33 - bits, 4000)  # to a magnitude below 2**32
     tie = (2 * kept + 1) << (shift - 1)
-    wanted = np.concatenate([tie, tie - 1, tie + 1])
+    wanted = np.concatenate([tie, tie - 1, tie + 1, tie - 256, tie + 256])
     wanted = wanted[wanted < 2**32]
     wanted = np.concatenate([wanted, -wanted])
     low, high = code_range(qtype)

@@ -158,7 +158,7 @@ def _quantized(seed: int) -> dict[str, tuple[jqx.QTensor, np.ndarray]]:
 
 
 @jax.jit
-def _quantize_all(arrays: dict[str, jax.Array]) -> dict[str, tuple[jqx.QTensor, jax.Array]]:
+def _quantize_all(arrays: dict[str, Any]) -> dict[str, tuple[jqx.QTensor, jax.Array]]:
     found = {}
     for name, (_, spec, zero_point_axes) in CASES.items():
         q = jqx.QTensor.quantize(arrays[name], spec)
