@@ -82,13 +82,24 @@ SHARINGS: Mapping[str, tuple[int, Sharing, Sharing]] = {
 def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sharing) -> Any:
     """A random matrix in a format, its magnitude different from place to place."""
     rng = np.random.default_rng([len(name), *shape, contracted_axis])
-    x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape) + rng.normal()
     if name in FLOATS:
+        x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape) + rng.normal()
         return on_device(x, name)
     pack = contracted_axis if name.endswith("packed") else None
-    spec = jqx.QSpec(granularity=sharing.granularity(contracted_axis), **FORMATS[name])
-    quantize = functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack)
-    return jax.jit(quantize)(on_device(x, jnp.float32))
+    return in_format(rng, name, shape, sharing.granularity(contracted_axis), pack)
+
+
+def in_format(
+    rng: np.random.Generator,
+    name: str,
+    shape: Sequence[int],
+    granularity: Any,
+    pack: int | None = None,
+) -> jqx.QTensor:
+    """Any codes of one of `FORMATS`, and any scales."""
+    zero_point = not FORMATS[name].get("symmetric", True)
+    q = random_tensor(rng, FORMATS[name]["qtype"], granularity.groups(shape), zero_point)
+    return q if pack is None else q.pack(pack)
 
 
 def weight(
@@ -165,7 +176,7 @@ def _random_scale(rng: np.random.Generator, form: Any, entries: Sequence[int], p
     codes = on_device(scale.astype(form.scale_qtype))
     if form.scale_qtype == E8M0:
         return codes
-    inner = jnp.full((1,) * codes.ndim, 0.5 if powers else 0.7, jnp.float32)
+    inner = on_device(np.full((1,) * codes.ndim, 0.5 if powers else 0.7), np.float32)
     return jqx.QTensor(codes, inner, qtype=form.scale_qtype)
 
 
@@ -180,7 +191,10 @@ def spread(parameter: Any, q: jqx.QTensor) -> np.ndarray:
 
 def scales(q: jqx.QTensor) -> np.ndarray:
     """The scale of each element, in float64."""
-    return as_float64(spread(q.real_scale(), q))
+    scale = q.scale
+    if isinstance(scale, jqx.QTensor):  # its product is rounded to float32
+        scale = np.float32(as_float64(scale.values) * scales(scale))
+    return as_float64(spread(scale, q))
 
 
 def code_numbers(q: jqx.QTensor) -> tuple[np.ndarray, np.ndarray]:

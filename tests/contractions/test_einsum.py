@@ -47,6 +47,21 @@ def assert_exact(result, subscripts, *operands):
     assert_floats(result, np.asarray(expected), np.float32)
 
 
+def assert_all_exact(cases):
+    """As `assert_exact`, of many subscripts and operands, whose results are one program."""
+    every = [subscripts for subscripts, _ in cases]
+
+    @jax.jit
+    def results(operands):
+        return [einsum(terms, *xs) for terms, xs in zip(every, operands, strict=True)]
+
+    found = results([xs for _, xs in cases])
+    for i, ((subscripts, xs), result) in enumerate(zip(cases, found, strict=True)):
+        expected = np.asarray(np.einsum(subscripts.replace("λ", "l"), *map(reals, xs)))
+        case = f"case {i}: {subscripts} of {xs}"
+        np.testing.assert_array_equal(result, expected.astype(np.float32), case, strict=True)
+
+
 PATTERNS = {
     "matrix product": ("ij,jk->ik", (2, 3), (3, 4)),
     "result left out": ("ij,jk", (2, 3), (3, 4)),
@@ -116,25 +131,22 @@ def operands(shapes, mask):
 def test_every_kind_of_pattern_is_contracted(pattern):
     """As NumPy has it: each operand is quantized, or some are."""
     subscripts, *shapes = pattern
-    ascii = subscripts.replace("λ", "l")
-    for mask in masks(len(shapes)):
-        xs = operands(shapes, mask)
-        assert_exact(einsum(subscripts, *xs), ascii, *xs)
+    assert_all_exact([(subscripts, operands(shapes, mask)) for mask in masks(len(shapes))])
 
 
 TWO = [pattern for pattern in PATTERNS.values() if len(pattern) == 3]
 
 
-@pytest.mark.parametrize("pattern", TWO, ids=lambda pattern: pattern[0])
-def test_two_int8_operands_give_the_integer_einsum(pattern):
+def test_two_int8_operands_give_the_integer_einsum():
     """Of all their codes: below 2**24, float32 holds it."""
-    subscripts, *shapes = pattern
-    rng = np.random.default_rng(len(subscripts))
-    codes = [random_codes(rng, "int8", shape) for shape in shapes]
-    expected = np.asarray(np.einsum(subscripts.replace("λ", "l"), *codes))
-    assert np.abs(expected).max(initial=0) < 2**24
-    result = einsum(subscripts, *(tensor(c, "int8") for c in codes))
-    np.testing.assert_array_equal(as_int64(result), expected, strict=True)
+    cases = []
+    for subscripts, *shapes in TWO:
+        rng = np.random.default_rng(len(subscripts))
+        codes = [random_codes(rng, "int8", shape) for shape in shapes]
+        cases.append((subscripts, [tensor(c, "int8") for c in codes]))
+        expected = np.asarray(np.einsum(subscripts.replace("λ", "l"), *codes))
+        assert np.abs(expected).max(initial=0) < 2**24
+    assert_all_exact(cases)
 
 
 SIZES = {"a": 2, "b": 3, "c": 2, "d": 3}
@@ -177,21 +189,20 @@ def cases(draw):
     return f"{','.join(terms)}->{''.join(output)}", xs
 
 
-def check_case(subscripts, xs):
-    assert_exact(einsum(subscripts, *xs), subscripts, *xs)
+at_once = st.lists(cases(), min_size=5, max_size=5)
 
 
-@settings(law, max_examples=40)
-@given(case=cases())
-def test_any_pattern_of_one_to_four_operands_is_contracted(case):
-    check_case(*case)
+@settings(law, max_examples=8)
+@given(at_once)
+def test_any_pattern_of_one_to_four_operands_is_contracted(cases):
+    assert_all_exact(cases)
 
 
 @pytest.mark.slow
-@settings(law, max_examples=400)
-@given(case=cases())
-def test_many_patterns_are_contracted(case):
-    check_case(*case)
+@settings(law, max_examples=80)
+@given(at_once)
+def test_many_patterns_are_contracted(cases):
+    assert_all_exact(cases)
 
 
 FULL = {
@@ -255,24 +266,20 @@ def test_an_array_takes_a_scale_that_varies_along_a_summed_label(case):
     one = tensor(as_int64(q.values), "int8", q.scale, np.full((1,) * q.ndim, 2))
     none = tensor(as_int64(q.values), "int8", q.scale)
     left, right, result = (*subscripts.partition("->")[0].split(","), subscripts.partition("->")[2])
-    for operand in (q, one, none):
-        assert_exact(einsum(subscripts, x, operand), subscripts, x, operand)
-        turned = f"{right},{left}->{result}"
-        assert_exact(einsum(turned, operand, x), turned, operand, x)
+    turned = f"{right},{left}->{result}"
+    beside = [(subscripts, [x, operand]) for operand in (q, one, none)]
+    assert_all_exact([*beside, *((turned, [operand, x]) for operand in (q, one, none))])
 
 
-@pytest.mark.parametrize(
-    "subscripts, shape, axes",
-    [
+def test_a_sum_of_one_operand_takes_any_scale_for_each_index():
+    rng = np.random.default_rng(0)
+    every = [
         ("td->d", (5, 4), (0,)),
         ("td->d", (5, 4), (0, 1)),
         ("td->", (5, 4), (0,)),
         ("ii", (4, 4), (0,)),
-    ],
-)
-def test_a_sum_of_one_operand_takes_any_scale_for_each_index(subscripts, shape, axes):
-    q = small(np.random.default_rng(0), shape, axes)
-    assert_exact(einsum(subscripts, q), subscripts, q)
+    ]
+    assert_all_exact([(subscripts, [small(rng, *of)]) for subscripts, *of in every])
 
 
 def test_a_scale_that_no_operand_can_take_is_refused():
@@ -314,10 +321,15 @@ def test_operands_may_be_laid_out_in_any_way():
     rng = np.random.default_rng(4)
     x = floats(rng, (3, 4))
     q = tensor(rng.integers(-3, 4, (4, 4)), "int4", np.ldexp(1.0, rng.integers(0, 2, (1, 4))))
-    for laid_out in (q.pack(0), q.pack(1), q.pack_for("cpu"), q.pack_for("gpu")):
-        for subscripts in ("ij,jk->ik", "ij,jk->ki", "ij,jj->ij", "ij,jk->i"):
-            assert_exact(einsum(subscripts, x, laid_out), subscripts, x, q)
-        assert_exact(einsum("ij->ji", laid_out), "ij->ji", q)
+    every = [("ij,jk->ik", x), ("ij,jk->ki", x), ("ij,jj->ij", x), ("ij,jk->i", x), ("ij->ji",)]
+
+    @jax.jit
+    def results(tensors):
+        return [[einsum(*of, laid_out) for of in every] for laid_out in tensors]
+
+    for found in results([q.pack(0), q.pack(1), q.pack_for("cpu"), q.pack_for("gpu")]):
+        for result, (subscripts, *xs) in zip(found, every, strict=True):
+            assert_exact(result, subscripts, *xs, q)
 
 
 def test_lists_of_labels_say_what_a_string_says():
@@ -353,8 +365,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("optimize", ORDERS, ids=str)
-def test_the_order_of_contraction_changes_nothing(optimize):
+def test_the_order_of_contraction_changes_nothing():
     rng = np.random.default_rng(7)
     xs = [
         floats(rng, (2,)),
@@ -362,14 +373,21 @@ def test_the_order_of_contraction_changes_nothing(optimize):
         small(rng, (3, 2), (0, 1)),
         floats(rng, (2,)),
     ]
-    assert_exact(einsum("i,ij,jk,k->jk", *xs, optimize=optimize), "i,ij,jk,k->jk", *xs)
+
+    @jax.jit
+    def in_orders(xs):
+        return [einsum("i,ij,jk,k->jk", *xs, optimize=order) for order in ORDERS]
+
+    expected = np.einsum("i,ij,jk,k->jk", *map(reals, xs)).astype(np.float32)
+    for order, result in zip(ORDERS, in_orders(xs), strict=True):
+        np.testing.assert_array_equal(result, expected, str(order), strict=True)
 
 
 def test_a_path_of_jax_is_an_order():
     rng = np.random.default_rng(8)
     for subscripts, shapes in [("ij->ji", [(2, 3)]), ("ij,jk->ik", [(2, 3), (3, 4)])]:
         xs = [small(rng, shape) for shape in shapes]
-        path, _ = jnp.einsum_path(subscripts, *(jnp.zeros(shape) for shape in shapes))
+        path, _ = jnp.einsum_path(subscripts, *map(np.zeros, shapes))
         assert_exact(einsum(subscripts, *xs, optimize=path), subscripts, *xs)
 
 
@@ -387,13 +405,25 @@ def test_the_dtype_is_that_of_the_operands_or_the_one_preferred(dtype):
     x = on_device(rng.integers(-3, 4, (3, 50)), dtype)
     q = tensor(random_codes(rng, "int8", (50, 4)), "int8", dtype=jnp.dtype(dtype))
     expected = as_float64(x) @ reals(q)
-    for subscripts, result in [("ij,jk->ik", expected), ("ij,jk->ki", expected.T)]:
-        assert_floats(einsum(subscripts, x, q), nearest(result, dtype), dtype)
-        wide = einsum(subscripts, x, q, preferred_element_type=jnp.float32)
+    every = ["ij,jk->ik", "ij,jk->ki"]
+
+    def of(x, q, wider):
+        return [einsum(subscripts, x, q, preferred_element_type=wider) for subscripts in every]
+
+    both = [jax.jit(functools.partial(of, wider=wider))(x, q) for wider in (None, jnp.float32)]
+    for result, narrow, wide in zip([expected, expected.T], *both, strict=True):
+        assert_floats(narrow, nearest(result, dtype), dtype)
         assert_floats(wide, result, np.float32)
-    for args in [("ij->ji", q), ("ij->", q), ("ij,jk,->ik", x, q, 2.0), ("i,ij,jk", x[:, 0], x, q)]:
-        assert einsum(*args).dtype == jnp.dtype(dtype)
-        assert einsum(*args, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+    for subscripts, *xs in [
+        ("ij->ji", q),
+        ("ij->", q),
+        ("ij,jk,->ik", x, q, 2.0),
+        ("i,ij,jk", np.asarray(x)[:, 0], x, q),
+    ]:
+        f = functools.partial(einsum, subscripts)
+        assert jax.eval_shape(f, *xs).dtype == jnp.dtype(dtype)
+        narrow = functools.partial(f, preferred_element_type=jnp.bfloat16)
+        assert jax.eval_shape(narrow, *xs).dtype == jnp.bfloat16
 
 
 def test_an_array_is_summed_in_the_dtype_preferred():
@@ -464,7 +494,7 @@ def test_the_gradient_is_that_of_the_dequantized_contraction(subscripts):
 
 
 Q = tensor(np.ones((3, 4)), "int8")
-X = jnp.ones((4, 5))
+X = on_device(np.ones((4, 5)), np.float32)
 MALFORMED = {
     "two arrows": ("ij,jk->i->k", "two arrows"),
     "half an arrow": ("ij,jk-ik", "'-'"),

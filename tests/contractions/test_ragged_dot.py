@@ -25,7 +25,7 @@ from ..numerics.oracles import as_float64, assert_floats, code_range, nearest
 from ..ops.refusals import assert_refused
 from ..strategies import law
 from ..tensor.tensors import differences, random_codes, reals, spread_out, tensor
-from .blocks import FORMATS, magnitudes, real_values
+from .blocks import FORMATS, in_format, magnitudes, real_values
 from .oracles import dots, dtypes, exact_tensor, gamma, small_integers
 
 compute = jax.jit(ragged_dot, static_argnames=("precision", "preferred_element_type"))
@@ -125,10 +125,8 @@ GRANULARITIES = {
 ROWS = [jqx.per_tensor(), jqx.per_axis(0), jqx.per_block({0: 8, 1: 32}, tail=True)]
 
 
-def quantized(shape, granularity, name="int8 asymmetric", **options):
-    spec = jqx.QSpec(granularity=granularity, **FORMATS[name])
-    quantize = functools.partial(jqx.QTensor.quantize, spec=spec, **options)
-    return jax.jit(quantize)(spread_out(shape))
+def quantized(shape, granularity, name="int8 asymmetric", pack=None):
+    return in_format(np.random.default_rng(len(shape)), name, shape, granularity, pack)
 
 
 def assert_near(result, lhs, rhs, sizes):
@@ -337,7 +335,13 @@ def test_gradients_are_not_spoilt_by_rows_of_other_groups(quantized_rows):
 
 
 @pytest.mark.parametrize(
-    "name, pack", [("int8", None), ("int4 packed", 1), ("int4 packed", None), ("e4m3", None)]
+    "name, pack",
+    [
+        ("int8", None),
+        ("int4 packed", 1),
+        pytest.param("int4 packed", None, marks=pytest.mark.slow),
+        pytest.param("e4m3", None, marks=pytest.mark.slow),
+    ],
 )
 def test_no_float_copy_of_all_matrices_is_held(name, pack):
     """Temporary memory of the compiled function and its gradient, beside that of float matrices;

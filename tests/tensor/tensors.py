@@ -142,16 +142,54 @@ def spread_out(shape: Sequence[int], seed: int = 0) -> np.ndarray:
 
 def quantized_case(name: str, seed: int = 0) -> jqx.QTensor:
     """The QTensor of a case."""
-    shape, spec, zero_point_axes = CASES[name]
-    q = jax.jit(functools.partial(jqx.QTensor.quantize, spec=spec))(spread_out(shape, seed))
-    if zero_point_axes is not None:
-        lead = tuple(slice(None) if i in zero_point_axes else slice(1) for i in range(q.ndim))
-        q = dataclasses.replace(q, zero_point=q.zero_point[lead])
-    return q
+    return _quantized(seed)[name][0]
+
+
+def made(name: str) -> tuple[jqx.QTensor, np.ndarray]:
+    """A case with the array that it stands for."""
+    return _quantized(0)[name]
 
 
 @functools.cache
-def made(name: str) -> tuple[jqx.QTensor, np.ndarray]:
-    """A case with the array that it stands for."""
-    q = quantized_case(name)
-    return q, np.asarray(jax.jit(jqx.QTensor.dequantize)(q))
+def _quantized(seed: int) -> dict[str, tuple[jqx.QTensor, np.ndarray]]:
+    """Every case with the array that it stands for; one program makes them all, of any seed."""
+    arrays = {name: spread_out(case.shape, seed) for name, case in CASES.items()}
+    return {name: (q, np.asarray(real)) for name, (q, real) in _quantize_all(arrays).items()}
+
+
+@jax.jit
+def _quantize_all(arrays: dict[str, Any]) -> dict[str, tuple[jqx.QTensor, jax.Array]]:
+    found = {}
+    for name, (_, spec, zero_point_axes) in CASES.items():
+        q = jqx.QTensor.quantize(arrays[name], spec)
+        if zero_point_axes is not None:
+            lead = tuple(slice(None) if i in zero_point_axes else slice(1) for i in range(q.ndim))
+            q = dataclasses.replace(q, zero_point=q.zero_point[lead])
+        found[name] = q, q.dequantize()
+    return found
+
+
+def on_host(q: jqx.QTensor) -> jqx.QTensor:
+    """The QTensor with NumPy's arrays, which NumPy indexes: nothing is compiled."""
+    return jax.tree.map(np.asarray, q)
+
+
+def elements(q: jqx.QTensor) -> dict[str, np.ndarray]:
+    """The code, the scale and the zero point of each element of a QTensor, read in NumPy from its
+    shape, its scale and its blocks; what has no zero point has zeros.
+    """
+    scale = q.scale
+    if isinstance(scale, jqx.QTensor):
+        of_scale = elements(scale)
+        scale = (of_scale["code"] * of_scale["scale"]).astype(np.float32)
+    zero_point = (
+        np.zeros((1,) * q.ndim, np.int64) if q.zero_point is None else as_int64(q.zero_point)
+    )
+    of_blocks = {"scale": as_float64(scale), "zero point": zero_point}
+    spread = {"code": as_float64(q.values)}
+    for name, leaf in of_blocks.items():
+        leaf = np.broadcast_to(leaf, q.scale.shape)
+        for axis, (n, size) in enumerate(zip(q.shape, q.groups.sizes, strict=True)):
+            leaf = leaf.take(np.arange(n) // max(size, 1), axis)
+        spread[name] = leaf
+    return spread

@@ -18,10 +18,18 @@ import jqx
 from jqx import numerics
 from jqx.tensor._shared import Layout, Packing
 
-from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
-from .tensors import CASES, assert_equal, made, quantized_case, random_tensor, spec, spread_out
+from .tensors import (
+    CASES,
+    assert_equal,
+    made,
+    on_host,
+    quantized_case,
+    random_tensor,
+    spec,
+    spread_out,
+)
 
 law = settings(max_examples=25, deadline=None)
 
@@ -45,13 +53,29 @@ def layouts_of(q):
 
 
 def laid_out(q, layout):
-    """A plain QTensor with another layout, its values put in place by hand."""
+    """A plain QTensor with another layout."""
+    return laid_out_in(q, (layout,))[0]
+
+
+def in_every_layout(q):
+    """The layouts that a plain QTensor can have, and the tensor in each."""
+    layouts = tuple(layouts_of(q))
+    return list(zip(layouts, laid_out_in(q, layouts), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="layouts")
+def laid_out_in(q, layouts):
+    return [_laid_out(q, layout) for layout in layouts]
+
+
+def _laid_out(q, layout):
+    """Puts the values in place by hand."""
     form, values = numerics.format_of(q.qtype), q.values
     if layout.swapped:
         values = values.transpose((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
     if layout.int8:
         less = 128 if form.name == "uint8" else 0
-        values = on_device(np.asarray(values).astype(np.int16) - less, jnp.int8)
+        values = (values.astype(jnp.int16) - jnp.int16(less)).astype(jnp.int8)
     if layout.packing is not None:
         axis = layout.packing.axis
         if layout.swapped and axis > -3:
@@ -69,7 +93,7 @@ def swap_last(x):
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_holds_the_same_array(name):
     q, real = made(name)
-    tensors = [laid_out(q, layout) for layout in layouts_of(q)]
+    tensors = [laid for _, laid in in_every_layout(q)]
 
     @jax.jit
     def all_of(tensors):
@@ -92,8 +116,9 @@ def test_every_layout_holds_the_same_array(name):
 @pytest.mark.parametrize("name", ["int4 with a tail", "nv in blocks of two axes", "mx in blocks"])
 def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
     q, _ = made(name)
-    for layout in layouts_of(q):
-        laid = laid_out(q, layout)
+    every = in_every_layout(q)
+    unpacked = jax.jit(lambda tensors: [laid.stored.unpack() for laid in tensors])
+    for (layout, laid), plain in zip(every, unpacked([laid for _, laid in every]), strict=True):
         stored = laid.stored
         assert stored.values is laid.values
         if not layout.swapped:
@@ -108,7 +133,7 @@ def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
         else:
             assert stored.layout == (AS_INT8 if layout.int8 else None)
             assert stored.values.shape == stored.shape
-        assert_equal(stored.unpack(), swap_last(q))
+        assert_equal(plain, swap_last(on_host(q)))
 
 
 def everywhere(x):
@@ -148,43 +173,53 @@ LEADING = [
 ]
 
 
-@pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail"])
-def test_views_of_leading_axes_keep_the_layout(name):
-    plain = everywhere(made(name)[0])
-    real = np.asarray(plain.dequantize())
-    layouts = [layout for layout in layouts_of(plain) if layout.depth <= 2]
-    tensors = [everywhere(laid_out(made(name)[0], layout)) for layout in layouts]
+@pytest.mark.parametrize("name, first", [("int4 with a tail", 0), ("nv with a tail", 1)])
+def test_views_of_leading_axes_keep_the_layout(name, first):
+    """Every second view of a layout, and of the other tensor the others."""
+    q, real = made(name)
+    plain = jax.eval_shape(everywhere, q)
+    layouts = tuple(layout for layout in layouts_of(plain) if layout.depth <= 2)
+    views = [LEADING[(first + i) % 2 :: 2] for i in range(len(layouts))]
 
     @jax.jit
     def all_of(tensors):
-        views = [[view(q) for view in LEADING] for q in tensors]
-        for layout, viewed in zip(layouts, views, strict=True):
+        tensors = map(everywhere, tensors)
+        found = [[view(q) for view in of] for q, of in zip(tensors, views, strict=True)]
+        for layout, viewed in zip(layouts, found, strict=True):
             assert all(q.layout == layout for q in viewed)
-        return [[dataclasses.replace(q).dequantize() for q in viewed] for viewed in views]
+        return [[dataclasses.replace(q).dequantize() for q in viewed] for viewed in found]
 
-    for found in all_of(tensors):
-        for view, y in zip(LEADING, found, strict=True):
-            assert_floats(y, view(real), np.float32)
+    for layout, of, found in zip(layouts, views, all_of(laid_out_in(q, layouts)), strict=True):
+        for i, (view, y) in enumerate(zip(of, found, strict=True)):
+            expected = view(np.stack([real, real]))
+            np.testing.assert_array_equal(y, expected, f"{layout}, view {i}", strict=True)
 
 
 @pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail", "nf4 with a tail"])
 def test_a_swap_of_the_last_axes_moves_no_code(name):
     q, real = made(name)
-    for layout in layouts_of(q):
-        laid = laid_out(q, layout)
+    every, swapped = in_every_layout(q), swap_last(on_host(q))
+
+    @jax.jit
+    def all_of(tensors):
+        turned = list(map(swap_last, tensors))
+        return [(t.unpack(), swap_last(t).unpack(), t.dequantize()) for t in turned]
+
+    found = all_of([laid for _, laid in every])
+    for (layout, laid), (plain, back, y) in zip(every, found, strict=True):
         turned = swap_last(laid)
         assert turned.values is laid.values
-        assert turned.shape == swap_last(q).shape
-        assert_equal(turned.unpack(), swap_last(q))
-        assert_equal(swap_last(turned).unpack(), q)
+        assert turned.shape == swapped.shape
+        assert_equal(plain, swapped)
+        assert_equal(back, q)
         assert turned.layout is None or swap_last(turned).layout == layout
-        assert_floats(turned.dequantize(), np.swapaxes(real, -1, -2), np.float32)
+        assert_floats(y, np.swapaxes(real, -1, -2), np.float32)
 
 
 def test_a_matrix_and_a_row_turn_as_arrays_do():
     q = jqx.QTensor.quantize(spread_out((4, 6)), spec(jnp.int4, jqx.per_axis(1), False))
-    for layout in layouts_of(q):
-        turned = laid_out(q, layout).T
+    for _, laid in in_every_layout(q):
+        turned = laid.T
         assert turned.shape == (6, 4)
         assert_equal(turned.unpack(), q.T)
     row = q[0].pack()
@@ -309,14 +344,20 @@ def test_tensors_of_different_layouts_are_not_joined():
 
 def test_mapping_and_scanning_over_leading_axes_keep_a_layout():
     q, real = made("int4 with a tail")
-    for layout in layouts_of(q):
-        if layout.depth > 2:
-            continue
-        laid = laid_out(q, layout)
-        assert_floats(jax.vmap(lambda q: q.dequantize())(laid), real, np.float32)
-        mapped = jax.vmap(lambda q: q.stored.unpack())(laid)
-        assert_equal(mapped, laid.stored.unpack())
+    tensors = [laid for layout, laid in in_every_layout(q) if layout.depth <= 2]
+
+    def reals_of_rows(laid):
+        mapped = (
+            jax.vmap(lambda q: q.dequantize())(laid),
+            jax.vmap(lambda q: q.stored.unpack())(laid),
+        )
         _, (scanned, turned) = jax.lax.scan(lambda c, q: (c, (q.dequantize(), q.T)), 0, laid)
+        return *mapped, laid.stored.unpack(), scanned, turned
+
+    found = jax.jit(lambda tensors: list(map(reals_of_rows, tensors)))(tensors)
+    for laid, (of_map, mapped, stored, scanned, turned) in zip(tensors, found, strict=True):
+        assert_floats(of_map, real, np.float32)
+        assert_equal(mapped, stored)
         assert_floats(scanned, real, np.float32)
         assert_equal(turned, swap_last(laid))
 
@@ -330,15 +371,19 @@ def test_mapping_over_a_swapped_axis_of_a_matrix_raises():
 @pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail"])
 def test_the_scale_changes_under_any_layout_and_the_codes_stay(name):
     q, real = made(name)
-    for layout in layouts_of(q):
-        laid = laid_out(q, layout)
-        for changed, expected in [
-            (laid.scaled(-2.0), -2 * real),
-            (laid.map_scale(lambda scale: scale / 4), real / 4),
-            (laid.astype(jnp.bfloat16), real.astype(jnp.bfloat16)),
-        ]:
+    every = in_every_layout(q)
+    changes = [
+        (lambda q: q.scaled(-2.0), -2 * real),
+        (lambda q: q.map_scale(lambda scale: scale / 4), real / 4),
+        (lambda q: q.astype(jnp.bfloat16), real.astype(jnp.bfloat16)),
+    ]
+    reals = jax.jit(lambda tensors: [[f(q).dequantize() for f, _ in changes] for q in tensors])
+    found = reals([laid for _, laid in every])
+    for (layout, laid), of_layout in zip(every, found, strict=True):
+        for (change, expected), y in zip(changes, of_layout, strict=True):
+            changed = change(laid)
             assert changed.values is laid.values and changed.layout == layout
-            assert_floats(changed.dequantize(), expected, expected.dtype)
+            assert_floats(y, expected, expected.dtype)
 
 
 def test_the_gradient_reaches_the_scale_in_its_own_order():
@@ -356,7 +401,7 @@ def test_the_gradient_reaches_the_scale_in_its_own_order():
 
 def test_a_layout_crosses_trees_copies_and_pickles_and_tells_structures_apart():
     q = random_tensor(np.random.default_rng(0), "int4", BOX, (2,), (2,))
-    tensors = [q, *(laid_out(q, layout) for layout in layouts_of(q))]
+    tensors = [q, *(laid for _, laid in in_every_layout(q))]
     structures = [jax.tree.structure(laid) for laid in tensors]
     assert len(set(structures)) == len(tensors)
     for laid in tensors:
@@ -434,7 +479,8 @@ def test_it_shows_how_the_codes_lie():
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, facts):
-    leaves = jnp.zeros(*values), jnp.ones((1,) * len(values[0]))
+    shape, dtype = values
+    leaves = np.zeros(shape, jnp.dtype(dtype)), np.ones((1,) * len(shape), np.float32)
     f = functools.partial(jqx.QTensor, qtype=qtype, layout=layout)
     assert_refused(f, leaves, error, "QTensor", *facts)
 
