@@ -46,7 +46,7 @@ class Gptq:
     the inputs, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`: columns are rounded one after
     another, and those that are left make good what each has cost. A row that ends with more than
     rounding to nearest costs with the same scales is rounded to nearest, and reported. Any format
-    and granularity of a `QSpec` will do.
+    and granularity of a `QSpec` will do. Activations stay in float while codes are chosen.
 
     Attributes:
       damping: what is added to the diagonal of `H`, relative to its mean; ten times as much where

@@ -2,6 +2,7 @@
 their weights quantized.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +10,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from ..observers import places
+from ..observers import hessian, places
+from ..observers._shared import HessianStats, gram
 from ..tensor import QSpec
 from ..transforms import Plan, calibrate, calibrate_batches
 from ..transforms._shared import (
@@ -30,7 +31,7 @@ from ..transforms._shared import (
     trace_call,
 )
 from ._report import AlgorithmReport, MatrixReport
-from ._sequential import Frame, Walk
+from ._sequential import Frame, Inputs, Walk
 from ._stages import Steps, body_of, whole
 from ._weight import OBSERVERS, Drift, Grids, Matrix, matrices_of
 
@@ -94,18 +95,19 @@ def layer_by_layer(
 
     items = {item.address: item for item in contractions(first) if item.address}
     parts = {here: observed_parts(plan.site_at(here), items[here]) for here in once}  # pyright: ignore
-    inputs = _Inputs()
+    inputs = _Sums()
 
-    def at_site(site: Site, steps: Steps, own: list[Any], floats: list[Any] | None) -> None:
+    def at_site(site: Site, steps: Steps, own: Inputs, floats: Inputs | None) -> None:
         side, part = (
             next(x for x in parts[site.address] if x.about.role == role)
             for role in ("activation", "weight")
         )
-        gram, drift, rows = inputs.sums(own, floats, side.about)
+        total, drift, rows = inputs.sums(own, floats, side.about)
         where = elements[part.key][steps]
         for at in np.ndindex(where.shape[:-2]):
             lost = None if drift is None else Drift(*(x[at] for x in drift))
-            matrix = Matrix((site.name,), (*steps, *at), where[at], gram[at], rows, lost)
+            seen = int(np.broadcast_to(rows, where.shape[:-2])[at])
+            matrix = Matrix((site.name,), (*steps, *at), where[at], total[at], seen, lost)
             weights.choose(matrix, _weight_of(plan, site))
 
     scopes: dict[Any, Any] = {}
@@ -276,49 +278,56 @@ def _elements(f: Any, plan: Plan, params: Any, batch: Any) -> dict[str, Array]:
     return {key.removesuffix(f"@{places}"): np.asarray(x) for key, x in known.items()}
 
 
-class _Inputs:
+class _Sums:
     """Sums of products of inputs: once for sites that read the same ones one after another."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Any], Any, Any] | None = None
+        self._last: tuple[Inputs, Any, Any] | None = None
 
-    def sums(self, inputs: list[Any], floats: list[Any] | None, about: Any) -> Any:
+    def sums(self, inputs: Inputs, floats: Inputs | None, about: Any) -> Any:
         """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, where there are any, and how many rows there were.
+        from float inputs, where there are any, and how many rows there were, of each matrix.
         """
-        axes = about.contracted, about.batch, about.patches
-        if self._last is not None and axes == self._last[1]:
-            known = self._last[0]
-            if len(known) == len(inputs) and all(map(_is, inputs, known)):
-                return self._last[2]
-        rows = sum(jax.eval_shape(about.rows, x).shape[-2] for x in inputs)
-        gram = _total([_gram(x, x, about=about) for x in inputs])
-        drift = None
+        kind = dataclasses.replace(about, path="")
+        if self._last is not None and kind == self._last[1] and _same(inputs, self._last[0]):
+            return self._last[2]
+        found = [_observed(*own, about=about) for own in inputs]
+        rows = sum(np.asarray(each.rows, np.int64) for each in found)
+        total, drift = _total(each.products for each in found), None
         if floats is not None:
-            lost = [y - x for x, y in zip(inputs, floats, strict=True)]
-            cross = _total([_gram(d, x, about=about) for d, x in zip(lost, inputs, strict=True)])
-            drift = Drift(cross, _total([_gram(d, d, about=about) for d in lost]))
-        self._last = inputs, axes, (gram, drift, rows)
+            both = [_drift(x[0], *own, about=about) for x, own in zip(floats, inputs, strict=True)]
+            drift = Drift(*map(_total, zip(*both, strict=True)))
+        self._last = inputs, kind, (total, drift, rows)
         return self._last[2]
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _same(a: Inputs, b: Inputs) -> bool:
+    """Whether inputs are the very same arrays."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return len(a) == len(b) and all(x is y for x, y in pairs)
 
 
-def _total(parts: list[jax.Array]) -> Array:
+def _total(parts: Iterable[jax.Array]) -> Array:
     """Returns the sum of what batches give, in float64."""
-    total = np.zeros(parts[0].shape)
-    for part in parts:
+    first, *rest = parts
+    total = np.array(first, np.float64)
+    for part in rest:
         total += np.asarray(part)
     return total
 
 
 @partial(jax.jit, static_argnames="about")
-def _gram(x: jax.Array, y: jax.Array, *, about: Any) -> jax.Array:
-    """Returns the sum of `x y^T` over rows."""
-    rows = (about.rows(z).astype(jnp.float32) for z in (x, y))
-    return jnp.matmul(next(rows).mT, next(rows), precision=jax.lax.Precision.HIGHEST)
+def _observed(x: jax.Array, sizes: jax.Array | None = None, *, about: Any) -> HessianStats:
+    return hessian.observe(x, dataclasses.replace(about, sizes=sizes))
+
+
+@partial(jax.jit, static_argnames="about")
+def _drift(
+    exact: jax.Array, x: jax.Array, sizes: jax.Array | None = None, *, about: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `Drift` holds, of one batch."""
+    lost, site = exact - x, dataclasses.replace(about, sizes=sizes)
+    return gram(lost, x, site), gram(lost, lost, site)
 
 
 @jax.jit

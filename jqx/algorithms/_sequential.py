@@ -44,7 +44,10 @@ class Frame:
         self.values.update(zip(stage.gives, results, strict=True))
 
 
-Solve = Callable[[Site, Steps, list[Any], list[Any] | None], None]
+Inputs = list[list[Any]]
+"""What a site reads beside its weight, of each batch: the activation, and sizes of groups."""
+
+Solve = Callable[[Site, Steps, Inputs, Inputs | None], None]
 """Chooses the weight of a site in one step, by the inputs of each batch, and writes it to the
 parameters; beside them the same of the float function, where it is run too."""
 
@@ -85,9 +88,12 @@ class Walk:
         assert site is not None
         place = next(i for i, x in enumerate(site.operands) if x.path is None)
 
-        def inputs(frames: Any, params: Any) -> list[Any]:
-            each = zip(stages, frames, strict=True)
-            return [frame.read([s.eqns[0].invars[place]], params, steps)[0] for s, frame in each]
+        def inputs(frames: Any, params: Any) -> Inputs:
+            found = []
+            for stage, frame in zip(stages, frames, strict=True):
+                atoms = stage.eqns[0].invars
+                found.append(frame.read([atoms[place], *atoms[2:]], params, steps))
+            return found
 
         own = inputs(frames, self.params)
         self.solve(site, steps, own, inputs(floats, self.original) if floats else None)

@@ -86,6 +86,9 @@ class ObservedSite:
         contraction: experts, for example.
       spec: how the plan quantizes the operand, its granularity absolute; `None` for float.
       patches: of a convolution, how it takes patches; `None` for all else.
+      experts: of a `ragged_dot`, how many matrices there are; `None` for all else.
+      sizes: of a `ragged_dot`, how many rows are multiplied by each of them, int32; only where an
+        operand is observed.
     """
 
     path: str
@@ -98,6 +101,8 @@ class ObservedSite:
     batch: Axes
     spec: QSpec | None
     patches: Patches | None = None
+    experts: int | None = None
+    sizes: jax.Array | None = dataclasses.field(default=None, compare=False)
 
     def reduced(self, rank: int) -> Axes:
         """Returns the axes that a statistic of each channel is taken over: those of an operand of

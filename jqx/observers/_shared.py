@@ -3,5 +3,6 @@
 from ._absmax import AbsMaxStats as AbsMaxStats
 from ._calibrated import Calibrated as Calibrated
 from ._hessian import HessianStats as HessianStats
+from ._hessian import gram as gram
 from ._mean import MeanStats as MeanStats
 from ._observer import Patches as Patches

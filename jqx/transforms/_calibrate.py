@@ -43,8 +43,9 @@ class _Observe(Rules):
         operands = [real_of(x) for x in operands]
         (result,) = _compat.bind(eqn, operands)
         seen = [*operands, result]
+        sizes = operands[2] if site.op == "ragged_dot" else None
         return result, {
-            entry.key: entry.observe(jnp.asarray(seen[entry.part.place]))
+            entry.key: entry.observe(jnp.asarray(seen[entry.part.place]), sizes)
             for entry in self.entries.at(site.address)
         }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .. import _compat
 from .._errors import message
@@ -57,9 +58,12 @@ class Entry:
         return self.observer.empty(self.part.kind, self.part.about)
 
     @_compat.intermediates()
-    def observe(self, x: jax.Array) -> Any:
-        """Returns the statistics of one operand."""
-        return self.observer.observe(x, self.part.about)
+    def observe(self, x: jax.Array, sizes: jax.Array | None = None) -> Any:
+        """Returns the statistics of one operand; `sizes` are those of the groups of its rows."""
+        about = self.part.about
+        if sizes is not None:
+            about = dataclasses.replace(about, sizes=sizes)
+        return self.observer.observe(x, about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +152,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
             own.batch,
             operand.spec,
             _patches_of(eqn),
+            eqn.invars[1].aval.shape[0] if site.op == "ragged_dot" else None,
         )
         parts.append(Part(operand.key, about, _kind_of(eqn.invars[i]), i))
     result = _kind_of(eqn.outvars[0])
@@ -200,7 +205,9 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
         return
     checked.add(what)
     empty = jax.eval_shape(entry.empty)
-    seen = jax.eval_shape(entry.observe, kind)
+    count = about.experts
+    sizes = None if count is None else jax.ShapeDtypeStruct((count,), jnp.int32)
+    seen = jax.eval_shape(entry.observe, kind, sizes)
     merged = jax.eval_shape(entry.observer.merge, empty, seen)
     for name, found in (("observe", seen), ("merge", merged)):
         if kinds_of(found) == kinds_of(empty):

@@ -60,7 +60,8 @@ def places_of(plan: Plan, call: Call, entries: Sequence[Entry]) -> dict[str, jax
     for entry in entries:
         elements = follower.found.get(entry.part.key)
         about = entry.part.about
-        if elements is not None and (about.op == "dot_general" or about.patches is not None):
+        is_product = about.op in ("dot_general", "ragged_dot") or about.patches is not None
+        if elements is not None and is_product:
             rows = about.rows
             for _ in entry.site.loops:
                 rows = jax.vmap(rows)

@@ -262,7 +262,18 @@ def test_a_calibrator_of_another_kind_and_unknown_options_are_refused():
 
 
 def experts(p, x):
-    return lax.ragged_dot(x, p["w"], jnp.array([16, 32, x.shape[0] - 48], jnp.int32))
+    return lax.ragged_dot(jnp.tanh(x), p["w"], jnp.array([48, 0, x.shape[0] - 48], jnp.int32))
+
+
+def test_experts_are_chosen_by_the_rows_that_reach_them():
+    params = {"w": PARAMS["layers"]}
+    plan = jqx.make_plan(experts, jqx.Policy({".*": "int4"}))(params, TEST)
+    chosen = gptq().run(experts, plan, params, BATCHES, progress=False)
+    assert [entry.inputs for entry in chosen.report] == [144, 0, 112]
+    nearest = jqx.quantize_params(params, plan)["w"]
+    equal = np.asarray(chosen.params["w"].values) == np.asarray(nearest.values)
+    assert equal[1].all() and not equal[0].all() and not equal[2].all()
+    assert all(entry.after <= entry.before for entry in chosen.report)
 
 
 def kernels(p, x):
@@ -294,8 +305,12 @@ def both_ways(p, x):
     return x @ p["w"] + x @ p["w"].T
 
 
+def looked_up(p, x):
+    return p["w"][jnp.argmax(x, 1)] + x @ p["w"]
+
+
 REFUSED = {
-    "experts": (experts, {"w": PARAMS["layers"]}, "by one"),
+    "a table": (looked_up, {"w": PARAMS["layers"][0]}, "in a gather"),
     "both ways": (both_ways, {"w": PARAMS["layers"][0]}, "in different ways"),
 }
 
@@ -303,7 +318,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_hessian_is_an_error_that_names_the_weight(name):
     f, params, fact = REFUSED[name]
-    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(weight=jqx.QSpec("int4"))]))(params, TEST)
+    rule = jqx.Rule(weight=jqx.QSpec("int4"), tables="weight")
+    plan = jqx.make_plan(f, jqx.Policy([rule]))(params, TEST)
     with pytest.raises(NotImplementedError, match=r"jqx\.[a-z.]+: (.|\n)+to mend:") as info:
         gptq().run(f, plan, params, BATCHES, progress=False)
     assert f"'{next(iter(params))}" in str(info.value)

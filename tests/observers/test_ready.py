@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.observers import ObservedSite, Observer, absmax, hessian, mean
+from jqx.observers import ObservedSite, Observer, absmax, hessian, mean, places
 
 RULE = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
 U = 2.0**-24
@@ -161,12 +161,22 @@ def test_counts_stop_at_the_largest_integer_and_a_nan_is_seen():
     np.testing.assert_array_equal(np.isfinite(products.products), np.outer(clean, clean))
 
 
-def test_a_hessian_of_what_has_no_rows_is_refused():
-    case = CASES["ragged"]
-    x, w = np.ones((3, T, D), np.float32), np.ones(case.weight, np.float32)
-    plan = jqx.make_plan(case.f, RULE)(w, x)
-    with pytest.raises(NotImplementedError, match=r"observers\.hessian: (.|\n)*to mend"):
-        jax.eval_shape(jqx.calibrate(case.f, plan, observers={"": hessian}), w, x)
+def test_a_hessian_of_each_expert_is_of_the_rows_that_reach_it():
+    f = lambda w, x, sizes: lax.ragged_dot(x, w, sizes)  # noqa: E731
+    rng = np.random.default_rng(0)
+    x = rng.integers(-4, 5, (9, 3)).astype(np.float32)
+    x[8] = np.nan  # no expert has it
+    w, sizes = np.ones((4, 3, 2), np.float32), np.array([2, 0, 5, 1], np.int32)
+    plan = jqx.make_plan(f, RULE)(w, x, sizes)
+    calibrate = jax.jit(jqx.calibrate(f, plan, observers={"": (hessian, places)}))
+    stats = calibrate(w, x, sizes)[1]
+    found = stats[":ragged_dot:lhs@hessian"]
+    ends = np.cumsum(sizes)
+    parts = [x[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    np.testing.assert_array_equal(found.products, [part.T @ part for part in parts])
+    np.testing.assert_array_equal(found.rows, sizes)
+    elements = np.arange(24).reshape(4, 3, 2).swapaxes(1, 2)
+    np.testing.assert_array_equal(stats[":ragged_dot:rhs@places"], elements)
 
 
 def test_statistics_can_be_exported():
