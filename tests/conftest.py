@@ -75,6 +75,7 @@ OPTIMIZED = (
     "transforms/test_deployed.py",
     "transforms/test_equinox.py",
     "transforms/test_export.py",
+    "transforms/test_small_images.py",
 )
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
