@@ -22,9 +22,11 @@ from ..transforms._shared import (
     Address,
     Chosen,
     Site,
+    TracedOnce,
     Weight,
     addressed,
     arguments_of,
+    as_plan,
     contractions,
     observed_parts,
     progress_bar,
@@ -32,7 +34,7 @@ from ..transforms._shared import (
 )
 from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Frame, Inputs, Walk
-from ._stages import Steps, body_of, whole
+from ._stages import Scope, Steps, body_of, whole
 from ._weight import OBSERVERS, Drift, Grids, Matrix, matrices_of
 
 Array = np.ndarray
@@ -74,7 +76,7 @@ def layer_by_layer(
       beside: whether the float function is run too, so that matrices know how inputs drift.
       progress: whether to show a bar.
     """
-    every = list(batches)
+    every, f = list(batches), TracedOnce(f)
     calls = [
         trace_call("ptq", f, plan.parameters, arguments_of(plan, params, batch), {})
         for batch in every
@@ -110,13 +112,13 @@ def layer_by_layer(
             matrix = Matrix((site.name,), (*steps, *at), where[at], total[at], seen, lost)
             weights.choose(matrix, _weight_of(plan, site))
 
-    scopes: dict[Any, Any] = {}
+    scopes: dict[int, Scope] = {}  # batches of one kind have one jaxpr
     frames = []
     for call in calls:
-        kind = tuple((x.shape, str(x.dtype)) for x in call.leaves)
-        if kind not in scopes:
-            scopes[kind] = whole(plan, call, lambda site: site.address in once)
-        scope = scopes[kind]
+        if id(call.jaxpr) not in scopes:
+            as_plan("ptq", plan, call, plan.parameters)  # its sites are those of the plan
+            scopes[id(call.jaxpr)] = whole(plan, call, lambda site: site.address in once)
+        scope = scopes[id(call.jaxpr)]
         given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
         frames.append(Frame(scope, {var: x for var, x, path in given if path is None}))
     floats = [Frame(frame.scope, dict(frame.values)) for frame in frames] if beside else None

@@ -34,6 +34,8 @@ class Frame:
 
     def run(self, stage: Stage, params: Params, steps: Steps) -> None:
         """Runs a stage that holds no site."""
+        if not stage.eqns:
+            return
         given = [self.values[x] for x in stage.reads]
         self.put(stage, self.scope.run(stage, params, steps, given))
 

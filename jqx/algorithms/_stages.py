@@ -95,16 +95,18 @@ class Scope:
         return not _compat.is_literal(atom) and not any(atom in those for those in known)
 
     def _staged(self, address: Address) -> list[Stage]:
-        groups: list[tuple[str, list[Eqn], Address]] = []
+        # Before, between and behind the others a stage of what is jitted, empty or not: functions
+        # that were traced for other batches have as many stages.
+        groups: list[tuple[str, list[Eqn], Address]] = [("run", [], address)]
         for here, eqn, marked in addressed(self.jaxpr, address):
             if not any(map(self.is_of_batch, eqn.invars)) and not eqn.effects:
                 self._made.update(dict.fromkeys(eqn.outvars, eqn))
                 continue
             kind = self._kind(eqn, here) if marked else "run"
-            if kind == "run" and groups and groups[-1][0] == "run":
+            if kind == "run":
                 groups[-1][1].append(eqn)
             else:
-                groups.append((kind, [eqn], here))
+                groups += [(kind, [eqn], here), ("run", [], here)]
         needed = set(filter(self.is_of_batch, self.jaxpr.outvars))
         stages: list[Stage] = []
         for kind, eqns, here in reversed(groups):
@@ -176,7 +178,7 @@ class Scope:
                 env.update(zip(eqn.outvars, results, strict=True))
             return [env[var] for var in stage.gives]
 
-        return self.jitted(("run", stage.here, stage.gives), evaluate)(params, steps, list(given))
+        return self.jitted(("run", id(stage)), evaluate)(params, steps, list(given))
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that are made of parameters alone."""

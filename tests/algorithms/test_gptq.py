@@ -197,6 +197,30 @@ def test_a_loop_and_a_weight_of_two_sites_are_chosen_by_the_sum_of_their_inputs(
     assert rows == {"a": 2 * count, "b": 2 * count}
 
 
+def test_arguments_that_are_no_arrays_are_those_of_each_batch():
+    def f(p, x, times):
+        for _ in range(times):
+            x = jnp.tanh(x)
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    x = BATCHES[0]
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, x, 0)
+    batches = [(x, 0), (x, 2), (x, 0)]
+    found = gptq().run(f, plan, params, batches, progress=False)
+    same = gptq().run(f, plan, params, [(y, 0) for y in (x, jnp.tanh(jnp.tanh(x)), x)])
+    for name in params:
+        np.testing.assert_array_equal(found.params[name].values, same.params[name].values)
+
+
+def test_a_batch_that_another_function_is_traced_for_is_an_error():
+    f = lambda p, x: x @ p["a"] if len(x) > 80 else x @ p["a"] @ p["b"]  # noqa: E731
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
+    with pytest.raises(ValueError, match="another function"):
+        gptq().run(f, plan, params, BATCHES, progress=False)
+
+
 def test_a_branch_that_no_batch_takes_is_rounded_and_the_report_says_so():
     def f(p, x):
         return lax.cond(x[0, 0] > 1e9, lambda x: x @ p["a"], lambda x: x @ p["b"], x)
