@@ -72,8 +72,8 @@ class Grids:
         zero_point = self.zero_point
         if zero_point is not None:
             zero_point = zero_point.reshape(q.zero_point.shape)  # pyright: ignore
-        values = self.values.reshape(q.shape).astype(q.dtype)
-        return quantize_weight(values, spec, Affine(given, zero_point))  # pyright: ignore
+        values = self.values.reshape(q.shape)  # a value of 16 bits might round to another code
+        return quantize_weight(values, spec, Affine(given, zero_point)).astype(q.dtype)  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)

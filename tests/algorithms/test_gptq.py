@@ -96,6 +96,23 @@ def test_no_row_is_worse_than_rounded_to_nearest_with_the_same_scales(scheme):
     assert lost(scanned, plan, chosen.params) < lost(scanned, plan, nearest)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_16_bits_have_the_codes_that_were_chosen(dtype):
+    """The objective is that of the codes: nothing is rounded between them."""
+    params = {"down": PARAMS["down"].astype(dtype)}
+    f = lambda p, x: jnp.tanh(x) @ p["down"].astype(jnp.float32)[:D]  # noqa: E731
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int8"}))(params, TEST)
+    chosen = gptq().run(f, plan, params, BATCHES, progress=False)
+    q = chosen.params["down"]
+    assert q.dtype == jnp.dtype(dtype)
+    inputs = np.tanh(np.concatenate([np.float64(x) for x in BATCHES]))
+    real = np.float64(q.values) * np.float64(q.scale.astype(jnp.float32))
+    error = inputs @ (np.float64(params["down"].astype(jnp.float32)) - real)[:D]
+    (entry,) = chosen.report
+    assert (error**2).sum() / len(inputs) == pytest.approx(entry.after, rel=1e-3)
+    assert entry.after < entry.before
+
+
 @pytest.mark.parametrize("options", [{"order": "activation"}, {"groups": "dynamic"}], ids=str)
 def test_orders_and_scales_on_the_way_lose_less_than_rounding(options):
     plan = plan_of(scanned, "int4:group=16:asymmetric")
