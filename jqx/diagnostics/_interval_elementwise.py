@@ -10,6 +10,7 @@ import numpy as np
 
 from .._compat import Eqn
 from ._intervals import (
+    ULPS,
     Bounds,
     Interval,
     Result,
@@ -103,6 +104,15 @@ def _raised(x: Any, y: int) -> Any:
     """Returns a power, infinite where a float cannot hold it."""
     with np.errstate(all="ignore"):
         return x**y if isinstance(x, int) else float(np.float_power(x, y))
+
+
+def _one_minus_square(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
+    """What is left of 1 is rounded as 1 and the square are. (jax 0.12: the slope of `tanh`.)"""
+    square = _power(eqn, xs[0], 2)
+    low, high = 1 - square.high, 1 - square.low
+    if is_integer(dtype_of(eqn)):
+        return Bounds(low, high)
+    return Bounds(low, high, ULPS * max(1, square.high), ULPS * max(1, square.low))
 
 
 def _reciprocal(low: Any, high: Any) -> tuple[float, float]:
@@ -238,6 +248,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "ceil": _stepped(math.ceil),
     "round": _stepped(lambda x: math.ceil(x - 0.5), lambda x: math.floor(x + 0.5)),  # either way
     "square": lambda eqn, xs: _power(eqn, xs[0], 2),
+    "one_minus_square": _one_minus_square,
     "integer_pow": lambda eqn, xs: _power(eqn, xs[0], eqn.params["y"]),
     "pow": _pow,
     "sqrt": _monotone(np.sqrt, (0, math.inf)),
