@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..calibrators import Affine
-from ..ops._shared import affine_fake_quantize
 from ..tensor import QSpec
+from ..tensor._shared import rounded_to
 
 BLOCK = 128
 """How many columns are corrected one by one before all others are, by one product."""
@@ -69,13 +69,6 @@ def round_columns(
       given: values that the columns are rounded to instead, where they are known.
     """
     count, _ = w.shape
-    fake_quantize = partial(
-        affine_fake_quantize,
-        qtype=spec.qtype,
-        round_mode=spec.rounding,
-        gradient=spec.gradient,
-        numerics=spec.numerics,
-    )
 
     def block(start: jax.Array, state: Columns) -> Columns:
         _, left, scales, zero_points = state
@@ -94,7 +87,7 @@ def round_columns(
             x = rows[i]
             at = start // size if group is None else group[start + i]
             zero_point = None if zero_points is None else zero_points[at]
-            y = fake_quantize(x, scales[at], zero_point) if given is None else given[start + i]
+            y = rounded_to(x, scales[at], zero_point, spec) if given is None else given[start + i]
             error = (x - y) / corner[i, i]
             ahead = jnp.arange(size) > i
             change = corner[i][:, None] * error[None]

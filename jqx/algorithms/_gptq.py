@@ -5,7 +5,6 @@ before it have cost.
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -16,8 +15,8 @@ from .._checks import check_instance, require_that, shown
 from .._errors import message
 from ..calibrators import Affine, Calibrator
 from ..calibrators._shared import per_block
-from ..ops._shared import affine_fake_quantize
 from ..tensor import QSpec, QTensor
+from ..tensor._shared import rounded_to
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
 from ._columns import BLOCK, round_columns
@@ -341,14 +340,4 @@ def _on_device(x: Array | None) -> Any:
     return None if x is None else jax.device_put(x)
 
 
-@partial(jax.jit, static_argnames="spec")
-def _nearest(w: Any, scale: Any, zero_point: Any, *, spec: QSpec) -> jax.Array:
-    return affine_fake_quantize(
-        w,
-        scale,
-        zero_point,
-        qtype=spec.qtype,
-        round_mode=spec.rounding,
-        gradient=spec.gradient,
-        numerics=spec.numerics,
-    )
+_nearest = jax.jit(rounded_to, static_argnames="spec")

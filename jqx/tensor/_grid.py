@@ -92,8 +92,20 @@ def _fake_quantize(
     scale, zero_point = grid.lined_up()
     if affine is None:
         scale, zero_point = jax.lax.stop_gradient((scale, zero_point))
-    y = affine_fake_quantize(
-        grid.groups.split(given),
+    y = grid.groups.join(rounded_to(grid.groups.split(given), scale, zero_point, spec, key))
+    return straight_through(y, x) if covered else y
+
+
+def rounded_to(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    spec: QSpec,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Rounds `x` to the grid of a scale and a zero point that broadcast to it, as `spec` says."""
+    return affine_fake_quantize(
+        x,
         scale,
         zero_point,
         key,
@@ -102,8 +114,6 @@ def _fake_quantize(
         gradient=spec.gradient,
         numerics=spec.numerics,
     )
-    y = grid.groups.join(y)
-    return straight_through(y, x) if covered else y
 
 
 def _is_covered(spec: QSpec, affine: Affine | None) -> bool:

@@ -7,6 +7,7 @@ from ._export import fields_to_json as fields_to_json
 from ._fields import check_zero_point as check_zero_point
 from ._fit import groups_of as groups_of
 from ._grid import fake_quantize_as as fake_quantize_as
+from ._grid import rounded_to as rounded_to
 from ._json import NONE as NONE
 from ._json import Values as Values
 from ._json import check_values as check_values
