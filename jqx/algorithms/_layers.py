@@ -16,7 +16,7 @@ from .. import _compat
 from ..observers import hessian, places
 from ..observers._shared import HessianStats, gram
 from ..tensor import QSpec
-from ..transforms import Plan, calibrate, calibrate_batches
+from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
     FORMS,
     Address,
@@ -28,6 +28,7 @@ from ..transforms._shared import (
     arguments_of,
     as_plan,
     contractions,
+    elements_of,
     observed_parts,
     progress_bar,
     trace_call,
@@ -82,7 +83,8 @@ def layer_by_layer(
         for batch in every
     ]
     first = calls[0]
-    elements = _elements(f, plan, params, every[0])
+    known = elements_of(f, plan, params, every[0], [".*"])
+    elements = {key.removesuffix(f"@{places}"): np.asarray(x) for key, x in known.items()}
     once = _once(plan, first.jaxpr, elements)
     originals = {
         place: leaf
@@ -261,23 +263,6 @@ def _apart(plan: Plan, elements: Mapping[str, Array]) -> set[Address]:
             uses[own] += 1
         found |= {here for here, own in known if np.all(uses[own] == 1)}
     return found
-
-
-def _elements(f: Any, plan: Plan, params: Any, batch: Any) -> dict[str, Array]:
-    """Returns where the elements of the weights stand, by the keys of operands."""
-    leaves, tree = jax.tree.flatten((params, batch))
-    arrays = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-
-    def found(given: list[Any]) -> Any:
-        rest = iter(given)
-        own = [next(rest) if is_array else x for x, is_array in zip(leaves, arrays, strict=True)]
-        arguments = arguments_of(plan, *jax.tree.unflatten(tree, own))
-        _, stats = calibrate(f, plan, observers={".*": places})(*arguments)
-        return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}
-
-    given = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
-    known = jax.jit(found)(given)
-    return {key.removesuffix(f"@{places}"): np.asarray(x) for key, x in known.items()}
 
 
 class _Sums:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import Site
+from ..transforms._shared import Address, Site
 from ._stages import Params, Scope, Stage, Steps, body_of
 
 
@@ -38,6 +38,13 @@ class Frame:
             return
         given = [self.values[x] for x in stage.reads]
         self.put(stage, self.scope.run(stage, params, steps, given))
+
+    def enter(self, stage: Stage, body: Any, atoms: Sequence[Any], part: Address = ()) -> "Frame":
+        """Returns the frame of a function inside of an equation, of these operands."""
+        own = self.scope.is_of_batch
+        scope = self.scope.inside(stage, body, [None if own(x) else x for x in atoms], part)
+        given = zip(scope.jaxpr.invars, atoms, strict=True)
+        return Frame(scope, {var: self.values[x] for var, x in given if own(x)})
 
     def put(self, stage: Stage, results: Sequence[Any]) -> None:
         """Keeps the results of a stage, and drops what nothing reads any more."""
@@ -103,12 +110,8 @@ class Walk:
 
     def _inline(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
         def enter(frame: Frame, stage: Stage) -> Frame:
-            eqn, own = stage.eqns[0], frame.scope.is_of_batch
-            body = body_of(eqn)
-            atoms = [None if own(x) else x for x in eqn.invars]
-            scope = frame.scope.inside(stage, body, atoms)
-            given = zip(scope.jaxpr.invars, eqn.invars, strict=True)
-            return Frame(scope, {var: frame.values[x] for var, x in given if own(x)})
+            (eqn,) = stage.eqns
+            return frame.enter(stage, body_of(eqn), eqn.invars)
 
         inner = [enter(frame, stage) for frame, stage in zip(frames, stages, strict=True)]
         beside = [enter(f, s) for f, s in zip(floats, stages, strict=True)] if floats else None
@@ -156,11 +159,8 @@ class Walk:
         chosen = [min(max(i, 0), count - 1) for i in chosen]
 
         def enter(frame: Frame, stage: Stage, i: int) -> Frame:
-            eqn, own = stage.eqns[0], frame.scope.is_of_batch
-            atoms = [None if own(x) else x for x in eqn.invars[1:]]
-            scope = frame.scope.inside(stage, eqn.params["branches"][i], atoms, (i,))
-            given = zip(scope.jaxpr.invars, eqn.invars[1:], strict=True)
-            return Frame(scope, {var: frame.values[x] for var, x in given if own(x)})
+            (eqn,) = stage.eqns
+            return frame.enter(stage, eqn.params["branches"][i], eqn.invars[1:], (i,))
 
         for i in range(count):
             at = [k for k, place in enumerate(chosen) if place == i]

@@ -197,7 +197,13 @@ class Scope:
         return self._jitted[key]
 
     def inside(
-        self, stage: Stage, body: Any, atoms: Sequence[Any], part: Address = (), **how: Any
+        self,
+        stage: Stage,
+        body: Any,
+        atoms: Sequence[Any],
+        part: Address = (),
+        *,
+        stepped: Sequence[int] | None = None,
     ) -> "Scope":
         """Returns the scope of a function inside of an equation.
 
@@ -206,11 +212,10 @@ class Scope:
           body: its jaxpr.
           atoms: what the operands of the function are here; `None` for values of batches.
           part: the last numbers of the address.
-          **how: `stepped`, the operands that are one step, where the host steps through it.
+          stepped: the operands that are one step, where the host steps through it.
         """
         key = (stage.here, part)
         if key not in self._inner:
-            stepped = how.get("stepped")
             inner, consts = _compat.open_jaxpr(body)
             sources = {
                 var: Source(self, atom, stepped is not None and i in stepped)

@@ -9,6 +9,7 @@ import jax
 
 from .._calls import called
 from .._checks import require_that
+from ..observers import places
 from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
@@ -61,7 +62,11 @@ def calibrate_batches(
     order = "calibrate_batches(f, plan, params, batches)"
     check_plan(name, plan, params, batches, order=order)
     check_batches(name, batches)
-    observers_of(name, plan, check_observers(name, observers))
+    checked = check_observers(name, observers)
+    observers_of(name, plan, checked)
+    where = [pattern for pattern, each in checked if places in each]
+    each = ((pattern, tuple(x for x in given if x != places)) for pattern, given in checked)
+    valued = {pattern: given for pattern, given in each if given}
     leaves, tree = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -70,18 +75,19 @@ def calibrate_batches(
         rest = iter(arrays)
         filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
         arguments = arguments_of(plan, jax.tree.unflatten(tree, filled), batch)
-        return _Once(calibrate(f, plan, observers=observers)(*arguments)[1])
+        return _Once(calibrate(f, plan, observers=valued)(*arguments)[1])
 
     @jax.jit
     def merge(a: _Once, b: _Once) -> _Once:
-        return _Once(merge_stats(plan, a.stats, b.stats, observers=observers))
+        return _Once(merge_stats(plan, a.stats, b.stats, observers=valued))
 
     found: _Once | None = None
+    first: Any = None
     shown = progress_bar("calibrate", "batch", batches) if progress else None
     for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
         seen = observe(arrays, batch)
-        found = seen if found is None else merge(found, seen)
+        found, first = (seen, batch) if found is None else (merge(found, seen), first)
     require_that(
         found is not None,
         error=ValueError,
@@ -92,7 +98,28 @@ def calibrate_batches(
         mend="pass a list, or make the generator anew.",
     )
     assert found is not None
-    return found.stats
+    return found.stats | elements_of(f, plan, params, first, where)
+
+
+def elements_of(
+    f: Callable[..., Any], plan: Plan, params: Any, batch: Any, patterns: Sequence[str]
+) -> Stats:
+    """Returns what `jqx.observers.places` says of the sites that regular expressions match: it is
+    the same for all batches, and nothing else of the function is computed.
+    """
+    if not patterns:
+        return {}
+    leaves, tree = jax.tree.flatten((params, batch))
+
+    @jax.jit
+    def found(arrays: list[Any]) -> Stats:
+        rest = iter(arrays)
+        filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+        arguments = arguments_of(plan, *jax.tree.unflatten(tree, filled))
+        _, stats = calibrate(f, plan, observers=dict.fromkeys(patterns, places))(*arguments)
+        return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}
+
+    return found([leaf for leaf in leaves if is_array(leaf)])
 
 
 @jax.tree_util.register_pytree_node_class
