@@ -197,7 +197,8 @@ class Gptq:
         grids.values[matrix.places] = rounded
         total = max(matrix.rows, 1)
         return MatrixReport(
-            name=matrix.name,
+            sites=matrix.sites,
+            step=matrix.step,
             path=weight.path,
             shape=(task.w.shape[0], task.w.shape[1]),
             before=float(before.sum()) / total,

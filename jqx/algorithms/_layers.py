@@ -166,14 +166,13 @@ class _Weights:
 
     def leave(self, site: Site, elements: Mapping[str, Array]) -> None:
         """Reports the matrices of a site that no batch has reached: they are rounded to nearest."""
-        known = {entry.name for entry in self.entries}
+        known = {(entry.sites, entry.step) for entry in self.entries}
         for operand in site.operands:
             for step in np.ndindex(elements.get(operand.key, np.empty((0, 0, 0))).shape[:-2]):
-                own = elements[operand.key][step]
-                name = Matrix((site.name,), step, own, np.empty(0), 0).name
-                if name not in known:
+                shape, sites = elements[operand.key][step].shape, (site.name,)
+                if (sites, step) not in known:
                     rounded = MatrixReport(
-                        name, str(operand.path), own.shape, 0.0, 0.0, None, 0, 0, 0, 0.0
+                        sites, step, str(operand.path), shape, 0.0, 0.0, None, 0, 0, 0, 0.0
                     )
                     self.entries.append(rounded)
 

@@ -5,12 +5,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
+def name_of(sites: Sequence[str], step: Sequence[int]) -> str:
+    """Returns what reports call the matrix of some sites, at an index of a stack."""
+    index = f"[{', '.join(map(str, step))}]" if step else ""
+    return f"{' and '.join(sites)}{index}"
+
+
 @dataclasses.dataclass(frozen=True)
 class MatrixReport:
     """One matrix.
 
     Attributes:
-      name: its sites, and its step in the stack of a weight.
+      sites: the names of those that multiply by it.
+      step: its index in the stack of a weight, such as a layer of a scan; `()` where there is one.
       path: of the weight.
       shape: (rows, columns): what the product keeps and what it sums over.
       before: the objective of rounding to nearest with the same scales, per input.
@@ -23,7 +30,8 @@ class MatrixReport:
       seconds: how long it took.
     """
 
-    name: str
+    sites: tuple[str, ...]
+    step: tuple[int, ...]
     path: str
     shape: tuple[int, int]
     before: float
@@ -33,6 +41,11 @@ class MatrixReport:
     dead: int
     kept: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return name_of(self.sites, self.step)
 
 
 @dataclasses.dataclass(frozen=True)

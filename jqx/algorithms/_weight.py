@@ -13,6 +13,7 @@ from ..tensor import QSpec, QTensor
 from ..transforms import Plan
 from ..transforms._shared import Site, Weight, quantize_weight
 from ._factor import objective
+from ._report import name_of
 
 Array = np.ndarray
 
@@ -99,8 +100,7 @@ class Matrix:
     @property
     def name(self) -> str:
         """What reports call it."""
-        step = f"[{', '.join(map(str, self.step))}]" if self.step else ""
-        return f"{' and '.join(self.sites)}{step}"
+        return name_of(self.sites, self.step)
 
     def loss(self, w: Array, rounded: Array) -> Array:
         """Returns the squared error of each row of the result, summed over the inputs: of `rounded`

@@ -8,7 +8,7 @@ loops and branches as statistics of calibration are.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ..transforms._shared import (
     Rules,
     Site,
     Trainable,
+    Weight,
     as_plan,
     check_function,
     codes_of,
@@ -148,6 +149,8 @@ class SiteError:
       cosine: of both results.
       max_error: largest difference between both results.
       local_max_error: that of this site alone.
+      objective: what an algorithm has reported of the weight: the objective of the codes it chose,
+        as a part of that of rounding to nearest; `None` where it reported nothing of it.
     """
 
     path: str
@@ -158,6 +161,7 @@ class SiteError:
     cosine: float
     max_error: float
     local_max_error: float
+    objective: float | None = None
 
     @property
     def name(self) -> str:
@@ -184,6 +188,7 @@ class Comparison(Tabular):
 
     def table(self) -> Table:
         """Returns the rows as text."""
+        every = (*self.sites, self.result)
         rows = [
             (
                 row.name or "(argument)",
@@ -194,10 +199,15 @@ class Comparison(Tabular):
                 f"{row.local_max_error:.3g}",
                 f"{row.max_error:.3g}",
             )
-            for row in (*self.sites, self.result)
+            for row in every
         ]
         head = ("path", "op", "own SQNR dB", "SQNR dB", "cosine", "own max error", "max error")
         note = "own: this site alone, on float operands; the rest: all quantized up to there"
+        if any(row.objective is not None for row in every):
+            told = ("" if row.objective is None else f"{row.objective:.3f}" for row in every)
+            rows = [(*cells, text) for cells, text in zip(rows, told, strict=True)]
+            head = (*head, "objective")
+            note += "; objective: of the codes chosen, as a part of that of rounding to nearest"
         return Table(head, tuple(rows), note, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,11 +215,23 @@ class Comparison(Tabular):
         return finite(dataclasses.asdict(self))
 
 
+class _Entry(Protocol):
+    """What is read of an entry of a report of `jqx.algorithms`, of one matrix."""
+
+    sites: tuple[str, ...]
+    step: tuple[int, ...]
+    before: float
+    after: float
+
+
 @called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
     f: Callable[..., Any],
     plan: Plan | Policy,
     affines: GivenAffines = None,
+    *,
+    weights: Any = None,
+    report: Sequence[_Entry] | None = None,
 ) -> Callable[..., Comparison]:
     """Returns a function that compares `f` with its quantized self, at each site.
 
@@ -225,6 +247,11 @@ def compare(
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
         them from the values at hand instead. `None` where the plan has no static ones.
+      weights: the parameters with the codes that are compared, as `jqx.quantize_params` or an
+        algorithm returned them (`Quantized.params`, `Chosen.params`): a tuple where there are
+        several positions. `None` rounds the parameters of the call to nearest.
+      report: what an algorithm reported of its matrices (`Quantized.details`, `Chosen.report`):
+        each row tells the objective of its weight.
 
     Returns:
       `compared(*args, **kwargs) -> Comparison`, of float parameters. It compiles, and computes.
@@ -254,20 +281,30 @@ def compare(
         known = as_plan("compare", plan, call, params)
         given = known.scales_of("compare", affines)
         _check_floats(call, known)
-        out, records = jax.jit(lambda leaves, given: _side_by_side(call, known, leaves, given))(
-            call.leaves, given
+        codes = {} if weights is None else _codes_by_path(known, weights)
+
+        def both(leaves: Any, given: Any, codes: Any) -> tuple[_Sums, Records]:
+            return _side_by_side(call, known, leaves, given, codes)
+
+        out, records = jax.jit(both)(call.leaves, given, codes)
+        told = _objectives(report or ())
+        rows = tuple(
+            row for site in known.sites for row in _rows(site, records[site.output_key], told)
         )
-        rows = tuple(row for site in known.sites for row in _rows(site, records[site.output_key]))
         return Comparison(rows, _error("(result)", "", (), out))
 
     return compared
 
 
 def _side_by_side(
-    call: Call, plan: Plan, leaves: Sequence[jax.Array], given: dict[str, Affine]
+    call: Call,
+    plan: Plan,
+    leaves: Sequence[jax.Array],
+    given: dict[str, Affine],
+    codes: Mapping[str, QTensor],
 ) -> tuple[_Sums, Records]:
     rules = _Both(plan, given)
-    both = [_pair(x, path, plan, given) for x, path in zip(leaves, call.paths, strict=True)]
+    both = [_pair(x, path, plan, given, codes) for x, path in zip(leaves, call.paths, strict=True)]
 
     def member() -> tuple[list[Any], Records]:
         out, records = interpret(call.jaxpr, call.consts, both, rules)
@@ -281,11 +318,59 @@ def _side_by_side(
     return found, jax.tree.map(lambda x: x[0], records)
 
 
-def _pair(x: jax.Array, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Any:
+def _pair(
+    x: jax.Array,
+    path: str | None,
+    plan: Plan,
+    given: Mapping[str, Affine],
+    codes: Mapping[str, QTensor],
+) -> Any:
     weight = plan.weight_at(path)
     if weight is None:
         return x
-    return Trainable(quantize_weight(x, weight.spec, given.get(weight.key)), x)
+    chosen = codes.get(weight.path)
+    if chosen is None:
+        chosen = quantize_weight(x, weight.spec, given.get(weight.key))
+    require_that(
+        chosen.shape == x.shape,
+        error=ValueError,
+        function="compare",
+        problem="`weights` does not fit the parameters of the call.",
+        given=f"codes of shape {chosen.shape} for {path!r}, which has shape {x.shape}",
+        expected="the parameters of the call, quantized",
+        mend="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
+    )
+    return Trainable(chosen, x)
+
+
+def _codes_by_path(plan: Plan, weights: Any) -> dict[str, QTensor]:
+    """Returns the codes of each weight of a plan."""
+    found: dict[str, QTensor] = {}
+
+    def keep(weight: Weight, x: Any) -> Any:
+        require_that(
+            isinstance(x, QTensor) and x.qtype == weight.spec.qtype,
+            error=ValueError,
+            function="compare",
+            problem="`weights` are not of this plan.",
+            given=f"{x!r} for {weight.path!r}" if is_quantized(x) else f"floats: {weight.path!r}",
+            expected=f"a QTensor of {weight.spec}",
+            mend="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
+        )
+        found[weight.path] = x
+        return x
+
+    plan.map_weights(keep, weights)
+    return found
+
+
+def _objectives(report: Sequence[_Entry]) -> dict[str, list[_Entry]]:
+    """Returns the entries of a report by the names of sites."""
+    found: dict[str, list[_Entry]] = {}
+    for entry in report:
+        for name in entry.sites:
+            found.setdefault(name, []).append(entry)
+    return found
 
 
 def _check_floats(call: Call, plan: Plan) -> None:
@@ -302,9 +387,14 @@ def _check_floats(call: Call, plan: Plan) -> None:
     )
 
 
-def _rows(site: Site, sums: _Sums) -> Iterator[SiteError]:
+def _rows(site: Site, sums: _Sums, told: Mapping[str, Sequence[_Entry]]) -> Iterator[SiteError]:
     for layer in np.ndindex(np.shape(sums.seen)):
-        yield _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
+        row = _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
+        entries = [x for x in told.get(site.name, ()) if x.step[: len(layer)] == layer]
+        before = sum(x.before for x in entries)
+        after = sum(x.after for x in entries)
+        objective = after / before if before else 1.0
+        yield dataclasses.replace(row, objective=objective) if entries else row
 
 
 def _error(path: str, op: str, layer: tuple[int, ...], sums: _Sums) -> SiteError:

@@ -195,6 +195,62 @@ def test_quantized_parameters_are_refused():
     assert "jqx.quantize_params" in str(error.value)
 
 
+def through_layers(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def test_codes_that_were_rounded_before_compare_as_parameters_do():
+    plan = jqx.make_plan(layers, W8A8)(PARAMS, X)
+    codes = jqx.quantize_params(PARAMS, plan)
+    one = jqx.compare(layers, plan, "dynamic")(PARAMS, X)
+    for given in (codes, jqx.pack_for(codes, "cpu")):
+        assert jqx.compare(layers, plan, "dynamic", weights=given)(PARAMS, X) == one
+
+
+def test_codes_that_an_algorithm_chose_are_compared_with_its_report():
+    w, x = random(3, 8, 8), random(64, 8, seed=3)
+    policy = jqx.Policy({".*": "int3"})
+    done = jqx.ptq(through_layers, policy, jqx.algorithms.gptq(), target=False, progress=False)(
+        w, [x]
+    )
+    found = jqx.compare(through_layers, done.plan, weights=done.params, report=done.details)(w, x)
+    lost = np.asarray(done.params.dequantize(), np.float64) - np.asarray(w, np.float64)
+    for i, (row, entry) in enumerate(zip(found.sites, done.details, strict=True)):
+        real = np.asarray(x, np.float64)
+        ratio = np.sum((real @ np.asarray(w[i])) ** 2) / np.sum((real @ lost[i]) ** 2)
+        squares = 2 * x.size * 2.0**-24  # both are float32 sums of as many squares
+        rtol = near(1 / ratio, 1, 8) + squares
+        np.testing.assert_allclose(10 ** (row.local_sqnr / 10), ratio, rtol=rtol)
+        assert row.objective == entry.after / entry.before < 1
+        x = jnp.tanh(x @ w[i])
+    plain = jqx.compare(through_layers, done.plan)(w, random(64, 8, seed=3))
+    assert plain.sites[0].local_sqnr < found.sites[0].local_sqnr
+    assert [row.objective for row in plain.sites] == [None] * 3
+    assert "objective" in str(found) and "objective" not in str(plain)
+    assert found.to_dict()["sites"][0]["objective"] == found.sites[0].objective
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        (PARAMS, ("floats: 'a'", "a QTensor of int8")),
+        ({"a": random(4, 4), "b": random(8, 3)}, ("floats: 'a'",)),
+        ("int4", ("int4[8, 8]", "a QTensor of int8")),
+        ("longer", ("shape (9, 8) for 'a', which has shape (8, 8)",)),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(given, facts):
+    plan = jqx.make_plan(layers, W8A8)(PARAMS, X)
+    if given == "int4":
+        given = jax.tree.map(lambda w: jqx.QTensor.quantize(w, jqx.QSpec("int4")), PARAMS)
+    elif given == "longer":
+        longer = {**PARAMS, "a": random(9, 8)}
+        given = jax.tree.map(lambda w: jqx.QTensor.quantize(w, plan.weights[0].spec), longer)
+    with pytest.raises(ValueError, match="compare") as error:
+        jqx.compare(layers, plan, "dynamic", weights=given)(PARAMS, X)
+    assert all(fact in str(error.value) for fact in facts)
+
+
 def test_a_nan_is_told():
     found = jqx.compare(layers, W8A8, "dynamic")(
         {**PARAMS, "b": PARAMS["b"].at[0, 0].set(jnp.nan)}, X
