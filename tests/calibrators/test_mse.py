@@ -27,19 +27,16 @@ def extremes(x, symmetric):
     return (-m, m) if symmetric else (low, high)
 
 
-def error(x, low, high, qtype, symmetric):
-    return np.mean((np.float64(x) - dequantized(x, low, high, qtype, symmetric)) ** 2)
-
-
-def brute_force(x, qtype, symmetric, candidates, least):
+def brute_force(x, qtype, symmetric, candidates, least, norm=2):
     """The error of every factor, in float64, for float32 ranges."""
     low, high = extremes(x, symmetric)
     factors = np.linspace(1, least, candidates).astype(np.float32)
-    return factors, np.array([error(x, low * f, high * f, qtype, symmetric) for f in factors])
+    ranges = [(x, low * f, high * f, qtype, symmetric) for f in factors]
+    return factors, np.array([error_of(x, dequantized(*of), norm) for of in ranges])
 
 
-def error_of(x, real):
-    return np.mean((np.float64(x) - np.float64(real)) ** 2)
+def error_of(x, real, norm=2):
+    return np.mean(np.abs(np.float64(x) - np.float64(real)) ** norm)
 
 
 @of_formats
@@ -49,6 +46,18 @@ def test_no_factor_of_a_brute_force_search_is_better(qtype, symmetric):
     spec = jqx.QSpec(qtype, symmetric=symmetric, calibrator=Mse(40, 0.2))
     _, errors = brute_force(x, qtype, symmetric, 40, 0.2)
     assert error_of(x, quantized(x, fit, spec)) <= errors.min() * (1 + 1e-4)
+
+
+def test_the_error_may_be_of_another_power():
+    """One that is higher clips less."""
+    x, factors = draw((200,), seed=5), []
+    for norm in (1, 2.4, 6.0):
+        spec = jqx.QSpec("int4", calibrator=Mse(40, 0.2, norm))
+        _, errors = brute_force(x, "int4", True, 40, 0.2, norm)
+        assert error_of(x, quantized(x, fit, spec), norm) <= errors.min() * (1 + 1e-4)
+        assert errors.min() < 0.97 * errors[0] or norm == 6
+        factors.append(float(fit(x, spec).scale[0]))
+    assert factors == sorted(factors) and factors[0] < factors[-1]
 
 
 @pytest.mark.parametrize("qtype, symmetric", [("int4", True), ("uint4", False), (nf4, True)])
@@ -123,6 +132,8 @@ def test_an_outlier_is_clipped():
         (lambda: Mse(least=0.0), ValueError, "least"),
         (lambda: Mse(least=1.5), ValueError, "least"),
         (lambda: Mse(least="a"), TypeError, "least"),
+        (lambda: Mse(norm=0.5), ValueError, "norm"),
+        (lambda: Mse(norm="2"), TypeError, "norm"),
     ],
 )
 def test_what_is_no_grid_is_refused(make, error, fact):
@@ -136,4 +147,5 @@ def test_one_candidate_is_the_whole_range():
 
 
 def test_it_prints_as_it_is_written():
-    assert (str(mse), str(Mse(20, 0.5))) == ("mse", "mse(20, 0.5)")
+    written = {mse: "mse", Mse(20, 0.5): "mse(20, 0.5)", Mse(norm=3): "mse(100, 0.1, norm=3.0)"}
+    assert {calibrator: str(calibrator) for calibrator in written} == written
