@@ -204,3 +204,30 @@ class TestPretrained:
         whole = logits_of(smollm2, model, tokens, [16])
         found = logits_of(smollm2, model, tokens, [8, *[1] * 8])
         np.testing.assert_allclose(found, whole, rtol=0, atol=tolerance(whole, 30, 1536))
+
+    def test_layers_scanned_and_unrolled_have_the_codes_and_the_perplexity(self, smollm2):
+        """Of the first four layers: all but one in a thousand codes, of GPTQ too."""
+        file, known = smollm2.read_file(), np.load(smollm2.TOKENS)
+        file.metadata["llama.block_count"] = 4
+        policy = smollm2.linear("int4:group=128:asymmetric")
+        rows, codes, found = known["calibration"][:2, :128], [], []
+        for way in (True, False):
+            model = smollm2.pretrained(file, scanned=way)
+            done = smollm2.quantize(model, policy, jqx.algorithms.gptq(), [rows])
+            blocks = done.params["blk"]
+            codes.append(
+                [
+                    np.asarray((blocks[name] if way else blocks[str(i)][name])["kernel"].values)
+                    for name in LINEAR
+                    for i in ([slice(None)] if way else range(4))
+                ]
+            )
+            found.append(
+                smollm2.perplexity(
+                    done.function, done.params, model.config, known["evaluation"][:2, :128]
+                )
+            )
+        stacked = [part for stack in codes[0] for part in stack]
+        same = [np.mean(a == b) for a, b in zip(stacked, codes[1], strict=True)]
+        assert min(same) >= 0.999
+        assert abs(found[0] / found[1] - 1) < 0.02 / 14.7  # of the whole model: .02

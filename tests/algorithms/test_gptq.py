@@ -146,6 +146,25 @@ def test_layers_in_a_scan_are_those_one_by_one():
         assert same.mean() >= 0.999, name
 
 
+def test_of_given_statistics_codes_are_equal_bit_by_bit_scanned_and_unrolled():
+    plans = [plan_of(f, "int3:group=16:asymmetric") for f in (scanned, unrolled)]
+    stats = jqx.calibrate_batches(
+        scanned, plans[0], PARAMS, BATCHES, observers=gptq().observers, progress=False
+    )
+    apart = {key: value for key, value in stats.items() if not key.startswith("layers")}
+    for i in range(L):
+        site = "layers:dot_general" + (f"#{i}" if i else "")
+        whole = stats["layers:dot_general:lhs@hessian"]
+        apart[f"{site}:lhs@hessian"] = jax.tree.map(lambda x, i=i: x[i], whole)
+        apart[f"{site}:rhs@places"] = stats["layers:dot_general:rhs@places"][i]
+    one, other = (
+        jqx.quantize_params(PARAMS, plan, algorithm=gptq(), stats=given)
+        for plan, given in zip(plans, (stats, apart), strict=True)
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_each_layer_sees_what_those_before_it_quantized_give():
     """A model of three layers in NumPy: inputs of each by the codes chosen before."""
     params = {"layers": PARAMS["layers"]}
