@@ -105,6 +105,17 @@ def test_an_inverted_input_range_hands_the_estimator_ordered_limits(inverted):
     assert d_ih == ratio * (high - u)
 
 
+def test_limits_of_an_inverted_input_range_have_the_gradient_of_their_results():
+    """`x == input_low` gives `output_low` by the formula; what is above, or not above the lower
+    limit, gives a constant.
+    """
+
+    def f(x):
+        return jqx.fake_quantize(x, 2.0, -1.0, -3.0, 5.0, levels=256).sum()
+
+    assert jax.grad(f)(f32(-2, -1, 0.5, 2, 2.5)).tolist() == [0, 0, *[np.float32(-8 / 3)] * 2, 0]
+
+
 @pytest.mark.parametrize(
     "dtype, wide", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")]
 )
