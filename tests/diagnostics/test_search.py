@@ -151,6 +151,7 @@ def test_a_greedy_search_measures_the_whole(budget):
     assert (found.bytes if isinstance(budget, Bytes) else found.measured) <= budget.limit
     assert found.front[0].schemes == ("int2",) * 3
     assert all(a.bytes < b.bytes for a, b in itertools.pairwise(found.front))
+    assert len(found.front) > 2 and found.front[-1].error < found.front[0].error
     errors = [error_of(s) for s in every() if size_of(s) <= found.bytes]
     assert found.measured <= 3 * slightly_above(min(errors))
 

@@ -106,6 +106,16 @@ def test_the_surrogate_is_right_on_average_and_stays_on_levels_and_between_limit
     assert np.all(y[:, 4] == 0)
 
 
+def test_levels_without_zero_are_those_from_the_lower_limit_on():
+    """Steps of 1 from 0.25 on: all numbers of it are exact in float32."""
+    low, high, levels = np.float32([0.25]), np.float32([4.25]), 5
+    x = np.float32([0, 0.25, 0.5, 1.75, 3.875, 4.25, 9])
+    draw = jax.vmap(lambda key: stochastic.surrogate(x, low, high, levels, key))
+    y = np.asarray(jax.jit(draw)(jax.random.split(KEY, DRAWS)))
+    assert np.all((y - 0.25) % 1 == 0) and y.min() == 0.25 and y.max() == 4.25
+    np.testing.assert_allclose(y.mean(0), np.clip(x, 0.25, 4.25), rtol=0, atol=5 * SIGMA)
+
+
 def test_a_limit_that_is_a_rounding_off_its_level_is_not_left(monkeypatch):
     """The draw 0 moves whatever has a fraction, away from zero, by a whole step."""
     monkeypatch.setattr(jax.random, "bits", lambda _, shape, dtype: jnp.zeros(shape, dtype))
