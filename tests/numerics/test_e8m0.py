@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode
-from jqx.numerics._shared import E8M0, PowerOfTwo, exponent_of_e8m0
+from jqx.numerics._shared import E8M0, PowerOfTwo, exponent_of_e8m0, times_e8m0
 
 from ..arrays import on_device
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
@@ -118,3 +118,13 @@ def test_exponents_are_read_from_every_code():
         exponents = f(codes)
         assert exponents.dtype == np.int32
         assert exponents.tolist() == list(range(-127, 129))
+
+
+def test_a_product_with_every_code_is_exact_and_nan_with_that_of_nan():
+    x = np.float32([[0, 1, -1.5, 448, 2.0**-9]])
+    scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    found = np.asarray(jax.jit(times_e8m0)(x, jnp.asarray(scale)[:, None]))
+    with np.errstate(over="ignore"):
+        expected = np.float32(np.float64(x) * np.append(NUMBERS, np.nan)[:, None])
+    normal = ~(np.abs(expected) < np.finfo(np.float32).tiny) | (expected == 0)
+    np.testing.assert_array_equal(found[normal], expected[normal])
