@@ -326,11 +326,11 @@ def test_overflows_of_sums_products_and_conversions(f, dtype, fits, leaves):
 
 def test_a_sum_over_a_long_scan_is_as_long_as_the_scan():
     def f(_, x):
-        start = jnp.zeros((), jnp.int16)
-        return lax.scan(lambda c, x: (c + x.astype(jnp.int16), c), start, x)
+        start = jnp.zeros((), jnp.int16), jnp.zeros((), jnp.int16)
+        return lax.scan(lambda c, x: ((c[1] // 2, c[1] + x.astype(jnp.int16)), c[0]), start, x)
 
     found = ranges(f, FLOAT, bounds={1: (-1, 127)})(0.0, abstract(jnp.int8, 258))
-    assert found.overflows == () and found.results[0] == (-258, 127 * 258)
+    assert found.overflows == () and found.results[1] == (-258, 127 * 258)
     (row,) = ranges(f, FLOAT, bounds={1: (-1, 127)})(0.0, abstract(jnp.int8, 259)).overflows
     assert (row.low, row.high) == (-259, 127 * 259)
 

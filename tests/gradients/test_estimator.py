@@ -181,6 +181,13 @@ class Doubling:
         return 2 * jnp.clip(x, low, high)
 
 
+def test_a_rule_of_ones_own_is_taken_for_formats_without_uniform_levels():
+    def f(x):
+        return jqx.quantize_dequantize(x, 1.0, qtype="nf4", gradient=Weighted(3, 0, 0)).sum()
+
+    assert jax.grad(f)(f32(-0.4, 0.3)).tolist() == [3, 3]
+
+
 def product(w, x):
     return (x @ w).sum()
 
