@@ -3,5 +3,6 @@
 from ..transforms._shared import Chosen as Chosen
 from ._gptq import Gptq as Gptq
 from ._gptq import gptq as gptq
+from ._memory import Memory as Memory
 from ._report import AlgorithmReport as AlgorithmReport
 from ._report import MatrixReport as MatrixReport

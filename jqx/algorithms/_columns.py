@@ -98,19 +98,27 @@ def round_columns(
 
         empty = jnp.zeros_like(rows)
         before, rounded, lost = lax.fori_loop(0, size, column, (rows, empty, empty))
-        after = (jnp.arange(count) >= start + size)[None]
-        exactly = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-        slab = jnp.where(after, lax.dynamic_slice_in_dim(upper, start, size), 0)
-        left = left - exactly(slab.T, lost)
-        if carried is not None:
-            slab = jnp.where(after, lax.dynamic_slice_in_dim(carried, start, size), 0)
-            left = left + exactly(slab.T, before)
+        if count > size:
+            after = (jnp.arange(count) >= start + size)[None]
+            slab = jnp.where(after, lax.dynamic_slice_in_dim(upper, start, size), 0)
+            left = left - _product(slab, lost)
+            if carried is not None:
+                slab = jnp.where(after, lax.dynamic_slice_in_dim(carried, start, size), 0)
+                left = left + _product(slab, before)
         left = lax.dynamic_update_slice_in_dim(left, before, start, 0)
         rounded = lax.dynamic_update_slice_in_dim(state.rounded, rounded, start, 0)
         return Columns(rounded, left, scales, zero_points)
 
     start = Columns(jnp.zeros_like(w), w, *_scales(w, affine, spec, size))
     return lax.fori_loop(0, count // size, lambda i, state: block(i * size, state), start)
+
+
+@jax.custom_batching.sequential_vmap
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `a.T @ b`; of several matrices one after another, since a product of a stack may sum
+    in another order than that of one: a matrix has the same codes alone and in a stack.
+    """
+    return jnp.matmul(a.T, b, precision=lax.Precision.HIGHEST)
 
 
 def _scales(w: jax.Array, affine: Affine | None, spec: QSpec, size: int) -> tuple[Any, Any]:

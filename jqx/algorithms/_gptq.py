@@ -4,26 +4,25 @@ before it have cost.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
-from ..calibrators import Affine, Calibrator
-from ..calibrators._shared import per_block
+from .._files import Path, as_path
+from ..calibrators import Calibrator
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import rounded_to
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
-from ._columns import BLOCK, round_columns
-from ._factor import Factor, Order, carried_over, corrected, factor, order_of
-from ._layers import layer_by_layer
+from ._checkpoint import Checkpoint, chosen, made_of
+from ._factor import Order, carried_over, corrected, factor
+from ._layers import calls_of, layer_by_layer
 from ._report import AlgorithmReport, MatrixReport
-from ._weight import OBSERVERS, Grids, Matrix, matrices_of
+from ._stack import Stack, parted
+from ._weight import OBSERVERS, Grids, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -64,10 +63,16 @@ class Gptq:
       strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
       ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
         NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
+      offload: whether activations of the batches are kept on the host between stages, where it is
+        sequential, one batch at a time on the device: slower, with the same codes.
+      checkpoint: a folder for what is chosen already. `None` keeps nothing. Where a run of the same
+        function, plan, options, parameters and batches was interrupted, matrices that it has chosen
+        are read from there: on the same devices the result is the same, bit for bit.
 
     Raises:
       TypeError: a field is not of its kind.
-      ValueError: a field is out of range or has no such choice, or fields exclude each other.
+      ValueError: a field is out of range or has no such choice, or fields exclude each other; when
+        it runs, the checkpoint is of another run.
 
     Source: Frantar et al., arXiv:2210.17323; `qep`: Arai and Ichikawa, arXiv:2504.09629; `gptaq`:
     Li et al., arXiv:2504.02692; order by groups: that of GPTQModel.
@@ -91,6 +96,8 @@ class Gptq:
     propagation: Literal["none", "qep", "gptaq"] = "none"
     strength: float | None = None
     ill_conditioned: Literal["error", "round"] = "error"
+    offload: bool = False
+    checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
         name = "algorithms.gptq"
@@ -122,10 +129,13 @@ class Gptq:
         if self.calibrator is not None:
             mend = "pass for example jqx.calibrators.mse."
             check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+        if self.checkpoint is not None:
+            as_path(name, self.checkpoint)
         both = (
             (self.groups == "dynamic" and self.order == "activation", "groups", "order"),
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),
             (self.propagation == "none" and self.strength is not None, "strength", "propagation"),
+            (self.offload and not self.sequential, "offload", "sequential"),
         )
         for clash, first, second in both:
             values = (f"{field}={getattr(self, field)!r}" for field in (first, second))
@@ -135,7 +145,8 @@ class Gptq:
                 function=name,
                 problem=f"`{first}` and `{second}` exclude each other.",
                 given=" and ".join(values),
-                expected="groups that stay together, and inputs that are compared layer by layer",
+                expected="groups that stay together; inputs that are compared, or kept, layer by "
+                "layer",
                 mend="leave one of them out.",
             )
 
@@ -146,12 +157,18 @@ class Gptq:
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
         """Returns the parameters with codes chosen by statistics of float inputs, in one pass."""
+        return self._one_pass(plan, params, stats)
+
+    def _one_pass(
+        self, plan: Plan, params: Any, stats: Any, checkpoint: Checkpoint | None = None
+    ) -> Chosen:
         entries: list[MatrixReport] = []
 
         def choose(weight: Weight, x: Any) -> QTensor:
             grids = Grids.of(x, self.spec_of(weight.spec))
-            for matrix in matrices_of("algorithms.gptq", plan, weight, stats or {}):
-                entries.append(self.solve(matrix, grids, weight))
+            for alike in alike_of(matrices_of("algorithms.gptq", plan, weight, stats or {})):
+                own = (lambda alike=alike: alike), stacked(alike), grids, weight
+                entries.extend(chosen(checkpoint, self, *own))
             return grids.quantized(weight.spec)
 
         return Chosen(plan.map_weights(choose, params), AlgorithmReport(tuple(entries)))
@@ -166,12 +183,26 @@ class Gptq:
         progress: bool = True,
     ) -> Chosen:
         """Returns the parameters with codes chosen by batches: layer by layer, or in one pass."""
+        solver, folder = dataclasses.replace(self, offload=False, checkpoint=None), self.checkpoint
         if self.sequential:
-            beside = self.propagation != "none"
-            return layer_by_layer(self, f, plan, params, batches, beside=beside, progress=progress)
+            return layer_by_layer(
+                solver,
+                f,
+                plan,
+                params,
+                batches,
+                beside=self.propagation != "none",
+                offload=self.offload,
+                checkpoint=folder,
+                progress=progress,
+            )
+        known = None
+        if folder is not None:
+            batches = list(batches)
+            known = Checkpoint(folder, made_of(plan, solver, calls_of(f, plan, params, batches)))
         observers = self.observers
         stats = calibrate_batches(f, plan, params, batches, observers=observers, progress=progress)
-        return self(plan, params, stats)
+        return solver._one_pass(plan, params, stats, known)
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns a spec with the calibrator that finds scales."""
@@ -179,47 +210,73 @@ class Gptq:
             return spec
         return dataclasses.replace(spec, calibrator=self.calibrator)
 
-    def solve(self, matrix: Matrix, grids: Grids, weight: Weight) -> MatrixReport:
-        """Rounds the elements of a matrix, in place, and returns what is to be reported."""
-        start = time.perf_counter()
-        task = _Task.of(matrix, grids, self.spec_of(weight.spec), self.order)
-        own = matrix.hessian[np.ix_(task.order, task.order)]
-        found = factor(own, self.damping)
-        if found is None:
-            self._refuse(matrix)
-            rounded = task.nearest()
-        else:
-            rounded = self._rounded(matrix, task, found)
-        nearest = task.nearest()
-        before, after = (matrix.loss(task.w, x) for x in (nearest, rounded))
-        worse = ~(after <= before)
-        rounded[worse] = nearest[worse]
-        grids.values[matrix.places] = rounded
-        total = max(matrix.rows, 1)
-        return MatrixReport(
-            sites=matrix.sites,
-            step=matrix.step,
-            path=weight.path,
-            shape=(task.w.shape[0], task.w.shape[1]),
-            before=float(before.sum()) / total,
-            after=float(np.where(worse, before, after).sum()) / total,
-            damping=None if found is None else found.damping,
-            inputs=matrix.rows,
-            dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
-            kept=int(worse.sum()),
-            seconds=time.perf_counter() - start,
-        )
+    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
+        """Rounds the elements of matrices of one shape, in place, and returns what is to be
+        reported of each.
+        """
+        spec = self.spec_of(weight.spec)
+        parts = parted(matrices)
+        return [x for part in parts for x in self._solve(part, grids, weight.path, spec)]
 
-    def _rounded(self, matrix: Matrix, task: "_Task", found: Factor) -> Array:
+    def _solve(
+        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
+    ) -> Iterator[MatrixReport]:
+        start = time.perf_counter()
+        stack = Stack.of(matrices, grids, spec, self.order)
+        hessians = (
+            matrix.hessian[np.ix_(order, order)]
+            for matrix, order in zip(matrices, stack.order, strict=True)
+        )
+        found = [factor(own, self.damping) for own in hessians]
+        good = [i for i, own in enumerate(found) if own is not None]
+        bad = [i for i, own in enumerate(found) if own is None]
+        rounded = np.empty_like(stack.w)
+        if bad:
+            self._refuse(matrices[bad[0]])
+        if good:
+            chosen = [matrices[i] for i in good], stack.of_some(good), [found[i] for i in good]
+            rounded[good] = self._rounded(*chosen)
+        nearest = stack.nearest()  # with scales that may have been found on the way
+        rounded[bad] = nearest[bad]
+        lost = [
+            (matrix.loss(w, x), matrix.loss(w, y))
+            for matrix, w, x, y in zip(matrices, stack.w, nearest, rounded, strict=True)
+        ]
+        worse = np.array([~(after <= before) for before, after in lost])
+        rounded[worse] = nearest[worse]
+        grids.values[stack.places] = rounded
+        seconds = (time.perf_counter() - start) / len(matrices)
+        for matrix, own, kept, (before, after) in zip(matrices, found, worse, lost, strict=True):
+            total = max(matrix.rows, 1)
+            yield MatrixReport(
+                sites=matrix.sites,
+                step=matrix.step,
+                at=matrix.at,
+                path=path,
+                shape=(matrix.places.shape[0], matrix.places.shape[1]),
+                before=float(before.sum()) / total,
+                after=float(np.where(kept, before, after).sum()) / total,
+                damping=None if own is None else own.damping,
+                inputs=matrix.rows,
+                dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
+                kept=int(kept.sum()),
+                seconds=seconds,
+            )
+
+    def _rounded(self, matrices: Sequence[Matrix], stack: Stack, found: list[Any]) -> Array:
         strength = _STRENGTH[self.propagation] if self.strength is None else self.strength
-        w, carried = task.w, None
-        if matrix.drift is not None and self.propagation == "qep":
-            w = corrected(w, matrix.hessian, matrix.drift.cross, strength, found.damping)
-        if matrix.drift is not None and self.propagation == "gptaq":
-            cross = matrix.drift.cross[np.ix_(task.order, task.order)]
-            carried = carried_over(found.upper, cross, strength)
-        solve = task.dynamic if self.groups == "dynamic" else task.static
-        return solve(w.astype(np.float32), found.upper, carried)
+        w, carried = stack.w, None
+        cross = [matrix.drift.cross for matrix in matrices if matrix.drift is not None]
+        if cross and self.propagation == "qep":
+            each = zip(stack.w, matrices, cross, found, strict=True)
+            w = np.stack(
+                [corrected(x, own.hessian, d, strength, by.damping) for x, own, d, by in each]
+            )
+        if cross and self.propagation == "gptaq":
+            each = zip(stack.order, cross, found, strict=True)
+            carried = [carried_over(by.upper, d[np.ix_(o, o)], strength) for o, d, by in each]
+        solve = stack.dynamic if self.groups == "dynamic" else stack.static
+        return solve(w.astype(np.float32), [own.upper for own in found], carried)
 
     def _refuse(self, matrix: Matrix) -> None:
         if self.ill_conditioned == "round":
@@ -238,107 +295,3 @@ class Gptq:
 
 
 gptq = Gptq
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    """A matrix that is to be rounded, [rows, columns].
-
-    Attributes:
-      w: its values, float32.
-      label: of each the index of its scale.
-      order: of columns.
-      columns: of each column the number of its group.
-      grids: scales and zero points, by index.
-      spec: how values are rounded.
-    """
-
-    w: Array
-    label: Array
-    order: Array
-    columns: Array
-    grids: Grids
-    spec: QSpec
-
-    @classmethod
-    def of(cls, matrix: Matrix, grids: Grids, spec: QSpec, order: Order) -> "_Task":
-        """Reads a matrix."""
-        label = grids.label[matrix.places]
-        _, first, group = np.unique(label, axis=1, return_index=True, return_inverse=True)
-        rank = np.empty(len(first), int)
-        rank[np.argsort(first)] = np.arange(len(first))
-        columns = rank[group.ravel()]
-        w = grids.values[matrix.places]
-        return cls(w, label, order_of(matrix.hessian, columns, order), columns, grids, spec)
-
-    def nearest(self) -> Array:
-        """Returns the matrix rounded to nearest with the scales as they are."""
-        scale, zero_point = self.grids.at(self.label)
-        return np.array(_nearest(self.w, scale, zero_point, spec=self.spec))
-
-    def static(self, w: Array, upper: Array, carried: Array | None) -> Array:
-        """Returns the columns rounded with the scales as they are."""
-        size = min(BLOCK, len(upper))
-        more = -len(upper) % size
-        label = np.pad(self.label.T[self.order], ((0, more), (0, 0)), mode="edge")
-        affine = Affine(*map(_on_device, self.grids.at(label)))
-        return self._run(w, upper, carried, size, affine)[0]
-
-    def dynamic(self, w: Array, upper: Array, carried: Array | None) -> Array:
-        """Returns the columns rounded with scales that are found on the way, and writes these."""
-        runs = self.columns[self.order]
-        starts = np.flatnonzero(np.diff(runs, prepend=-1))
-        sizes = np.diff(starts, append=len(runs))
-        size = int(sizes[0])
-        apart = len(np.unique(self.label)) == len(self.label) * len(starts)
-        plain = not isinstance(self.grids.nearest.scale, QTensor)
-        require_that(
-            plain and apart and len(starts) == runs.max() + 1 and bool(np.all(sizes[:-1] == size)),
-            error=ValueError,
-            function="algorithms.gptq",
-            problem="these scales cannot be found on the way.",
-            given=f"{self.spec} of {len(self.label)} rows, {len(starts)} groups of "
-            f"{sorted({*sizes.tolist()})} columns",
-            expected="groups of one size, of which each row has a scale of its own, in float or a "
-            "power of two",
-            mend="pass groups='static'.",
-        )
-        by_row = per_block({0: size, 1: 1})
-        spec = dataclasses.replace(self.spec, granularity=by_row, stacked=())
-        rounded, affine = self._run(w, upper, carried, size, None, spec)
-        self.grids.put(self.label[:, self.order[starts]].T, affine)
-        return rounded
-
-    def _run(
-        self,
-        w: Array,
-        upper: Array,
-        carried: Array | None,
-        size: int,
-        affine: Affine | None,
-        spec: QSpec | None = None,
-    ) -> tuple[Array, Affine]:
-        """Runs the loop on whole blocks: columns of zeros are added behind."""
-        count, more = len(upper), -len(upper) % size
-        wide = np.eye(count + more)
-        wide[:count, :count] = upper
-        also = None if carried is None else np.pad(carried, ((0, more), (0, more)))
-        found = round_columns(
-            _on_device(np.pad(w.T[self.order], ((0, more), (0, 0)))),
-            _on_device(wide.astype(np.float32)),
-            _on_device(None if also is None else also.astype(np.float32)),
-            affine,
-            None if affine is None else _on_device(np.arange(count + more)),
-            spec=spec or self.spec,
-            size=size,
-        )
-        rounded = np.empty_like(self.w)
-        rounded[:, self.order] = np.asarray(found.rounded)[:count].T
-        return rounded, Affine(found.scale, found.zero_point)
-
-
-def _on_device(x: Array | None) -> Any:
-    return None if x is None else jax.device_put(x)
-
-
-_nearest = jax.jit(rounded_to, static_argnames="spec")

@@ -2,55 +2,43 @@
 their weights quantized.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _compat
-from ..observers import hessian, places
-from ..observers._shared import HessianStats, gram
-from ..tensor import QSpec
+from .._files import Path
+from ..observers import places
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
-    FORMS,
     Address,
+    Call,
     Chosen,
     Site,
     TracedOnce,
     Weight,
-    addressed,
     arguments_of,
     as_plan,
     contractions,
     elements_of,
     observed_parts,
     progress_bar,
+    tell,
     trace_call,
 )
+from ._checkpoint import Checkpoint, Solver, chosen, made_of
+from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
+from ._once import sites_once
 from ._report import AlgorithmReport, MatrixReport
-from ._sequential import Frame, Inputs, Walk
-from ._stages import Scope, Steps, body_of, whole
-from ._weight import OBSERVERS, Drift, Grids, Matrix, matrices_of
+from ._sequential import Frame, Inputs, Stream, Walk
+from ._stages import Scope, Steps, whole
+from ._sums import Sums
+from ._weight import OBSERVERS, Drift, Grids, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
-
-
-class Solver(Protocol):
-    """Chooses the codes of one matrix."""
-
-    def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns the spec by whose calibrator scales are found."""
-        ...
-
-    def solve(self, matrix: Matrix, grids: Grids, weight: Weight) -> MatrixReport:
-        """Rounds the elements of a matrix, in place, and returns what is to be reported."""
-        ...
 
 
 def layer_by_layer(
@@ -61,6 +49,8 @@ def layer_by_layer(
     batches: Iterable[Any],
     *,
     beside: bool = False,
+    offload: bool = False,
+    checkpoint: Path | None = None,
     progress: bool = False,
 ) -> Chosen:
     """Returns the parameters with codes that a solver has chosen site after site.
@@ -69,65 +59,113 @@ def layer_by_layer(
     the sum over its uses of float inputs.
 
     Args:
-      solver: chooses the codes of one matrix.
+      solver: chooses the codes of matrices.
       f: the function.
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
       beside: whether the float function is run too, so that matrices know how inputs drift.
+      offload: whether values of batches are kept on the host between stages.
+      checkpoint: the folder of what is chosen already.
       progress: whether to show a bar.
     """
     every, f = list(batches), TracedOnce(f)
-    calls = [
-        trace_call("ptq", f, plan.parameters, arguments_of(plan, params, batch), {})
-        for batch in every
-    ]
+    calls = calls_of(f, plan, params, every)
     first = calls[0]
-    known = elements_of(f, plan, params, every[0], [".*"])
-    elements = {key.removesuffix(f"@{places}"): np.asarray(x) for key, x in known.items()}
-    once = _once(plan, first.jaxpr, elements)
+    known = None if checkpoint is None else Checkpoint(checkpoint, made_of(plan, solver, calls))
+    elements = {
+        key.removesuffix(f"@{places}"): np.asarray(x)
+        for key, x in elements_of(f, plan, params, every[0], [".*"]).items()
+    }
+    once = sites_once(plan, first.jaxpr, elements)
+    scopes = _scopes(plan, calls, once)
+    parts = {item.address: item for item in contractions(first) if item.address}
+    parts = {
+        site.address: {x.about.role: x for x in observed_parts(site, parts[site.address])}
+        for site in plan.sites
+    }
+    rest = [site for site in plan.sites if site.address not in once and _is_weighted(plan, site)]
+    memory = Memory(
+        weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of),
+        statistics=max(
+            *(bytes_of_sums(parts[here]["activation"], beside) for here in once),
+            sum(_bytes_of_all(site, parts[site.address]) for site in rest),
+            0,
+        ),
+        activations=bytes_of_activations(scopes, 1 + beside),
+        offload=offload,
+    )
+    count = sum(math.prod(x.shape[:-2]) for x in elements.values())
+    bar = progress_bar("quantize", "matrix", total=count) if progress else None
+    tell(bar, f"quantize: {memory}")
+
     originals = {
         place: leaf
         for place, (path, leaf) in enumerate(zip(first.paths, first.leaves, strict=True))
         if path is not None
     }
-    count = sum(math.prod(x.shape[:-2]) for x in elements.values())
-    bar = progress_bar("quantize", "matrix", total=count) if progress else None
-    weights = _Weights(solver, plan, originals, first.paths, bar)
-    for matrix, weight in _shared(f, plan, params, every, once, progress):
-        weights.choose(matrix, weight)
+    weights = _Weights(solver, plan, originals, first.paths, known, bar)
+    for matrices, weight in _shared(f, plan, params, every, rest, progress):
+        weights.choose(lambda own=matrices: own, stacked(matrices), weight)
+    inputs = Sums()
 
-    items = {item.address: item for item in contractions(first) if item.address}
-    parts = {here: observed_parts(plan.site_at(here), items[here]) for here in once}  # pyright: ignore
-    inputs = _Sums()
+    def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
+        side, where = (parts[site.address][role] for role in ("activation", "weight"))
+        where = elements[where.key][steps]
 
-    def at_site(site: Site, steps: Steps, own: Inputs, floats: Inputs | None) -> None:
-        side, part = (
-            next(x for x in parts[site.address] if x.about.role == role)
-            for role in ("activation", "weight")
-        )
-        total, drift, rows = inputs.sums(own, floats, side.about)
-        where = elements[part.key][steps]
-        for at in np.ndindex(where.shape[:-2]):
-            lost = None if drift is None else Drift(*(x[at] for x in drift))
-            seen = int(np.broadcast_to(rows, where.shape[:-2])[at])
-            matrix = Matrix((site.name,), (*steps, *at), where[at], total[at], seen, lost)
-            weights.choose(matrix, _weight_of(plan, site))
+        def matrices() -> list[Matrix]:
+            total, drift, rows = inputs.sums(streams, side.about)
+            seen, found = np.broadcast_to(rows, where.shape[:-2]), []
+            for at in np.ndindex(seen.shape):
+                lost = None if drift is None else Drift(*(x[at] for x in drift))
+                own = (site.name,), steps, at, where[at], total[at], int(seen[at]), lost
+                found.append(Matrix(*own))
+            return found
 
-    scopes: dict[int, Scope] = {}  # batches of one kind have one jaxpr
+        own = next(plan.weight_at(x.path) for x in site.operands if x.path is not None)
+        assert own is not None
+        weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), own)
+
+    streams = [Stream(x, offload) for x in (weights.current, originals)[: 1 + beside]]
     frames = []
-    for call in calls:
-        if id(call.jaxpr) not in scopes:
-            as_plan("ptq", plan, call, plan.parameters)  # its sites are those of the plan
-            scopes[id(call.jaxpr)] = whole(plan, call, lambda site: site.address in once)
-        scope = scopes[id(call.jaxpr)]
+    for call, scope in zip(calls, scopes, strict=True):
         given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
-        frames.append(Frame(scope, {var: x for var, x, path in given if path is None}))
-    floats = [Frame(frame.scope, dict(frame.values)) for frame in frames] if beside else None
-    Walk(plan, weights.current, at_site, originals).go(frames, floats)
+        values = {var: x for var, x, path in given if path is None}
+        frames.append([Frame(scope, stream, values) for stream in streams])
+    Walk(plan, at_site).go(frames)
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
-    return Chosen(weights.quantized(params), AlgorithmReport(tuple(weights.entries)))
+    report = AlgorithmReport(tuple(weights.entries), memory)
+    return Chosen(weights.quantized(params), report)
+
+
+def calls_of(f: Any, plan: Plan, params: Any, batches: Iterable[Any]) -> list[Call]:
+    """Returns a function as it is traced for each batch."""
+    return [
+        trace_call("ptq", f, plan.parameters, arguments_of(plan, params, batch), {})
+        for batch in batches
+    ]
+
+
+def _scopes(plan: Plan, calls: Sequence[Call], once: set[Address]) -> list[Scope]:
+    """Returns the scope of each call; calls of one kind have one."""
+    found: dict[int, Scope] = {}
+    for call in calls:
+        if id(call.jaxpr) not in found:
+            as_plan("ptq", plan, call, plan.parameters)  # its sites are those of the plan
+            found[id(call.jaxpr)] = whole(plan, call, lambda site: site.address in once)
+    return [found[id(call.jaxpr)] for call in calls]
+
+
+def _is_weighted(plan: Plan, site: Site) -> bool:
+    return any(plan.weight_at(operand.path) for operand in site.operands)
+
+
+def _bytes_of_all(site: Site, parts: Mapping[str, Any]) -> int:
+    """Returns the bytes of the sums of a site, of all steps of its scans."""
+    if "activation" not in parts:
+        return 0
+    return bytes_of_sums(parts["activation"]) * math.prod(loop.length for loop in site.loops)
 
 
 class _Weights:
@@ -144,9 +182,10 @@ class _Weights:
         plan: Plan,
         originals: Mapping[int, Any],
         paths: Sequence[str | None],
-        bar: Any = None,
+        checkpoint: Checkpoint | None,
+        bar: Any,
     ):
-        self._solver, self._plan, self._bar = solver, plan, bar
+        self._solver, self._plan, self._checkpoint, self._bar = solver, plan, checkpoint, bar
         self._places = {paths[place]: place for place in originals}
         self._grids = {
             weight.path: Grids.of(originals[self._places[weight.path]], solver.spec_of(weight.spec))
@@ -155,26 +194,36 @@ class _Weights:
         self.current = dict(originals)
         self.entries: list[MatrixReport] = []
 
-    def choose(self, matrix: Matrix, weight: Weight) -> None:
-        """Chooses the codes of a matrix, and writes their values to the parameters."""
+    def choose(
+        self, matrices: Callable[[], Sequence[Matrix]], where: Array, weight: Weight
+    ) -> None:
+        """Chooses the codes of matrices of one shape, and writes their values to the parameters.
+
+        Args:
+          matrices: makes them, where they are not known already.
+          where: their places, [matrices, rows, columns].
+          weight: whose they are.
+        """
         grids, place = self._grids[weight.path], self._places[weight.path]
-        self.entries.append(self._solver.solve(matrix, grids, weight))
-        values = grids.values[matrix.places]
-        self.current[place] = _written(self.current[place], matrix.places, values)
+        known, solver = self._checkpoint, self._solver
+        self.entries += chosen(known, solver, matrices, where, grids, weight)
+        self.current[place] = _written(self.current[place], where, grids.values[where])
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(len(where))
 
     def leave(self, site: Site, elements: Mapping[str, Array]) -> None:
         """Reports the matrices of a site that no batch has reached: they are rounded to nearest."""
-        known = {(entry.sites, entry.step) for entry in self.entries}
+        known = {(entry.sites, entry.step, entry.at) for entry in self.entries}
         for operand in site.operands:
-            for step in np.ndindex(elements.get(operand.key, np.empty((0, 0, 0))).shape[:-2]):
-                shape, sites = elements[operand.key][step].shape, (site.name,)
-                if (sites, step) not in known:
-                    rounded = MatrixReport(
-                        sites, step, str(operand.path), shape, 0.0, 0.0, None, 0, 0, 0, 0.0
+            where, depth = elements.get(operand.key, np.empty((0, 0, 0))), len(site.loops)
+            for index in np.ndindex(where.shape[:-2]):
+                step, at = index[:depth], index[depth:]
+                sites, shape = (site.name,), where.shape[-2:]
+                if (sites, step, at) not in known:
+                    report = MatrixReport(
+                        sites, step, at, str(operand.path), shape, 0.0, 0.0, None, 0, 0, 0, 0.0
                     )
-                    self.entries.append(rounded)
+                    self.entries.append(report)
 
     def quantized(self, params: Any) -> Any:
         """Returns the parameters with all weights quantized."""
@@ -185,135 +234,22 @@ class _Weights:
         )
 
 
-def _weight_of(plan: Plan, site: Site) -> Weight:
-    weight = next(plan.weight_at(x.path) for x in site.operands if x.path is not None)
-    assert weight is not None
-    return weight
-
-
 def _shared(
-    f: Any, plan: Plan, params: Any, batches: list[Any], once: set[Address], progress: bool
-) -> Iterable[tuple[Matrix, Weight]]:
+    f: Any, plan: Plan, params: Any, batches: list[Any], rest: list[Site], progress: bool
+) -> Iterable[tuple[list[Matrix], Weight]]:
     """Yields the matrices that are not of a site that runs once, with the sums over their uses."""
-    rest = [
-        site
-        for site in plan.sites
-        if site.address not in once and any(plan.weight_at(x.path) for x in site.operands)
-    ]
     if not rest:
         return
     patterns = {re.escape(site.path): OBSERVERS[".*"] for site in rest}
     stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
-    alone = {site.name for site in plan.sites if site.address in once}
+    alone = {site.name for site in plan.sites} - {site.name for site in rest}
     for path in dict.fromkeys(x.path for site in rest for x in site.operands):
         weight = plan.weight_at(path)
         if weight is None:
             continue
-        for matrix in matrices_of("algorithms.gptq", plan, weight, stats):
-            if not alone.issuperset(matrix.sites):
-                yield matrix, weight
-
-
-def _once(plan: Plan, jaxpr: Any, elements: Mapping[str, Array]) -> set[Address]:
-    """Returns the addresses of the sites that run once for each part of their weight: all scans
-    around step over it, and no other site multiplies by the same elements.
-    """
-    apart = _apart(plan, elements)
-    found: set[Address] = set()
-
-    def look(jaxpr: Any, address: Address, scans: tuple[Address, ...]) -> None:
-        body, _ = _compat.open_jaxpr(jaxpr)
-        for here, eqn, marked in addressed(body, address):
-            site, name = plan.site_at(here), eqn.primitive.name
-            if site is not None:
-                weights = sum(x.path is not None for x in site.operands)
-                loops = tuple(loop.address for loop in site.loops)
-                if here in apart and weights == 1 and loops == scans:
-                    found.add(here)
-            elif not marked or name in ("while", "shard_map"):
-                continue
-            elif name == "cond":
-                for i, branch in enumerate(eqn.params["branches"]):
-                    look(branch, (*here, i), scans)
-            elif name == "scan":
-                look(eqn.params["jaxpr"], here, (*scans, here))
-            elif name in FORMS:
-                look(body_of(eqn), here, scans)
-
-    look(jaxpr, (), ())
-    return found
-
-
-def _apart(plan: Plan, elements: Mapping[str, Array]) -> set[Address]:
-    """Returns the addresses of the sites that share no element of their weight with another."""
-    found: set[Address] = set()
-    for weight in plan.weights:
-        mine = [
-            (site.address, elements.get(operand.key))
-            for site in plan.sites
-            for operand in site.operands
-            if operand.path == weight.path
-        ]
-        known = [(here, own) for here, own in mine if own is not None]
-        if not known or len(known) < len(mine):
-            continue
-        uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)
-        for _, own in known:
-            uses[own] += 1
-        found |= {here for here, own in known if np.all(uses[own] == 1)}
-    return found
-
-
-class _Sums:
-    """Sums of products of inputs: once for sites that read the same ones one after another."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Inputs, Any, Any] | None = None
-
-    def sums(self, inputs: Inputs, floats: Inputs | None, about: Any) -> Any:
-        """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, where there are any, and how many rows there were, of each matrix.
-        """
-        kind = dataclasses.replace(about, path="")
-        if self._last is not None and kind == self._last[1] and _same(inputs, self._last[0]):
-            return self._last[2]
-        found = [_observed(*own, about=about) for own in inputs]
-        rows = sum(np.asarray(each.rows, np.int64) for each in found)
-        total, drift = _total(each.products for each in found), None
-        if floats is not None:
-            both = [_drift(x[0], *own, about=about) for x, own in zip(floats, inputs, strict=True)]
-            drift = Drift(*map(_total, zip(*both, strict=True)))
-        self._last = inputs, kind, (total, drift, rows)
-        return self._last[2]
-
-
-def _same(a: Inputs, b: Inputs) -> bool:
-    """Whether inputs are the very same arrays."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return len(a) == len(b) and all(x is y for x, y in pairs)
-
-
-def _total(parts: Iterable[jax.Array]) -> Array:
-    """Returns the sum of what batches give, in float64."""
-    first, *rest = parts
-    total = np.array(first, np.float64)
-    for part in rest:
-        total += np.asarray(part)
-    return total
-
-
-@partial(jax.jit, static_argnames="about")
-def _observed(x: jax.Array, sizes: jax.Array | None = None, *, about: Any) -> HessianStats:
-    return hessian.observe(x, dataclasses.replace(about, sizes=sizes))
-
-
-@partial(jax.jit, static_argnames="about")
-def _drift(
-    exact: jax.Array, x: jax.Array, sizes: jax.Array | None = None, *, about: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what `Drift` holds, of one batch."""
-    lost, site = exact - x, dataclasses.replace(about, sizes=sizes)
-    return gram(lost, x, site), gram(lost, lost, site)
+        every = matrices_of("algorithms.gptq", plan, weight, stats)
+        for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
+            yield alike, weight
 
 
 @jax.jit

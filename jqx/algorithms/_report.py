@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ._memory import Memory
+
 
 def name_of(sites: Sequence[str], step: Sequence[int]) -> str:
     """Returns what reports call the matrix of some sites, at an index of a stack."""
@@ -17,7 +19,9 @@ class MatrixReport:
 
     Attributes:
       sites: the names of those that multiply by it.
-      step: its index in the stack of a weight, such as a layer of a scan; `()` where there is one.
+      step: the number of the step in each scan over the weight around the site, such as a layer.
+      at: which of several matrices that are multiplied by at once, such as an expert or a group of
+        a convolution; `()` where there is one.
       path: of the weight.
       shape: (rows, columns): what the product keeps and what it sums over.
       before: the objective of rounding to nearest with the same scales, per input.
@@ -32,6 +36,7 @@ class MatrixReport:
 
     sites: tuple[str, ...]
     step: tuple[int, ...]
+    at: tuple[int, ...]
     path: str
     shape: tuple[int, int]
     before: float
@@ -45,14 +50,31 @@ class MatrixReport:
     @property
     def name(self) -> str:
         """What the table calls it."""
+        return name_of(self.sites, (*self.step, *self.at))
+
+    @property
+    def layer(self) -> str:
+        """What the table calls it together with those that are multiplied by at once."""
         return name_of(self.sites, self.step)
+
+
+_HEAD = ("matrix", "shape", "before", "after", "damping", "inputs", "dead", "kept", "seconds")
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmReport(Sequence[MatrixReport]):
-    """The entries of all matrices, in the order in which they were quantized; prints as a table."""
+    """The entries of all matrices, in the order in which they were quantized.
+
+    It prints as a table, in which matrices that are multiplied by at once are one line: the largest
+    damping, the least and the most inputs, and sums of all else.
+
+    Attributes:
+      entries: of each matrix one.
+      memory: what the run took, as it was known before; `None` for one pass.
+    """
 
     entries: tuple[MatrixReport, ...]
+    memory: Memory | None = None
 
     def __getitem__(self, index: Any) -> Any:
         return self.entries[index]
@@ -64,34 +86,35 @@ class AlgorithmReport(Sequence[MatrixReport]):
         return iter(self.entries)
 
     def __str__(self) -> str:
-        head = (
-            "matrix",
-            "shape",
-            "before",
-            "after",
-            "damping",
-            "inputs",
-            "dead",
-            "kept",
-            "seconds",
-        )
-        rows = [head, *map(_row, self.entries)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
+        lines: dict[Any, list[MatrixReport]] = {}
+        for entry in self.entries:
+            lines.setdefault((entry.layer, entry.path, entry.shape), []).append(entry)
+        rows = [_HEAD, *map(_row, lines.values())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = [
             "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join(lines)
+        text.insert(1, "-" * max(map(len, text)))
+        return "\n".join(text)
 
 
-def _row(entry: MatrixReport) -> tuple[str, ...]:
-    damping = "rounded" if entry.damping is None else f"{entry.damping:g}"
-    numbers = f"{entry.before:.4g}", f"{entry.after:.4g}", damping
-    counts = (f"{n:,}" for n in (entry.inputs, entry.dead, entry.kept))
+def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
+    first, several = entries[0], len(entries) > 1
+    shape = f"{first.shape[0]} x {first.shape[1]}"
+    damping = [entry.damping for entry in entries if entry.damping is not None]
+    inputs = sorted({entry.inputs for entry in entries})
+    before, after, dead, kept, seconds = (
+        sum(getattr(entry, field) for entry in entries)
+        for field in ("before", "after", "dead", "kept", "seconds")
+    )
     return (
-        entry.name,
-        f"{entry.shape[0]} x {entry.shape[1]}",
-        *numbers,
-        *counts,
-        f"{entry.seconds:.2f}",
+        first.layer if several else first.name,
+        f"{len(entries)} x ({shape})" if several else shape,
+        f"{before:.4g}",
+        f"{after:.4g}",
+        f"{max(damping):g}" if len(damping) == len(entries) else "rounded",
+        f"{inputs[0]:,}" if len(inputs) == 1 else f"{inputs[0]:,} to {inputs[-1]:,}",
+        f"{dead:,}",
+        f"{kept:,}",
+        f"{seconds:.2f}",
     )

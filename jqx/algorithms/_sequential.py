@@ -3,221 +3,242 @@ have made.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import Address, Site
-from ._stages import Params, Scope, Stage, Steps, body_of
+from ..transforms._shared import Site
+from ._stages import Params, Scope, Stage, Steps
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnHost:
+    """An array that is kept on the host.
+
+    Attributes:
+      values: its values.
+      sharding: how it goes back to the devices; `None` leaves that to JAX.
+    """
+
+    values: np.ndarray
+    sharding: Any
+
+
+def on_device(x: Any) -> Any:
+    """Returns a value that was kept, on the device."""
+    return jax.device_put(x.values, x.sharding) if isinstance(x, OnHost) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The function run with parameters of its own.
+
+    Attributes:
+      params: their leaves, by place: as they are at each stage.
+      offload: whether values of batches are kept on the host between stages.
+    """
+
+    params: Params
+    offload: bool = False
+
+    def kept(self, x: Any) -> Any:
+        """Returns a value as it is kept. Keys of random numbers stay where they are."""
+        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if not self.offload or not is_array:
+            return x
+        return OnHost(np.asarray(x), x.sharding if x.committed else None)
+
+
 class Frame:
-    """One batch in one scope.
+    """One batch of one stream in one scope.
 
     Attributes:
       scope: the scope.
-      values: of the batch, by variable.
+      stream: the stream.
+      values: of the batch, by variable, as they are kept.
     """
 
-    scope: Scope
-    values: dict[Any, Any]
+    def __init__(self, scope: Scope, stream: Stream, values: Mapping[Any, Any]):
+        self.scope, self.stream = scope, stream
+        self.values = {var: stream.kept(x) for var, x in values.items()}
 
-    def read(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
-        """Returns values, of the batch or of parameters."""
+    def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
+        """Returns values as they are kept: of the batch, or made of parameters."""
         own = [x for x in atoms if not self.scope.is_of_batch(x)]
-        made = iter(self.scope.values(own, params, steps) if own else ())
+        made = iter(self.scope.values(own, self.stream.params, steps) if own else ())
         return [self.values[x] if self.scope.is_of_batch(x) else next(made) for x in atoms]
 
-    def run(self, stage: Stage, params: Params, steps: Steps) -> None:
+    def run(self, stage: Stage, steps: Steps) -> None:
         """Runs a stage that holds no site."""
         if not stage.eqns:
             return
-        given = [self.values[x] for x in stage.reads]
-        self.put(stage, self.scope.run(stage, params, steps, given))
+        given = [on_device(self.values[x]) for x in stage.reads]
+        self.put(stage, self.scope.run(stage, self.stream.params, steps, given))
 
-    def enter(self, stage: Stage, body: Any, atoms: Sequence[Any], part: Address = ()) -> "Frame":
-        """Returns the frame of a function inside of an equation, of these operands."""
-        own = self.scope.is_of_batch
-        scope = self.scope.inside(stage, body, [None if own(x) else x for x in atoms], part)
-        given = zip(scope.jaxpr.invars, atoms, strict=True)
-        return Frame(scope, {var: self.values[x] for var, x in given if own(x)})
+    def enter(self, stage: Stage, branch: int | None = None) -> "Frame":
+        """Returns the frame of the function inside of an equation, or of a branch of it."""
+        scope, operands = self.scope.entered(stage, branch)
+        inner = Frame(scope, self.stream, {var: self.values[x] for var, x in operands.items()})
+        self.drop(stage)
+        return inner
+
+    def results(self, steps: Steps) -> list[Any]:
+        """Returns the results of the scope, all of whose stages have run."""
+        return self.read(self.scope.jaxpr.outvars, steps)
+
+    def leave(self, stage: Stage, results: Sequence[Any]) -> None:
+        """Keeps the results of a stage that was entered."""
+        named = dict(zip(stage.eqns[0].outvars, results, strict=True))
+        self.put(stage, [named[var] for var in stage.gives])
 
     def put(self, stage: Stage, results: Sequence[Any]) -> None:
-        """Keeps the results of a stage, and drops what nothing reads any more."""
+        """Keeps what others read of the results of a stage, and drops what nothing reads now."""
+        self.values.update(zip(stage.gives, map(self.stream.kept, results), strict=True))
+        self.drop(stage)
+
+    def drop(self, stage: Stage) -> None:
+        """Drops what nothing reads after a stage."""
         for var in stage.last:
             self.values.pop(var, None)
-        self.values.update(zip(stage.gives, results, strict=True))
 
+
+Batch = Sequence[Frame]
+"""One batch in one scope: its frame in each stream."""
 
 Inputs = list[list[Any]]
-"""What a site reads beside its weight, of each batch: the activation, and sizes of groups."""
+"""What a site reads beside its weight, of each batch, as it is kept: the activation, and sizes of
+groups."""
 
-Solve = Callable[[Site, Steps, Inputs, Inputs | None], None]
-"""Chooses the weight of a site in one step, by the inputs of each batch, and writes it to the
-parameters; beside them the same of the float function, where it is run too."""
+Solve = Callable[[Site, Steps, list[Inputs]], None]
+"""Chooses the weight of a site in one step, by its inputs in each stream, and writes it to the
+parameters of the first."""
+
+Pairs = list[tuple[Stage, Batch]]
+"""A stage as each batch has it: of one function, traced for batches of any size."""
 
 
 class Walk:
-    """Runs a function stage after stage on all batches.
+    """Runs a function stage after stage, each on all batches and in all streams.
 
     Attributes:
       plan: the plan.
-      params: the leaves of the parameters, by place: `solve` writes to it.
       solve: is called at each site.
-      original: the float parameters, where the float function is run beside; else `None`.
     """
 
-    def __init__(self, plan: Plan, params: Params, solve: Solve, original: Params | None = None):
-        self.plan, self.params, self.solve, self.original = plan, params, solve, original
+    def __init__(self, plan: Plan, solve: Solve):
+        self.plan, self.solve = plan, solve
+        self._kinds = {
+            "run": self._run,
+            "site": self._site,
+            "inline": self._inside,
+            "scan": self._scan,
+            "branch": self._branch,
+        }
 
-    def go(self, frames: list[Frame], floats: list[Frame] | None, steps: Steps = ()) -> None:
-        """Runs all stages of a scope: of frames of one function, traced for batches of any size."""
-        for stages in zip(*(frame.scope.stages for frame in frames), strict=True):
-            run = {
-                "run": self._run,
-                "site": self._site,
-                "inline": self._inline,
-                "scan": self._scan,
-                "branch": self._branch,
-            }[stages[0].kind]
-            run(stages, frames, floats, steps)
+    def go(self, batches: Sequence[Batch], steps: Steps = ()) -> None:
+        """Runs all stages of a scope."""
+        for stages in zip(*(batch[0].scope.stages for batch in batches), strict=True):
+            self._kinds[stages[0].kind](list(zip(stages, batches, strict=True)), steps)
 
-    def _run(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
-        for stage, frame in zip(stages, frames, strict=True):
-            frame.run(stage, self.params, steps)
-        for stage, frame in zip(stages, floats or (), strict=False):
-            frame.run(stage, self.original or {}, steps)
+    def _run(self, pairs: Pairs, steps: Steps) -> None:
+        for stage, batch in pairs:
+            for frame in batch:
+                frame.run(stage, steps)
 
-    def _site(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
-        site = self.plan.site_at(stages[0].here)
+    def _site(self, pairs: Pairs, steps: Steps) -> None:
+        site = self.plan.site_at(pairs[0][0].here)
         assert site is not None
         place = next(i for i, x in enumerate(site.operands) if x.path is None)
 
-        def inputs(frames: Any, params: Any) -> Inputs:
-            found = []
-            for stage, frame in zip(stages, frames, strict=True):
-                atoms = stage.eqns[0].invars
-                found.append(frame.read([atoms[place], *atoms[2:]], params, steps))
-            return found
+        def inputs(stage: Stage, frame: Frame) -> list[Any]:
+            atoms = stage.eqns[0].invars
+            return frame.read([atoms[place], *atoms[2:]], steps)
 
-        own = inputs(frames, self.params)
-        self.solve(site, steps, own, inputs(floats, self.original) if floats else None)
-        self._run(stages, frames, floats, steps)
+        def of_streams() -> list[Inputs]:
+            read = [[inputs(stage, frame) for frame in batch] for stage, batch in pairs]
+            return [list(own) for own in zip(*read, strict=True)]
 
-    def _inline(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
-        def enter(frame: Frame, stage: Stage) -> Frame:
+        self.solve(site, steps, of_streams())
+        self._run(pairs, steps)
+
+    def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:
+        """Runs the function inside of an equation, or a branch of it."""
+        inner = [[frame.enter(stage, branch) for frame in batch] for stage, batch in pairs]
+        self.go(inner, steps)
+        for (stage, batch), frames in zip(pairs, inner, strict=True):
+            for frame, own in zip(batch, frames, strict=True):
+                frame.leave(stage, own.results(steps))
+
+    def _branch(self, pairs: Pairs, steps: Steps) -> None:
+        """Takes the branch that the first stream takes, in all of them."""
+        taken: dict[int, Pairs] = {}
+        for stage, batch in pairs:
             (eqn,) = stage.eqns
-            return frame.enter(stage, body_of(eqn), eqn.invars)
+            (chosen,) = batch[0].read(eqn.invars[:1], steps)
+            last = len(eqn.params["branches"]) - 1
+            taken.setdefault(min(max(int(on_device(chosen)), 0), last), []).append((stage, batch))
+        for i in sorted(taken):
+            self._inside(taken[i], steps, i)
 
-        inner = [enter(frame, stage) for frame, stage in zip(frames, stages, strict=True)]
-        beside = [enter(f, s) for f, s in zip(floats, stages, strict=True)] if floats else None
-        self.go(inner, beside, steps)
-        self._leave(stages, frames, inner, self.params, steps)
-        if floats:
-            self._leave(stages, floats, beside, self.original, steps)
+    def _scan(self, pairs: Pairs, steps: Steps) -> None:
+        params = pairs[0][0].eqns[0].params
+        order = range(params["length"])
+        scans = [[Scan(frame, stage, steps) for frame in batch] for stage, batch in pairs]
+        for i in reversed(order) if params["reverse"] else order:
+            self._step(scans, i, steps)
+        for each in scans:
+            for scan in each:
+                scan.leave()
 
-    def _leave(self, stages: Any, frames: Any, inner: Any, params: Any, steps: Steps) -> None:
-        for stage, frame, own in zip(stages, frames, inner, strict=True):
-            results = own.read(own.scope.jaxpr.outvars, params, steps)
-            self._keep(stage, frame, results)
-
-    def _keep(self, stage: Stage, frame: Frame, results: Sequence[Any]) -> None:
-        named = dict(zip(stage.eqns[0].outvars, results, strict=True))
-        frame.put(stage, [named[var] for var in stage.gives])
-
-    def _scan(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
-        eqn = stages[0].eqns[0]
-        length, backwards = eqn.params["length"], eqn.params["reverse"]
-        both = [_Scanned.of(f, s, self.params, steps) for f, s in zip(frames, stages, strict=True)]
-        beside = (
-            [_Scanned.of(f, s, self.original, steps) for f, s in zip(floats, stages, strict=True)]
-            if floats
-            else None
-        )
-        for i in reversed(range(length)) if backwards else range(length):
-            here = (*steps, i)
-            inner = [x.step(i) for x in both]
-            second = [x.step(i) for x in beside] if beside else None
-            self.go(inner, second, here)
-            for x, frame in zip(both, inner, strict=True):
-                x.take(frame, self.params, here)
-            for x, frame in zip(beside or (), second or (), strict=True):
-                x.take(frame, self.original, here)
-        for x in (*both, *(beside or ())):
-            self._keep(x.stage, x.frame, x.results(backwards))
-
-    def _branch(self, stages: Any, frames: Any, floats: Any, steps: Steps) -> None:
-        chosen = [
-            int(frame.read(stage.eqns[0].invars[:1], self.params, steps)[0])
-            for frame, stage in zip(frames, stages, strict=True)
-        ]
-        count = len(stages[0].eqns[0].params["branches"])
-        chosen = [min(max(i, 0), count - 1) for i in chosen]
-
-        def enter(frame: Frame, stage: Stage, i: int) -> Frame:
-            (eqn,) = stage.eqns
-            return frame.enter(stage, eqn.params["branches"][i], eqn.invars[1:], (i,))
-
-        for i in range(count):
-            at = [k for k, place in enumerate(chosen) if place == i]
-            if not at:
-                continue
-            own = [stages[k] for k in at]
-            inner = [enter(frames[k], stages[k], i) for k in at]
-            beside = [enter(floats[k], stages[k], i) for k in at] if floats else None
-            self.go(inner, beside, steps)
-            self._leave(own, [frames[k] for k in at], inner, self.params, steps)
-            if floats:
-                self._leave(own, [floats[k] for k in at], beside, self.original, steps)
+    def _step(self, scans: "list[list[Scan]]", i: int, steps: Steps) -> None:
+        here = (*steps, i)
+        inner = [[scan.step(i) for scan in each] for each in scans]
+        self.go(inner, here)
+        for each, frames in zip(scans, inner, strict=True):
+            for scan, frame in zip(each, frames, strict=True):
+                scan.take(frame.results(here))
 
 
-@dataclasses.dataclass
-class _Scanned:
-    """A scan over weights of one batch, step by step."""
+class Scan:
+    """A scan over weights in one frame, step by step."""
 
-    frame: Frame
-    stage: Stage
-    scope: Scope
-    consts: dict[Any, Any]
-    carry: list[Any]
-    xs: dict[Any, Any]
-    ys: list[list[Any]]
-
-    @classmethod
-    def of(cls, frame: Frame, stage: Stage, params: Any, steps: Steps) -> "_Scanned":
-        eqn = stage.eqns[0]
+    def __init__(self, frame: Frame, stage: Stage, steps: Steps):
+        self.frame, self.stage, (eqn,) = frame, stage, stage.eqns
+        self.scope, operands = frame.scope.stepped(stage)
         consts, count = _compat.scan_counts(eqn)
-        first = consts + count
-        own = frame.scope.is_of_batch
-        carried = range(consts, first)
-        atoms = [None if own(x) or i in carried else x for i, x in enumerate(eqn.invars)]
-        stepped = range(first, len(eqn.invars))
-        scope = frame.scope.inside(stage, eqn.params["jaxpr"], atoms, stepped=stepped)
-        named = list(zip(scope.jaxpr.invars, eqn.invars, strict=True))
-        shared = {var: frame.values[x] for var, x in named[:consts] if own(x)}
-        xs = {var: frame.values[x] for var, x in named[first:] if own(x)}
-        carry = frame.read([x for _, x in named[consts:first]], params, steps)
-        return cls(frame, stage, scope, shared, carry, xs, [])
+        inner = self.scope.jaxpr.invars
+        self._carried = inner[consts : consts + count]
+        self._carry = frame.read(eqn.invars[consts : consts + count], steps)
+        own = {var: frame.values[x] for var, x in operands.items()}
+        self._consts = {var: own[var] for var in inner[:consts] if var in own}
+        self._xs = {var: own[var] for var in inner[consts + count :] if var in own}
+        self._rows: list[list[Any]] = []
+        frame.drop(stage)
 
     def step(self, i: int) -> Frame:
         """Returns the frame of one step."""
-        consts, count = _compat.scan_counts(self.stage.eqns[0])
-        carried = zip(self.scope.jaxpr.invars[consts : consts + count], self.carry, strict=True)
-        return Frame(
-            self.scope, {**self.consts, **dict(carried), **{v: x[i] for v, x in self.xs.items()}}
-        )
+        carried = zip(self._carried, self._carry, strict=True)
+        xs = {var: on_device(x)[i] for var, x in self._xs.items()}
+        frame = Frame(self.scope, self.frame.stream, {**self._consts, **dict(carried), **xs})
+        self._carry = []
+        return frame
 
-    def take(self, frame: Frame, params: Any, steps: Steps) -> None:
+    def take(self, results: Sequence[Any]) -> None:
         """Takes the results of a step."""
-        results = frame.read(self.scope.jaxpr.outvars, params, steps)
-        self.carry = results[: len(self.carry)]
-        self.ys.append(results[len(self.carry) :])
+        kept = list(map(self.frame.stream.kept, results))
+        self._carry, row = kept[: len(self._carried)], kept[len(self._carried) :]
+        self._rows.append(row)
 
-    def results(self, backwards: bool) -> list[Any]:
-        """Returns the results of the scan."""
-        rows = self.ys[::-1] if backwards else self.ys
-        return [*self.carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+    def leave(self) -> None:
+        """Hands the results to the frame around."""
+        (eqn,) = self.stage.eqns
+        rows = self._rows[::-1] if eqn.params["reverse"] else self._rows
+        columns = (jnp.stack(list(map(on_device, x))) for x in zip(*rows, strict=True))
+        results = [*self._carry, *columns]
+        self._consts, self._xs, self._carry, self._rows = {}, {}, [], []
+        self.frame.leave(self.stage, results)

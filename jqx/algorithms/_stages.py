@@ -85,7 +85,7 @@ class Scope:
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self._sources = dict(sources)
         self._made: dict[Any, Eqn] = {}
-        self._inner: dict[Any, Scope] = {}
+        self._inner: dict[Address, tuple[Scope, Operands]] = {}
         self._jitted: dict[Any, Any] = {}
         self.stages = self._staged(address)
 
@@ -131,7 +131,7 @@ class Scope:
         if not any(x.address[:n] == here and self.own(x) for x in self.plan.sites):
             return "run"
         if name == "scan":
-            return "scan"
+            return "scan" if eqn.params["length"] else "run"
         if name == "cond":
             return "branch"
         return "run" if name in ("while", "shard_map") else "inline"
@@ -196,36 +196,53 @@ class Scope:
             self._jitted[key] = jax.jit(f)
         return self._jitted[key]
 
-    def inside(
+    def entered(self, stage: Stage, branch: int | None = None) -> "tuple[Scope, Operands]":
+        """Returns the scope of the function inside of an equation, or of a branch of it, and which
+        of its operands are values of batches: what they are here.
+        """
+        (eqn,) = stage.eqns
+        if branch is None:
+            return self._inside(stage, body_of(eqn), eqn.invars)
+        return self._inside(stage, eqn.params["branches"][branch], eqn.invars[1:], (branch,))
+
+    def stepped(self, stage: Stage) -> "tuple[Scope, Operands]":
+        """Returns the same of a scan that the host steps through. What it carries is of batches."""
+        (eqn,) = stage.eqns
+        consts, count = _compat.scan_counts(eqn)
+        first = consts + count
+        carried = eqn.invars[consts:first]
+        steps = range(first, len(eqn.invars))
+        return self._inside(stage, eqn.params["jaxpr"], eqn.invars, (), carried, steps)
+
+    def _inside(
         self,
         stage: Stage,
         body: Any,
         atoms: Sequence[Any],
         part: Address = (),
-        *,
-        stepped: Sequence[int] | None = None,
-    ) -> "Scope":
-        """Returns the scope of a function inside of an equation.
-
-        Args:
-          stage: the equation.
-          body: its jaxpr.
-          atoms: what the operands of the function are here; `None` for values of batches.
-          part: the last numbers of the address.
-          stepped: the operands that are one step, where the host steps through it.
-        """
-        key = (stage.here, part)
-        if key not in self._inner:
+        carried: Sequence[Any] = (),
+        steps: Sequence[int] | None = None,
+    ) -> "tuple[Scope, Operands]":
+        address = (*stage.here, *part)
+        if address not in self._inner:
             inner, consts = _compat.open_jaxpr(body)
-            sources = {
-                var: Source(self, atom, stepped is not None and i in stepped)
-                for i, (var, atom) in enumerate(zip(inner.invars, atoms, strict=True))
-                if atom is not None
-            }
-            depth = self.depth + (stepped is not None)
-            address = (*stage.here, *part)
-            self._inner[key] = Scope(self.plan, inner, consts, sources, address, depth, self.own)
-        return self._inner[key]
+            first = 0 if steps is None else len(atoms) - len(steps) - len(carried)
+            changing = range(first, first + len(carried))
+            sources, operands = {}, {}
+            for i, (var, atom) in enumerate(zip(inner.invars, atoms, strict=True)):
+                if self.is_of_batch(atom):
+                    operands[var] = atom
+                elif i not in changing:
+                    sources[var] = Source(self, atom, steps is not None and i in steps)
+            depth = self.depth + (steps is not None)
+            scope = Scope(self.plan, inner, consts, sources, address, depth, self.own)
+            self._inner[address] = scope, operands
+        return self._inner[address]
+
+
+Operands = Mapping[Any, Any]
+"""By operands of a function inside of an equation that are values of batches, those of the equation
+that they are."""
 
 
 def whole(plan: Plan, call: Call, own: Callable[[Site], bool]) -> Scope:

@@ -1,7 +1,8 @@
 """A weight as the matrices that sites multiply by, each with the Hessian of its inputs."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,11 @@ class Grids:
         scale = np.array(q.real_scale().astype(np.float32)).ravel()
         return cls(values, label.ravel(), scale, zero_point, q)
 
+    @functools.cached_property
+    def sizes(self) -> Array:
+        """How many elements have each scale."""
+        return np.bincount(self.label, minlength=len(self.scale))
+
     def at(self, label: Array) -> tuple[Array, Array | None]:
         """Returns scales and zero points of elements by the index of their scale."""
         return self.scale[label], None if self.zero_point is None else self.zero_point[label]
@@ -83,7 +89,9 @@ class Matrix:
 
     Attributes:
       sites: their names.
-      step: of the stack of a weight, such as a layer of a scan: its index; `()` where there is one.
+      step: the number of the step in each scan over the weight around the site, such as a layer.
+      at: which of several matrices that are multiplied by at once, such as an expert or a group of
+        a convolution; `()` where there is one.
       places: for each entry the element of the weight that it is, [rows, columns].
       hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
       rows: how many inputs were seen.
@@ -92,6 +100,7 @@ class Matrix:
 
     sites: tuple[str, ...]
     step: tuple[int, ...]
+    at: tuple[int, ...]
     places: Array
     hessian: Array
     rows: int
@@ -100,7 +109,7 @@ class Matrix:
     @property
     def name(self) -> str:
         """What reports call it."""
-        return name_of(self.sites, self.step)
+        return name_of(self.sites, (*self.step, *self.at))
 
     def loss(self, w: Array, rounded: Array) -> Array:
         """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
@@ -146,13 +155,31 @@ def matrices_of(
         counts = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
         for step in np.ndindex(elements.shape[:-2]):
             own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
-            new = Matrix((site.name,), step, own, gram, int(counts[step]))
+            depth = len(site.loops)
+            new = Matrix((site.name,), step[:depth], step[depth:], own, gram, int(counts[step]))
             old = found.get(own.tobytes())
             if old is not None:
-                sites = tuple(dict.fromkeys((*old.sites, *new.sites)))
-                new = Matrix(sites, old.step, own, old.hessian + new.hessian, old.rows + new.rows)
+                new = dataclasses.replace(
+                    old,
+                    sites=tuple(dict.fromkeys((*old.sites, *new.sites))),
+                    hessian=old.hessian + new.hessian,
+                    rows=old.rows + new.rows,
+                )
             found[own.tobytes()] = new
     _check_apart(function, weight, list(found.values()))
+    return list(found.values())
+
+
+def stacked(matrices: Sequence[Matrix]) -> Array:
+    """Returns the places of matrices of one shape, [matrices, rows, columns]."""
+    return np.stack([matrix.places for matrix in matrices])
+
+
+def alike_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """Returns matrices by shape."""
+    found: dict[tuple[int, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.places.shape, []).append(matrix)
     return list(found.values())
 
 

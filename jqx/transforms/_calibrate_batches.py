@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from ._observers import GivenObservers, check_observers, observers_of
 from ._paths import Params
 from ._plan import Plan
 from ._trace import check_function, is_array
+
+_LARGE = 2**28
+"""Bytes from which on statistics are worth a line."""
 
 
 @called("calibrate_batches", "pass for example jqx.calibrate_batches(f, plan, params, batches).")
@@ -40,7 +45,8 @@ def calibrate_batches(
       batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
         tuple. All leaves are arrays or numbers.
       observers: what else is recorded, as in `calibrate`.
-      progress: whether to show a bar on standard error, where tqdm is installed.
+      progress: whether to show a bar on standard error, where tqdm is installed, and above it the
+        bytes of large statistics, before they are taken.
 
     Raises:
       TypeError: `f` is no function, `plan` no `Plan`, `observers` no dict of observers, or
@@ -86,6 +92,10 @@ def calibrate_batches(
     shown = progress_bar("calibrate", "batch", batches) if progress else None
     for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
+        if found is None and shown is not None:
+            size = bytes_of(jax.eval_shape(observe, arrays, batch))
+            if size >= _LARGE:
+                tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
         seen = observe(arrays, batch)
         found, first = (seen, batch) if found is None else (merge(found, seen), first)
     require_that(
@@ -163,3 +173,20 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
     if importlib.util.find_spec("tqdm") is None:
         return None
     return importlib.import_module("tqdm").tqdm(items, desc=what, unit=unit, **options)
+
+
+def tell(bar: Any, text: str) -> None:
+    """Writes a line above a bar, where there is one."""
+    if bar is not None:
+        bar.write(text, file=sys.stderr)
+
+
+def bytes_of(tree: Any) -> int:
+    """Returns the bytes of arrays, or of what has their shapes and dtypes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def in_bytes(count: int) -> str:
+    """Returns a number of bytes as text."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 2 ** (10 * power):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -13,9 +13,12 @@ from ._arguments import check_plan as check_plan
 from ._calibrate import Affines as Affines
 from ._calibrate import affines_seen as affines_seen
 from ._calibrate_batches import arguments_of as arguments_of
+from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
+from ._calibrate_batches import in_bytes as in_bytes
 from ._calibrate_batches import placed as placed
 from ._calibrate_batches import progress_bar as progress_bar
+from ._calibrate_batches import tell as tell
 from ._entries import Entry as Entry
 from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed

@@ -1,0 +1,221 @@
+"""What is chosen already, in a folder: a run that was interrupted goes on where it was."""
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from .._files import Path, Replacement, as_path
+from ..gradients import ste
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import Call, Weight, is_array
+from ._report import MatrixReport
+from ._weight import Grids, Matrix
+
+Array = np.ndarray
+
+_FUNCTION = "algorithms.gptq"
+NAME = "checkpoint.json"
+
+
+class Checkpoint:
+    """Matrices whose codes are chosen, in the order in which they are: one file for those that are
+    chosen together, complete or not there. A run that is made of the same goes through them in the
+    same order.
+
+    Args:
+      path: the folder; it is made where it is not there.
+      made_of: digests of all that codes depend on, by name.
+
+    Raises:
+      OSError: the folder cannot be made or written to.
+      ValueError: it holds something else, or what another run has chosen.
+    """
+
+    def __init__(self, path: Path, made_of: Mapping[str, str]):
+        self._folder, self._count = as_path(_FUNCTION, path), 0
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            is_new = not os.listdir(self._folder)
+        except OSError:
+            is_new = False
+        if is_new:
+            text = json.dumps(made_of, indent=1)
+            _write(os.path.join(self._folder, NAME), text.encode())
+        known = self._known()
+        differ = [name for name in made_of if known.get(name) != made_of[name]]
+        require_that(
+            not differ,
+            error=ValueError,
+            function=_FUNCTION,
+            problem="the checkpoint is of another run.",
+            given=f"{self._folder!r}, made with other {', '.join(differ)}",
+            expected="what a run of the same function, plan, options, parameters and batches has "
+            "chosen",
+            mend="name another folder, or delete that one to begin anew.",
+        )
+
+    def _known(self) -> Mapping[str, Any]:
+        known = None
+        try:
+            with open(os.path.join(self._folder, NAME), "rb") as file:
+                known = json.load(file)
+        except (OSError, ValueError):
+            pass
+        require_that(
+            isinstance(known, dict),
+            error=ValueError,
+            function=_FUNCTION,
+            problem="`checkpoint` is no folder of a checkpoint.",
+            given=f"{self._folder!r}, in which there is no {NAME} that can be read",
+            expected="a folder that is empty, not there yet, or of an interrupted run",
+            mend="name another folder.",
+        )
+        assert known is not None
+        return known
+
+    def read(self, grids: Grids, places: Array) -> list[MatrixReport] | None:
+        """Writes the next matrices to a weight, if they are chosen already, and returns what was
+        reported of them.
+        """
+        path = self._path()
+        if not os.path.exists(path):
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: file[name] for name in ("places", "values", "scale", "report")}
+                zero_point = file["zero_point"] if "zero_point" in file else None
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            found, zero_point, given = None, None, str(error)
+        else:
+            given = f"matrices of {found['places'].shape}"
+        require_that(
+            found is not None and np.array_equal(found["places"], places),
+            error=ValueError,
+            function=_FUNCTION,
+            problem="a file of the checkpoint is not what this run has written.",
+            given=f"{path!r}: {given}",
+            expected=f"matrices of {places.shape}",
+            mend="delete that file and those of higher numbers.",
+        )
+        assert found is not None
+        label = _labels(grids, places)
+        grids.values[places], grids.scale[label] = found["values"], found["scale"]
+        if grids.zero_point is not None:
+            grids.zero_point[label] = zero_point
+        self._count += 1
+        return [
+            MatrixReport(**{k: tuple(x) if isinstance(x, list) else x for k, x in entry.items()})
+            for entry in json.loads(str(found["report"]))
+        ]
+
+    def write(self, grids: Grids, places: Array, entries: Sequence[MatrixReport]) -> None:
+        """Writes matrices that are chosen now."""
+        scale, zero_point = grids.at(_labels(grids, places))
+        values = grids.values[places]
+        arrays: dict[str, Any] = {"places": places, "values": values, "scale": scale}
+        if zero_point is not None:
+            arrays["zero_point"] = zero_point
+        report = json.dumps([dataclasses.asdict(entry) for entry in entries])
+        data = io.BytesIO()
+        np.savez(data, report=np.array(report), **arrays)
+        _write(self._path(), data.getbuffer())
+        self._count += 1
+
+    def _path(self) -> str:
+        return os.path.join(self._folder, f"{self._count:06}.npz")
+
+
+class Solver(Protocol):
+    """Chooses the codes of matrices. Its `repr` shows all options that codes depend on."""
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns the spec by whose calibrator scales are found."""
+        ...
+
+    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
+        """Rounds the elements of matrices of one shape, in place, and returns what is to be
+        reported of each.
+        """
+        ...
+
+
+def chosen(
+    checkpoint: Checkpoint | None,
+    solver: Solver,
+    matrices: Callable[[], Sequence[Matrix]],
+    places: Array,
+    grids: Grids,
+    weight: Weight,
+) -> list[MatrixReport]:
+    """Returns what is to be reported of matrices of one shape, after they are rounded, in place: by
+    a solver, where a checkpoint does not know them.
+    """
+    known = None if checkpoint is None else checkpoint.read(grids, places)
+    if known is not None:
+        return known
+    entries = solver.solve(matrices(), grids, weight)
+    if checkpoint is not None:
+        checkpoint.write(grids, places, entries)
+    return entries
+
+
+def _labels(grids: Grids, places: Array) -> Array:
+    """Returns the indices of the scales of some elements, each once."""
+    return np.flatnonzero(np.bincount(grids.label[places].ravel()))
+
+
+def _write(path: str, data: Any) -> None:
+    with Replacement(_FUNCTION, path) as file:
+        file.write(0, data)
+        file.commit()
+
+
+def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]:
+    """Returns digests of all that the codes of a run depend on, by name, but for the version of JAX
+    and the devices.
+
+    Args:
+      plan: the plan.
+      solver: what chooses codes.
+      calls: the function, traced for each batch.
+    """
+    functions = {id(call.jaxpr): call for call in calls}.values()
+    weights = [(x.path, dataclasses.replace(x.spec, gradient=ste)) for x in plan.weights]
+    first = list(zip(calls[0].leaves, calls[0].paths, strict=True))
+    batches = [
+        [x for x, path in zip(call.leaves, call.paths, strict=True) if path is None]
+        for call in calls
+    ]
+    return {
+        "function": _digest([(call.jaxpr, call.consts) for call in functions]),
+        "plan": _digest([plan.fingerprint, weights]),
+        "options": _digest(solver),
+        "parameters": _digest([(x, path) for x, path in first if path is not None]),
+        "batches": _digest(batches),
+    }
+
+
+def _digest(tree: Any) -> str:
+    leaves, structure = jax.tree.flatten(tree)
+    found = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        if not is_array(leaf):
+            found.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
+            continue
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        found.update(f"{x.dtype}{x.shape}".encode())
+        found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -1,0 +1,160 @@
+"""What a run takes, known before it runs: of shapes alone."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from .. import _compat
+from ..observers import hessian
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import bytes_of, in_bytes, quantize_weight
+from ._stages import Operands, Scope, Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a run takes; what is computed inside of one stage comes on top.
+
+    Attributes:
+      weights: the parameters, in float; of those that are quantized a copy as they are at each
+        stage, and on the host the values, scales and places of their elements.
+      statistics: the sums of products of the inputs of one site, of the one that has most, or of
+        all those that are chosen together before the others.
+      activations: what lives between stages of all batches, at most; those of the float function
+        among it, where it is run beside.
+      offload: whether they are on the host, but for those of one batch.
+    """
+
+    weights: int
+    statistics: int
+    activations: int
+    offload: bool = False
+
+    def __str__(self) -> str:
+        where = " on the host" if self.offload else ""
+        return (
+            f"{in_bytes(self.weights)} of weights, {in_bytes(self.statistics)} of statistics, "
+            f"{in_bytes(self.activations)} of activations{where}"
+        )
+
+
+def bytes_of_weights(
+    plan: Plan,
+    leaves: Iterable[Any],
+    paths: Iterable[str | None],
+    spec_of: Callable[[QSpec], QSpec],
+) -> int:
+    """Returns the bytes of parameters, and of what is held of those that are quantized."""
+    total = 0
+    for leaf, path in zip(leaves, paths, strict=True):
+        if path is None:
+            continue
+        total += bytes_of(leaf)
+        weight = plan.weight_at(path)
+        if weight is None:
+            continue
+        kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
+        own = bytes_of(codes.scale) // codes.scale.dtype.itemsize
+        numbered = sum(x.path == path for site in plan.sites for x in site.operands)
+        # A copy; values in float32 and labels of scales; places at each site; codes and scales.
+        total += bytes_of(kind) + leaf.size * (8 + 4 * numbered) + 4 * own
+        total += bytes_of(codes)
+        if codes.zero_point is not None:
+            total += bytes_of(codes.zero_point)
+    return total
+
+
+def bytes_of_sums(part: Any, beside: bool = False) -> int:
+    """Returns the bytes of sums of products of the inputs of a site in one step of its scans: in
+    float64, and of one batch in float32.
+    """
+    one = jax.eval_shape(lambda: hessian.empty(part.kind, part.about)).products
+    return math.prod(one.shape) * (8 + 4) * (3 if beside else 1)
+
+
+def bytes_of_activations(scopes: Sequence[Scope], streams: int) -> int:
+    """Returns the bytes of values of batches that live between stages, at most.
+
+    Args:
+      scopes: that of each batch.
+      streams: how many times each is run.
+    """
+    known = {id(scope): list(_moments(scope, frozenset())) for scope in scopes}
+    moments = zip(*(known[id(scope)] for scope in scopes), strict=True)
+    most = ((sum(x.held for x in each), max(x.more for x in each)) for each in moments)
+    return max((streams * held + more for held, more in most), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """Bytes of one batch: before or after a stage, at most, and how many more while it runs."""
+
+    held: int
+    more: int = 0
+
+    def beside(self, count: int) -> "_Moment":
+        return _Moment(self.held + count, self.more)
+
+
+def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
+    """Yields for each stage what lives; values `shared` are counted by the scope around."""
+
+    def total(atoms: Iterable[Any]) -> int:
+        return sum(bytes_of(x.aval) for x in {*atoms} - shared)
+
+    alive = {var for var in scope.jaxpr.invars if scope.is_of_batch(var)}
+    for stage in scope.stages:
+        kept, given = alive - {*stage.last}, {*stage.gives}
+        before, after = total(alive), total(kept | given)
+        if stage.kind in ("run", "site"):
+            held = max(before, after)
+            yield _Moment(held, total(alive | given) - held)
+        else:
+            inside = _scanned if stage.kind == "scan" else _entered
+            for moment in inside(scope, stage, kept | shared):
+                yield moment.beside(total(kept))
+            yield _Moment(after)
+        alive = kept | given
+
+
+def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
+    """Yields the same of the function inside of an equation; of branches what they have most."""
+    (eqn,) = stage.eqns
+    if stage.kind == "inline":
+        inner, operands = scope.entered(stage)
+        yield from _moments(inner, _shared(operands, around))
+        return
+    found = [
+        moment
+        for i in range(len(eqn.params["branches"]))
+        for inner, operands in [scope.entered(stage, i)]
+        for moment in _moments(inner, _shared(operands, around))
+    ]
+    yield _Moment(max(x.held for x in found), max(x.more for x in found))
+
+
+def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
+    """Yields the same of one step of a scan, with the results of all, and of what these become."""
+    (eqn,) = stage.eqns
+    inner, operands = scope.stepped(stage)
+    consts, count = _compat.scan_counts(eqn)
+    once = frozenset(inner.jaxpr.invars[:consts])
+    carried = inner.jaxpr.invars[consts : consts + count]
+    through = {x for var, x in operands.items() if var not in carried}
+    held = sum(bytes_of(x.aval) for x in through - around)
+    rows = sum(bytes_of(x.aval) for x in eqn.outvars[count:])
+    last = rows // max(eqn.params["length"], 1)
+    for moment in _moments(inner, once):
+        yield moment.beside(held + rows - last)
+    # Each column of rows becomes one array while the rows are there.
+    yield _Moment(held + rows + sum(bytes_of(x.aval) for x in carried), rows)
+
+
+def _shared(operands: Operands, around: Any) -> frozenset[Any]:
+    return frozenset(var for var, x in operands.items() if x in around)

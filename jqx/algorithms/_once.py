@@ -1,0 +1,63 @@
+"""Which sites run once for each part of their weight: they are quantized where they stand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import _compat
+from ..transforms import Plan
+from ..transforms._shared import FORMS, Address, addressed
+from ._stages import body_of
+
+Array = np.ndarray
+
+
+def sites_once(plan: Plan, jaxpr: Any, elements: Mapping[str, Array]) -> set[Address]:
+    """Returns the addresses of the sites that run once for each part of their weight: all scans
+    around step over it, and no other site multiplies by the same elements.
+    """
+    apart = _apart(plan, elements)
+    found: set[Address] = set()
+
+    def look(jaxpr: Any, address: Address, scans: tuple[Address, ...]) -> None:
+        body, _ = _compat.open_jaxpr(jaxpr)
+        for here, eqn, marked in addressed(body, address):
+            site, name = plan.site_at(here), eqn.primitive.name
+            if site is not None:
+                weights = sum(x.path is not None for x in site.operands)
+                loops = tuple(loop.address for loop in site.loops)
+                if here in apart and weights == 1 and loops == scans:
+                    found.add(here)
+            elif not marked or name in ("while", "shard_map"):
+                continue
+            elif name == "cond":
+                for i, branch in enumerate(eqn.params["branches"]):
+                    look(branch, (*here, i), scans)
+            elif name == "scan":
+                look(eqn.params["jaxpr"], here, (*scans, here))
+            elif name in FORMS:
+                look(body_of(eqn), here, scans)
+
+    look(jaxpr, (), ())
+    return found
+
+
+def _apart(plan: Plan, elements: Mapping[str, Array]) -> set[Address]:
+    """Returns the addresses of the sites that share no element of their weight with another."""
+    found: set[Address] = set()
+    for weight in plan.weights:
+        mine = [
+            (site.address, elements.get(operand.key))
+            for site in plan.sites
+            for operand in site.operands
+            if operand.path == weight.path
+        ]
+        known = [(here, own) for here, own in mine if own is not None]
+        if not known or len(known) < len(mine):
+            continue
+        uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)
+        for _, own in known:
+            uses[own] += 1
+        found |= {here for here, own in known if np.all(uses[own] == 1)}
+    return found

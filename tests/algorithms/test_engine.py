@@ -1,0 +1,282 @@
+"""What layer by layer means for memory and for time: stacks of matrices, values on the host, runs
+that were interrupted.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import gptq
+from jqx.algorithms._checkpoint import NAME
+from jqx.algorithms._sequential import Frame, OnHost, Scan
+from jqx.algorithms._weight import Drift, Grids, Matrix
+from jqx.transforms import _calibrate_batches
+from jqx.transforms._shared import Weight
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+D, L = 16, 3
+
+
+def normal(*shape):
+    return on_device(np.float32(RNG.normal(size=shape)))
+
+
+PARAMS = {"layers": normal(L, D, D), "experts": normal(3, D, D)}
+BATCHES = [normal(n, D) for n in (32, 24)]
+
+
+def f(p, x):
+    """A scan over weights with results of each step, a branch, experts."""
+
+    def layer(h, w):
+        return h + jnp.tanh(h @ w.T), h.sum(1)
+
+    h, rows = lax.scan(layer, x, p["layers"])
+    h = lax.cond(h.sum() > 1e9, lambda h: h, lambda h: jax.checkpoint(jnp.sin)(h), h)
+    sizes = jnp.array([10, 4, x.shape[0] - 14], jnp.int32)
+    return lax.ragged_dot(jnp.tanh(h), p["experts"], sizes) + rows.sum()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return jqx.make_plan(f, jqx.Policy({".*": "int4"}))(PARAMS, BATCHES[0])
+
+
+@pytest.fixture(scope="module")
+def plain(plan):
+    return gptq().run(f, plan, PARAMS, BATCHES, progress=False)
+
+
+def check_same(a, b):
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def without_time(entries):
+    """As text: a NaN equals itself."""
+    return repr([dataclasses.replace(entry, seconds=0.0) for entry in entries])
+
+
+def stack_of(count, rows, columns, drift):
+    """A weight, and the matrices of a stack of it, one of them without a Hessian."""
+    rng = np.random.default_rng(1)
+    w = on_device(np.float32(rng.normal(size=(count, rows, columns))))
+    places = np.arange(w.size, dtype=np.int32).reshape(w.shape)
+    found = []
+    for i in range(count):
+        x, d = rng.normal(size=(2, 4 * columns, columns)) * np.exp(rng.normal(size=columns))
+        own = Drift(d.T @ x, d.T @ d) if drift else None
+        products = x.T @ x * (np.nan if i == 1 else 1)
+        found.append(Matrix(("w",), (), (i,), places[i], products, len(x), own))
+    return w, found
+
+
+OPTIONS = (
+    ((24, 1, 9), "int4:block=9", {}),
+    ((3, 5, 160), "int4:group=32:asymmetric", {"order": "activation"}),
+    ((3, 5, 64), "int4:group=32:asymmetric", {"groups": "dynamic"}),
+    ((3, 5, 64), "int4:group=32", {"propagation": "qep"}),
+    ((3, 5, 64), "int4:group=32", {"propagation": "gptaq"}),
+)
+
+
+@pytest.mark.parametrize("shape, scheme, options", OPTIONS, ids=str)
+def test_a_stack_is_rounded_as_each_matrix_alone(shape, scheme, options):
+    """Bit for bit."""
+    w, matrices = stack_of(*shape, "propagation" in options)
+    size = int("".join(filter(str.isdigit, scheme.split("=")[1])))
+    spec = dataclasses.replace(
+        jqx.QSpec("int4", jqx.per_block({0: 1, 1: 1, 2: size})),
+        symmetric="asymmetric" not in scheme,
+    )
+    weight = Weight("w", spec, "w", 1)
+    solver = gptq(ill_conditioned="round", **options)
+    together, alone = Grids.of(w, spec), Grids.of(w, spec)
+    entries = solver.solve(matrices, together, weight)
+    for matrix, entry in zip(matrices, entries, strict=True):
+        (own,) = solver.solve([matrix], alone, weight)
+        assert without_time([own]) == without_time([entry])
+    assert [entry.damping is None for entry in entries] == [i == 1 for i in range(shape[0])]
+    np.testing.assert_array_equal(together.values, alone.values)
+    np.testing.assert_array_equal(together.scale, alone.scale)
+    if together.zero_point is not None:
+        np.testing.assert_array_equal(together.zero_point, alone.zero_point)
+
+
+def test_a_table_has_one_line_for_matrices_that_are_multiplied_by_at_once(plain):
+    *_, line = str(plain.report).splitlines()
+    experts = [entry for entry in plain.report if entry.path == "experts"]
+    assert len(experts) == 3 and str(plain.report).count("\n") == L + 2
+    for text in ("experts:ragged_dot ", " 3 x (16 x 16) ", " 8 to 28 "):
+        assert text in line
+    assert f" {sum(x.before for x in experts):.4g} " in line
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A function that returns the values of batches that are held now, each once."""
+    known = weakref.WeakSet()
+    for cls in (Frame, Scan):
+
+        def record(self, *args, init=cls.__init__):
+            known.add(self)
+            init(self, *args)
+
+        monkeypatch.setattr(cls, "__init__", record)
+    fields = ("values", "_consts", "_carry", "_xs", "_rows")
+
+    def values():
+        found = [[vars(x).get(name) for name in fields] for x in known]
+        found = [list(x.values()) if isinstance(x, dict) else x for own in found for x in own]
+        return list({id(x): x for x in jax.tree.leaves(found)}.values())
+
+    return values
+
+
+@pytest.mark.parametrize("propagation", ["none", "gptaq"])
+def test_activations_on_the_host_give_the_same_codes(plan, plain, propagation, held, monkeypatch):
+    seen, solve = [], gptq.solve
+
+    def spy(self, *args):
+        seen.append([type(x) for x in held()])
+        return solve(self, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    algorithm = gptq(propagation=propagation)
+    on_host = dataclasses.replace(algorithm, offload=True)
+    found = on_host.run(f, plan, PARAMS, BATCHES, progress=False)
+    assert len(seen) == L + 1 and all(set(kinds) == {OnHost} for kinds in seen)
+    assert found.report.memory.offload and "on the host" in str(found.report.memory)
+    if propagation != "none":
+        plain = algorithm.run(f, plan, PARAMS, BATCHES, progress=False)
+        assert all(OnHost not in kinds for kinds in seen[L + 1 :])
+    check_same(found, plain)
+
+
+def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, capsys):
+    """Of what is held: weights and statistics to the byte, activations too."""
+    live, sums = [], []
+    solve = gptq.solve
+
+    def put(self, stage, results):
+        self.values.update(zip(stage.gives, results, strict=True))
+        live.append(sum(x.nbytes for x in held()))
+        self.drop(stage)
+
+    def spy(self, matrices, *args):
+        sums.append(sum(matrix.hessian.nbytes for matrix in matrices))
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(Frame, "put", put)
+    monkeypatch.setattr(gptq, "solve", spy)
+    memory = gptq().run(f, plan, PARAMS, BATCHES).report.memory
+    assert memory == plain.report.memory
+    assert memory.statistics == max(sums) * 3 // 2  # and of one batch in float32
+    assert memory.activations == max(live)
+    grids = [Grids.of(PARAMS[weight.path], weight.spec) for weight in plan.weights]
+    count = sum(x.size for x in PARAMS.values())
+    expected = 2 * 4 * count + 4 * count  # the parameters twice, and places
+    for own in grids:
+        expected += sum(x.nbytes for x in (own.values, own.label, own.scale))
+        expected += sum(x.nbytes for x in jax.tree.leaves(own.nearest))
+    assert memory.weights == expected
+    if importlib.util.find_spec("tqdm"):
+        assert f"quantize: {memory}\n" in capsys.readouterr().err
+
+
+def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    options = {"observers": {".*": jqx.observers.hessian}}
+    traces = []
+
+    def counted(p, x):
+        traces.append(x)
+        return f(p, x)
+
+    batches = BATCHES[:1]
+    jqx.calibrate_batches(counted, plan, PARAMS, batches, **options, progress=False)
+    count = len(traces)
+    monkeypatch.setattr(_calibrate_batches, "_LARGE", 1)
+    stats = jqx.calibrate_batches(counted, plan, PARAMS, batches, **options)
+    assert len(traces) == 2 * count  # stating it traces nothing more
+    size = sum(x.nbytes for x in jax.tree.leaves(stats))
+    assert f"the statistics take {size / 1024:.4g} KiB\n" in capsys.readouterr().err
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": "dynamic"}, {"sequential": False}], ids=str)
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not(
+    plan, plain, options, tmp_path, monkeypatch
+):
+    solved, left = [], [1]
+    solve = gptq.solve
+
+    def until(self, matrices, *args):
+        if len(solved) == left[0]:
+            raise Interruption
+        solved.append([matrix.name for matrix in matrices])
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", until)
+    resumed = gptq(checkpoint=tmp_path / "run", **options)
+    with pytest.raises(Interruption):
+        resumed.run(f, plan, PARAMS, BATCHES, progress=False)
+    left[0] = 100
+    found = resumed.run(f, plan, PARAMS, BATCHES, progress=False)
+    assert len(solved) == len({*map(tuple, solved)})
+    count = len(solved)
+    whole = plain
+    if options:
+        whole = gptq(**options).run(f, plan, PARAMS, BATCHES, progress=False)
+        count += count
+    assert len(solved) == count
+    check_same(found, whole)
+    assert without_time(found.report) == without_time(whole.report)
+    again = resumed.run(f, plan, PARAMS, BATCHES, progress=False)
+    assert len(solved) == count and again.report == found.report
+
+
+def refused(plan, folder, g=f, batches=BATCHES, params=PARAMS, **options):
+    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:") as info:
+        gptq(checkpoint=folder, **options).run(g, plan, params, batches, progress=False)
+    return str(info.value)
+
+
+def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
+    own = tmp_path / "run"
+    gptq(checkpoint=own).run(f, plan, PARAMS, BATCHES, progress=False)
+    assert sorted(os.listdir(own)) == ["000000.npz", *(f"00000{i}.npz" for i in (1, 2, 3)), NAME]
+    other = lambda p, x: jnp.abs(f(p, x))  # noqa: E731
+    assert "with other function\n" in refused(plan, own, other)
+    assert "with other batches\n" in refused(plan, own, batches=[x + 1 for x in BATCHES])
+    assert "with other parameters\n" in refused(
+        plan, own, params={**PARAMS, "layers": PARAMS["layers"] * 2}
+    )
+    assert "with other options\n" in refused(plan, own, damping=0.1)
+    eight = jqx.make_plan(f, jqx.Policy({".*": "int8"}))(PARAMS, BATCHES[0])
+    assert "with other plan\n" in refused(eight, own)
+    (own / "000002.npz").write_bytes(b"PK")
+    assert "000002.npz" in refused(plan, own)
+    (own / "000002.npz").write_bytes((own / "000001.npz").read_bytes())
+    assert "000002.npz" in refused(plan, own)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("mine")
+    for path in (tmp_path / "other", tmp_path / "other" / "notes"):
+        assert "no folder of a checkpoint" in refused(plan, path)
+    with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:"):
+        gptq(checkpoint=3)
+    with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
+        gptq(offload=True, sequential=False)
