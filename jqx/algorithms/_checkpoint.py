@@ -115,10 +115,7 @@ class Checkpoint:
         if grids.zero_point is not None:
             grids.zero_point[label] = zero_point
         self._count += 1
-        return [
-            MatrixReport(**{k: tuple(x) if isinstance(x, list) else x for k, x in entry.items()})
-            for entry in json.loads(str(found["report"]))
-        ]
+        return list(map(_entry, json.loads(str(found["report"]))))
 
     def write(self, grids: Grids, places: Array, entries: Sequence[MatrixReport]) -> None:
         """Writes matrices that are chosen now."""
@@ -169,6 +166,14 @@ def chosen(
     if checkpoint is not None:
         checkpoint.write(grids, places, entries)
     return entries
+
+
+def _entry(stored: Mapping[str, Any]) -> MatrixReport:
+    """Returns an entry of a report as it was before JSON made lists of its tuples."""
+    fields: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()
+    }
+    return MatrixReport(**fields)
 
 
 def _labels(grids: Grids, places: Array) -> Array:

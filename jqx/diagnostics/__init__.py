@@ -2,9 +2,9 @@
 
 from .._old_names import renamed as _renamed
 from ._accumulators import Accumulator as Accumulator
-from ._compare import Comparison as Comparison
-from ._compare import SiteError as SiteError
 from ._compare import compare as compare
+from ._comparison import Comparison as Comparison
+from ._comparison import SiteError as SiteError
 from ._contraction import Contraction as Contraction
 from ._explain import Explained as Explained
 from ._explain import Explanation as Explanation

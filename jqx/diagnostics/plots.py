@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from .._checks import check_instance, require_that
 from ..numerics import format_of
 from ..tensor import QTensor
-from ._compare import Comparison
+from ._comparison import Comparison
 from ._report import Report
 from ._search import Assignment
 

@@ -126,7 +126,25 @@ def test_weights_of_16_bits_have_the_codes_that_were_chosen(dtype):
     assert entry.after < entry.before
 
 
-@pytest.mark.parametrize("options", [{"order": "activation"}, {"groups": "dynamic"}], ids=str)
+def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
+    plan = plan_of(scanned, "int3:group=16")
+    algorithms = [gptq(sequential=False), gptq(order="activation", sequential=False)]
+    algorithms += [
+        gptq(groups="dynamic", sequential=False),
+        gptq(order="groups", groups="dynamic", sequential=False),
+    ]
+    stats = jqx.calibrate_batches(
+        scanned, plan, PARAMS, BATCHES, observers=algorithms[0].observers, progress=False
+    )
+    one, same, other, likewise = (
+        np.asarray(jqx.quantize_params(PARAMS, plan, algorithm=a, stats=stats)["down"].values)
+        for a in algorithms
+    )
+    assert np.array_equal(one, same) and np.array_equal(other, likewise)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{"order": "groups"}, {"groups": "dynamic"}], ids=str)
 def test_orders_and_scales_on_the_way_lose_less_than_rounding(options):
     plan = plan_of(scanned, "int4:group=16:asymmetric")
     found = gptq(**options).run(scanned, plan, PARAMS, BATCHES, progress=False)
