@@ -6,7 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._observer import ObservedSite, Observer, added, by_channel, count_of, serializable
+from ._channels import added, count_rows, no_rows, over_rows, shape_of
+from ._observer import ObservedSite, serializable
+from ._weighted import Weighted
 
 
 @serializable
@@ -15,32 +17,31 @@ class AbsMaxStats(NamedTuple):
 
     Attributes:
       largest: float32, of the rank of the operand: size 1 along the axes that are neither
-        contracted nor of a stack.
-      rows: how many rows were seen, an int32 scalar; it stops at the largest int32.
+        contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
+      rows: how many rows were seen, as in `MeanStats`.
     """
 
     largest: jax.Array
     rows: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class AbsMax(Observer):
-    """The largest magnitude of each channel of an activation that a weight is multiplied by.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbsMax(Weighted):
+    """The largest magnitude of each channel of an activation that a weight is multiplied by, of the
+    rows that count at all.
 
-    A NaN makes that of its channel NaN. Rows of a `ragged_dot` count whichever group they are in,
-    or none.
+    A NaN makes that of its channel NaN. The rows of a convolution are pixels, a group has some of
+    the channels; a row of a `ragged_dot` counts for the expert that it reaches.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> AbsMaxStats:
         """Returns magnitudes of 0."""
-        shape = by_channel(operand, site)
-        return AbsMaxStats(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.int32))
+        largest = jnp.zeros(shape_of(operand, site), jnp.float32)
+        return AbsMaxStats(largest, no_rows(operand, site, self.weight is not None))
 
     def observe(self, x: jax.Array, site: ObservedSite) -> AbsMaxStats:
         """Returns the largest magnitudes of the rows of one operand."""
-        axes = site.reduced(x.ndim)
-        largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes, keepdims=True, initial=0)
-        return AbsMaxStats(largest, count_of(x, site))
+        return AbsMaxStats(over_rows(jnp.abs(x), site, "max"), count_rows(x, site))
 
     def merge(self, a: AbsMaxStats, b: AbsMaxStats) -> AbsMaxStats:
         """Returns the larger magnitudes."""

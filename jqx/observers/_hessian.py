@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._errors import message
-from ._observer import ObservedSite, Observer, added, serializable
+from ._channels import added
+from ._observer import ObservedSite, serializable
+from ._weighted import Weighted
 
 
 @serializable
@@ -21,21 +23,22 @@ class HessianStats(NamedTuple):
     Attributes:
       products: sum over the rows of `x[i] * x[j]`, float32 [*batch, channels, channels].
       rows: how many rows were seen, an int32 scalar, of a `ragged_dot` for each matrix; it stops at
-        the largest int32.
+        the largest int32. With a `weight` the sum of these, float32, for each matrix.
     """
 
     products: jax.Array
     rows: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Hessian(Observer):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hessian(Weighted):
     """Sums `x x^T` over the rows of an activation that a weight is multiplied by.
 
     Channels are the contracted axes as one, in the order of the contraction, the last the fastest;
     a stack of weights has one matrix for each. So has each group of a convolution, whose rows are
     the patches of the image, and each matrix of a `ragged_dot`, of the rows that reach it. Sums are
     in float32 whatever the dtype of the operand. A NaN makes the row and column of its channel NaN.
+    `hessian(weight=lambda tokens: tokens != 0)` leaves padding out.
 
     Raises:
       NotImplementedError: the site is a lookup, or a convolution of batch groups: its rows are not
@@ -44,18 +47,19 @@ class Hessian(Observer):
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> HessianStats:
         """Returns sums of 0."""
-        _check_rows(site)
+        check_rows("observers.hessian", site)
         *stack, _, size = jax.eval_shape(site.rows, operand).shape
-        counts = [] if site.experts is None else [site.experts]
-        products = jnp.zeros((*stack, *counts, size, size), jnp.float32)
+        stack += [] if site.experts is None else [site.experts]
+        products = jnp.zeros((*stack, size, size), jnp.float32)
+        if self.weight is not None:
+            return HessianStats(products, jnp.zeros(stack, jnp.float32))
+        counts = [] if site.experts is None else stack
         return HessianStats(products, jnp.zeros(counts, jnp.int32))
 
     def observe(self, x: jax.Array, site: ObservedSite) -> HessianStats:
         """Returns the sum over the rows of one operand."""
-        _check_rows(site)
-        count = jax.eval_shape(site.rows, x).shape[-2]
-        rows = jnp.asarray(count, jnp.int32) if site.sizes is None else site.sizes
-        return HessianStats(gram(x, x, site), rows.astype(jnp.int32))
+        check_rows("observers.hessian", site)
+        return HessianStats(gram(x, x, site), _count(x, site))
 
     def merge(self, a: HessianStats, b: HessianStats) -> HessianStats:
         """Returns the sums, each rounded to float32 once."""
@@ -63,30 +67,43 @@ class Hessian(Observer):
 
 
 def gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns the sum of `x[i] y[j]` over the rows of two values of an operand, float32
-    `[*batch, channels, channels]`; of a `ragged_dot` one for each of its matrices.
+    """Returns the sum of `x[i] y[j]` over the rows of two values of an operand, times how much they
+    count, float32 `[*batch, channels, channels]`; of a `ragged_dot` one for each of its matrices.
     """
+    weights = site.row_weights(x)
     x, y = (site.rows(z).astype(jnp.float32) for z in (x, y))
+    if weights is not None:
+        weights = weights[..., None]
+        x, y = jnp.where(weights > 0, x * weights, 0), jnp.where(weights > 0, y, 0)
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     if site.sizes is None:
         return product(x.mT, y)
-    ends = jnp.cumsum(site.sizes)
-    place = lax.iota(ends.dtype, x.shape[0])[:, None]
+    expert = site.expert_of_rows(len(x))[:, None]
 
-    def of_expert(bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-        start, end = bounds
-        own = (place >= start) & (place < end)
-        return product(jnp.where(own, x, 0).T, jnp.where(own, y, 0))
+    def of_expert(own: jax.Array) -> jax.Array:
+        return product(jnp.where(expert == own, x, 0).T, jnp.where(expert == own, y, 0))
 
-    return lax.map(of_expert, (ends - site.sizes, ends))
+    return lax.map(of_expert, jnp.arange(len(site.sizes), dtype=jnp.int32))
 
 
-def _check_rows(site: ObservedSite) -> None:
+def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns how many rows an operand has, or the sum of how much they count."""
+    weights = site.row_weights(x)
+    if weights is None:
+        count = jax.eval_shape(site.rows, x).shape[-2]
+        return (jnp.asarray(count) if site.sizes is None else site.sizes).astype(jnp.int32)
+    if site.sizes is None:
+        return weights.sum(-1)
+    return jax.ops.segment_sum(weights, site.expert_of_rows(len(x)), site.experts)
+
+
+def check_rows(function: str, site: ObservedSite) -> None:
+    """Raises where the rows of a site are not those of its operand."""
     if site.op in ("dot_general", "ragged_dot") or site.patches is not None:
         return
     raise NotImplementedError(
         message(
-            "observers.hessian",
+            function,
             f"{site.op} multiplies no rows of its operand by one matrix.",
             given=f"the site {site.path!r}",
             expected="matrix products, as of jnp.matmul, einsum and ragged_dot, and convolutions",

@@ -6,47 +6,68 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._observer import ObservedSite, Observer, added, by_channel, count_of, serializable
+from ._channels import added, count_rows, no_rows, over_rows, shape_of
+from ._observer import ObservedSite, serializable
+from ._weighted import Weighted
 
 
 @serializable
 class MeanStats(NamedTuple):
-    """Sums of channels, and how many rows they are of.
+    """Sums of channels, and how many rows they are of: the mean is `total / rows`.
 
     Float sums round: merging in another order may change the last bits.
 
     Attributes:
       total: sum of each channel, float32, of the rank of the operand: size 1 along the axes that
-        are neither contracted nor of a stack.
-      rows: how many rows were seen, an int32 scalar; it stops at the largest int32.
+        are neither contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
+      rows: how many rows were seen, int32, one number, of a `ragged_dot` `[experts, 1]`; it stops at
+        the largest int32. With a `weight` the sum of these, float32, of the shape of `total` but
+        for size 1 along the channels.
     """
 
     total: jax.Array
     rows: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Mean(Observer):
-    """Sums the channels of an activation that a weight is multiplied by.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(Weighted):
+    """Sums the channels of an activation that a weight is multiplied by: the mean is
+    `total / rows`.
 
-    The mean is `total / rows`. Sums are in float32 whatever the dtype of the operand. A NaN makes
-    that of its channel NaN. Rows of a `ragged_dot` count whichever group they are in, or none.
+    Sums are in float32 whatever the dtype of the operand. A NaN makes that of its channel NaN. The
+    rows of a convolution are pixels, a group has some of the channels; a row of a `ragged_dot`
+    counts for the expert that it reaches.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> MeanStats:
         """Returns sums of 0."""
-        return MeanStats(
-            jnp.zeros(by_channel(operand, site), jnp.float32), jnp.zeros((), jnp.int32)
-        )
+        total = jnp.zeros(shape_of(operand, site), jnp.float32)
+        return MeanStats(total, no_rows(operand, site, self.weight is not None))
 
     def observe(self, x: jax.Array, site: ObservedSite) -> MeanStats:
         """Returns the sum over the rows of one operand."""
-        total = jnp.sum(x.astype(jnp.float32), axis=site.reduced(x.ndim), keepdims=True)
-        return MeanStats(total, count_of(x, site))
+        return MeanStats(over_rows(self.of(x), site, "sum"), count_rows(x, site))
 
     def merge(self, a: MeanStats, b: MeanStats) -> MeanStats:
         """Returns the sums, each rounded to float32 once."""
         return MeanStats(a.total + b.total, added(a.rows, b.rows))
 
+    def of(self, x: jax.Array) -> jax.Array:
+        """Returns what is summed."""
+        return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanAbs(Mean):
+    """Sums the magnitudes of the channels of an activation, as `mean` does their values."""
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Returns what is summed."""
+        return jnp.abs(x)
+
+    def __str__(self) -> str:
+        return "mean_abs"
+
 
 mean = Mean()
+mean_abs = MeanAbs()

@@ -3,7 +3,8 @@
 import abc
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from ..tensor import QSpec
 
 T = TypeVar("T")
 Axes = tuple[int, ...]
+
+Weight = Callable[..., Any]
+"""From the arguments of a function, less its parameters, to how much each of its rows counts."""
 
 
 def serializable(cls: type[T]) -> type[T]:
@@ -89,6 +93,9 @@ class ObservedSite:
       experts: of a `ragged_dot`, how many matrices there are; `None` for all else.
       sizes: of a `ragged_dot`, how many rows are multiplied by each of them, int32; only where an
         operand is observed.
+      weights: how much each element of the operand counts, for an observer that has a `weight`:
+        float32, of its rank, size 1 where all along an axis count alike; `None` where all count 1,
+        and where no operand is observed.
     """
 
     path: str
@@ -103,6 +110,7 @@ class ObservedSite:
     patches: Patches | None = None
     experts: int | None = None
     sizes: jax.Array | None = dataclasses.field(default=None, compare=False)
+    weights: jax.Array | None = dataclasses.field(default=None, compare=False)
 
     def reduced(self, rank: int) -> Axes:
         """Returns the axes that a statistic of each channel is taken over: those of an operand of
@@ -125,6 +133,22 @@ class ObservedSite:
         )
         stack = tuple(x.shape[axis] for axis in self.batch)
         return x.transpose(*self.batch, *reduced, *self.contracted).reshape(*stack, count, size)
+
+    def row_weights(self, x: jax.Array) -> jax.Array | None:
+        """Returns how much each of the rows counts, `[*batch, rows]`: as much as that element of it
+        which counts most; `None` where all count 1.
+        """
+        if self.weights is None:
+            return None
+        return self.rows(jnp.broadcast_to(self.weights, x.shape)).max(-1, initial=0)
+
+    def expert_of_rows(self, count: int) -> jax.Array:
+        """Returns which matrix of a `ragged_dot` each row of the operand is multiplied by, int32;
+        the number of matrices where it is none.
+        """
+        assert self.sizes is not None
+        ends = jnp.cumsum(self.sizes)
+        return jnp.sum(lax.iota(ends.dtype, count)[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 class Observer(abc.ABC):
@@ -155,7 +179,14 @@ class Observer(abc.ABC):
       >>> _, stats = jqx.calibrate(f, plan, observers={".*": Largest()})(w, x)
       >>> stats
       {':dot_general:lhs@largest': Array(3., dtype=float32)}
+
+    Attributes:
+      weight: a function of the arguments of the function that is calibrated, less its parameters,
+        that says how much rows count; `site.weights` has it where an operand is observed. `None`:
+        all count 1.
     """
+
+    weight: ClassVar[Weight | None] = None
 
     def looks_at(self, site: ObservedSite) -> bool:
         """Whether it records the statistic of an operand: by default of activations that a weight
@@ -177,20 +208,3 @@ class Observer(abc.ABC):
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
-
-
-def count_of(x: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns how many rows an operand has, int32."""
-    return jnp.asarray(math.prod(x.shape[axis] for axis in site.reduced(x.ndim)), jnp.int32)
-
-
-def added(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the sum of counts, or the largest int32 where it is less."""
-    total = a + b
-    return jnp.where(total < a, jnp.full_like(total, jnp.iinfo(jnp.int32).max), total)
-
-
-def by_channel(operand: Any, site: ObservedSite) -> tuple[int, ...]:
-    """Returns the shape of a statistic of each channel: that of the operand, size 1 elsewhere."""
-    reduced = site.reduced(len(operand.shape))
-    return tuple(1 if axis in reduced else n for axis, n in enumerate(operand.shape))

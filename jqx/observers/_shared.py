@@ -6,3 +6,5 @@ from ._hessian import HessianStats as HessianStats
 from ._hessian import gram as gram
 from ._mean import MeanStats as MeanStats
 from ._observer import Patches as Patches
+from ._observer import Weight as Weight
+from ._samples import SamplesStats as SamplesStats
