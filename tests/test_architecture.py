@@ -245,8 +245,8 @@ PUBLIC = {
         Numerics SymmetricRange ngraph onednn onednn_runtime onnx openvino qwix tflite torchao
     """,
     "observers": """
-        Observer ObservedSite AbsMax absmax Hessian hessian Mean mean MeanAbs mean_abs Places places
-        Samples samples
+        Observer ObservedSite AbsMax absmax Cross cross Hessian hessian Mean mean MeanAbs mean_abs
+        Places places Samples samples
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",

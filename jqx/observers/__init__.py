@@ -2,6 +2,8 @@
 
 from ._absmax import AbsMax as AbsMax
 from ._absmax import absmax as absmax
+from ._cross import Cross as Cross
+from ._cross import cross as cross
 from ._hessian import Hessian as Hessian
 from ._hessian import hessian as hessian
 from ._mean import Mean as Mean

@@ -47,8 +47,8 @@ def no_rows(operand: jax.ShapeDtypeStruct, site: ObservedSite, is_weighted: bool
 
 
 def count_rows(x: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns how many rows there are, int32: one number, or of a `ragged_dot` `[experts, 1]`. Where
-    they have weights the sum of these, float32, of the shape of a statistic of one channel.
+    """Returns how many rows there are, int32: one number, or of a `ragged_dot` `[experts, 1]`;
+    where they have weights the sum of these, float32, of the shape of a statistic of one channel.
     """
     if site.weights is not None:
         shape = tuple(1 if i in site.contracted else n for i, n in enumerate(x.shape))

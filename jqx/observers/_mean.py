@@ -20,8 +20,8 @@ class MeanStats(NamedTuple):
     Attributes:
       total: sum of each channel, float32, of the rank of the operand: size 1 along the axes that
         are neither contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
-      rows: how many rows were seen, int32, one number, of a `ragged_dot` `[experts, 1]`; it stops at
-        the largest int32. With a `weight` the sum of these, float32, of the shape of `total` but
+      rows: how many rows were seen, int32, one number, of a `ragged_dot` `[experts, 1]`; it stops
+        at the largest int32. With a `weight` the sum of these, float32, of the shape of `total` but
         for size 1 along the channels.
     """
 

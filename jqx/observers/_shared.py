@@ -2,6 +2,8 @@
 
 from ._absmax import AbsMaxStats as AbsMaxStats
 from ._calibrated import Calibrated as Calibrated
+from ._cross import BOTH as BOTH
+from ._cross import CrossStats as CrossStats
 from ._hessian import HessianStats as HessianStats
 from ._hessian import gram as gram
 from ._mean import MeanStats as MeanStats

@@ -16,6 +16,8 @@ from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
 from ._arguments import check_plan, check_stats
+from ._counted import value_of
+from ._counting import count_arguments, count_operand, weights_of
 from ._entries import Entries, entries_of, kinds_of
 from ._interpret import Rules, interpret
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
@@ -26,7 +28,7 @@ from ._plan_call import params_of, with_contractions
 from ._site import Site
 from ._trace import check_function, trace_call
 from ._weight import real_of
-from .primitives import Records
+from .primitives import Records, counted
 
 Stats = dict[str, Any]
 """Statistics by key, such as `layer0/w:dot_general:lhs`; each a pytree of its calibrator."""
@@ -37,17 +39,33 @@ Affines = dict[str, Affine]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Observe(Rules):
-    entries: Entries
+    """Evaluates in float, and records.
 
-    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        operands = [real_of(x) for x in operands]
-        (result,) = _compat.bind(eqn, operands)
-        seen = [*operands, result]
-        sizes = operands[2] if site.op == "ragged_dot" else None
-        return result, {
-            entry.key: entry.observe(jnp.asarray(seen[entry.part.place]), sizes)
-            for entry in self.entries.at(site.address)
-        }
+    Attributes:
+      entries: what is recorded.
+      shape: of the weights of rows, where these are followed.
+    """
+
+    entries: Entries
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_counting(self) -> bool:
+        return self.shape is not None
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
+        values = [real_of(value_of(x)) for x in operands]
+        results = _compat.bind(eqn, values)
+        (result,) = counted(eqn, operands, results)
+        seen, counts = [*values, *results], [*operands, result]
+        sizes = values[2] if site.op == "ragged_dot" else None
+        records = {}
+        for entry in self.entries.at(site.address):
+            weights, place = None, entry.part.place
+            if self.shape is not None and entry.observer.weight is not None:
+                weights = count_operand("calibrate", site.name, counts[place], self.shape)
+            records[entry.key] = entry.observe(jnp.asarray(seen[place]), sizes, weights)
+        return result, records
 
     @_compat.intermediates()
     def unseen(self, here: Address) -> Records:
@@ -127,8 +145,17 @@ def calibrate(
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         entries = entries_of("calibrate", known, call.jaxpr, found, given)
-        rules = _Observe(known, entries=entries)
-        out, seen = interpret(call.jaxpr, call.consts, leaves, rules)
+        out, seen = [], {}
+        for weight, own in reversed(entries.by_weight().items()):
+            if weight is None:
+                rules, these = _Observe(known, entries=own), leaves
+            else:
+                counts = weights_of("calibrate", weight, known.params, args, kwargs)
+                rules = _Observe(known, entries=own, shape=counts.shape)
+                these = count_arguments("calibrate", counts, known.params, call, leaves)
+            out, records = interpret(call.jaxpr, call.consts, these, rules)
+            seen |= records
+        out = list(map(value_of, out))
         stats = {key: seen[first] for key, first in entries.shared.items()}
         stats |= places_of(known, call, entries.places)
         return jax.tree.unflatten(call.out_tree, out), stats

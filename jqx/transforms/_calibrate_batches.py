@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._calls import called
 from .._checks import require_that
 from ..observers import places
+from ..observers._shared import BOTH
 from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
 from ._paths import Params
 from ._plan import Plan
+from ._quantize_params import dequantize_params
 from ._trace import check_function, is_array
 
 _LARGE = 2**28
@@ -31,6 +34,7 @@ def calibrate_batches(
     batches: Iterable[Any],
     *,
     observers: GivenObservers = None,
+    quantized: Any = None,
     progress: bool = True,
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
@@ -45,14 +49,16 @@ def calibrate_batches(
       batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
         tuple. All leaves are arrays or numbers.
       observers: what else is recorded, as in `calibrate`.
+      quantized: the same parameters quantized, from `quantize_params`: `f` is run with what they
+        stand for too, beside itself, for `jqx.observers.cross`. All else is observed as without.
       progress: whether to show a bar on standard error, where tqdm is installed, and above it the
         bytes of large statistics, before they are taken.
 
     Raises:
       TypeError: `f` is no function, `plan` no `Plan`, `observers` no dict of observers, or
         `batches` cannot be iterated over.
-      ValueError: there is no batch, the plan was made for another function, or `observers` does
-        not fit it.
+      ValueError: there is no batch, the plan was made for another function, `observers` does
+        not fit it, or `quantized` are other parameters.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -75,13 +81,21 @@ def calibrate_batches(
     valued = {pattern: given for pattern, given in each if given}
     leaves, tree = jax.tree.flatten(params)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
+    if quantized is not None:
+        arrays = _beside(arrays, tree, quantized)
 
-    @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> _Once:
+    def one(arrays: list[Any], batch: Any) -> Stats:
         rest = iter(arrays)
         filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
         arguments = arguments_of(plan, jax.tree.unflatten(tree, filled), batch)
-        return _Once(calibrate(f, plan, observers=valued)(*arguments)[1])
+        return calibrate(f, plan, observers=valued)(*arguments)[1]
+
+    @jax.jit
+    def observe(arrays: list[Any], batch: Any) -> _Once:
+        if quantized is None:
+            return _Once(one(arrays, batch))
+        found = jax.vmap(one, (0, None), axis_name=BOTH)(arrays, batch)
+        return _Once(jax.tree.map(lambda both: both[0], found))
 
     @jax.jit
     def merge(a: _Once, b: _Once) -> _Once:
@@ -109,6 +123,23 @@ def calibrate_batches(
     )
     assert found is not None
     return found.stats | elements_of(f, plan, params, first, where)
+
+
+def _beside(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
+    """Returns float parameters, and what quantized ones stand for, along a new axis in front."""
+    found, other = jax.tree.flatten(dequantize_params(quantized))
+    own = [x for x in found if is_array(x)]
+    kinds = [[f"{x.dtype.name}{list(x.shape)}" for x in each] for each in (arrays, own)]
+    require_that(
+        other == tree and kinds[0] == kinds[1],
+        error=ValueError,
+        function="calibrate_batches",
+        problem="`quantized` are not the same parameters.",
+        given=f"arrays {', '.join(kinds[1][:4])}, and in float {', '.join(kinds[0][:4])}",
+        expected="the parameters, with QTensors in place of some arrays",
+        mend="pass jqx.quantize_params(params, plan), or what an algorithm chose.",
+    )
+    return [jnp.stack([jnp.asarray(a), jnp.asarray(b)]) for a, b in zip(arrays, own, strict=True)]
 
 
 def elements_of(

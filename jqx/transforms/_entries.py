@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._errors import message
 from ..observers import ObservedSite, Observer, Places
-from ..observers._shared import Calibrated, Patches
+from ..observers._shared import Calibrated, Patches, Weight
 from ._find import Found
 from ._observers import Checked, is_for, observers_of
 from ._origin import Address
@@ -58,11 +58,13 @@ class Entry:
         return self.observer.empty(self.part.kind, self.part.about)
 
     @_compat.intermediates()
-    def observe(self, x: jax.Array, sizes: jax.Array | None = None) -> Any:
-        """Returns the statistics of one operand; `sizes` are those of the groups of its rows."""
-        about = self.part.about
-        if sizes is not None:
-            about = dataclasses.replace(about, sizes=sizes)
+    def observe(
+        self, x: jax.Array, sizes: jax.Array | None = None, weights: jax.Array | None = None
+    ) -> Any:
+        """Returns the statistics of one operand; `sizes` are those of the groups of its rows, and
+        `weights` how much it counts.
+        """
+        about = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
         return self.observer.observe(x, about)
 
 
@@ -88,6 +90,20 @@ class Entries:
             for depth in range(len(entry.site.address) + 1):
                 found.setdefault(entry.site.address[:depth], []).append(entry)
         return found
+
+    def by_weight(self) -> "dict[Weight | None, Entries]":
+        """Returns the entries whose observers have one weight, for each; those whose observers have
+        none are among the first.
+        """
+        given = dict.fromkeys(entry.observer.weight for entry in self.recorded.values())
+        first, *others = [weight for weight in given if weight is not None] or [None]
+
+        def of(*weights: Weight | None) -> Entries:
+            entries = self.recorded.items()
+            own = {key: entry for key, entry in entries if entry.observer.weight in weights}
+            return dataclasses.replace(self, recorded=own)
+
+        return {first: of(first, None)} | {weight: of(weight) for weight in others}
 
     def at(self, address: Address) -> Sequence[Entry]:
         """Returns the entries of the site at an address, or of those inside the equation there."""
@@ -207,7 +223,9 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     empty = jax.eval_shape(entry.empty)
     count = about.experts
     sizes = None if count is None else jax.ShapeDtypeStruct((count,), jnp.int32)
-    seen = jax.eval_shape(entry.observe, kind, sizes)
+    one = jax.ShapeDtypeStruct((1,) * len(kind.shape), jnp.float32)
+    weights = None if entry.observer.weight is None else one
+    seen = jax.eval_shape(entry.observe, kind, sizes, weights)
     merged = jax.eval_shape(entry.observer.merge, empty, seen)
     for name, found in (("observe", seen), ("merge", merged)):
         if kinds_of(found) == kinds_of(empty):

@@ -19,12 +19,17 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..tensor import QTensor
 from ._affine_checks import check_sums
+from ._counted import Counted, common, counted_like, is_counted, opened, value_of
 from ._find import addressed
 from ._origin import Address, Origin
 from ._plan import Plan
 from ._site import Site
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
-from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records
+from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted
+
+_NOWHERE = -1
+"""Part of an address that no site has: that of an equation without contractions is the next one's.
+"""
 
 Given = tuple[dict[str, Affine], jax.Array | None]
 """What sites read beside their operands: scales by key, and a random key."""
@@ -49,6 +54,11 @@ class Rules(abc.ABC):
 
     differentiable: ClassVar[bool] = True
     """Whether derivative rules of the user are kept."""
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether it is followed how much the rows of a batch count."""
+        return False
 
     @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
@@ -103,7 +113,8 @@ def interpret(
         operands = [read(atom) for atom in eqn.invars]
         scope = rules.scope(here) if holds_site else contextlib.nullcontext()
         with _compat.equation_context(eqn), scope:
-            results, recorded = _evaluate(eqn, operands, rules, here, holds_site)
+            evaluate = evaluate_counted if rules.is_counting else _evaluate
+            results, recorded = evaluate(eqn, operands, rules, here, holds_site)
         records.update(recorded)
         env.update(zip(eqn.outvars, results, strict=True))
         for atom in eqn.invars:
@@ -129,8 +140,10 @@ def _evaluate(
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
             with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
-    if name in FORMS and (quantized or (holds_site and rules.plan.has_sites_in(here))):
-        return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, here))
+    counts = any(map(is_counted, operands))
+    if name in FORMS and (quantized or counts or (holds_site and rules.plan.has_sites_in(here))):
+        inside = here if holds_site else (*here, _NOWHERE)
+        return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
         return _compat.bind(eqn, operands), {}
     with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
@@ -140,6 +153,24 @@ def _evaluate(
     if seen is not None:
         return seen, {}
     return rules.unsupported(eqn, operands), {}
+
+
+def evaluate_counted(
+    eqn: Eqn,
+    operands: list[Any],
+    rules: Rules,
+    here: Address = (_NOWHERE,),
+    holds_site: bool = False,
+) -> tuple[list[Any], Records]:
+    """Evaluates an equation, and says how much its results count; sites and forms do so inside.
+    Without an address none of the contractions in it is a site.
+    """
+    name = eqn.primitive.name
+    if name in FORMS or (name in CONTRACTIONS and rules.plan.site_at(here) is not None):
+        return _evaluate(eqn, operands, rules, here, holds_site)
+    values = list(map(value_of, operands))
+    results, records = _evaluate(eqn, values, rules, here, holds_site)
+    return counted(eqn, operands, results), records
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
@@ -169,7 +200,11 @@ class _Runner:
 
     @property
     def differentiable(self) -> bool:
-        return self.rules.differentiable
+        return self.rules.differentiable and not self.is_counting
+
+    @property
+    def is_counting(self) -> bool:
+        return self.rules.is_counting
 
     @property
     def given(self) -> Given:
@@ -210,10 +245,18 @@ class _Runner:
         return self.rules.merge(self.here, a, b)
 
     def dense(self, x: Any) -> Any:
-        return self.rules.dense(self.eqn, x) if is_coded(x) else x
+        return self.rules.dense(self.eqn, x) if is_coded(x) else value_of(x)
+
+    def carried(self, x: Any) -> Any:
+        return opened(x) if self.is_counting else x
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return next(filter(is_coded, forms), None) or common(forms)
 
     def like(self, x: Any, other: Any) -> Any:
-        return as_like(x, other, self.dense)
+        if isinstance(other, Counted):
+            return counted_like(x, other)
+        return as_like(value_of(x), other, self.dense)
 
 
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:

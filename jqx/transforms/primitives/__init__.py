@@ -1,6 +1,7 @@
 """What the transforms know of each primitive, one family a file."""
 
 from ._contractions import Contraction as Contraction
+from ._counts import counted as counted
 from ._form import Form as Form
 from ._form import Records as Records
 from ._forms import FORMS as FORMS

@@ -1,10 +1,11 @@
 """What a loop carries: what its steps change, and quantized arrays that it hands on as they are."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import _compat
+from .._counted import Counted, Lost, value_of
 from .._weight import is_coded
 from ._form import Runner
 
@@ -27,6 +28,7 @@ class Carry:
     def of(cls, jaxpr: Any, consts: int, init: Sequence[Any], runner: Runner) -> "Carry":
         """Reads the body of a loop, whose carried operands come after `consts` others."""
         kept = unchanged(jaxpr, consts, len(init))
+        init = list(map(runner.carried, init))
         return cls(init, frozenset(i for i in kept if is_coded(init[i])), runner)
 
     def start(self) -> list[Any]:
@@ -35,13 +37,32 @@ class Carry:
 
     def changing(self, state: Sequence[Any]) -> list[Any]:
         """Returns what changes, of all that is carried."""
-        both = enumerate(zip(state, self.init, strict=True))
-        return [self.runner.like(x, init) for i, (x, init) in both if i not in self.shared]
+        found = []
+        for i, (x, init) in enumerate(zip(state, self.init, strict=True)):
+            try:
+                found += [] if i in self.shared else [self.runner.like(x, init)]
+            except Lost as lost:
+                lost.place = i
+                raise
+        return found
 
     def state(self, values: Sequence[Any]) -> list[Any]:
         """Returns all that is carried, given what changes."""
         rest = iter(values)
         return [x if i in self.shared else next(rest) for i, x in enumerate(self.init)]
+
+
+def settled(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
+    """Runs a loop. What a step does not know of a carried value no step does: the loop is traced
+    anew.
+    """
+    while True:
+        try:
+            return loop(carry)
+        except Lost as lost:
+            init = list(carry.init)
+            init[lost.place] = Counted(value_of(init[lost.place]), None, lost.why)
+            carry = dataclasses.replace(carry, init=init)
 
 
 def unchanged(jaxpr: Any, consts: int, count: int) -> list[int]:

@@ -23,7 +23,7 @@ def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence
 
 
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    index, *rest = operands
+    index, *rest = runner.dense(operands[0]), *operands[1:]
 
     def take(place: int, branch: Any, given: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(branch, args, (place,), given)
@@ -32,10 +32,10 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     branches: list[Callable[..., Any]] = [
         partial(take, i, branch) for i, branch in enumerate(eqn.params["branches"])
     ]
-    if any(map(is_coded, rest)):
+    if runner.is_counting or any(map(is_coded, rest)):
         forms = [jax.eval_shape(branch, runner.given, *rest)[0] for branch in branches]
         each = zip(*forms, strict=True)
-        common = [next(filter(is_coded, results), results[0]) for results in each]
+        common = [runner.common(results) for results in each]
         branches = [partial(_as_common, branch, common, runner) for branch in branches]
     return lax.switch(index, branches, runner.given, *rest)
 

@@ -68,6 +68,19 @@ class Runner(Protocol):
         """Returns the records of two evaluations together."""
         ...
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether it is followed how much the rows of a batch count."""
+        ...
+
+    def carried(self, x: Any) -> Any:
+        """Returns a value in the form in which a loop carries it."""
+        ...
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        """Returns the form that results of several branches can have."""
+        ...
+
     def dense(self, x: Any) -> Any:
         """Returns a value that must be an array here; raises, or dequantizes, where it is not."""
         ...

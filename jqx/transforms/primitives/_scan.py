@@ -10,9 +10,10 @@ from jax import lax
 from ... import _compat
 from ..._compat import Eqn
 from ...tensor._shared import sliceable
+from .._counted import spread
 from .._origin import Loop, Origin
 from .._weight import is_coded, map_codes
-from ._carry import Carry, unchanged
+from ._carry import Carry, settled, unchanged
 from ._form import Finder, Form, Records, Runner
 
 
@@ -38,33 +39,35 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     at, count = _compat.scan_counts(eqn)
     first = at + count
     consts, xs = operands[:at], operands[first:]
-    carry = Carry.of(body, at, operands[at:first], runner)
     steps, given = runner.split(length)
 
-    def step(before: Any, x: Any) -> Any:
-        values, seen = before
-        own, parts = x
-        args = [*consts, *carry.state(values), *parts]
-        results, records = runner.run(body, args, given=runner.join(own, given))
-        ours = {key: record for key, record in records.items() if key in seen}
-        each = {key: record for key, record in records.items() if key not in seen}
-        values = carry.changing(results[:count])
-        return (values, runner.merge(seen, ours)), (results[count:], each)
+    def loop(carry: Carry) -> tuple[list[Any], Records]:
+        def step(before: Any, x: Any) -> Any:
+            values, seen = before
+            own, parts = x
+            args = [*consts, *carry.state(values), *parts]
+            results, records = runner.run(body, args, given=runner.join(own, given))
+            ours = {key: record for key, record in records.items() if key in seen}
+            each = {key: record for key, record in records.items() if key not in seen}
+            values = carry.changing(results[:count])
+            return (values, runner.merge(seen, ours)), (results[count:], each)
 
-    (values, seen), (ys, each) = lax.scan(
-        step,
-        (carry.start(), runner.unseen()),
-        (steps, [_sliceable(x) for x in xs]),
-        length=length,
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry.state(values), *ys], seen | each
+        (values, seen), (ys, each) = lax.scan(
+            step,
+            (carry.start(), runner.unseen()),
+            (steps, [_sliceable(x) for x in xs]),
+            length=length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry.state(values), *ys], seen | each
+
+    return settled(Carry.of(body, at, operands[at:first], runner), loop)
 
 
 def _sliceable(x: Any) -> Any:
     """Gives each index of the leading axis of a weight scales of its own."""
-    return map_codes(lambda q: sliceable(q, 0), x) if is_coded(x) else x
+    return map_codes(lambda q: sliceable(q, 0), x) if is_coded(x) else spread(x)
 
 
 SCAN = {"scan": Form(_track, _apply)}

@@ -12,6 +12,7 @@ from ... import _compat
 from ..._compat import Eqn
 from ...tensor import QTensor
 from ...tensor._shared import partition_specs
+from .._counted import spread
 from .._origin import Origin
 from .._weight import is_coded, map_codes
 from ._form import Finder, Form, Records, Runner
@@ -37,14 +38,14 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
     def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(eqn.params["jaxpr"], args, given=given)
-        return results, jax.tree.map(lambda x: x[None], records)
+        return list(map(spread, results)), jax.tree.map(lambda x: x[None], records)
 
     results, records = jax.shard_map(
         run,
         in_specs=(PartitionSpec(), *specs),
         out_specs=(list(eqn.params["out_specs"]), PartitionSpec(tuple(sorted(axes)))),
         **options,
-    )(runner.given, *operands)
+    )(runner.given, *map(spread, operands))
     first = jax.tree.map(lambda x: x[0], records)
     rest = jax.tree.map(lambda x: x[1:], records)
     others = math.prod(sizes[axis] for axis in axes) - 1

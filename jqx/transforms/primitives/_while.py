@@ -10,7 +10,7 @@ from jax import lax
 
 from ..._compat import Eqn
 from .._origin import Origin
-from ._carry import Carry, unchanged
+from ._carry import Carry, settled, unchanged
 from ._form import Finder, Form, Records, Runner
 
 
@@ -28,21 +28,23 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     at, first = _places(eqn)
     for_condition, for_body = operands[:at], operands[at:first]
-    carry = Carry.of(body, first - at, operands[first:], runner)
 
-    def goes_on(before: Any) -> Any:
-        (result,), _ = runner.run(condition, [*for_condition, *carry.state(before[1])], (-1,))
-        return result
+    def loop(carry: Carry) -> tuple[list[Any], Records]:
+        def goes_on(before: Any) -> Any:
+            (result,), _ = runner.run(condition, [*for_condition, *carry.state(before[1])], (-1,))
+            return runner.dense(result)
 
-    def step(before: Any) -> Any:
-        i, values, seen = before
-        given = runner.numbered(runner.given, i)
-        results, records = runner.run(body, [*for_body, *carry.state(values)], given=given)
-        return i + 1, carry.changing(results), runner.merge(seen, records)
+        def step(before: Any) -> Any:
+            i, values, seen = before
+            given = runner.numbered(runner.given, i)
+            results, records = runner.run(body, [*for_body, *carry.state(values)], given=given)
+            return i + 1, carry.changing(results), runner.merge(seen, records)
 
-    start = jnp.uint32(0), carry.start(), runner.unseen()
-    _, values, seen = lax.while_loop(goes_on, step, start)
-    return carry.state(values), seen
+        start = jnp.uint32(0), carry.start(), runner.unseen()
+        _, values, seen = lax.while_loop(goes_on, step, start)
+        return carry.state(values), seen
+
+    return settled(Carry.of(body, first - at, operands[first:], runner), loop)
 
 
 def _places(eqn: Eqn) -> tuple[int, int]:

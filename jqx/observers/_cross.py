@@ -1,0 +1,97 @@
+"""How far the inputs of a product lie from those of the float function, beside what they are."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._errors import message
+from ._channels import added
+from ._hessian import gram, hessian
+from ._observer import ObservedSite, serializable
+from ._weighted import Weighted
+
+BOTH = "jqx.observers.cross"
+"""The axis along which the float function and the quantized one are mapped."""
+
+
+@serializable
+class CrossStats(NamedTuple):
+    """Sums of products of channels of an input `x` of the quantized function, and of `d`, that of
+    the float function less `x`. Shapes are those of `HessianStats`.
+
+    Attributes:
+      products: sum over the rows of `d[i] * x[j]`, float32.
+      quantized: sum over the rows of `x[i] * x[j]`, float32.
+      rows: how many rows were seen.
+    """
+
+    products: jax.Array
+    quantized: jax.Array
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cross(Weighted):
+    """Sums `(x_float - x) x^T` and `x x^T` over the rows of an activation that a weight is
+    multiplied by, `x` what it is where all weights are quantized: what GPTAQ and QEP correct for.
+
+    For `calibrate_batches(..., quantized=...)`, which runs both functions side by side. Rows and
+    channels are those of `hessian`.
+
+    Raises:
+      ValueError: there is no quantized function beside.
+      NotImplementedError: the site is a lookup, a convolution of batch groups or a `ragged_dot`:
+        both functions may send a row to different experts.
+    """
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> CrossStats:
+        """Returns sums of 0."""
+        products, rows = hessian(weight=self.weight).empty(operand, _checked(site))
+        return CrossStats(products, products, rows)
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> CrossStats:
+        """Returns the sums over the rows of one operand."""
+        exact, own = _both(x.astype(jnp.float32), site)
+        if site.weights is not None:
+            site = dataclasses.replace(site, weights=_both(site.weights, site)[1])
+        return CrossStats(gram(exact - own, own, site), *hessian.observe(own, _checked(site)))
+
+    def merge(self, a: CrossStats, b: CrossStats) -> CrossStats:
+        """Returns the sums, each rounded to float32 once."""
+        products, quantized = a.products + b.products, a.quantized + b.quantized
+        return CrossStats(products, quantized, added(a.rows, b.rows))
+
+
+cross = Cross()
+
+
+def _both(x: jax.Array, site: ObservedSite) -> Any:
+    """Returns what a value is in the float function and in the quantized one."""
+    try:
+        return lax.all_gather(x, BOTH)
+    except NameError:
+        text = message(
+            "observers.cross",
+            "there is no quantized function beside the one that is observed.",
+            given=f"the site {site.path!r}, of one function",
+            expected="calibrate_batches(..., quantized=...)",
+            mend="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
+        )
+        raise ValueError(text) from None
+
+
+def _checked(site: ObservedSite) -> ObservedSite:
+    if site.experts is None:
+        return site
+    raise NotImplementedError(
+        message(
+            "observers.cross",
+            "rows of a ragged_dot cannot be compared.",
+            given=f"the site {site.path!r}",
+            expected="products whose rows stand at the same place in both functions",
+            mend="leave it out of the regular expression in observers=.",
+        )
+    )

@@ -1,0 +1,150 @@
+"""How much the rows of a batch count, by the weight of an observer: of the arguments of a function,
+and of what its sites read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._checks import require_that
+from .._errors import message
+from ._counted import Counted, is_counted
+from ._interpret import Rules, evaluate_counted
+from ._paths import Params
+from ._plan import Plan
+from ._site import Site
+from ._trace import Call
+from ._weight import is_coded
+
+Weight = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Following(Rules):
+    """Evaluates in float, and follows how much rows count."""
+
+    @property
+    def is_counting(self) -> bool:
+        return True
+
+    def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
+        """Not called: what is evaluated stands nowhere in the plan."""
+        raise NotImplementedError
+
+
+def followed(plan: Plan, eqn: Any, operands: list[Any]) -> list[Any]:
+    """Evaluates an equation in float; where it is known how much operands count, so it is of
+    results.
+    """
+    return evaluate_counted(eqn, operands, _Following(plan))[0]
+
+
+def weights_of(
+    function: str, weight: Weight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> jax.Array:
+    """Returns how much rows count, float32: what a weight says of the arguments of a call, less the
+    parameters.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    others = [x for place, x in enumerate(args) if place not in positions]
+    try:
+        found = weight(*others, **kwargs)
+    except Exception as error:
+        error.add_note(
+            f"  at:       weight= of an observer, given {len(others)} arguments, those "
+            "of the function less its parameters"
+        )
+        raise
+    mend = "let it return booleans, such as tokens != 0, or numbers from 0."
+    require_that(
+        hasattr(found, "shape") and hasattr(found, "dtype"),
+        error=TypeError,
+        function=function,
+        problem="the `weight` of an observer returns no array.",
+        given=f"an object of type {type(found).__name__}",
+        expected="an array of the leading axes of an argument",
+        mend=mend,
+    )
+    dtype = jnp.dtype(found.dtype)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    positive = not _compat.is_concrete(found) or bool(np.all(np.asarray(found) >= 0))
+    require_that(
+        is_real and positive,
+        error=ValueError,
+        function=function,
+        problem="the `weight` of an observer returns no weights.",
+        given=f"an array of {dtype.name}" + ("" if positive else " with entries below 0, or NaN"),
+        expected="booleans, or numbers from 0",
+        mend=mend,
+    )
+    return jnp.asarray(found).astype(jnp.float32)
+
+
+def count_arguments(
+    function: str, weights: jax.Array, params: Params, call: Call, leaves: Sequence[Any]
+) -> list[Any]:
+    """Returns the leaves of a call; of those that are no parameters it is said how much they count,
+    or why that is not known.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    shape, found = weights.shape, []
+    for leaf, keys in zip(leaves, call.keys, strict=True):
+        is_parameter = keys[0].idx == 0 and keys[1].idx in positions
+        if is_parameter or is_coded(leaf):
+            found.append(leaf)
+        elif leaf.shape[: len(shape)] == shape:
+            ones = (1,) * (len(leaf.shape) - len(shape))
+            found.append(Counted(leaf, weights.reshape(*shape, *ones)))
+        else:
+            name = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            why = (
+                f"the argument {name!r} of shape {leaf.shape} does not begin with the axes {shape}"
+                " of the weight"
+            )
+            found.append(Counted(leaf, None, why))
+    require_that(
+        any(is_counted(x) and x.is_known for x in found),
+        error=ValueError,
+        function=function,
+        problem="no argument has the rows that the `weight` of an observer counts.",
+        given=f"a weight of shape {shape}, arguments of shapes "
+        f"{', '.join(str(x.value.shape) for x in found if is_counted(x)) or 'none'}",
+        expected="the leading axes of an argument, such as [batch, tokens]",
+        mend="let it return an array of these axes.",
+    )
+    return found
+
+
+def count_operand(
+    function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Returns how much the elements of an operand of a site count, as observers are told.
+
+    Args:
+      function: who asks, for messages.
+      site: the name of the site.
+      x: the operand.
+      shape: that of the weight, for messages.
+    """
+    if is_counted(x) and x.is_known:
+        return jnp.where(jnp.isinf(x.counts), 1, x.counts)
+    if not is_counted(x) and not is_coded(x):
+        return jnp.ones((1,) * jnp.ndim(x), jnp.float32)
+    operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
+    raise ValueError(
+        message(
+            function,
+            f"it is not known how much the rows of {site!r} count.",
+            given=("" if shape is None else f"a weight of shape {shape}, and ")
+            + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
+            expected="an operand that is made of arguments with these leading axes, by operations "
+            "through which rows are followed",
+            mend="name other sites in observers=, or let `weight` return the leading axes of the "
+            "argument that this site reads.",
+        )
+    )

@@ -1,0 +1,263 @@
+"""How much the elements of results count, by how much those of operands do: rules of primitives.
+
+What is made of one element each counts as much as the least of those; what is made of several along
+an axis, as a sum is, as much as the most. So a mean over tokens counts if one of them does, and
+attention as much as the token that asks. What only moves elements moves how much they count.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ... import _compat
+from ..._compat import Eqn
+from .._counted import Counted, counts_of, is_counted, value_of
+from .._weight import is_coded
+from ._contractions import CONTRACTIONS
+
+Counts = jax.Array | list[jax.Array | None]
+Rule = Callable[[Eqn, Sequence[Any], Sequence[Any]], Counts | None]
+"""From an equation, its operands and its results: how much the elements of the results count;
+`None` where that is not known.
+"""
+
+
+def counted(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation, with how much their elements count."""
+    operands = [Counted(x, None, "it is quantized state") if is_coded(x) else x for x in operands]
+    some = [x for x in operands if is_counted(x)]
+    if not some or all(map(is_coded, results)):
+        return list(results)
+    rule = COUNTS.get(eqn.primitive.name)
+    found = rule(eqn, operands, results) if rule and any(map(_known, some)) else None
+    every = found if isinstance(found, list) else [found] * len(results)
+    lost = next(
+        (x.lost for x in some if not x.is_known),
+        f"rows are not followed through `{eqn.primitive.name}`",
+    )
+    pairs = zip(results, every, strict=True)
+    return [x if is_coded(x) else Counted(x, n, lost if n is None else "") for x, n in pairs]
+
+
+def _known(x: Any) -> bool:
+    return is_counted(x) and x.is_known
+
+
+def _is_lost(x: Any) -> bool:
+    return is_counted(x) and not x.is_known
+
+
+def _least(counts: Sequence[jax.Array]) -> jax.Array:
+    """Returns the least of counts, of which some may be of one number."""
+    rank = max(x.ndim for x in counts)
+    return reduce(jnp.minimum, (x if x.ndim == rank else x.reshape((1,) * rank) for x in counts))
+
+
+def _elementwise(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    found = _least([x.counts for x in operands if _known(x)])
+    # One number says nothing of the elements that it is joined with.
+    rank = eqn.outvars[0].aval.ndim
+    return found if found.ndim == rank else found.reshape((1,) * rank)
+
+
+def _moved(*places: int) -> Rule:
+    """What an equation does with the operands at these places, it does with what they count."""
+
+    def rule(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+        moved = [operands[i] for i in places] if places else operands
+        if any(map(_is_lost, moved)):
+            return None
+        own = [
+            counts_of(x) if not places or i in places else value_of(x)
+            for i, x in enumerate(operands)
+        ]
+        return _compat.bind(eqn, own)
+
+    return rule
+
+
+def _pad(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """What is added around counts 0."""
+    if not _known(operands[0]):
+        return None
+    return lax.pad(counts_of(operands[0]), jnp.float32(0), eqn.params["padding_config"])
+
+
+def _gather(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """What is taken counts as it did, and no more than the index; what is filled in counts 0."""
+    table, indices = operands
+    p, found = eqn.params, []
+    numbers = p["dimension_numbers"]
+    if _known(table):
+        options = ("slice_sizes", "indices_are_sorted", "unique_indices", "mode")
+        found = [
+            lax.gather(
+                counts_of(table),
+                value_of(indices),
+                numbers,
+                **{name: p[name] for name in options},
+                fill_value=0,
+            )
+        ]
+    if _known(indices):
+        counts = counts_of(indices).max(-1)
+        out = eqn.outvars[0].aval.shape
+        batch = [axis for axis in range(len(out)) if axis not in numbers.offset_dims]
+        lined_up = [n if axis in batch else 1 for axis, n in enumerate(out)]
+        found.append(counts.reshape(lined_up))
+    return _least(found)
+
+
+def _scatter(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """What is written counts as what is written there; what is added to, as a sum."""
+    target, indices, updates = operands
+    if _is_lost(target) or _is_lost(updates):
+        return None
+    options = {name: eqn.params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    given = value_of(indices), counts_of(updates), eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "scatter":
+        return lax.scatter(counts_of(target), *given, **options)
+    nothing = jnp.full(eqn.outvars[0].aval.shape, -1, jnp.float32)
+    most = lax.scatter_max(nothing, *given, **options)
+    before = counts_of(target)
+    return jnp.where(most < 0, before, jnp.minimum(before, most))
+
+
+def _most(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    return operands[0].counts.max(eqn.params["axes"])
+
+
+def _so_far(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    axis, reverse = eqn.params["axis"], eqn.params["reverse"]
+    return lax.cummax(counts_of(operands[0]), axis=axis, reverse=reverse)
+
+
+def _window(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    names = "window_dimensions window_strides padding base_dilation window_dilation"
+    options = {name: eqn.params[name] for name in names.split()}
+    return lax.reduce_window(counts_of(operands[0]), jnp.float32(0), lax.max, **options)
+
+
+def _sort(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """Elements that are moved together are one row."""
+    counts = jnp.broadcast_to(
+        _least([x.counts for x in operands if _known(x)]), eqn.outvars[0].aval.shape
+    )
+    options = {name: eqn.params[name] for name in ("dimension", "is_stable", "num_keys")}
+    return lax.sort((*map(value_of, operands), counts), **options)[-1]
+
+
+def _top_k(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    axis = eqn.params.get("axis", eqn.outvars[0].aval.ndim - 1)
+    return jnp.take_along_axis(counts_of(operands[0]), results[1], axis=axis)
+
+
+def _dot(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    (contract, others), (batch, also) = eqn.params["dimension_numbers"]
+    rank = eqn.outvars[0].aval.ndim
+    sides = zip(operands, eqn.invars, (contract, others), (batch, also), strict=True)
+    free, found = len(batch), []
+    for x, v, summed, stacked in sides:
+        kept = [i for i in range(v.aval.ndim) if i not in (*summed, *stacked)]
+        if _known(x):
+            counts = x.counts.max(summed, keepdims=True).transpose(*stacked, *kept, *summed)
+            shape = [1] * rank
+            shape[: len(stacked)] = counts.shape[: len(stacked)]
+            shape[free : free + len(kept)] = counts.shape[len(stacked) :][: len(kept)]
+            found.append(counts.reshape(shape))
+        free += len(kept)
+    return _least(found)
+
+
+def _ragged(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    rows = operands[0]
+    if not _known(rows) or CONTRACTIONS[eqn.primitive.name].excuse(eqn):
+        return None
+    return rows.counts.max(1, keepdims=True)
+
+
+def _conv(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """A pixel counts as that of its patch which counts most."""
+    image, p = operands[0], eqn.params
+    if not _known(image) or p["batch_group_count"] != 1:
+        return None
+    axes, groups = p["dimension_numbers"], p["feature_group_count"]
+    counts = counts_of(image).transpose(axes.lhs_spec)
+    n, _, *space = counts.shape
+    counts = counts.reshape(n, groups, -1, *space).max(2)
+    kernel = [eqn.invars[1].aval.shape[axis] for axis in axes.rhs_spec[2:]]
+    each = ((p["window_strides"], 1), (p["lhs_dilation"], 1), (p["rhs_dilation"], 1))
+    strides, base, dilation = ((one, one, *own) for own, one in each)
+    padding = ((0, 0), (0, 0), *p["padding"])
+    found = lax.reduce_window(
+        counts, jnp.float32(0), lax.max, (1, 1, *kernel), strides, padding, base, dilation
+    )
+    features = eqn.outvars[0].aval.shape[axes.out_spec[1]]
+    found = jnp.repeat(found, features // groups, axis=1) if groups > 1 else found
+    return found.transpose([axes.out_spec.index(i) for i in range(found.ndim)])
+
+
+def _barrier(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    return [None if _is_lost(x) else counts_of(x) for x in operands]
+
+
+def _everywhere(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    """What is summed over devices counts as that of the device which counts most."""
+    if eqn.params.get("axis_index_groups") is not None:
+        return None
+    axes = eqn.params["axes"]
+
+    def most(x: Any) -> jax.Array | None:
+        if _is_lost(x):
+            return None
+        counts = _compat.vary(counts_of(x), frozenset(axes) | _compat.varies_along(value_of(x)))
+        return lax.pmax(counts, axes)
+
+    return list(map(most, operands))
+
+
+def _sent(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+    if not all(map(_known, operands)):
+        return None
+    own = [_compat.vary(counts_of(x), _compat.varies_along(value_of(x))) for x in operands]
+    return _compat.bind(eqn, own)
+
+
+_NAMES: dict[str, Rule] = {
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to
+    erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter
+    not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta
+    device_put pcast pvary reshard sharding_constraint
+    """: _elementwise,
+    "broadcast_in_dim reshape rev slice split squeeze tile transpose unstack": _moved(0),
+    "concatenate stack": _moved(),
+    "dynamic_slice": _moved(0),
+    "dynamic_update_slice": _moved(0, 1),
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin": (
+        _most
+    ),
+    "cumsum cummax cummin cumprod cumlogsumexp": _so_far,
+    "reduce_window_sum reduce_window_max reduce_window_min": _window,
+    "gather": _gather,
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": _scatter,
+    "pad": _pad,
+    "sort": _sort,
+    "top_k": _top_k,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged,
+    "conv_general_dilated": _conv,
+    "optimization_barrier": _barrier,
+    "psum psum_invariant pmax pmin": _everywhere,
+    "all_gather all_to_all ppermute": _sent,
+}
+COUNTS: dict[str, Rule] = {name: rule for names, rule in _NAMES.items() for name in names.split()}
+"""Rules by the name of the primitive."""
