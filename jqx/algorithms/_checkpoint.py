@@ -135,7 +135,18 @@ class Checkpoint:
 
 
 class Solver(Protocol):
-    """Chooses the codes of matrices. Its `repr` shows all options that codes depend on."""
+    """Chooses the codes of matrices. Its `repr` shows all options that codes depend on.
+
+    Attributes:
+      weight: how much the rows of inputs count, of what a batch has; or `None`.
+      observers: what is recorded of the sites of weights that are chosen before all others.
+    """
+
+    @property
+    def weight(self) -> Callable[..., Any] | None: ...
+
+    @property
+    def observers(self) -> Mapping[str, Any]: ...
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns the spec by whose calibrator scales are found."""

@@ -14,6 +14,7 @@ from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._files import Path, as_path
 from ..calibrators import Calibrator
+from ..observers import hessian, places
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
@@ -22,7 +23,7 @@ from ._factor import Order, carried_over, corrected, factor
 from ._layers import calls_of, layer_by_layer
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
-from ._weight import OBSERVERS, Grids, Matrix, alike_of, matrices_of, stacked
+from ._weight import Grids, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -64,6 +65,9 @@ class Gptq:
       strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
       ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
         NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
+      weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`: a function
+        of what a batch has, such as `lambda tokens: tokens != 0` where 0 is padding; `None` counts
+        all alike.
       offload: whether activations of the batches are kept on the host between stages, where it is
         sequential, one batch at a time on the device: slower, with the same codes.
       checkpoint: a folder for what is chosen already. `None` keeps nothing. Where a run of the same
@@ -97,6 +101,7 @@ class Gptq:
     propagation: Literal["none", "qep", "gptaq"] = "none"
     strength: float | None = None
     ill_conditioned: Literal["error", "round"] = "error"
+    weight: Callable[..., Any] | None = None
     offload: bool = False
     checkpoint: Path | None = None
 
@@ -132,6 +137,15 @@ class Gptq:
             check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
+        require_that(
+            self.weight is None or callable(self.weight),
+            error=TypeError,
+            function=name,
+            problem="`weight` is not a function.",
+            given=f"an object of type {type(self.weight).__name__}",
+            expected="a function of what a batch has, that returns how much its rows count",
+            mend="pass for example weight=lambda tokens: tokens != 0.",
+        )
         both = (
             (self.groups == "dynamic" and self.order == "activation", "groups", "order"),
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),
@@ -154,7 +168,7 @@ class Gptq:
     @property
     def observers(self) -> Mapping[str, Any]:
         """What `calibrate_batches` is to record for one pass."""
-        return OBSERVERS
+        return {".*": (hessian(weight=self.weight), places)}
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
         """Returns the parameters with codes chosen by statistics of float inputs, in one pass."""
@@ -200,7 +214,9 @@ class Gptq:
         known = None
         if folder is not None:
             batches = list(batches)
-            known = Checkpoint(folder, made_of(plan, solver, calls_of(f, plan, params, batches)))
+            known = Checkpoint(
+                folder, made_of(plan, solver, calls_of(f, plan, params, batches, self.weight))
+            )
         observers = self.observers
         stats = calibrate_batches(f, plan, params, batches, observers=observers, progress=progress)
         return solver._one_pass(plan, params, stats, known)

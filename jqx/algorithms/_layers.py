@@ -2,6 +2,7 @@
 their weights quantized.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +24,13 @@ from ..transforms._shared import (
     arguments_of,
     as_plan,
     contractions,
+    count_arguments,
     elements_of,
     observed_parts,
     progress_bar,
     tell,
     trace_call,
+    weights_of,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
@@ -36,9 +39,12 @@ from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Frame, Inputs, Stream, Walk
 from ._stages import Scope, Steps, whole
 from ._sums import Sums
-from ._weight import OBSERVERS, Drift, Grids, Matrix, alike_of, matrices_of, stacked
+from ._weight import Drift, Grids, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
+
+_COUNTED = 3
+"""What a value of 2 bytes and how much it counts, a float32, take at most, beside the value."""
 
 
 def layer_by_layer(
@@ -70,7 +76,7 @@ def layer_by_layer(
       progress: whether to show a bar.
     """
     every, f = list(batches), TracedOnce(f)
-    calls = calls_of(f, plan, params, every)
+    calls = calls_of(f, plan, params, every, solver.weight)
     first = calls[0]
     known = None if checkpoint is None else Checkpoint(checkpoint, made_of(plan, solver, calls))
     elements = {
@@ -92,7 +98,8 @@ def layer_by_layer(
             sum(_bytes_of_all(site, parts[site.address]) for site in rest),
             0,
         ),
-        activations=bytes_of_activations(scopes, 1 + beside),
+        activations=bytes_of_activations(scopes, 1 + beside)
+        * (1 if solver.weight is None else _COUNTED),
         offload=offload,
     )
     count = sum(math.prod(x.shape[:-2]) for x in elements.values())
@@ -105,7 +112,8 @@ def layer_by_layer(
         if path is not None
     }
     weights = _Weights(solver, plan, originals, first.paths, known, bar)
-    for matrices, weight in _shared(f, plan, params, every, rest, progress):
+    observers = solver.observers[".*"]
+    for matrices, weight in _shared(f, plan, params, every, rest, observers, progress):
         weights.choose(lambda own=matrices: own, stacked(matrices), weight)
     inputs = Sums()
 
@@ -139,12 +147,22 @@ def layer_by_layer(
     return Chosen(weights.quantized(params), report)
 
 
-def calls_of(f: Any, plan: Plan, params: Any, batches: Iterable[Any]) -> list[Call]:
-    """Returns a function as it is traced for each batch."""
-    return [
-        trace_call("ptq", f, plan.parameters, arguments_of(plan, params, batch), {})
-        for batch in batches
-    ]
+def calls_of(
+    f: Any, plan: Plan, params: Any, batches: Iterable[Any], weight: Any = None
+) -> list[Call]:
+    """Returns a function as it is traced for each batch; with a weight it is said of the values of
+    a batch how much they count.
+    """
+    found = []
+    for batch in batches:
+        arguments = arguments_of(plan, params, batch)
+        call = trace_call("ptq", f, plan.parameters, arguments, {})
+        if weight is not None:
+            counts = weights_of("ptq", weight, plan.params, arguments, {})
+            leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
+            call = dataclasses.replace(call, leaves=leaves)
+        found.append(call)
+    return found
 
 
 def _scopes(plan: Plan, calls: Sequence[Call], once: set[Address]) -> list[Scope]:
@@ -235,12 +253,18 @@ class _Weights:
 
 
 def _shared(
-    f: Any, plan: Plan, params: Any, batches: list[Any], rest: list[Site], progress: bool
+    f: Any,
+    plan: Plan,
+    params: Any,
+    batches: list[Any],
+    rest: list[Site],
+    observers: Any,
+    progress: bool,
 ) -> Iterable[tuple[list[Matrix], Weight]]:
     """Yields the matrices that are not of a site that runs once, with the sums over their uses."""
     if not rest:
         return
-    patterns = {re.escape(site.path): OBSERVERS[".*"] for site in rest}
+    patterns = {re.escape(site.path): observers for site in rest}
     stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
     for path in dict.fromkeys(x.path for site in rest for x in site.operands):

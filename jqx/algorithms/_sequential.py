@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import Site
+from ..transforms._shared import Site, alike, is_counted, spread, value_of
 from ._stages import Params, Scope, Stage, Steps
 
 
@@ -31,6 +31,8 @@ class OnHost:
 
 def on_device(x: Any) -> Any:
     """Returns a value that was kept, on the device."""
+    if is_counted(x):
+        return jax.tree.map(on_device, x)
     return jax.device_put(x.values, x.sharding) if isinstance(x, OnHost) else x
 
 
@@ -48,6 +50,8 @@ class Stream:
 
     def kept(self, x: Any) -> Any:
         """Returns a value as it is kept. Keys of random numbers stay where they are."""
+        if is_counted(x):
+            return jax.tree.map(self.kept, x)
         is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
         if not self.offload or not is_array:
             return x
@@ -179,9 +183,10 @@ class Walk:
         taken: dict[int, Pairs] = {}
         for stage, batch in pairs:
             (eqn,) = stage.eqns
-            (chosen,) = batch[0].read(eqn.invars[:1], steps)
+            (chosen,) = map(on_device, batch[0].read(eqn.invars[:1], steps))
             last = len(eqn.params["branches"]) - 1
-            taken.setdefault(min(max(int(on_device(chosen)), 0), last), []).append((stage, batch))
+            i = min(max(int(value_of(chosen)), 0), last)
+            taken.setdefault(i, []).append((stage, batch))
         for i in sorted(taken):
             self._inside(taken[i], steps, i)
 
@@ -223,7 +228,9 @@ class Scan:
     def step(self, i: int) -> Frame:
         """Returns the frame of one step."""
         carried = zip(self._carried, self._carry, strict=True)
-        xs = {var: on_device(x)[i] for var, x in self._xs.items()}
+        xs = {
+            var: jax.tree.map(lambda x: x[i], spread(on_device(x))) for var, x in self._xs.items()
+        }
         frame = Frame(self.scope, self.frame.stream, {**self._consts, **dict(carried), **xs})
         self._carry = []
         return frame
@@ -238,7 +245,12 @@ class Scan:
         """Hands the results to the frame around."""
         (eqn,) = self.stage.eqns
         rows = self._rows[::-1] if eqn.params["reverse"] else self._rows
-        columns = (jnp.stack(list(map(on_device, x))) for x in zip(*rows, strict=True))
+        columns = (_stacked(list(map(on_device, x))) for x in zip(*rows, strict=True))
         results = [*self._carry, *columns]
         self._consts, self._xs, self._carry, self._rows = {}, {}, [], []
         self.frame.leave(self.stage, results)
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Returns the values of all steps, along a new axis in front."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *alike(rows))

@@ -16,7 +16,7 @@ from jax import lax
 from .. import _compat
 from .._compat import Eqn
 from ..transforms import Plan
-from ..transforms._shared import FORMS, Address, Call, Site, addressed
+from ..transforms._shared import FORMS, Address, Call, Site, addressed, followed
 
 Params = Mapping[int, Any]
 """The leaves of the parameters, by their place among the operands of the jaxpr."""
@@ -174,7 +174,7 @@ class Scope:
                 return env[atom] if of_batch else self.read(atom, params, steps, memo)
 
             for eqn in stage.eqns:
-                results = _compat.bind(eqn, list(map(read, eqn.invars)))
+                results = followed(self.plan, eqn, list(map(read, eqn.invars)))
                 env.update(zip(eqn.outvars, results, strict=True))
             return [env[var] for var in stage.gives]
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..observers import hessian
+from ..observers import ObservedSite, hessian
 from ..observers._shared import HessianStats, gram
+from ..transforms._shared import count_operand, is_counted, value_of
 from ._sequential import Inputs, on_device
 from ._weight import Drift
 
@@ -36,7 +37,7 @@ class Sums:
         total, drift, rows = None, None, 0
         for x in own:
             seen = _observed(*x, about=about)
-            total, rows = _added(total, seen.products), rows + np.asarray(seen.rows, np.int64)
+            total, rows = _added(total, seen.products), rows + np.asarray(seen.rows, np.float64)
             for exact in floats:
                 both = _drift(next(exact)[0], *x, about=about)
                 drift = Drift(*map(_added, drift or (None, None), both))
@@ -59,14 +60,18 @@ def _added(total: Array | None, part: jax.Array) -> Array:
 
 
 @partial(jax.jit, static_argnames="about")
-def _observed(x: jax.Array, sizes: jax.Array | None = None, *, about: Any) -> HessianStats:
-    return hessian.observe(x, dataclasses.replace(about, sizes=sizes))
+def _observed(x: Any, sizes: Any = None, *, about: Any) -> HessianStats:
+    return hessian.observe(value_of(x), _told(about, x, sizes))
 
 
 @partial(jax.jit, static_argnames="about")
-def _drift(
-    exact: jax.Array, x: jax.Array, sizes: jax.Array | None = None, *, about: Any
-) -> tuple[jax.Array, jax.Array]:
+def _drift(exact: Any, x: Any, sizes: Any = None, *, about: Any) -> tuple[jax.Array, jax.Array]:
     """Returns what `Drift` holds, of one batch."""
-    lost, site = exact - x, dataclasses.replace(about, sizes=sizes)
-    return gram(lost, x, site), gram(lost, lost, site)
+    lost, site = value_of(exact) - value_of(x), _told(about, x, sizes)
+    return gram(lost, value_of(x), site), gram(lost, lost, site)
+
+
+def _told(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
+    """Returns what an observer is told of an operand, and of how much its rows count."""
+    counts = count_operand("algorithms.gptq", about.path, x) if is_counted(x) else None
+    return dataclasses.replace(about, sizes=value_of(sizes), weights=counts)

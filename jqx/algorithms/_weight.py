@@ -18,9 +18,6 @@ from ._report import name_of
 
 Array = np.ndarray
 
-OBSERVERS = {".*": (hessian, places)}
-"""What an algorithm on Hessians asks `calibrate_batches` to record."""
-
 
 @dataclasses.dataclass
 class Grids:

@@ -100,8 +100,8 @@ class Samples(Weighted):
 
     def merge(self, a: SamplesStats, b: SamplesStats) -> SamplesStats:
         """Returns a sample of the rows of both."""
-        axes = SamplesStats(-2, -1, -2)
-        return self._kept(jax.tree.map(lambda *x: jnp.concatenate(x[:2], x[2]), a, b, axes))
+        parts = zip(a, b, (-2, -1, -2), strict=True)
+        return self._kept(SamplesStats(*(jnp.concatenate([x, y], axis) for x, y, axis in parts)))
 
     def _kept(self, given: SamplesStats) -> SamplesStats:
         one = partial(_smallest, count=self.count)

@@ -13,12 +13,13 @@ class Weighted(Observer):
 
     `weight` is called with the arguments of the function that is calibrated, less its parameters:
     with what a batch has. It returns booleans, or numbers from 0, of the leading axes of at least
-    one of these arguments, such as `[batch, tokens]`; the rows of all arguments that begin with
-    these axes count as it says. Rows are followed through the function: axes that are merged,
-    experts that they are sorted by. What is made of several rows, as by attention and pooling,
-    counts as much as the one of them that counts most, and no more than what it is joined with, as
-    the token that asks. A row that parameters alone have made counts 1. Rows that count 0 leave no
-    trace, not even a NaN.
+    one of these arguments, such as `[batch, tokens]`, size 1 where all along an axis count alike;
+    the rows of all arguments that begin with these axes count as it says. Rows are followed through
+    the function: axes that are merged, experts that they are sorted by. What is made of several
+    rows, as by attention and pooling, and by products with zeros and ones that pick some, counts as
+    much as the one of them that counts most, and no more than what it is joined with, as the token
+    that asks. A row that parameters alone have made counts 1. Rows that count 0 leave no trace, not
+    even a NaN.
 
     Attributes:
       weight: such a function, or `None`, where all rows count 1.

@@ -3,6 +3,7 @@ of, by the weight of an observer.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -87,14 +88,20 @@ def spread(x: Any) -> Any:
     return opened(x) if is_counted(x) else x
 
 
-def common(forms: list[Any]) -> Any:
+def common(forms: Sequence[Any]) -> Any:
     """Returns the form in which all of several values of one shape can be said."""
     lost = next((x for x in forms if is_counted(x) and not x.is_known), None)
     known = next(filter(is_counted, forms), None)
     if lost is not None or known is None:
         return forms[0] if lost is None else lost
-    shape = jax.ShapeDtypeStruct(known.value.shape, jnp.float32)
+    shape = jax.ShapeDtypeStruct(jnp.shape(known.value), jnp.float32)
     return Counted(known.value, shape)
+
+
+def alike(values: Sequence[Any]) -> list[Any]:
+    """Returns values of one shape, each in the form in which all of them can be said."""
+    form = common(values)
+    return [counted_like(x, form) for x in values] if is_counted(form) else list(values)
 
 
 def counted_like(x: Any, like: Counted) -> Counted:

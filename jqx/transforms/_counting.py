@@ -97,7 +97,9 @@ def count_arguments(
         is_parameter = keys[0].idx == 0 and keys[1].idx in positions
         if is_parameter or is_coded(leaf):
             found.append(leaf)
-        elif leaf.shape[: len(shape)] == shape:
+        elif len(leaf.shape) >= len(shape) and all(
+            n in (1, own) for n, own in zip(shape, leaf.shape, strict=False)
+        ):
             ones = (1,) * (len(leaf.shape) - len(shape))
             found.append(Counted(leaf, weights.reshape(*shape, *ones)))
         else:

@@ -19,6 +19,14 @@ from ._calibrate_batches import in_bytes as in_bytes
 from ._calibrate_batches import placed as placed
 from ._calibrate_batches import progress_bar as progress_bar
 from ._calibrate_batches import tell as tell
+from ._counted import alike as alike
+from ._counted import is_counted as is_counted
+from ._counted import spread as spread
+from ._counted import value_of as value_of
+from ._counting import count_arguments as count_arguments
+from ._counting import count_operand as count_operand
+from ._counting import followed as followed
+from ._counting import weights_of as weights_of
 from ._entries import Entry as Entry
 from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed

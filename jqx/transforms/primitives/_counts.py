@@ -61,6 +61,8 @@ def _elementwise(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> C
     found = _least([x.counts for x in operands if _known(x)])
     # One number says nothing of the elements that it is joined with.
     rank = eqn.outvars[0].aval.ndim
+    if found.ndim not in (0, rank):
+        return None
     return found if found.ndim == rank else found.reshape((1,) * rank)
 
 
