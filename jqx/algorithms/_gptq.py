@@ -23,7 +23,7 @@ from ._factor import Order, carried_over, corrected, factor
 from ._layers import calls_of, layer_by_layer
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
-from ._weight import Grids, Matrix, alike_of, matrices_of, stacked
+from ._weight import Grids, Group, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -178,15 +178,17 @@ class Gptq:
         self, plan: Plan, params: Any, stats: Any, checkpoint: Checkpoint | None = None
     ) -> Chosen:
         entries: list[MatrixReport] = []
-
-        def choose(weight: Weight, x: Any) -> QTensor:
-            grids = Grids.of(x, self.spec_of(weight.spec))
-            for alike in alike_of(matrices_of("algorithms.gptq", plan, weight, stats or {})):
-                own = (lambda alike=alike: alike), stacked(alike), grids, weight
-                entries.extend(chosen(checkpoint, self, *own))
-            return grids.quantized(weight.spec)
-
-        return Chosen(plan.map_weights(choose, params), AlgorithmReport(tuple(entries)))
+        leaves: dict[str, Any] = {}
+        plan.map_weights(lambda weight, x: leaves.setdefault(weight.path, x), params)
+        codes: dict[str, QTensor] = {}
+        for group in Group.of_plan(plan, {path: x.size for path, x in leaves.items()}):
+            grids, parts = Grids.of_group(group, leaves, self.spec_of)
+            for alike in alike_of(matrices_of("algorithms.gptq", plan, group, stats or {})):
+                given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
+                entries.extend(chosen(checkpoint, self, *given))
+            codes |= {x.path: parts[x.path].quantized(x.spec) for x in group.weights}
+        chosen_params = plan.map_weights(lambda weight, _: codes[weight.path], params)
+        return Chosen(chosen_params, AlgorithmReport(tuple(entries)))
 
     def run(
         self,

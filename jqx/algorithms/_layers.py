@@ -20,7 +20,6 @@ from ..transforms._shared import (
     Chosen,
     Site,
     TracedOnce,
-    Weight,
     arguments_of,
     as_plan,
     contractions,
@@ -39,7 +38,7 @@ from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Frame, Inputs, Stream, Walk
 from ._stages import Scope, Steps, whole
 from ._sums import Sums
-from ._weight import Drift, Grids, Matrix, alike_of, matrices_of, stacked
+from ._weight import Drift, Grids, Group, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -79,15 +78,18 @@ def layer_by_layer(
     calls = calls_of(f, plan, params, every, solver.weight)
     first = calls[0]
     known = None if checkpoint is None else Checkpoint(checkpoint, made_of(plan, solver, calls))
-    elements = {
-        key.removesuffix(f"@{places}"): np.asarray(x)
-        for key, x in elements_of(f, plan, params, every[0], [".*"]).items()
+    sizes = {
+        path: leaf.size
+        for path, leaf in zip(first.paths, first.leaves, strict=True)
+        if path is not None
     }
-    once = sites_once(plan, first.jaxpr, elements)
+    groups = Group.of_plan(plan, sizes)
+    elements = _elements(f, plan, groups, params, every[0])
+    once = sites_once(plan, groups, first.jaxpr, elements)
     scopes = _scopes(plan, calls, once)
-    parts = {item.address: item for item in contractions(first) if item.address}
+    found = {item.address: item for item in contractions(first) if item.address}
     parts = {
-        site.address: {x.about.role: x for x in observed_parts(site, parts[site.address])}
+        site.address: {x.about.role: x for x in observed_parts(site, found[site.address])}
         for site in plan.sites
     }
     rest = [site for site in plan.sites if site.address not in once and _is_weighted(plan, site)]
@@ -111,10 +113,10 @@ def layer_by_layer(
         for place, (path, leaf) in enumerate(zip(first.paths, first.leaves, strict=True))
         if path is not None
     }
-    weights = _Weights(solver, plan, originals, first.paths, known, bar)
+    weights = _Weights(solver, plan, groups, originals, first.paths, known, bar)
     observers = solver.observers[".*"]
-    for matrices, weight in _shared(f, plan, params, every, rest, observers, progress):
-        weights.choose(lambda own=matrices: own, stacked(matrices), weight)
+    for matrices, group in _shared(f, plan, groups, params, every, rest, observers, progress):
+        weights.choose(lambda own=matrices: own, stacked(matrices), group)
     inputs = Sums()
 
     def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
@@ -130,9 +132,8 @@ def layer_by_layer(
                 found.append(Matrix(*own))
             return found
 
-        own = next(plan.weight_at(x.path) for x in site.operands if x.path is not None)
-        assert own is not None
-        weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), own)
+        group = next(x for x in groups if plan.weights_in(site)[0] in x.sizes)
+        weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
 
     streams = [Stream(x, offload) for x in (weights.current, originals)[: 1 + beside]]
     frames = []
@@ -145,6 +146,21 @@ def layer_by_layer(
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
     report = AlgorithmReport(tuple(weights.entries), memory)
     return Chosen(weights.quantized(params), report)
+
+
+def _elements(
+    f: Any, plan: Plan, groups: Sequence[Group], params: Any, batch: Any
+) -> dict[str, Array]:
+    """Returns which elements of its group each site multiplies by, by the key of its operand."""
+    known = elements_of(f, plan, params, batch, [".*"])
+    found = {}
+    for site in plan.sites:
+        for operand in site.operands:
+            own = known.get(f"{operand.key}@{places}")
+            if own is not None:
+                group = next(x for x in groups if operand.path in x.sizes)
+                found[operand.key] = group.numbers(plan.weights_in(site), np.asarray(own))
+    return found
 
 
 def calls_of(
@@ -198,34 +214,41 @@ class _Weights:
         self,
         solver: Solver,
         plan: Plan,
+        groups: Sequence[Group],
         originals: Mapping[int, Any],
         paths: Sequence[str | None],
         checkpoint: Checkpoint | None,
         bar: Any,
     ):
         self._solver, self._plan, self._checkpoint, self._bar = solver, plan, checkpoint, bar
-        self._places = {paths[place]: place for place in originals}
-        self._grids = {
-            weight.path: Grids.of(originals[self._places[weight.path]], solver.spec_of(weight.spec))
-            for weight in plan.weights
-        }
+        self._places = {str(paths[place]): place for place in originals}
+        leaves = {path: originals[place] for path, place in self._places.items()}
+        self._grids, self._parts = {}, {}
+        for group in groups:
+            self._grids[group.path], own = Grids.of_group(group, leaves, solver.spec_of)
+            self._parts |= own
         self.current = dict(originals)
         self.entries: list[MatrixReport] = []
 
-    def choose(
-        self, matrices: Callable[[], Sequence[Matrix]], where: Array, weight: Weight
-    ) -> None:
+    def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
         """Chooses the codes of matrices of one shape, and writes their values to the parameters.
 
         Args:
           matrices: makes them, where they are not known already.
           where: their places, [matrices, rows, columns].
-          weight: whose they are.
+          group: whose they are.
         """
-        grids, place = self._grids[weight.path], self._places[weight.path]
-        known, solver = self._checkpoint, self._solver
-        self.entries += chosen(known, solver, matrices, where, grids, weight)
-        self.current[place] = _written(self.current[place], where, grids.values[where])
+        grids, known, solver = self._grids[group.path], self._checkpoint, self._solver
+        self.entries += chosen(known, solver, matrices, where, grids, group.whole)
+        start = 0
+        for path, size in group.sizes.items():
+            own = where
+            if len(group.sizes) > 1:
+                own = where[(where >= start) & (where < start + size)]
+            if own.size:
+                place, values = self._places[path], grids.values[own]
+                self.current[place] = _written(self.current[place], own - start, values)
+            start += size
         if self._bar is not None:
             self._bar.update(len(where))
 
@@ -239,7 +262,7 @@ class _Weights:
                 sites, shape = (site.name,), where.shape[-2:]
                 if (sites, step, at) not in known:
                     report = MatrixReport(
-                        sites, step, at, str(operand.path), shape, 0.0, 0.0, None, 0, 0, 0, 0.0
+                        sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0
                     )
                     self.entries.append(report)
 
@@ -248,32 +271,33 @@ class _Weights:
         if self._bar is not None:
             self._bar.close()
         return self._plan.map_weights(
-            lambda weight, _: self._grids[weight.path].quantized(weight.spec), params
+            lambda weight, _: self._parts[weight.path].quantized(weight.spec), params
         )
 
 
 def _shared(
     f: Any,
     plan: Plan,
+    groups: Sequence[Group],
     params: Any,
     batches: list[Any],
     rest: list[Site],
     observers: Any,
     progress: bool,
-) -> Iterable[tuple[list[Matrix], Weight]]:
+) -> Iterable[tuple[list[Matrix], Group]]:
     """Yields the matrices that are not of a site that runs once, with the sums over their uses."""
     if not rest:
         return
     patterns = {re.escape(site.path): observers for site in rest}
     stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
-    for path in dict.fromkeys(x.path for site in rest for x in site.operands):
-        weight = plan.weight_at(path)
-        if weight is None:
+    used = {path for site in rest for path in plan.weights_in(site)}
+    for group in groups:
+        if used.isdisjoint(group.sizes):
             continue
-        every = matrices_of("algorithms.gptq", plan, weight, stats)
+        every = matrices_of("algorithms.gptq", plan, group, stats)
         for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
-            yield alike, weight
+            yield alike, group
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """Which sites run once for each part of their weight: they are quantized where they stand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,15 +9,18 @@ from .. import _compat
 from ..transforms import Plan
 from ..transforms._shared import FORMS, Address, addressed
 from ._stages import body_of
+from ._weight import Group
 
 Array = np.ndarray
 
 
-def sites_once(plan: Plan, jaxpr: Any, elements: Mapping[str, Array]) -> set[Address]:
+def sites_once(
+    plan: Plan, groups: Sequence[Group], jaxpr: Any, elements: Mapping[str, Array]
+) -> set[Address]:
     """Returns the addresses of the sites that run once for each part of their weight: all scans
     around step over it, and no other site multiplies by the same elements.
     """
-    apart = _apart(plan, elements)
+    apart = _apart(plan, groups, elements)
     found: set[Address] = set()
 
     def look(jaxpr: Any, address: Address, scans: tuple[Address, ...]) -> None:
@@ -43,15 +46,15 @@ def sites_once(plan: Plan, jaxpr: Any, elements: Mapping[str, Array]) -> set[Add
     return found
 
 
-def _apart(plan: Plan, elements: Mapping[str, Array]) -> set[Address]:
+def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Array]) -> set[Address]:
     """Returns the addresses of the sites that share no element of their weight with another."""
     found: set[Address] = set()
-    for weight in plan.weights:
+    for group in groups:
         mine = [
             (site.address, elements.get(operand.key))
             for site in plan.sites
             for operand in site.operands
-            if operand.path == weight.path
+            if operand.path in group.sizes
         ]
         known = [(here, own) for here, own in mine if own is not None]
         if not known or len(known) < len(mine):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,56 @@ from ..calibrators import Affine
 from ..observers import hessian, places
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan
-from ..transforms._shared import Site, Weight, quantize_weight
+from ..transforms._shared import Site, Weight, quantize_weight, renumbered
 from ._factor import objective
 from ._report import name_of
 
 Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Weights that are joined where some site multiplies by them; most often one.
+
+    Attributes:
+      weights: in the order of the plan.
+      sizes: how many elements each has, by path.
+    """
+
+    weights: tuple[Weight, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def whole(self) -> Weight:
+        """All of them as one."""
+        first = self.weights[0]
+        return first if len(self.weights) == 1 else dataclasses.replace(first, path=self.path)
+
+    @property
+    def path(self) -> str:
+        """Their paths."""
+        return "+".join(self.sizes)
+
+    def numbers(self, paths: Sequence[str], elements: Array) -> Array:
+        """Returns numbers of elements of some of the weights as they are among all of them."""
+        if [*paths] == [*self.sizes]:
+            return elements
+        return renumbered(elements, {path: self.sizes[path] for path in paths}, self.sizes)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, sizes: Mapping[str, int]) -> "list[Group]":
+        """Returns the weights of a plan in groups."""
+        groups = [{weight.path} for weight in plan.weights]
+        for site in plan.sites:
+            own = set(plan.weights_in(site))
+            joined = [group for group in groups if group & own]
+            if len(joined) > 1:
+                groups = [x for x in groups if not x & own] + [set().union(*joined)]
+        found = []
+        for group in groups:
+            weights = tuple(x for x in plan.weights if x.path in group)
+            found.append(cls(weights, {x.path: sizes[x.path] for x in weights}))
+        return found
 
 
 @dataclasses.dataclass
@@ -68,6 +113,27 @@ class Grids:
         if self.zero_point is not None:
             self.zero_point[label] = np.asarray(affine.zero_point)
 
+    @classmethod
+    def of_group(
+        cls, group: Group, leaves: Mapping[str, Any], spec_of: Callable[[QSpec], QSpec]
+    ) -> "tuple[Grids, dict[str, Grids]]":
+        """Returns the grids of weights as if they were one, and those of each, which sees what is
+        written to them.
+        """
+        parts = {x.path: cls.of(leaves[x.path], spec_of(x.spec)) for x in group.weights}
+        first, *rest = parts.values()
+        if not rest:
+            return first, parts
+        label, start = [], 0
+        for part in parts.values():
+            label.append(part.label + np.int32(start))
+            start += len(part.scale)
+        zero_point = None
+        if first.zero_point is not None:
+            zero_point = _concatenated(parts, "zero_point")
+        values, scale = _concatenated(parts, "values"), _concatenated(parts, "scale")
+        return cls(values, np.concatenate(label), scale, zero_point, first.nearest), parts
+
     def quantized(self, spec: QSpec) -> QTensor:
         """Returns the QTensor of the values, which stand on the grids."""
         q, given = self.nearest, self.nearest.scale
@@ -78,6 +144,16 @@ class Grids:
             zero_point = zero_point.reshape(q.zero_point.shape)  # pyright: ignore
         values = self.values.reshape(q.shape)  # a value of 16 bits might round to another code
         return quantize_weight(values, spec, Affine(given, zero_point)).astype(q.dtype)  # pyright: ignore
+
+
+def _concatenated(parts: Mapping[str, Grids], field: str) -> Array:
+    """Joins an array of several grids, of which theirs become parts."""
+    whole, start = np.concatenate([getattr(x, field) for x in parts.values()]), 0
+    for part in parts.values():
+        stop = start + len(getattr(part, field))
+        setattr(part, field, whole[start:stop])
+        start = stop
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,23 +208,22 @@ class Drift(NamedTuple):
     own: Array
 
 
-def matrices_of(
-    function: str, plan: Plan, weight: Weight, stats: Mapping[str, Any]
-) -> list[Matrix]:
-    """Returns the matrices of a weight: of sites that multiply by the same elements one, with the
+def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any]) -> list[Matrix]:
+    """Returns the matrices of weights: of sites that multiply by the same elements one, with the
     sum of their Hessians.
     """
     found: dict[bytes, Matrix] = {}
     for site in plan.sites:
-        mine = [x for x in site.operands if x.path == weight.path]
+        mine = [x for x in site.operands if x.path in group.sizes]
         if not mine:
             continue
         others = [x for x in site.operands if x.path is None]
         known = stats.get(f"{mine[0].key}@{places}")
         seen = stats.get(f"{others[0].key}@{hessian}") if others else None
         if known is None or seen is None:
-            raise _refusal(function, site, weight)
-        elements, products = np.asarray(known), np.asarray(seen.products)
+            raise _refusal(function, site)
+        products = np.asarray(seen.products)
+        elements = group.numbers(plan.weights_in(site), np.asarray(known))
         counts = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
         for step in np.ndindex(elements.shape[:-2]):
             own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
@@ -163,7 +238,7 @@ def matrices_of(
                     rows=old.rows + new.rows,
                 )
             found[own.tobytes()] = new
-    _check_apart(function, weight, list(found.values()))
+    _check_apart(function, group.path, list(found.values()))
     return list(found.values())
 
 
@@ -180,21 +255,23 @@ def alike_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     return list(found.values())
 
 
-def _refusal(function: str, site: Site, weight: Weight) -> NotImplementedError:
+def _refusal(function: str, site: Site) -> NotImplementedError:
     return NotImplementedError(
         message(
             function,
             f"nothing is known of the inputs of {site.name!r}.",
-            given=f"the weight {weight.path!r} in a {site.op}",
+            given=f"the weight {site.path!r} in a {site.op}",
             expected="a product of an activation and a weight, each element of which stands at a "
-            "known place; statistics of jqx.observers.hessian and jqx.observers.places",
-            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); or "
-            "let a rule leave that site in float.",
+            "known place, not inside of a shard_map; statistics of jqx.observers.hessian and "
+            "jqx.observers.places",
+            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); in "
+            "the place of a shard_map, jit over sharded arrays while codes are chosen; or let a "
+            "rule leave that site in float.",
         )
     )
 
 
-def _check_apart(function: str, weight: Weight, matrices: list[Matrix]) -> None:
+def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
     """Raises where two matrices have some elements in common."""
     elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
     if len(np.unique(elements)) == len(elements):
@@ -202,7 +279,7 @@ def _check_apart(function: str, weight: Weight, matrices: list[Matrix]) -> None:
     raise NotImplementedError(
         message(
             function,
-            f"sites multiply by the weight {weight.path!r} in different ways.",
+            f"sites multiply by the weight {path!r} in different ways.",
             given=", ".join(matrix.name for matrix in matrices[:4]),
             expected="sites that contract the same axes of it, or have no element in common",
             mend="give it a rule of its own that leaves it in float.",

@@ -12,8 +12,10 @@ from ._observer import ObservedSite, Observer
 class Places(Observer):
     """Says for each element of the matrix that a site multiplies by which element of its weight it
     is: int32 `[*loops, *batch, rows, channels]`, numbers in the order of the weight, the last axis
-    the fastest. Rows are what the product keeps, channels those of `hessian`. Weights have no entry
-    where they are of no product of matrices, are joined, or read at a place that is computed.
+    the fastest. Rows are what the product keeps, channels those of `hessian`. Where several weights
+    are joined, those of one are numbered behind those of another, in the order of `plan.weights`.
+    Weights have no entry where they are of no product of matrices, inside of a `shard_map`, or read
+    at a place that is computed.
 
     It depends on the function, not on values: an algorithm that works on the matrices of sites
     writes to the weight by it, through any views.

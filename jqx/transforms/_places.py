@@ -2,12 +2,13 @@
 of each element through the views of a function.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._checks import require_that
@@ -26,21 +27,45 @@ _SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *
 
 @dataclass(frozen=True)
 class _Placed:
-    """A weight seen through views.
+    """A weight, or several joined, seen through views.
 
     Attributes:
-      path: of the weight.
-      elements: for each element of the value the number of that of the weight, int32.
+      sizes: of each weight, by path.
+      elements: for each element of the value the number of that of the weight, int32; those of the
+        second weight are numbered behind those of the first.
       loops: how many axes in front are steps of the scans around.
     """
 
-    path: str
+    sizes: dict[str, int]
     elements: jax.Array
     loops: int = 0
 
     def step_of(self, loop: Loop) -> "_Placed":
         """What one step of a scan over the leading axis sees."""
-        return _Placed(self.path, self.elements, self.loops + 1)
+        return replace(self, loops=self.loops + 1)
+
+    def among(self, sizes: dict[str, int]) -> "_Placed":
+        """Returns the same, numbered among the weights of `sizes`."""
+        if [*sizes] == [*self.sizes]:
+            return self
+        numbers = renumbered(self.elements, self.sizes, sizes)
+        return _Placed(sizes, jnp.asarray(numbers, jnp.int32), self.loops)
+
+
+def renumbered(elements: Any, own: Mapping[str, int], others: Mapping[str, int]) -> Any:
+    """Returns numbers of elements of some weights, given their sizes by path, as they are among
+    others.
+    """
+    starts = np.cumsum([0, *others.values()])[:-1]
+    start = dict(zip(others, starts.tolist(), strict=True))
+    ends, moved, before = [], [], 0
+    for path, size in own.items():
+        moved.append(start[path] - before)
+        before += size
+        ends.append(before)
+    xp = np if isinstance(elements, np.ndarray) else jnp
+    which = xp.searchsorted(xp.asarray(ends, elements.dtype), elements, side="right")
+    return elements + xp.asarray(moved, elements.dtype)[which]
 
 
 Known = Sequence[_Placed | None]
@@ -70,16 +95,21 @@ def places_of(plan: Plan, call: Call, entries: Sequence[Entry]) -> dict[str, jax
 
 
 def _whole(path: Any, leaf: Any) -> _Placed:
+    _check_numbers(path, leaf.size)
+    elements = jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
+    return _Placed({path: leaf.size}, elements)
+
+
+def _check_numbers(path: str, size: int) -> None:
     require_that(
-        leaf.size < 2**31,
+        size < 2**31,
         error=NotImplementedError,
         function="observers.places",
         problem="a weight has more elements than int32 can number.",
-        given=f"the weight {path!r} of {leaf.size} elements",
+        given=f"the weight {path!r} of {size} elements",
         expected="less than 2**31",
         mend="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
     )
-    return _Placed(path, jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape))
 
 
 @dataclass
@@ -106,8 +136,11 @@ class _Follower:
         if name in CONTRACTIONS:
             site = self.plan.site_at(here)
             for operand, x in zip(site.operands if site else (), known, strict=False):
-                if x is not None and operand.path == x.path:
-                    self.found[operand.key] = x.elements
+                if x is None or site is None or operand.path is None:
+                    continue
+                paths = self.plan.weights_in(site)
+                if set(paths) == set(x.sizes):
+                    self.found[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
             return nothing
         if name in FORMS:
             # Of what stands inside of a shard_map each device sees a part.
@@ -142,8 +175,11 @@ def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
     others = any(
         x is None and not _compat.is_literal(v) for x, v in zip(known, eqn.invars, strict=True)
     )
-    if others or len({(x.path, x.loops) for x in weights}) > 1:
+    if others or len({x.loops for x in weights}) > 1:
         return [None] * len(eqn.outvars)
+    sizes = {path: size for x in weights for path, size in x.sizes.items()}
+    _check_numbers("+".join(sizes), sum(sizes.values()))
+    weights = [x.among(sizes) for x in weights]
     literals = [None if x is not None else v.val for x, v in zip(known, eqn.invars, strict=True)]
 
     def view(*elements: jax.Array) -> list[jax.Array]:
@@ -153,7 +189,7 @@ def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
 
     for _ in range(first.loops):
         view = jax.vmap(view)
-    return [_Placed(first.path, x, first.loops) for x in view(*(x.elements for x in weights))]
+    return [_Placed(sizes, x, first.loops) for x in view(*(x.elements for x in weights))]
 
 
 def _numbered(elements: jax.Array) -> QTensor:

@@ -232,6 +232,16 @@ class Plan:
         """Returns the weight on a path, or `None` where it is not quantized."""
         return self._weights.get(path)
 
+    def weights_in(self, site: Site) -> tuple[str, ...]:
+        """Returns the paths of the weights that a site multiplies by: of several that are joined
+        all, in the order of `weights`.
+        """
+        own = tuple(x.path for x in site.operands if x.path is not None)
+        if not own or site.path in own:
+            return own
+        joined = f"+{site.path}+"
+        return tuple(x.path for x in self.weights if f"+{x.path}+" in joined)
+
     @functools.cached_property
     def _weights(self) -> dict[str | None, Weight]:
         return {weight.path: weight for weight in self.weights}

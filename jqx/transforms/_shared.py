@@ -45,6 +45,7 @@ from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
 from ._paths import rooted as rooted
 from ._places import places_of as places_of
+from ._places import renumbered as renumbered
 from ._plan_call import as_plan as as_plan
 from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx.algorithms import gptq
@@ -90,6 +92,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape, scheme, options", OPTIONS, ids=str)
 def test_a_stack_is_rounded_as_each_matrix_alone(shape, scheme, options):
     """Bit for bit."""
@@ -280,3 +283,71 @@ def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
         gptq(checkpoint=3)
     with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
         gptq(offload=True, sequential=False)
+
+
+def beside(p, x):
+    """Weights joined along what is kept."""
+    return jnp.tanh(x) @ jnp.concatenate([p["a"], p["b"].T], axis=1)
+
+
+def above(p, x):
+    """Weights joined along what is summed over, turned round."""
+    return jnp.concatenate([x, jnp.tanh(x)], axis=1) @ jnp.concatenate([p["a"], p["b"]])[::-1]
+
+
+def in_steps(p, x):
+    """Weights as the steps of a scan."""
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([p["a"], p["b"]]))[0]
+
+
+def in_a_loop(p, x):
+    w = jnp.concatenate([p["a"], p["b"]], axis=1)
+    return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w)[:, :D], x)
+
+
+ALIKE = {
+    beside: lambda w, x: jnp.tanh(x) @ w,
+    above: lambda w, x: jnp.concatenate([x, jnp.tanh(x)], axis=1) @ w,
+    in_steps: lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0],
+    in_a_loop: lambda w, x: lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w)[:, :D], x),
+}
+WHOLE = {
+    beside: lambda a, b: np.concatenate([a, b.T], 1),
+    above: lambda a, b: np.concatenate([a, b])[::-1],
+    in_steps: lambda a, b: np.stack([a, b]),
+    in_a_loop: lambda a, b: np.concatenate([a, b], 1),
+}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("g", ALIKE, ids=lambda g: g.__name__)
+def test_weights_that_are_joined_have_the_codes_of_one_weight(g, sequential):
+    """Of scales for each weight, which all parts of the one have too."""
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    whole = on_device(WHOLE[g](*map(np.asarray, params.values())))
+    found = []
+    for f, p in ((g, params), (ALIKE[g], whole)):
+        plan = jqx.make_plan(f, jqx.Policy({".*": "int4:group=16"}))(p, BATCHES[0])
+        chosen = gptq(sequential=sequential).run(f, plan, p, BATCHES, progress=False)
+        found.append((chosen, chosen.report))
+    (joined, entries), (one, expected) = found
+    values = WHOLE[g](*(np.asarray(x.dequantize()) for x in joined.params.values()))
+    np.testing.assert_array_equal(values, one.params.dequantize())
+    assert [x.path for x in entries] == ["a+b"] * len(expected)
+    assert [x.after for x in entries] == [x.after for x in expected]
+
+
+def on_devices(p, x):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    specs = {"mesh": mesh, "in_specs": (P(), P("d")), "out_specs": P("d")}
+    return jax.shard_map(lambda w, x: jnp.tanh(x @ w), **specs)(p["a"], x) @ p["b"]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_weight_inside_of_a_shard_map_is_an_error_that_names_the_site(sequential):
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+    plan = jqx.make_plan(on_devices, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
+    with pytest.raises(NotImplementedError, match=r"(?s)jqx\..+'a:dot_general'.+to mend:") as info:
+        gptq(sequential=sequential).run(on_devices, plan, params, BATCHES, progress=False)
+    assert "in the place of a shard_map" in str(info.value)
