@@ -84,8 +84,8 @@ class Layer(nnx.Module):
         self.ffn_up = linear(c.width, c.hidden)
         self.ffn_down = linear(c.hidden, c.width)
 
-    def __call__(self, x, cache, start):
-        """Returns the features after this layer, and its cache (2, batch, context, heads, head)."""
+    def __call__(self, x, cache, index, start):
+        """Returns the features after this layer, and the cache of all with its keys and values."""
         c, places = self.config, start + jnp.arange(x.shape[1])
         h = self.attn_norm(x)
         q, k, v = (
@@ -93,9 +93,11 @@ class Layer(nnx.Module):
             for part in (self.attn_q, self.attn_k, self.attn_v)
         )
         q, k = (rotated(part, places, c.theta) for part in (q, k))
-        cache = lax.dynamic_update_slice_in_dim(cache, jnp.stack([k, v]), start, axis=2)
-        seen = jnp.arange(cache.shape[2]) <= places[:, None]
-        mixed = jax.nn.dot_product_attention(q, *cache, mask=seen[None, None])
+        # Written to where it lies: a cache of its own for each layer would be copied by a scan.
+        cache = lax.dynamic_update_slice(cache, jnp.stack([k, v])[None], (index, 0, 0, start, 0, 0))
+        own = lax.dynamic_index_in_dim(cache, index, keepdims=False)
+        seen = jnp.arange(own.shape[2]) <= places[:, None]
+        mixed = jax.nn.dot_product_attention(q, *own, mask=seen[None, None])
         x = x + self.attn_output(mixed.reshape(*x.shape[:2], -1))
         h = self.ffn_norm(x)
         return x + self.ffn_down(nnx.silu(self.ffn_gate(h)) * self.ffn_up(h)), cache
@@ -122,24 +124,20 @@ class SmolLM(nnx.Module):
         x = self.token_embd(tokens)
         if self.config.scanned:
 
-            @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-            def step(layer, x, cache):
-                return layer(x, cache, start)
+            @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry)
+            def step(layer, i, carry):
+                return layer(*carry, i, start)
 
-            x, cache = step(self.blk, x, cache)
+            x, cache = step(self.blk, jnp.arange(self.config.layers), (x, cache))
         else:
-            cache = list(cache)
             for i, layer in enumerate(self.blk):
-                x, cache[i] = layer(x, cache[i], start)
+                x, cache = layer(x, cache, i, start)
         return self.token_embd.attend(self.output_norm(x)), cache
 
 
 def empty_cache(config, length, batch=1):
-    """Returns room for the keys and values of every layer: stacked, or a list of layers."""
-    shape = (2, batch, length, config.kv_heads, config.head)
-    if config.scanned:
-        return jnp.zeros((config.layers, *shape))
-    return [jnp.zeros(shape) for _ in range(config.layers)]
+    """Returns room for the keys and values of every layer."""
+    return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
 
 
 # The file.
@@ -347,9 +345,9 @@ def compare(file, quick):
     print("\nClaims hold.")
 
 
-def answer(file, question, scheme, temperature, limit, seed):
+def answer(file, question, scheme, temperature, limit, seed, scanned):
     """Prints what a quantized model answers, as it comes; then how fast, and in which memory."""
-    model, words = pretrained(file), tokenizer(file)
+    model, words = pretrained(file, scanned), tokenizer(file)
     config, before = model.config, sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     done = quantize(model, linear(scheme))
     del model
@@ -380,13 +378,21 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.5, help="0 is greedy")
     parser.add_argument("--limit", type=int, default=200, help="tokens of an answer, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--unrolled",
+        action="store_true",
+        help="layers one by one: XLA copies no weights out of a stack for each token, but compiles "
+        "four times as long",
+    )
     parser.add_argument("--quick", action="store_true", help="a table of 2 x 256 tokens")
     given = parser.parse_args()
     file = read_file()
     if given.question is None:
         compare(file, given.quick)
     else:
-        answer(file, given.question, given.scheme, given.temperature, given.limit, given.seed)
+        scanned = not given.unrolled
+        options = given.scheme, given.temperature, given.limit, given.seed, scanned
+        answer(file, given.question, *options)
 
 
 if __name__ == "__main__":
