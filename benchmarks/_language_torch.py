@@ -5,7 +5,7 @@
 `FOLDER` holds what `_language_peers.written` wrote: weights under the names of transformers, tokens
 to calibrate on and to evaluate, and a configuration. Schemes come as lines of JSON, with `bits`,
 `group` (0: a scale for each channel), `symmetric` and `gptq`; a scheme of no bits is float32. Each
-is answered by one line of JSON. Needs neither jax nor jqx.
+is answered by one line of JSON. Needs no jax.
 """
 
 import contextlib

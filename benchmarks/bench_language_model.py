@@ -11,8 +11,10 @@ chosen by GPTQ on 8 x 512 others; with scales of least squared error, and with e
 peers: GPTQ of llm-compressor and NNCF on the same weights and tokens, with each library's defaults.
 128 does not divide the width of 576: jqx makes the last group of a column smaller, NNCF takes
 smaller groups for these layers, llm-compressor refuses; so groups are of 64.
-decode: tokens a second of one sequence, as the example generates them, beside llama.cpp on the same
-file. All take turns, some tokens each.
+decode: tokens a second of one sequence, as the example generates them, with layers in a scan, which
+copies each layer's weights out of a stack, and one by one, beside llama.cpp on the same file. Codes
+of 4 bits are read from a byte each, as `pack_for` lays them out: no faster than 8. All take turns,
+some tokens each.
 layer: what GPTQ takes for a layer of a model of 7 billion parameters, from the time of smaller
 matrices: see `_language_cost`.
 
@@ -26,7 +28,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice, product
@@ -212,32 +214,40 @@ def measure_peers(given: Given, python: Path | None, chosen: list[str]) -> Itera
     print_table(["scheme", "codes", "library", "perplexity", "s", "peak MB", "settings"], rows)
 
 
-def decoders(given: Given) -> dict[str, Callable[[], Callable[[int], list[float]]]]:
-    """For each form what makes it: a function that decodes some tokens and returns their times."""
+Decode = Callable[[int], list[Sequence[float]]]
+"""Decodes some tokens; returns the seconds of each, and those of the processor."""
+
+
+def decoders(given: Given) -> dict[str, Callable[[], Decode]]:
+    """For each form, with layers in a scan and one by one, what makes it."""
     forms = {
         "float32": jqx.Policy([]),
         "W8A16": smollm2.linear("int8"),
-        "W4A16, groups of 32, zero points": smollm2.linear("int4:group=32:asymmetric"),
-        "W4A16, one scale a channel": smollm2.linear("int4"),
+        "W4A16": smollm2.linear("int4"),
+        "W4A16 g32 asymmetric": smollm2.linear("int4:group=32:asymmetric"),
     }
-    unrolled = smollm2.pretrained(given.file, scanned=False)
 
-    def make(policy: jqx.Policy) -> Callable[[int], list[float]]:
-        done = smollm2.quantize(unrolled, policy)
+    def make(policy: jqx.Policy, scanned: bool) -> Decode:
+        model = given.model if scanned else smollm2.pretrained(given.file, scanned=False)
+        done = smollm2.quantize(model, policy)
         prompt = given.evaluation[0, :PROMPT].tolist()
-        text = smollm2.generate(done.function, done.params, unrolled.config, prompt)
+        text = smollm2.generate(done.function, done.params, model.config, prompt)
 
         def decode(count: int) -> list[float]:
-            taken, start = [], time.perf_counter()
+            taken, start = [], (time.perf_counter(), time.process_time())
             for _ in islice(text, count):
-                taken.append(time.perf_counter() - start)
-                start = time.perf_counter()
+                now = time.perf_counter(), time.process_time()
+                taken.append((now[0] - start[0], now[1] - start[1]))
+                start = now
             return taken
 
         decode(2)  # compiles
         return decode
 
-    return {name: partial(make, policy) for name, policy in forms.items()}
+    ways = product(forms.items(), (("scanned", True), ("unrolled", False)))
+    return {
+        f"{name}, {way}": partial(make, policy, scanned) for (name, policy), (way, scanned) in ways
+    }
 
 
 def measure_decode(
@@ -245,7 +255,7 @@ def measure_decode(
 ) -> Iterator[dict[str, Any]]:
     """Prints tokens a second of one sequence; variants take turns of some tokens each."""
     print(f"\ndecoding one sequence, {turns} turns of {TURN} tokens after {PROMPT}")
-    calls: dict[str, Callable[[int], list[float]]] = {}
+    calls: dict[str, Decode] = {}
     for name, make in decoders(given).items():
         if any(part in name for part in chosen):
             start = time.perf_counter()
@@ -257,19 +267,25 @@ def measure_decode(
         )
         if other is not None:
             calls["llama.cpp, Q4_1"] = lambda count: other(f"{count}")
-        load = ForeignLoad()
-        taken: dict[str, list[float]] = {name: [] for name in calls}
+        taken: dict[str, list[Any]] = {name: [] for name in calls}
         for _ in range(turns):
             for name, call in calls.items():
-                taken[name].append(float(np.median(call(TURN))))
-        print(f"foreign load, with llama.cpp's share: {load.cores():.2f} cores")
-    rows = []
-    for name, times in taken.items():
-        ratios = np.array(times) / np.array(taken[next(iter(taken))])
-        numbers = 1 / np.median(times), 1 / np.percentile(times, 10), np.median(ratios)
-        rows.append([name, *(f"{x:.2f}" for x in numbers)])
-        yield {"part": "decode", "variant": name, "seconds": list(map(float, times))}
-    print_table(["variant", "tokens/s, median", "at best (p10)", "time to first"], rows)
+                taken[name].append(np.median(call(TURN), axis=0))
+    rows, first = [], np.array(next(iter(taken.values())))
+    for name, turn in taken.items():
+        seconds, of_processor = np.array(turn).T
+        median, best = (1 / np.percentile(seconds, part) for part in (50, 10))
+        ratio = np.median(seconds / first[:, 0])
+        own = 1e3 * np.median(of_processor), 1e3 * of_processor.min()
+        cells = [
+            f"{x:.{digits}f}" for x, digits in zip((median, best, ratio), (1, 1, 2), strict=True)
+        ]
+        rows.append([name, *cells, *(f"{x:.0f}" for x in own)])
+        times = {"seconds": seconds.tolist(), "of_processor": of_processor.tolist()}
+        yield {"part": "decode", "variant": name, **times}
+    head = ["variant", "tokens/s", "at best (p10)", "time to first"]
+    print_table([*head, "processor ms", "at least"], rows)
+    print("(time as a ratio to the first variant's, in its turn; of the processor on all cores)")
 
 
 def main() -> None:
