@@ -76,6 +76,7 @@ def by_llm_compressor(model: Any, scheme: Scheme, calibration: Rows) -> tuple[Lo
         model=model,
         dataset=batches if scheme["gptq"] else None,
         recipe=recipe,
+        processor=object(),  # it looks for a tokenizer otherwise, which tokens do not need
         num_calibration_samples=len(rows),
         max_seq_length=calibration.shape[1],
         pipeline="sequential" if scheme["gptq"] else "datafree",
