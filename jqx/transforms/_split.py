@@ -204,6 +204,7 @@ class _Runner:
     eqn: Eqn
     given: tuple[()] = ()
     differentiable: bool = True
+    is_counting: bool = False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Any = (), given: Any = None
@@ -230,6 +231,12 @@ class _Runner:
 
     def dense(self, x: Any) -> Any:
         return joined(x)
+
+    def carried(self, x: Any) -> Any:
+        return x
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return next((x for x in forms if isinstance(x, Segments)), forms[0])
 
     def like(self, x: Any, other: Any) -> Any:
         x = joined(x)
