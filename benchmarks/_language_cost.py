@@ -17,9 +17,10 @@ of these are held while a matrix is rounded; activations of 128 x 2048 tokens of
 4.3 GB in float32, twice that with errors propagated. The whole is in float32: 27 GB, held once.
 
 On a loaded EPYC 1024 columns of 1024 rows took 1.5 seconds of the processor, of 4096 rows 4.6, and
-2048 of 2048 rows 7.3: 1 us for each weight, most of it for columns one by one. So a layer, of 202
-million weights, would take some 200 s, and 32 of them two hours, were the factors free; Hessians
-and forward passes are 3.0e14 operations a layer, of which a core does 1e11 in a second at best.
+2048 of 2048 rows 7.3: 1 us and more for each weight, of which the loop over columns is .06; the
+rest is the host's. So a layer, of 202 million weights, would take 200 s and more, and 32 of them
+two hours. Hessians and forward passes are 3.0e14 operations a layer, of which a core does 1e11 in a
+second at best.
 """
 
 import time
