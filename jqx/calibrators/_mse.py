@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._added import added
 from ..numerics import Block, format_of
 from ..numerics._shared import E8M0
 from ._arguments import check_count, check_number
@@ -52,7 +53,7 @@ class Mse(FromHistogram):
 
     candidates: int = 100
     least: float = 0.1
-    norm: float = 2.0
+    norm: float = added(2.0)
 
     def __post_init__(self) -> None:
         name = "calibrators.Mse"

@@ -22,12 +22,12 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import numpy as np
 
 from .. import calibrators, gradients, numerics
+from .._added import unwritten
 from .._checks import require_that
 from .._errors import message
 from ..calibrators import _shared as _of_calibrators
 from ..gradients import _shared as _of_gradients
 from ..numerics import _shared as _of_numerics
-from ._added import unwritten
 
 Values = Mapping[str, Any]
 """The user's own objects, by name."""

@@ -1,6 +1,5 @@
 """What other folders of jqx import from this one, and users do not."""
 
-from ._added import added as added
 from ._code_range import check_codes as check_codes
 from ._export import fields_from_json as fields_from_json
 from ._export import fields_to_json as fields_to_json

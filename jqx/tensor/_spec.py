@@ -8,6 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .. import calibrators, numerics
+from .._added import added
 from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
@@ -18,7 +19,6 @@ from ..gradients._shared import check_estimator
 from ..numerics import Block, Integer, Numerics, QType, format_of, ngraph
 from ..numerics._shared import RoundMode, as_qtype
 from ..ops._shared import check_round_mode, check_symmetric
-from ._added import added
 
 _PER_TENSOR = per_tensor()
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
+from .._added import added
 from .._errors import message, nesting
 from ..calibrators import Affine
 from ..tensor import QSpec, Segments
 from ..tensor._shared import (
     NONE,
     Values,
-    added,
     check_values,
     check_version,
     record_from_json,

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+from .._added import added
 from ..tensor import QSpec
-from ..tensor._shared import added
 from ._origin import Address, Loop
 
 Shape = tuple[int | str, ...]
