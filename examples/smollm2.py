@@ -296,18 +296,25 @@ class Row:
 
 
 W4, W3 = linear("int4:group=128:asymmetric"), linear("int3:group=128:asymmetric")
-GPTQ = jqx.algorithms.gptq(calibrator=jqx.calibrators.mse)
-PROPAGATED = jqx.algorithms.gptq(propagation="qep")
+IN_GROUPS = jqx.Rule("blk/.*", weight="int8", activation="int8:group=128:dynamic:asymmetric")
+GPTQ, PROPAGATED = jqx.algorithms.gptq(), jqx.algorithms.gptq(propagation="qep")
+SCALES = jqx.algorithms.gptq(calibrator=jqx.calibrators.Mse(norm=4))
 TABLE = [
     Row("float32", jqx.Policy([]), 14.705, 16.117),
     Row("W8A8 dynamic", linear(jqx.presets.w8a8_dynamic()), 15.18, 16.67),
+    Row("  groups of 128, zero points", jqx.Policy([IN_GROUPS]), 14.73, None),
     Row("W4 in groups of 128, zero points", W4, 20.11, 20.38),
-    Row("  GPTQ, scales of least error", W4, 16.19, None, GPTQ),
-    Row("  GPTQ, errors propagated", W4, 15.29, None, PROPAGATED),
+    Row("  GPTQ", W4, 16.30, None, GPTQ),
+    Row("  GPTQ, scales of least error", W4, 16.08, None, SCALES),
+    Row("  GPTQ, errors propagated", W4, 15.33, None, PROPAGATED),
     Row("W4, one scale a channel", linear("int4"), 29.94, 29.30),
+    Row("  GPTQ", linear("int4"), 19.04, None, GPTQ),
+    Row("  GPTQ, scales of least error", linear("int4"), 16.89, None, SCALES),
     Row("  GPTQ, errors propagated", linear("int4"), 16.64, None, PROPAGATED),
     Row("W3 in groups of 128, zero points", W3, 84.60, 84.86),
-    Row("  GPTQ, errors propagated", W3, 19.07, None, PROPAGATED),
+    Row("  GPTQ", W3, 23.18, None, GPTQ),
+    Row("  GPTQ, scales of least error", W3, 20.20, None, SCALES),
+    Row("  GPTQ, errors propagated", W3, 18.49, None, PROPAGATED),
 ]
 
 
