@@ -127,7 +127,7 @@ def policies():
         "MXFP8": (presets.mxfp8(linear, weight=powers, activation=powers), 0.997),
         "NF4 groups of 64": (presets.nf4(linear, weight=mse), 0.9733),
         "W4 groups of 32": (int4, 0.975),
-        "W4 groups of 32, GPTQ": (jqx.Policy({linear: "int4:group=32:asymmetric"}), 0.9914, gptq),
+        "W4 groups of 32, GPTQ": (jqx.Policy({linear: "int4:group=32:asymmetric"}), 0.99, gptq),
         "W4, tables W8": (jqx.Policy([*int4.rules, *presets.w8a16(tables="int8").rules]), 0.974),
     }
 
