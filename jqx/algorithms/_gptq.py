@@ -15,6 +15,7 @@ from .._errors import message
 from .._files import Path, as_path
 from ..calibrators import Calibrator
 from ..observers import hessian, places
+from ..observers._shared import check_weight
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
@@ -62,6 +63,8 @@ class Gptq:
         quantized, have made; else all see float inputs, in one pass.
       propagation: how a site makes good what its inputs have lost, where it is sequential: `"qep"`
         corrects the weight for them before, `"gptaq"` each column as it goes; `"none"` does not.
+        The rows of a `ragged_dot` are compared by their places, which is right where the quantized
+        function sends each to the expert that the float one does.
       strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
       ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
         NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
@@ -137,15 +140,7 @@ class Gptq:
             check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
-        require_that(
-            self.weight is None or callable(self.weight),
-            error=TypeError,
-            function=name,
-            problem="`weight` is not a function.",
-            given=f"an object of type {type(self.weight).__name__}",
-            expected="a function of what a batch has, that returns how much its rows count",
-            mend="pass for example weight=lambda tokens: tokens != 0.",
-        )
+        check_weight(name, self.weight)
         both = (
             (self.groups == "dynamic" and self.order == "activation", "groups", "order"),
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),
@@ -187,8 +182,8 @@ class Gptq:
                 given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
                 entries.extend(chosen(checkpoint, self, *given))
             codes |= {x.path: parts[x.path].quantized(x.spec) for x in group.weights}
-        chosen_params = plan.map_weights(lambda weight, _: codes[weight.path], params)
-        return Chosen(chosen_params, AlgorithmReport(tuple(entries)))
+        quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)
+        return Chosen(quantized, AlgorithmReport(tuple(entries)))
 
     def run(
         self,
@@ -254,8 +249,8 @@ class Gptq:
         if bad:
             self._refuse(matrices[bad[0]])
         if good:
-            chosen = [matrices[i] for i in good], stack.of_some(good), [found[i] for i in good]
-            rounded[good] = self._rounded(*chosen)
+            solvable = [matrices[i] for i in good], stack.of_some(good), [found[i] for i in good]
+            rounded[good] = self._rounded(*solvable)
         nearest = stack.nearest()  # with scales that may have been found on the way
         rounded[bad] = nearest[bad]
         lost = [

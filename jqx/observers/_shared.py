@@ -10,3 +10,4 @@ from ._mean import MeanStats as MeanStats
 from ._observer import Patches as Patches
 from ._observer import Weight as Weight
 from ._samples import SamplesStats as SamplesStats
+from ._weighted import check_weight as check_weight

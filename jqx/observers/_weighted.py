@@ -7,6 +7,19 @@ from .._checks import require_that
 from ._observer import Observer, Weight
 
 
+def check_weight(function: str, weight: Any) -> None:
+    """Checks that a weight is a function, or `None`."""
+    require_that(
+        weight is None or callable(weight),
+        error=TypeError,
+        function=function,
+        problem="`weight` is not a function.",
+        given=f"an object of type {type(weight).__name__}",
+        expected="a function of what a batch has, that returns how much its rows count",
+        mend="pass for example weight=lambda tokens: tokens != 0.",
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(Observer):
     """An observer of rows; called with a `weight` it returns one that counts them by it.
@@ -28,15 +41,7 @@ class Weighted(Observer):
     weight: Weight | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        require_that(
-            self.weight is None or callable(self.weight),
-            error=TypeError,
-            function=f"observers.{type(self).__name__.lower()}",
-            problem="`weight` is not a function.",
-            given=f"an object of type {type(self.weight).__name__}",
-            expected="a function of what a batch has, that returns how much its rows count",
-            mend="pass for example weight=lambda tokens: tokens != 0.",
-        )
+        check_weight(f"observers.{str(self).partition('(')[0]}", self.weight)
 
     def __call__(self, *, weight: Any) -> Self:
         """Returns the observer that counts rows by a weight."""

@@ -140,8 +140,11 @@ def _evaluate(
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
             with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
-    counts = any(map(is_counted, operands))
-    if name in FORMS and (quantized or counts or (holds_site and rules.plan.has_sites_in(here))):
+    if name in FORMS and (
+        quantized
+        or (holds_site and rules.plan.has_sites_in(here))
+        or any(map(is_counted, operands))
+    ):
         inside = here if holds_site else (*here, _NOWHERE)
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:

@@ -294,7 +294,7 @@ def test_samples_are_equally_likely_to_be_any_row():
     [
         (lambda: samples(0), ValueError, "at least 1"),
         (lambda: samples(2.5), TypeError, "integer"),
-        (lambda: hessian(weight=3), TypeError, "`weight` is not a function"),
+        (lambda: hessian(weight=3), TypeError, "observers.hessian: `weight` is not a function"),
         (lambda: samples(3, weight=np.ones(3)), TypeError, "ndarray"),
     ],
 )
@@ -303,6 +303,11 @@ def test_mistakes_are_errors_in_four_parts(make, error, fact):
     with pytest.raises(error, match=parts) as refusal:
         make()
     assert fact in str(refusal.value)
+
+
+def test_an_observer_is_named_in_errors_as_users_write_it():
+    with pytest.raises(TypeError, match=r"observers\.mean_abs: `weight` is not a function"):
+        mean_abs(weight=3)
 
 
 def test_statistics_can_be_exported():
