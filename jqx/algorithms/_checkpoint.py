@@ -20,8 +20,9 @@ from ..gradients import ste
 from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Call, Weight, is_array
+from ._grids import Grids
+from ._matrices import Matrix
 from ._report import MatrixReport
-from ._weight import Grids, Matrix
 
 Array = np.ndarray
 
@@ -94,7 +95,7 @@ class Checkpoint:
             return None
         try:
             with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in ("places", "values", "scale", "report")}
+                found = {name: file[name] for name in ("places", "codes", "scale", "report")}
                 zero_point = file["zero_point"] if "zero_point" in file else None
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             found, zero_point, given = None, None, str(error)
@@ -111,7 +112,8 @@ class Checkpoint:
         )
         assert found is not None
         label = _labels(grids, places)
-        grids.values[places], grids.scale[label] = found["values"], found["scale"]
+        grids.codes[places] = found["codes"].view(grids.codes.dtype)
+        grids.scale[label] = found["scale"]
         if grids.zero_point is not None:
             grids.zero_point[label] = zero_point
         self._count += 1
@@ -120,8 +122,9 @@ class Checkpoint:
     def write(self, grids: Grids, places: Array, entries: Sequence[MatrixReport]) -> None:
         """Writes matrices that are chosen now."""
         scale, zero_point = grids.at(_labels(grids, places))
-        values = grids.values[places]
-        arrays: dict[str, Any] = {"places": places, "values": values, "scale": scale}
+        codes = grids.codes[places]  # as integers: files know no dtypes but NumPy's own
+        codes = codes.view(f"u{codes.dtype.itemsize}")
+        arrays: dict[str, Any] = {"places": places, "codes": codes, "scale": scale}
         if zero_point is not None:
             arrays["zero_point"] = zero_point
         report = json.dumps([dataclasses.asdict(entry) for entry in entries])
@@ -189,7 +192,7 @@ def _entry(stored: Mapping[str, Any]) -> MatrixReport:
 
 def _labels(grids: Grids, places: Array) -> Array:
     """Returns the indices of the scales of some elements, each once."""
-    return np.flatnonzero(np.bincount(grids.label[places].ravel()))
+    return np.flatnonzero(np.bincount(grids.label(places).ravel()))
 
 
 def _write(path: str, data: Any) -> None:

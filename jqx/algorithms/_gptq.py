@@ -21,10 +21,11 @@ from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Order, carried_over, corrected, factor
+from ._grids import Grids, Group
 from ._layers import calls_of, layer_by_layer
+from ._matrices import Matrix, alike_of, matrices_of, stacked
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
-from ._weight import Grids, Group, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -63,8 +64,8 @@ class Gptq:
         quantized, have made; else all see float inputs, in one pass.
       propagation: how a site makes good what its inputs have lost, where it is sequential: `"qep"`
         corrects the weight for them before, `"gptaq"` each column as it goes; `"none"` does not.
-        The rows of a `ragged_dot` are compared by their places, which is right where the quantized
-        function sends each to the expert that the float one does.
+        Integers that the function makes of floats, such as the expert of a token, are those of
+        the quantized one in both.
       strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
       ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
         NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
@@ -177,11 +178,11 @@ class Gptq:
         plan.map_weights(lambda weight, x: leaves.setdefault(weight.path, x), params)
         codes: dict[str, QTensor] = {}
         for group in Group.of_plan(plan, {path: x.size for path, x in leaves.items()}):
-            grids, parts = Grids.of_group(group, leaves, self.spec_of)
+            grids = Grids.of_group(group, leaves, self.spec_of)
             for alike in alike_of(matrices_of("algorithms.gptq", plan, group, stats or {})):
                 given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
                 entries.extend(chosen(checkpoint, self, *given))
-            codes |= {x.path: parts[x.path].quantized(x.spec) for x in group.weights}
+            codes |= grids.quantized()
         quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)
         return Chosen(quantized, AlgorithmReport(tuple(entries)))
 
@@ -259,7 +260,7 @@ class Gptq:
         ]
         worse = np.array([~(after <= before) for before, after in lost])
         rounded[worse] = nearest[worse]
-        grids.values[stack.places] = rounded
+        grids.write(stack.places, rounded)
         seconds = (time.perf_counter() - start) / len(matrices)
         for matrix, own, kept, (before, after) in zip(matrices, found, worse, lost, strict=True):
             total = max(matrix.rows, 1)

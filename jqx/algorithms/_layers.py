@@ -32,13 +32,15 @@ from ..transforms._shared import (
     weights_of,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
+from ._elements import Elements
+from ._grids import Grids, Group
+from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._once import sites_once
 from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Frame, Inputs, Stream, Walk
 from ._stages import Scope, Steps, whole
 from ._sums import Sums
-from ._weight import Drift, Grids, Group, Matrix, alike_of, matrices_of, stacked
 
 Array = np.ndarray
 
@@ -94,7 +96,8 @@ def layer_by_layer(
     }
     rest = [site for site in plan.sites if site.address not in once and _is_weighted(plan, site)]
     memory = Memory(
-        weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of),
+        weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of)
+        + sum(x.nbytes for x in elements.values()),
         statistics=max(
             *(bytes_of_sums(parts[here]["activation"], beside) for here in once),
             sum(_bytes_of_all(site, parts[site.address]) for site in rest),
@@ -150,7 +153,7 @@ def layer_by_layer(
 
 def _elements(
     f: Any, plan: Plan, groups: Sequence[Group], params: Any, batch: Any
-) -> dict[str, Array]:
+) -> dict[str, Elements]:
     """Returns which elements of its group each site multiplies by, by the key of its operand."""
     known = elements_of(f, plan, params, batch, [".*"])
     found = {}
@@ -159,7 +162,8 @@ def _elements(
             own = known.get(f"{operand.key}@{places}")
             if own is not None:
                 group = next(x for x in groups if operand.path in x.sizes)
-                found[operand.key] = group.numbers(plan.weights_in(site), np.asarray(own))
+                numbers = group.numbers(plan.weights_in(site), np.asarray(own))
+                found[operand.key] = Elements.of(numbers)
     return found
 
 
@@ -223,10 +227,9 @@ class _Weights:
         self._solver, self._plan, self._checkpoint, self._bar = solver, plan, checkpoint, bar
         self._places = {str(paths[place]): place for place in originals}
         leaves = {path: originals[place] for path, place in self._places.items()}
-        self._grids, self._parts = {}, {}
-        for group in groups:
-            self._grids[group.path], own = Grids.of_group(group, leaves, solver.spec_of)
-            self._parts |= own
+        self._grids = {
+            group.path: Grids.of_group(group, leaves, solver.spec_of) for group in groups
+        }
         self.current = dict(originals)
         self.entries: list[MatrixReport] = []
 
@@ -246,20 +249,22 @@ class _Weights:
             if len(group.sizes) > 1:
                 own = where[(where >= start) & (where < start + size)]
             if own.size:
-                place, values = self._places[path], grids.values[own]
+                place, values = self._places[path], grids.values(own)
                 self.current[place] = _written(self.current[place], own - start, values)
             start += size
         if self._bar is not None:
             self._bar.update(len(where))
 
-    def leave(self, site: Site, elements: Mapping[str, Array]) -> None:
+    def leave(self, site: Site, elements: Mapping[str, Elements]) -> None:
         """Reports the matrices of a site that no batch has reached: they are rounded to nearest."""
         known = {(entry.sites, entry.step, entry.at) for entry in self.entries}
         for operand in site.operands:
-            where, depth = elements.get(operand.key, np.empty((0, 0, 0))), len(site.loops)
-            for index in np.ndindex(where.shape[:-2]):
-                step, at = index[:depth], index[depth:]
-                sites, shape = (site.name,), where.shape[-2:]
+            if operand.key not in elements:
+                continue
+            *stack, rows, columns = elements[operand.key].shape
+            for index in np.ndindex(*stack):
+                step, at = index[: len(site.loops)], index[len(site.loops) :]
+                sites, shape = (site.name,), (rows, columns)
                 if (sites, step, at) not in known:
                     report = MatrixReport(
                         sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0
@@ -270,9 +275,8 @@ class _Weights:
         """Returns the parameters with all weights quantized."""
         if self._bar is not None:
             self._bar.close()
-        return self._plan.map_weights(
-            lambda weight, _: self._parts[weight.path].quantized(weight.spec), params
-        )
+        codes = {path: q for grids in self._grids.values() for path, q in grids.quantized().items()}
+        return self._plan.map_weights(lambda weight, _: codes[weight.path], params)
 
 
 def _shared(

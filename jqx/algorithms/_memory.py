@@ -10,7 +10,7 @@ import jax
 
 from .. import _compat
 from ..observers import hessian
-from ..tensor import QSpec
+from ..tensor import QSpec, QTensor
 from ..transforms import Plan
 from ..transforms._shared import bytes_of, in_bytes, quantize_weight
 from ._stages import Operands, Scope, Stage
@@ -22,7 +22,8 @@ class Memory:
 
     Attributes:
       weights: the parameters, in float; of those that are quantized a copy as they are at each
-        stage, and on the host the values, scales and places of their elements.
+        stage, and on the host their codes, scales and zero points, and the places of their elements
+        where a site sees these through more than views.
       statistics: the sums of products of the inputs of one site, of the one that has most, or of
         all those that are chosen together before the others.
       activations: what lives between stages of all batches, at most; those of the float function
@@ -60,13 +61,10 @@ def bytes_of_weights(
             continue
         kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
-        own = bytes_of(codes.scale) // codes.scale.dtype.itemsize
-        numbered = sum(x.path == path for site in plan.sites for x in site.operands)
-        # A copy; values in float32 and labels of scales; places at each site; codes and scales.
-        total += bytes_of(kind) + leaf.size * (8 + 4 * numbered) + 4 * own
-        total += bytes_of(codes)
-        if codes.zero_point is not None:
-            total += bytes_of(codes.zero_point)
+        # A copy; codes, scales as real numbers, zero points; scales that are quantized in turn.
+        kept = codes.scale if isinstance(codes.scale, QTensor) else None
+        total += bytes_of((kind, codes.values, codes.zero_point, kept))
+        total += 4 * math.prod(codes.groups.scale_shape)
     return total
 
 

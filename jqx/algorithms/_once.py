@@ -8,14 +8,13 @@ import numpy as np
 from .. import _compat
 from ..transforms import Plan
 from ..transforms._shared import FORMS, Address, addressed
-from ._stages import body_of
-from ._weight import Group
-
-Array = np.ndarray
+from ._decisions import body_of
+from ._elements import Elements
+from ._grids import Group
 
 
 def sites_once(
-    plan: Plan, groups: Sequence[Group], jaxpr: Any, elements: Mapping[str, Array]
+    plan: Plan, groups: Sequence[Group], jaxpr: Any, elements: Mapping[str, Elements]
 ) -> set[Address]:
     """Returns the addresses of the sites that run once for each part of their weight: all scans
     around step over it, and no other site multiplies by the same elements.
@@ -46,7 +45,7 @@ def sites_once(
     return found
 
 
-def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Array]) -> set[Address]:
+def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Elements]) -> set[Address]:
     """Returns the addresses of the sites that share no element of their weight with another."""
     found: set[Address] = set()
     for group in groups:
@@ -56,7 +55,7 @@ def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Array]) -
             for operand in site.operands
             if operand.path in group.sizes
         ]
-        known = [(here, own) for here, own in mine if own is not None]
+        known = [(here, own[()]) for here, own in mine if own is not None]
         if not known or len(known) < len(mine):
             continue
         uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)

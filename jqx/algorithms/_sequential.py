@@ -77,12 +77,14 @@ class Frame:
         made = iter(self.scope.values(own, self.stream.params, steps) if own else ())
         return [self.values[x] if self.scope.is_of_batch(x) else next(made) for x in atoms]
 
-    def run(self, stage: Stage, steps: Steps) -> None:
-        """Runs a stage that holds no site."""
+    def run(self, stage: Stage, steps: Steps, decided: Sequence[Any] | None = None) -> list[Any]:
+        """Runs a stage that holds no site, and returns what it decides, where that is not given."""
         if not stage.eqns:
-            return
+            return []
         given = [on_device(self.values[x]) for x in stage.reads]
-        self.put(stage, self.scope.run(stage, self.stream.params, steps, given))
+        results, made = self.scope.run(stage, self.stream.params, steps, given, decided)
+        self.put(stage, results)
+        return made
 
     def enter(self, stage: Stage, branch: int | None = None) -> "Frame":
         """Returns the frame of the function inside of an equation, or of a branch of it."""
@@ -150,9 +152,10 @@ class Walk:
             self._kinds[stages[0].kind](list(zip(stages, batches, strict=True)), steps)
 
     def _run(self, pairs: Pairs, steps: Steps) -> None:
-        for stage, batch in pairs:
-            for frame in batch:
-                frame.run(stage, steps)
+        for stage, (first, *others) in pairs:
+            decided = first.run(stage, steps)
+            for frame in others:
+                frame.run(stage, steps, decided)
 
     def _site(self, pairs: Pairs, steps: Steps) -> None:
         site = self.plan.site_at(pairs[0][0].here)

@@ -11,11 +11,12 @@ import numpy as np
 from .._checks import require_that
 from ..calibrators import Affine
 from ..calibrators._shared import per_block
-from ..tensor import QSpec, QTensor
+from ..tensor import QSpec
 from ..tensor._shared import rounded_to
 from ._columns import BLOCK, Columns, round_columns
 from ._factor import Order, order_of
-from ._weight import Grids, Matrix, stacked
+from ._grids import Grids
+from ._matrices import Matrix, stacked
 
 Array = np.ndarray
 
@@ -57,13 +58,13 @@ class Stack:
     def of(cls, matrices: Sequence[Matrix], grids: Grids, spec: QSpec, order: Order) -> "Stack":
         """Reads matrices of a weight."""
         places = stacked(matrices)
-        label = grids.label[places]
+        label = grids.label(places)
         columns = np.stack([_groups(own) for own in label])
         orders = [
             order_of(matrix.hessian, own, order)
             for matrix, own in zip(matrices, columns, strict=True)
         ]
-        return cls(places, grids.values[places], label, np.stack(orders), columns, grids, spec)
+        return cls(places, grids.floats(places), label, np.stack(orders), columns, grids, spec)
 
     def of_some(self, which: Sequence[int]) -> "Stack":
         """Returns some of them."""
@@ -96,10 +97,9 @@ class Stack:
         size, rows = int(sizes[0]), w.shape[1]
         ranks = np.unique(self.label)
         apart = len(ranks) == len(w) * rows * len(starts)
-        plain = not isinstance(self.grids.nearest.scale, QTensor)
         own = np.bincount(self.label.ravel(), minlength=len(self.grids.sizes))
         require_that(
-            plain
+            self.grids.is_plain
             and apart
             and len(starts) == runs.max() + 1
             and bool(np.all(sizes[:-1] == size))
@@ -155,6 +155,9 @@ class Stack:
 
 def _groups(label: Array) -> Array:
     """Returns of each column of a matrix the number of its group: columns of the same scales."""
+    first = label[:1]
+    if np.array_equal(label, label[:, :1] + (first - first[0, 0])):
+        label = first  # rows differ by what all columns share: one tells them apart
     _, first, group = np.unique(label, axis=1, return_index=True, return_inverse=True)
     rank = np.empty(len(first), int)
     rank[np.argsort(first)] = np.arange(len(first))

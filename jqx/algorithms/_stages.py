@@ -16,7 +16,8 @@ from jax import lax
 from .. import _compat
 from .._compat import Eqn
 from ..transforms import Plan
-from ..transforms._shared import FORMS, Address, Call, Site, addressed, followed
+from ..transforms._shared import Address, Call, Site, addressed
+from ._decisions import Decisions, body_of
 
 Params = Mapping[int, Any]
 """The leaves of the parameters, by their place among the operands of the jaxpr."""
@@ -163,22 +164,35 @@ class Scope:
             return value
         return lax.dynamic_index_in_dim(value, steps[self.depth - 1], keepdims=False)
 
-    def run(self, stage: Stage, params: Params, steps: Steps, given: Sequence[Any]) -> list[Any]:
-        """Runs a stage that is no site and holds none, on the values of one batch that it reads."""
+    def run(
+        self,
+        stage: Stage,
+        params: Params,
+        steps: Steps,
+        given: Sequence[Any],
+        decided: Sequence[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs a stage that is no site and holds none, on the values of one batch that it reads.
 
-        def evaluate(params: Params, steps: Steps, given: Sequence[Any]) -> list[Any]:
+        Returns its results, and what it has decided, where that is not given.
+        """
+
+        def evaluate(
+            params: Params, steps: Steps, given: Sequence[Any], decided: Sequence[Any] | None
+        ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, given, strict=True)), {}
+            decisions = Decisions(self.plan, decided)
 
             def read(atom: Any) -> Any:
                 of_batch = self.is_of_batch(atom)
                 return env[atom] if of_batch else self.read(atom, params, steps, memo)
 
             for eqn in stage.eqns:
-                results = followed(self.plan, eqn, list(map(read, eqn.invars)))
+                results = decisions.evaluate(eqn, list(map(read, eqn.invars)))
                 env.update(zip(eqn.outvars, results, strict=True))
-            return [env[var] for var in stage.gives]
+            return [env[var] for var in stage.gives], decisions.made
 
-        return self.jitted(("run", id(stage)), evaluate)(params, steps, list(given))
+        return self.jitted(("run", id(stage)), evaluate)(params, steps, list(given), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that are made of parameters alone."""
@@ -253,21 +267,3 @@ def whole(plan: Plan, call: Call, own: Callable[[Site], bool]) -> Scope:
         if path is not None
     }
     return Scope(plan, call.jaxpr, call.consts, sources, own=own)
-
-
-def body_of(eqn: Eqn) -> Any:
-    """Returns the one function inside of an equation that runs once on its operands."""
-    entered: list[Any] = []
-
-    class Finder:
-        here: Address = ()
-
-        def enter(self, jaxpr: Any, known: Sequence[Any], part: Address = ()) -> list[Any]:
-            entered.append(jaxpr)
-            return [None] * len(eqn.outvars)
-
-        def leave(self, jaxpr: Any, reason: str) -> None:
-            """Of these equations none has such a function."""
-
-    FORMS[eqn.primitive.name].track(eqn, [None] * len(eqn.invars), Finder())  # pyright: ignore
-    return entered[0]

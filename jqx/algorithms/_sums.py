@@ -12,8 +12,8 @@ import numpy as np
 from ..observers import ObservedSite, hessian
 from ..observers._shared import HessianStats, gram
 from ..transforms._shared import count_operand, is_counted, value_of
+from ._matrices import Drift
 from ._sequential import Inputs, on_device
-from ._weight import Drift
 
 Array = np.ndarray
 

@@ -5,6 +5,7 @@ that were interrupted.
 import dataclasses
 import importlib.util
 import os
+import tracemalloc
 import weakref
 
 import jax
@@ -18,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jqx
 from jqx.algorithms import gptq
 from jqx.algorithms._checkpoint import NAME
+from jqx.algorithms._grids import Grids
+from jqx.algorithms._matrices import Drift, Matrix
 from jqx.algorithms._sequential import Frame, OnHost, Scan
-from jqx.algorithms._weight import Drift, Grids, Matrix
 from jqx.transforms import _calibrate_batches
 from jqx.transforms._shared import Weight
 
@@ -104,13 +106,13 @@ def test_a_stack_is_rounded_as_each_matrix_alone(shape, scheme, options):
     )
     weight = Weight("w", spec, "w", 1)
     solver = gptq(ill_conditioned="round", **options)
-    together, alone = Grids.of(w, spec), Grids.of(w, spec)
+    together, alone = (Grids.of({"w": w}, {"w": spec}) for _ in range(2))
     entries = solver.solve(matrices, together, weight)
     for matrix, entry in zip(matrices, entries, strict=True):
         (own,) = solver.solve([matrix], alone, weight)
         assert without_time([own]) == without_time([entry])
     assert [entry.damping is None for entry in entries] == [i == 1 for i in range(shape[0])]
-    np.testing.assert_array_equal(together.values, alone.values)
+    np.testing.assert_array_equal(together.codes, alone.codes)
     np.testing.assert_array_equal(together.scale, alone.scale)
     if together.zero_point is not None:
         np.testing.assert_array_equal(together.zero_point, alone.zero_point)
@@ -186,15 +188,47 @@ def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, caps
     assert memory == plain.report.memory
     assert memory.statistics == max(sums) * 3 // 2  # and of one batch in float32
     assert memory.activations == max(live)
-    grids = [Grids.of(PARAMS[weight.path], weight.spec) for weight in plan.weights]
-    count = sum(x.size for x in PARAMS.values())
-    expected = 2 * 4 * count + 4 * count  # the parameters twice, and places
-    for own in grids:
-        expected += sum(x.nbytes for x in (own.values, own.label, own.scale))
-        expected += sum(x.nbytes for x in jax.tree.leaves(own.nearest))
+    expected = 2 * 4 * sum(x.size for x in PARAMS.values())  # the parameters twice
+    for weight in plan.weights:
+        own = Grids.of(PARAMS, {weight.path: weight.spec})
+        expected += sum(x.nbytes for x in (own.codes, own.scale))
     assert memory.weights == expected
     if importlib.util.find_spec("tqdm"):
         assert f"quantize: {memory}\n" in capsys.readouterr().err
+
+
+def test_what_is_held_grows_with_codes_alone(monkeypatch):
+    """Beside the parameters and their copy: arrays of NumPy and of JAX that are alive at a step."""
+    layers, width = 8, 64
+    params, batch = normal(layers, width, width), normal(8, width)
+
+    def scanned(p, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w.T), None), x, p)[0]
+
+    plan = jqx.make_plan(scanned, jqx.Policy({".*": "int4:group=32"}))(params, batch)
+    numpy_only = [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)]
+    live = lambda: {id(x): x.nbytes for x in jax.live_arrays()}  # noqa: E731
+    before, most, solve = live(), [], gptq.solve
+
+    def spy(self, *args):
+        traces = tracemalloc.take_snapshot().filter_traces(numpy_only).traces
+        arrays = sum(size for key, size in live().items() if key not in before)
+        most.append((sum(trace.size for trace in traces), arrays))
+        return solve(self, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    tracemalloc.start(1)
+    try:
+        memory = gptq().run(scanned, plan, params, [batch], progress=False).report.memory
+    finally:
+        tracemalloc.stop()
+    one = width * width  # of one step: places, and the sum in float64 with what becomes of it
+    known = memory.weights - 2 * params.nbytes
+    assert known == params.size + params.size // 32 * 4  # codes and scales
+    on_host, arrays = (max(x) for x in zip(*most, strict=True))
+    assert len(most) == layers
+    assert known <= on_host <= known + one * (4 + 2 * 8) + 4096
+    assert arrays <= params.nbytes + memory.activations + one * 8
 
 
 def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, capsys):
@@ -351,3 +385,109 @@ def test_a_weight_inside_of_a_shard_map_is_an_error_that_names_the_site(sequenti
     with pytest.raises(NotImplementedError, match=r"(?s)jqx\..+'a:dot_general'.+to mend:") as info:
         gptq(sequential=sequential).run(on_devices, plan, params, BATCHES, progress=False)
     assert "in the place of a shard_map" in str(info.value)
+
+
+EXPERTS, CHOSEN = 3, 2
+
+
+def top(scores):
+    return lax.top_k(scores, CHOSEN)
+
+
+def in_order(which):
+    """An argsort as one sort of two operands."""
+    rows = jnp.arange(which.size, dtype=jnp.float32)
+    return lax.sort((which.astype(jnp.float32), rows), num_keys=1)[1].astype(jnp.int32)
+
+
+def routed(p, x, argsort):
+    """Experts whose tokens are chosen by what a quantized site has made."""
+    h = jnp.tanh(x @ p["in"])
+    best, which = jax.jit(top)(h[:, :EXPERTS])
+    order = argsort(which.reshape(-1))
+    sizes = jnp.bincount(which.reshape(-1), length=EXPERTS)
+    rows = h[order // CHOSEN] * best.reshape(-1)[order][:, None]
+    return lax.ragged_dot(rows, p["experts"], sizes)
+
+
+@pytest.mark.parametrize("weight", [None, lambda x: jnp.ones(x.shape[:1])], ids=["all", "counted"])
+@pytest.mark.parametrize("argsort", [jnp.argsort, in_order])
+def test_experts_compare_the_tokens_that_the_quantized_router_sends_them(
+    argsort, weight, monkeypatch
+):
+    params = {"in": PARAMS["layers"][0], "experts": PARAMS["experts"]}
+    x, seen, solve = BATCHES[0], [], gptq.solve
+
+    def f(p, x):
+        return routed(p, x, argsort)
+
+    def spy(self, matrices, *args):
+        seen.append(matrices)
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int2"}))(params, x)
+    found = gptq(propagation="qep", weight=weight).run(f, plan, params, [x], progress=False)
+    own, exact = (np.tanh(x @ w) for w in (found.params["in"].dequantize(), params["in"]))
+    by_score = np.argsort(-own[:, :EXPERTS], axis=1, kind="stable")[:, :CHOSEN]
+    assert (by_score != np.argsort(-exact[:, :EXPERTS], axis=1)[:, :CHOSEN]).any(1).sum() > 5
+    assert len(seen[1]) == EXPERTS
+    for expert, matrix in enumerate(seen[1]):
+        tokens = np.flatnonzero((by_score == expert).any(1))
+        a, b = (h[tokens] * h[tokens, expert][:, None] for h in (own, exact))
+        assert matrix.rows == len(tokens)
+        size = np.abs(a).max() * np.abs(b - a).max() * len(tokens)
+        np.testing.assert_allclose(matrix.drift.cross, (b - a).T @ a, rtol=0, atol=1e-5 * size)
+        np.testing.assert_allclose(matrix.drift.own, (b - a).T @ (b - a), rtol=0, atol=1e-5 * size)
+
+
+def test_a_reversed_scan_is_stepped_through_from_its_end(monkeypatch):
+    """Each step sees what those after it, quantized, have made; results keep their places."""
+    params = {"layers": PARAMS["layers"], "head": normal(D, D)}
+    x, seen, solve = BATCHES[0], [], gptq.solve
+    count = np.arange(1.0, L + 1, dtype=np.float32)[:, None, None]
+
+    def f(p, x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return h, h
+
+        _, rows = lax.scan(layer, x, p["layers"], reverse=True)
+        return (rows * count).sum(0) @ p["head"]
+
+    def spy(self, matrices, *args):
+        seen.extend(matrices)
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, x)
+    found = gptq().run(f, plan, params, [x], progress=False).params
+    h, rows, inputs = np.asarray(x), [], []
+    for w in np.asarray(found["layers"].dequantize())[::-1]:
+        inputs.append(h)
+        h = np.tanh(h @ w)
+        rows.insert(0, h)
+    inputs.append((np.stack(rows) * count).sum(0))
+    assert [matrix.step for matrix in seen] == [*((i,) for i in reversed(range(L))), ()]
+    for matrix, own in zip(seen, inputs, strict=True):
+        size = 1e-5 * len(own) * np.abs(own).max() ** 2
+        np.testing.assert_allclose(matrix.hessian, own.T @ own, rtol=0, atol=size)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequential": False}, {"propagation": "qep"}], ids=str)
+def test_a_scan_of_no_steps_has_no_matrices(options):
+    params = {"layers": PARAMS["layers"][:0], "head": PARAMS["layers"][0]}
+
+    def f(p, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0] @ p["head"]
+
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
+    found = gptq(**options).run(f, plan, params, BATCHES, progress=False)
+    assert [entry.path for entry in found.report] == ["head"]
+    assert found.params["layers"].shape == (0, D, D)
+
+
+def test_scales_that_rows_share_cannot_be_found_on_the_way(plan):
+    shared = jqx.make_plan(f, jqx.Policy({".*": "int4:tensor"}))(PARAMS, BATCHES[0])
+    with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: these scales .+to mend:"):
+        gptq(groups="dynamic").run(f, shared, PARAMS, BATCHES, progress=False)

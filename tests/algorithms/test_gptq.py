@@ -342,6 +342,11 @@ def test_options_that_mean_nothing_are_refused(options, fact):
     assert fact in str(info.value)
 
 
+def test_a_strength_may_be_nothing_or_all():
+    for strength in (0, 1):
+        assert gptq(propagation="qep", strength=strength).strength == strength
+
+
 def test_a_calibrator_of_another_kind_and_unknown_options_are_refused():
     for options in ({"calibrator": "mse"}, {"bits": 4}):
         with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:"):

@@ -1,0 +1,65 @@
+"""Which elements of a weight a site multiplies by, by their numbers: a few integers where a formula
+tells them.
+"""
+
+import dataclasses
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """Numbers of elements, int32, of which parts are taken as of an array.
+
+    Attributes:
+      shape: [*steps, *batch, rows, columns].
+      first: the number of the first.
+      strides: by how much numbers grow along each axis; `None` where they do not grow evenly.
+      table: the numbers, where they do not.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    strides: tuple[int, ...] | None
+    table: Array | None = None
+
+    @classmethod
+    def of(cls, numbers: Array) -> "Elements":
+        """Returns numbers as a formula, where there is one: so views of a weight have them."""
+        numbers, shape = np.asarray(numbers), np.shape(numbers)
+        if not numbers.size:
+            return cls(shape, 0, (0,) * len(shape))
+        origin = numbers[(0,) * len(shape)]
+        strides = []
+        for axis, size in enumerate(shape):
+            second = (0,) * axis + (min(1, size - 1),) + (0,) * (len(shape) - axis - 1)
+            strides.append(int(numbers[second] - origin))
+        found = cls(shape, int(origin), tuple(strides))
+        # Part by part: the whole array is not built a second time.
+        even = all(
+            np.array_equal(part, found[here])
+            for here, part in zip(
+                np.ndindex(shape[:-2]), numbers.reshape(-1, *shape[-2:]), strict=True
+            )
+        )
+        return found if even else cls(shape, 0, None, np.array(numbers, np.int32))
+
+    @property
+    def nbytes(self) -> int:
+        """What is held of them."""
+        return 0 if self.table is None else self.table.nbytes
+
+    def __getitem__(self, index: tuple[int, ...]) -> Array:
+        """Returns the numbers at an index of the first axes."""
+        if self.strides is None:
+            assert self.table is not None
+            return self.table[index]
+        known = len(index)
+        start = self.first + sum(i * by for i, by in zip(index, self.strides, strict=False))
+        found = np.full(self.shape[known:], start, np.int32)
+        for axis in range(known, len(self.shape)):
+            own = np.arange(self.shape[axis], dtype=np.int32) * np.int32(self.strides[axis])
+            found += own.reshape([-1 if i == axis else 1 for i in range(known, len(self.shape))])
+        return found

@@ -1,0 +1,150 @@
+"""A weight as the matrices that sites multiply by, each with the Hessian of its inputs."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._errors import message
+from ..observers import hessian, places
+from ..transforms import Plan
+from ..transforms._shared import Site
+from ._factor import objective
+from ._grids import Group
+from ._report import name_of
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix that sites multiply by, and what was observed of its inputs.
+
+    Attributes:
+      sites: their names.
+      step: the number of the step in each scan over the weight around the site, such as a layer.
+      at: which of several matrices that are multiplied by at once, such as an expert or a group of
+        a convolution; `()` where there is one.
+      places: for each entry the element of the weight that it is, [rows, columns].
+      hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
+      rows: how many inputs were seen.
+      drift: how the inputs differ from those of the float function, where that is known.
+    """
+
+    sites: tuple[str, ...]
+    step: tuple[int, ...]
+    at: tuple[int, ...]
+    places: Array
+    hessian: Array
+    rows: int
+    drift: "Drift | None" = None
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return name_of(self.sites, (*self.step, *self.at))
+
+    def loss(self, w: Array, rounded: Array) -> Array:
+        """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
+        on the inputs as they are, against `w` on those of the float function.
+        """
+        lost = w - rounded
+        error = objective(lost, self.hessian)
+        if self.drift is None:
+            return error
+        mixed = np.einsum("nk,nk->n", w @ self.drift.cross, lost)
+        return error + 2 * mixed + objective(w, self.drift.own)
+
+
+class Drift(NamedTuple):
+    """How inputs differ from those of the float function, `d = float - quantized`.
+
+    Attributes:
+      cross: sum of `d x^T`, `x` the quantized ones, float64 [columns, columns].
+      own: sum of `d d^T`.
+    """
+
+    cross: Array
+    own: Array
+
+
+def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any]) -> list[Matrix]:
+    """Returns the matrices of weights: of sites that multiply by the same elements one, with the
+    sum of their Hessians.
+    """
+    found: dict[bytes, Matrix] = {}
+    for site in plan.sites:
+        mine = [x for x in site.operands if x.path in group.sizes]
+        if not mine:
+            continue
+        others = [x for x in site.operands if x.path is None]
+        known = stats.get(f"{mine[0].key}@{places}")
+        seen = stats.get(f"{others[0].key}@{hessian}") if others else None
+        if known is None or seen is None:
+            raise _refusal(function, site)
+        products = np.asarray(seen.products)
+        elements = group.numbers(plan.weights_in(site), np.asarray(known))
+        counts = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
+        for step in np.ndindex(elements.shape[:-2]):
+            own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
+            depth = len(site.loops)
+            new = Matrix((site.name,), step[:depth], step[depth:], own, gram, int(counts[step]))
+            old = found.get(own.tobytes())
+            if old is not None:
+                new = dataclasses.replace(
+                    old,
+                    sites=tuple(dict.fromkeys((*old.sites, *new.sites))),
+                    hessian=old.hessian + new.hessian,
+                    rows=old.rows + new.rows,
+                )
+            found[own.tobytes()] = new
+    _check_apart(function, group.path, list(found.values()))
+    return list(found.values())
+
+
+def stacked(matrices: Sequence[Matrix]) -> Array:
+    """Returns the places of matrices of one shape, [matrices, rows, columns]."""
+    return np.stack([matrix.places for matrix in matrices])
+
+
+def alike_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """Returns matrices by shape."""
+    found: dict[tuple[int, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.places.shape, []).append(matrix)
+    return list(found.values())
+
+
+def _refusal(function: str, site: Site) -> NotImplementedError:
+    return NotImplementedError(
+        message(
+            function,
+            f"nothing is known of the inputs of {site.name!r}.",
+            given=f"the weight {site.path!r} in a {site.op}",
+            expected="a product of an activation and a weight, each element of which stands at a "
+            "known place, not inside of a shard_map; statistics of jqx.observers.hessian and "
+            "jqx.observers.places",
+            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); in "
+            "the place of a shard_map, jit over sharded arrays while codes are chosen; or let a "
+            "rule leave that site in float.",
+        )
+    )
+
+
+def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
+    """Raises where two matrices have some elements in common."""
+    if not matrices:  # in a scan of no steps
+        return
+    elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
+    if np.bincount(elements).max() == 1:
+        return
+    raise NotImplementedError(
+        message(
+            function,
+            f"sites multiply by the weight {path!r} in different ways.",
+            given=", ".join(matrix.name for matrix in matrices[:4]),
+            expected="sites that contract the same axes of it, or have no element in common",
+            mend="give it a rule of its own that leaves it in float.",
+        )
+    )
