@@ -208,7 +208,7 @@ PUBLIC = {
         algorithms calibrators diagnostics gradients interop numerics observers onednn presets
         tflite
     """,
-    "algorithms": "AlgorithmReport Chosen Gptq MatrixReport Memory gptq",
+    "algorithms": "AlgorithmReport Chosen Gptq MatrixReport Memory Pair Pairs find_pairs gptq",
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
         AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse

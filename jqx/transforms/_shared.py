@@ -49,6 +49,7 @@ from ._places import renumbered as renumbered
 from ._plan_call import as_plan as as_plan
 from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
+from ._plan_call import plan_call as plan_call
 from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
@@ -64,5 +65,7 @@ from ._trace import trace_call as trace_call
 from ._weight import Trainable as Trainable
 from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of
+from .primitives import CONTRACTIONS as CONTRACTIONS
 from .primitives import FORMS as FORMS
+from .primitives import SHARDINGS as SHARDINGS
 from .primitives import Records as Records

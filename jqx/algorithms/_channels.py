@@ -1,0 +1,388 @@
+"""Which channels of a function may be scaled, and what must be scaled with them: labels of channels
+are passed through the traced function, as numbers of elements are for `places`.
+
+A value that is multiplied by a positive factor for each of its channels is labelled. Producers,
+such as the output axis of a weight, a norm's gain or a bias, make labels; sites take the factor
+back where they sum over channels.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _compat
+from .._compat import Eqn
+from ..transforms import Plan
+from ..transforms._shared import (
+    CONTRACTIONS,
+    FORMS,
+    Address,
+    Call,
+    Site,
+    addressed,
+    contractions,
+    observed_parts,
+)
+from ._decisions import body_of
+from ._elements import Elements
+from ._label_rules import RULES, VIEWED, gathered, moved, of_result, product
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, told
+from ._stages import Steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Met:
+    """A site in one step of the scans around it.
+
+    Attributes:
+      site: the site, of the plan of all that may be one.
+      steps: the numbers of the steps.
+      place: which leaf its weight is.
+      elements: numbers of elements of its matrices, [*batch, rows, channels].
+      inputs: labels of channels, [*batch, channels].
+      outputs: labels of rows, [*batch, rows].
+      why: its inputs are fixed, where they are.
+    """
+
+    site: Site
+    steps: Steps
+    place: int
+    elements: Array
+    inputs: Array
+    outputs: Array
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A parameter of which rows are looked up.
+
+    Attributes:
+      place: which leaf it is.
+      elements: the numbers of its elements, [rows, columns].
+      labels: of its columns.
+    """
+
+    place: int
+    elements: Array
+    labels: Array
+
+
+class Follower:
+    """Passes labels through a jaxpr.
+
+    Args:
+      plan: all contractions with weights are sites of it.
+      elements: which elements of its leaf each site multiplies by, by the key of its operand.
+      once: addresses of sites whose matrices no other site multiplies by.
+      call: the traced function.
+      fixed: which labels are known to have no factor, whatever becomes of products of two values
+        that may have one, and why.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        elements: Mapping[str, Elements],
+        once: set[Address],
+        call: Call,
+        fixed: "tuple[Array, dict[int, str]] | None" = None,
+    ):
+        self.plan, self._elements, self._once = plan, elements, once
+        self._places = {path: i for i, path in enumerate(call.paths) if path is not None}
+        self._weights = {self._places[weight.path] for weight in plan.weights}
+        self.sizes = [math.prod(np.shape(leaf)) for leaf in call.leaves]
+        self.names = list(call.paths)
+        self._items = {item.address: item for item in contractions(call) if item.address}
+        self.labels = Labels(fixed)
+        self.starts: dict[int, int] = {}
+        self.tables: list[Table] = []
+        self.met: list[Met] = []
+        self.elsewhere: dict[int, str] = {}
+        self._used: dict[int, Array] = {}
+
+    def follow(self, call: Call) -> None:
+        """Follows a whole call."""
+        given: list[Value] = []
+        for place, (leaf, path) in enumerate(zip(call.leaves, call.paths, strict=True)):
+            if path is None:
+                given.append(Labelled.fixed(np.shape(leaf), "it is an argument"))
+            elif place in self._weights:
+                given.append(Leaf(place, np.shape(leaf), None))
+            else:
+                shape = np.shape(leaf)
+                numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+                given.append(Leaf(place, shape, numbers))
+        consts = [Known(x) for x in call.consts]
+        for x in self._run(call.jaxpr, consts, given, (), ()):
+            if not isinstance(x, Known):
+                self.labels.stop(
+                    self.labelled(x, "it is returned"), "it is a result of the function"
+                )
+        for place, used in self._used.items():
+            if not used.all():  # what a call of other shapes may see
+                self.elsewhere.setdefault(place, "a part of it is not seen here")
+        for met in self.met:
+            if met.place in self.elsewhere:
+                reason = f"its weight has another use: {self.elsewhere[met.place]}"
+                self.labels.stop_labels(met.inputs, reason)
+                self.labels.stop_labels(met.outputs, reason)
+        for place, start in self.starts.items():
+            if place in self.elsewhere:
+                labels = np.arange(start, start + self.sizes[place])
+                self.labels.stop_labels(labels, f"it has another use: {self.elsewhere[place]}")
+        for table in self.tables:
+            if table.place in self.starts or table.place in self.elsewhere:
+                use = self.elsewhere.get(table.place, "sums with it")
+                self.labels.stop_labels(table.labels, f"the table has another use: {use}")
+
+    def _run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Value],
+        given: Sequence[Value],
+        address: Address,
+        steps: Steps,
+    ) -> list[Value]:
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> Value:
+            return Known(atom.val) if _compat.is_literal(atom) else env[atom]
+
+        for here, eqn, marked in addressed(jaxpr, address):
+            inside = here if marked else (*here, -1)
+            results = self._evaluate(eqn, list(map(read, eqn.invars)), inside, steps)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _evaluate(
+        self, eqn: Eqn, given: list[Value], here: Address, steps: Steps
+    ) -> Sequence[Value]:
+        name = eqn.primitive.name
+        known = [x.value for x in given if isinstance(x, Known)]
+        if len(known) == len(given) and not eqn.effects:
+            return [Known(x) for x in _compat.bind(eqn, known)]
+        if name in FORMS:
+            return self._form(eqn, given, here, steps)
+        if name in CONTRACTIONS:
+            return [self._contraction(eqn, given, here, steps)]
+        if name in VIEWED and all(isinstance(x, (Leaf, Known)) for x in given):
+            found = self._view_of_leaf(eqn, given)
+            if found is not None:
+                return found
+        rule = RULES.get(name)
+        values = [self.labelled(x, told(eqn)) for x in given]
+        if all(x.is_fixed for x in values):
+            labels = {int(x.labels.item()) for x in values}
+            label = FREE if rule is not None and labels == {FREE} else FIXED
+            why = told(eqn) if rule is None else next((x.why for x in values if x.why), "")
+            return [Labelled.fixed(v.aval.shape, why, label) for v in eqn.outvars]
+        if rule is None:
+            return self.labels.stop_at(eqn, values)
+        return rule(self.labels, eqn, values, given)
+
+    def labelled(self, x: Value, use: str) -> Labelled:
+        """Returns a value with labels; each element of a parameter has its own."""
+        if isinstance(x, Labelled):
+            return x
+        if isinstance(x, Known):
+            return Labelled.fixed(np.shape(x.value), label=x.label)
+        if x.elements is None:
+            self.elsewhere.setdefault(x.place, use)
+            return Labelled.fixed(x.shape)
+        if x.place not in self.starts:
+            self.starts[x.place] = int(self.labels.new(self.sizes[x.place])[0])
+        self._use(x.place, x.elements)
+        return self.labels.made(x.elements + np.int32(self.starts[x.place]), x.shape)
+
+    def _use(self, place: int, elements: Array) -> None:
+        self._used.setdefault(place, np.zeros(self.sizes[place], bool))[elements] = True
+
+    def _view_of_leaf(self, eqn: Eqn, given: Sequence[Value]) -> list[Value] | None:
+        leaves = [x for x in given if isinstance(x, Leaf)]
+        first = leaves[0]
+        if len({x.place for x in leaves}) > 1:
+            return None
+        shapes = [v.aval.shape for v in eqn.outvars]
+        if first.elements is None:
+            return [Leaf(first.place, shape, None) for shape in shapes]
+        if eqn.primitive.name in ("pad", "dynamic_update_slice"):
+            return None
+        operands = [x.elements if isinstance(x, Leaf) else x.value for x in given]  # type: ignore
+        return [Leaf(first.place, x.shape, x) for x in moved(eqn, operands)]
+
+    def _form(self, eqn: Eqn, given: list[Value], here: Address, steps: Steps) -> list[Value]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, given, here, steps)
+        if name == "cond":
+            index, *operands = given
+            branches = [
+                self._inside(branch, operands, (*here, i), steps)
+                for i, branch in enumerate(eqn.params["branches"])
+            ]
+            if isinstance(index, Known):
+                return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
+            reason = told(eqn)
+            return [self._joined(x, reason) for x in zip(*branches, strict=True)]
+        if name in ("while", "shard_map"):
+            values = [self.labelled(x, name) for x in given]
+            return list(self.labels.stop_at(eqn, values))
+        return self._inside(body_of(eqn), given, here, steps)
+
+    def _inside(
+        self, body: Any, given: Sequence[Value], here: Address, steps: Steps
+    ) -> list[Value]:
+        inner, consts = _compat.open_jaxpr(body)
+        return self._run(inner, [Known(x) for x in consts], given, here, steps)
+
+    def _joined(self, values: Sequence[Value], reason: str) -> Value:
+        first, *others = (self.labelled(x, reason) for x in values)
+        labels = first.labels
+        for x in others:
+            labels = self.labels.join(labels, x.labels, reason)
+        return Labelled.of(labels, first.shape)
+
+    def _scan(self, eqn: Eqn, given: list[Value], here: Address, steps: Steps) -> list[Value]:
+        """Goes through a scan step by step."""
+        consts, count = _compat.scan_counts(eqn)
+        shared, carry, stacked = (
+            given[:consts],
+            given[consts : consts + count],
+            given[consts + count :],
+        )
+        order, rows = range(eqn.params["length"]), []
+        for i in reversed(order) if eqn.params["reverse"] else order:
+            own = [_step(x, i) for x in stacked]
+            results = self._inside(eqn.params["jaxpr"], [*shared, *carry, *own], here, (*steps, i))
+            carry = results[:count]
+            rows.append(results[count:])
+        rows = rows[::-1] if eqn.params["reverse"] else rows
+        if not rows:
+            return [*carry, *(Labelled.fixed(v.aval.shape) for v in eqn.outvars[count:])]
+        return [*carry, *(self._stacked(each) for each in zip(*rows, strict=True))]
+
+    def _stacked(self, rows: Sequence[Value]) -> Value:
+        if all(isinstance(x, Known) for x in rows):
+            return Known(np.stack([np.asarray(x.value) for x in rows]))  # type: ignore[union-attr]
+        each = [self.labelled(x, "a result of a scan") for x in rows]
+        shape = np.broadcast_shapes(*(x.labels.shape for x in each))
+        labels = np.stack([np.broadcast_to(x.labels, shape) for x in each])
+        return Labelled.of(labels, (len(rows), *each[0].shape))
+
+    def _contraction(
+        self, eqn: Eqn, given: Sequence[Value], here: Address, steps: Steps
+    ) -> Labelled:
+        name, site = eqn.primitive.name, self.plan.site_at(here)
+        weighted = site is not None and any(x.path is not None for x in site.operands)
+        if weighted:
+            return self._site(site, eqn, given, here, steps)  # type: ignore[arg-type]
+        if name == "gather":
+            return self._gather(eqn, given)
+        where = told(eqn)
+        leaves = [x for x in given if isinstance(x, Leaf)]
+        self.elsewhere |= {x.place: where for x in leaves}
+        given = [Labelled.fixed(x.shape) if isinstance(x, Leaf) else x for x in given]
+        values = [self.labelled(x, where) for x in given]
+        if name == "dot_general" and not leaves and not all(x.is_fixed for x in values):
+            return product(self.labels, eqn, values)
+        return self.labels.stop_at(eqn, values)[0]
+
+    def _site(
+        self, site: Site, eqn: Eqn, given: Sequence[Value], here: Address, steps: Steps
+    ) -> Labelled:
+        parts = observed_parts(site, self._items[site.address])
+        (place,) = (i for i, x in enumerate(site.operands) if x.path is None)
+        own = site.operands[1 - place]
+        x = self.labelled(given[place], site.name)
+        leaf, known = given[1 - place], self._elements.get(own.key)
+        if here not in self._once or known is None or not isinstance(leaf, Leaf):
+            why = f"the weight of {site.name} has another use, or is no plain matrix"
+            self.labels.stop(x, why)
+            return Labelled.fixed(eqn.outvars[0].aval.shape, why)
+        elements = known[steps]
+        inputs = self._channels(x, parts[place].about, site.name)
+        batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
+        if inputs.size == 1:
+            inputs = np.broadcast_to(inputs, (1,) * len(batch) + (columns,))
+        inputs = np.broadcast_to(inputs, (*batch, columns))
+        outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
+        self._use(leaf.place, elements)
+        self.met.append(Met(site, steps, leaf.place, elements, inputs, outputs, x.why))
+        if site.op == "ragged_dot":  # a row goes to any of the matrices
+            for other in outputs[1:]:
+                self.labels.join_labels(outputs[0], other)
+            outputs = outputs[0]
+        return self.labels.made(of_result(site.op, eqn, place, outputs), eqn.outvars[0].aval.shape)
+
+    def _channels(self, x: Labelled, about: Any, name: str) -> Array:
+        """Returns labels of the channels that a site sums over, [*batch, channels]."""
+        labels = x.labels
+        reason = f"the rows that {name} multiplies differ in their channels"
+        if about.patches is not None:
+            axes, patches = about.patches.axes.lhs_spec, about.patches
+            others = [axis for axis in range(len(x.shape)) if axis != axes[1]]
+            labels = self._even(labels, others, reason)
+            labels = np.broadcast_to(labels.ravel(), (x.shape[axes[1]],))
+            labels = labels.reshape(patches.groups, -1)
+            labels = np.repeat(labels, math.prod(patches.kernel), axis=1)
+            return labels[0] if patches.groups == 1 else labels
+        reduced = about.reduced(len(x.shape))
+        labels = self._even(labels, reduced, reason)
+        order = (*about.batch, *reduced, *about.contracted)
+        shape = [1 if axis in reduced else x.shape[axis] for axis in range(len(x.shape))]
+        labels = np.broadcast_to(labels, shape).transpose(order)
+        return labels.reshape(*(x.shape[axis] for axis in about.batch), -1)
+
+    def _even(self, labels: Array, axes: Sequence[int], reason: str) -> Array:
+        """Returns labels that do not change along axes, after joining those that do."""
+        for axis in axes:
+            first = labels[(slice(None),) * axis + (slice(1),)]
+            for i in range(1, labels.shape[axis]):
+                other = labels[(slice(None),) * axis + (slice(i, i + 1),)]
+                if not np.array_equal(first, other):
+                    first = self.labels.join(first, other, reason)
+            labels = first
+        return labels
+
+    def _gather(self, eqn: Eqn, given: Sequence[Value]) -> Labelled:
+        source, indices = given
+        shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
+        numbers = eqn.params["dimension_numbers"]
+        if isinstance(source, Leaf) and source.elements is not None:
+            axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
+            if axes == [0] and len(source.shape) == 2 and not numbers.operand_batching_dims:
+                labels = self.labels.new(source.shape[1])
+                self.tables.append(Table(source.place, source.elements, labels))
+                out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
+                (offset,) = numbers.offset_dims
+                return self.labels.made(np.moveaxis(out, -1, offset), shape)
+        return gathered(self.labels, eqn, self.labelled(source, told(eqn)), indices)
+
+
+def followed_through(*args: Any) -> Follower:
+    """Returns what has followed a call, of `Follower`'s arguments: as often as it takes to know
+    which operand of a product takes a factor, where the other one must not.
+    """
+    fixed = None
+    while True:
+        follower = Follower(*args, fixed=fixed)
+        follower.follow(args[-1])
+        numbers, why = follower.labels.solved(choices=False)
+        known = fixed is not None and np.array_equal(numbers == 0, fixed[0])
+        if known or not follower.labels.has_choices:
+            return follower
+        fixed = numbers == 0, why
+
+
+def _step(x: Value, i: int) -> Value:
+    """Returns what a step of a scan sees of a value."""
+    if isinstance(x, Known):
+        return Known(np.asarray(x.value)[i])
+    if isinstance(x, Leaf):
+        return Leaf(x.place, x.shape[1:], None if x.elements is None else x.elements[i])
+    return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])

@@ -1,0 +1,189 @@
+"""Which factor each element of the parameters takes, where channels are scaled."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from ..transforms import Plan
+from ..transforms._shared import is_array
+from ._channels import Follower, Met
+from ._labels import FIXED, Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Weights that are scaled together.
+
+    Attributes:
+      before: what makes the channels: paths of gains, biases and tables, names of sites.
+      after: names of the sites that sum over them.
+      channels: how many factors there are, of all steps of scans together.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    channels: int
+
+
+class Folds:
+    """Which factors the parameters of a function can take, and how.
+
+    Attributes:
+      met: the sites that are met, one for each step of the scans around them.
+      numbers: for each label the number of its factor; 0 where that is 1.
+      count: how many factors there are, that of the number 0 among them.
+    """
+
+    def __init__(self, plan: Plan, follower: Follower):
+        self.plan, self.met = plan, follower.met
+        self.numbers, self._why = follower.labels.solved()
+        self.count = int(self.numbers.max(initial=0)) + 1
+        self._names = [str(name) for name in follower.names]
+        self._places = [i for i, name in enumerate(follower.names) if name is not None]
+        of_leaves = {
+            place: np.arange(start, start + follower.sizes[place])
+            for place, start in follower.starts.items()
+        }
+        self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
+        self._elements = [np.arange(len(labels)) for labels in of_leaves.values()]
+        self._elements += [table.elements for table in follower.tables]
+
+    def key(self, met: Met) -> str:
+        """The name of the operand that a site multiplies its weight by."""
+        known = self.plan.site_at(met.site.address) or met.site
+        return next(x.key for x in known.operands if x.path is None)
+
+    def name(self, met: Met) -> str:
+        """The name of a site."""
+        return (self.plan.site_at(met.site.address) or met.site).name
+
+    def inputs(self, met: Met) -> Array:
+        """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
+        return np.where(met.inputs > FIXED, self.numbers[met.inputs], 0)
+
+    def why(self, met: Met) -> str:
+        """Returns why some channels of a site have no factor."""
+        fixed = met.inputs[self.inputs(met) == 0]
+        found = (self._why.get(int(label)) for label in np.unique(fixed) if label > FIXED)
+        return next(filter(None, found), met.why or "nothing before it can be scaled")
+
+    def pairs(self) -> tuple[tuple[Pair, ...], dict[str, str]]:
+        """Returns what is scaled together, by names, and why other sites of the plan are not."""
+        before: dict[int, dict[str, None]] = {}
+        after: dict[int, dict[str, None]] = {}
+
+        def add(to: dict[int, dict[str, None]], labels: Array, name: str) -> None:
+            for number in np.unique(self.numbers[labels[labels > FIXED]]):
+                to.setdefault(int(number), {})[name] = None
+
+        for met in self.met:
+            add(after, met.inputs, self.name(met))
+            add(before, met.outputs, self.name(met))
+        for place, labels in self._made:
+            add(before, labels, self._names[place])
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        for number, consumers in after.items():
+            if number and number in before:
+                key = tuple(before[number]), tuple(consumers)
+                found[key] = found.get(key, 0) + 1
+        why = {self.name(met): self.why(met) for met in reversed(self.met)}
+        paired = {name for _, consumers in found for name in consumers}
+        reasons = {
+            site.name: why.get(site.name, "its weight has another use, or is no plain matrix")
+            for site in self.plan.sites
+            if site.name not in paired and {x.path is None for x in site.operands} == {True, False}
+        }
+        pairs = [Pair(before, after, count) for (before, after), count in found.items()]
+        return tuple(pairs), reasons
+
+    def folded(self, params: Any, factors: Array) -> Any:
+        """Returns parameters that are scaled by factors, by number, so that values between them are
+        and the results of the function are not. In float64, rounded once.
+        """
+        positions = self.plan.params
+        trees = [params] if isinstance(positions, int) else list(params)
+        order = [0] if isinstance(positions, int) else np.argsort(positions).tolist()
+        leaves = [x for i in order for x in filter(is_array, jax.tree.leaves(trees[i]))]
+        given, found = dict(zip(self._places, leaves, strict=True)), {}
+
+        def times(place: int, elements: Array, by: Array) -> None:
+            if np.any(by != 1):
+                if place not in found:
+                    found[place] = np.array(given[place], np.float64)
+                found[place].reshape(-1)[elements] *= by
+
+        def of(labels: Array) -> Array:
+            return factors[np.where(labels > FIXED, self.numbers[labels], 0)]
+
+        for met in self.met:
+            by = of(met.outputs)[..., :, None] / of(met.inputs)[..., None, :]
+            times(met.place, met.elements, by)
+        for (place, labels), elements in zip(self._made, self._elements, strict=True):
+            times(place, elements, of(labels))
+        for place, x in found.items():
+            given[place] = jnp.asarray(x, given[place].dtype)
+        rest = iter(given.values())
+        for i in order:
+            trees[i] = jax.tree.map(lambda x: next(rest) if is_array(x) else x, trees[i])
+        return trees[0] if isinstance(positions, int) else tuple(trees)
+
+    def factors(self, function: str, scales: Mapping[str, Any]) -> Array:
+        """Returns factors by number, of what operands are divided by: checked."""
+        keys = {self.key(met): met.site for met in self.met}
+        unknown = sorted(set(scales) - set(keys))
+        require_that(
+            not unknown,
+            error=ValueError,
+            function=function,
+            problem="`scales` are of operands that cannot be scaled, or are not there.",
+            given=", ".join(map(repr, unknown[:4])),
+            expected=f"some of {', '.join(map(repr, list(keys)[:4]))}",
+            mend="print jqx.algorithms.find_pairs(f, plan)(params, x): it says why.",
+        )
+        found, given_by = np.ones(self.count), [""] * self.count
+        for met in self.met:
+            key = self.key(met)
+            if key not in scales:
+                continue
+            own = np.asarray(scales[key], np.float64)
+            shape = (*(loop.length for loop in met.site.loops), *met.inputs.shape)
+            require_that(
+                own.shape == shape and bool(np.all((own > 0) & np.isfinite(own))),
+                error=ValueError,
+                function=function,
+                problem=f"`scales[{key!r}]` does not fit.",
+                given=f"shape {own.shape}, from {own.min(initial=np.inf):.4g} to "
+                f"{own.max(initial=-np.inf):.4g}",
+                expected=f"positive numbers of shape {shape}, as jqx.observers.absmax has channels",
+                mend="give what each channel of that operand is divided by, 1 where nothing is.",
+            )
+            numbers, by = self.inputs(met), 1 / own[met.steps]
+            require_that(
+                bool(np.all(by[numbers == 0] == 1)),
+                error=ValueError,
+                function=function,
+                problem=f"not all channels of {self.name(met)} can be scaled.",
+                given=f"{int(np.sum((numbers == 0) & (by != 1)))} channels with a scale, of "
+                f"{numbers.size}, at step {met.steps}: {self.why(met)}",
+                expected="1 where a channel cannot be scaled",
+                mend="set these to 1.",
+            )
+            for number, factor in zip(numbers.ravel().tolist(), by.ravel().tolist(), strict=True):
+                known = given_by[number]
+                require_that(
+                    number == 0 or not known or abs(found[number] / factor - 1) < 1e-6,
+                    error=ValueError,
+                    function=function,
+                    problem="`scales` contradict each other.",
+                    given=f"{1 / found[number]:.6g} of {known!r} and {1 / factor:.6g} of {key!r}",
+                    expected="one scale for a channel that several sites read, or that is repeated",
+                    mend="find one for all: the largest, for example.",
+                )
+                if number:
+                    found[number], given_by[number] = factor, key
+        return found

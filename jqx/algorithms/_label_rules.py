@@ -1,0 +1,196 @@
+"""What becomes of labels of channels in an equation that holds no site: a rule for each primitive.
+One without a rule fixes what it reads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Eqn
+from ..transforms._shared import CONTRACTIONS, SHARDINGS
+from ._labels import FREE, Array, Known, Labelled, Labels, Value, told
+
+Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
+
+
+def moved(eqn: Eqn, operands: Sequence[Any]) -> list[Array]:
+    """Evaluates a view of numbers in the place of values."""
+    return [np.asarray(x) for x in _compat.bind(eqn, [jnp.asarray(x) for x in operands])]
+
+
+def _kept(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """What is scaled as its operand is."""
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return f.stop_at(eqn, values)
+    return [Labelled(x.labels, v.aval.shape) for x, v in zip(values, eqn.outvars, strict=False)]
+
+
+def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """Sums and choices: all operands have one factor."""
+    shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+    if name == "select_n":
+        f.stop(values[0], told(eqn))
+        values = values[1:]
+    reason = told(eqn, f"{name} with what keeps its values,")
+    if name in ("max", "min", "clamp") and any(isinstance(x, Known) for x in given):
+        reason = told(eqn, f"{name} with a constant")
+    labels = np.full((1,) * len(shape), FREE, np.int32)
+    for x in values:
+        own = x.labels.reshape((1,) * len(shape)) if not x.shape else x.labels
+        labels = f.join(labels, own, reason)
+    return [Labelled.of(labels, shape)]
+
+
+def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """Products: one operand takes the factor."""
+    a, b = values
+    if eqn.primitive.name == "div" or (not a.is_fixed and not b.is_fixed):
+        is_choice = eqn.primitive.name == "mul"
+        why = "the other factor of a product takes it," if is_choice else "a divisor"
+        f.stop(b, told(eqn, why), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
+        b = Labelled.fixed(b.shape)
+    carries = b if a.is_fixed else a
+    shape = eqn.outvars[0].aval.shape
+    if not carries.shape:
+        carries = Labelled.fixed(shape)
+    return [Labelled.of(carries.labels, shape)]
+
+
+def _compared(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """Signs are those of the operands."""
+    zero = any(isinstance(x, Known) and x.label == FREE for x in given)
+    if not zero:
+        return f.stop_at(eqn, values)
+    return [Labelled.fixed(eqn.outvars[0].aval.shape)]
+
+
+def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """Sums and maxima over what has one factor."""
+    (x,) = values
+    axes = eqn.params["axes"]
+    even = x.even(axes)
+    if even is None:
+        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
+    shape = eqn.outvars[0].aval.shape
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return [Labelled.fixed(shape)]
+    return [Labelled(np.squeeze(even.labels, tuple(axes)), shape)]
+
+
+def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """Running sums and maxima, and windows, over what has one factor."""
+    x, p = values[0], eqn.params
+    windows = enumerate(p.get("window_dimensions", ()))
+    even = x.even([p["axis"]] if "axis" in p else [i for i, n in windows if n > 1])
+    if even is None:
+        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
+    return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
+
+
+def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
+    """What moves elements moves their labels."""
+    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+    starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
+    places = given[starts:]
+    operands: list[Any] = [x.whole() for x in values[:starts]]
+    if not all(isinstance(x, Known) for x in places):
+        sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else values[1].shape
+        axes = [i for i, n in enumerate(values[0].shape) if sizes[i] < n]
+        even = [x.even(axes) for x in values[:starts]]
+        if any(x is None for x in even):
+            return f.stop_at(eqn, values)
+        if name == "dynamic_update_slice":
+            own, other = (x.labels for x in even if x is not None)
+            return [Labelled.of(f.join(own, other, told(eqn)), shapes[0])]
+        operands = [x.whole() for x in even if x is not None]
+        operands += [np.int32(0) for _ in places]
+    else:
+        operands += [x.value for x in places]
+    found = moved(eqn, operands)
+    return [Labelled.of(x, shape) for x, shape in zip(found, shapes, strict=True)]
+
+
+def of_result(op: str, eqn: Eqn, place: int, outputs: Array) -> Array:
+    """Returns labels of rows of a weight as those of the result of its site."""
+    rank = eqn.outvars[0].aval.ndim
+    if op == "conv_general_dilated":
+        axis = eqn.params["dimension_numbers"].out_spec[1]
+        return outputs.reshape([-1 if i == axis else 1 for i in range(rank)])
+    if op == "ragged_dot":
+        return outputs.reshape(1, -1)
+    axes = CONTRACTIONS[eqn.primitive.name].axes(eqn)
+    weight, shape = axes[1 - place], eqn.invars[1 - place].aval.shape
+    free = [axis for axis in weight.kept if axis not in weight.batch]
+    own = outputs.reshape(*(shape[axis] for axis in (*weight.batch, *free)))
+    others = rank - len(weight.batch) - len(free)
+    ones = (1,) * others
+    middle = own.shape[len(weight.batch) :]
+    kept = (*ones, *middle) if place == 0 else (*middle, *ones)
+    return own.reshape(*own.shape[: len(weight.batch)], *kept)
+
+
+def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
+    """What is looked up in a value."""
+    shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
+    if x.is_fixed:
+        return Labelled.fixed(shape, x.why)
+    if isinstance(indices, Known):
+        return Labelled.of(moved(eqn, [x.whole(), indices.value])[0], shape)
+    even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
+    if even is None:
+        return f.stop_at(eqn, [x])[0]
+    zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
+    return Labelled.of(moved(eqn, [even.whole(), zeros])[0], shape)
+
+
+def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
+    """A product of values, such as of attention's weights and the values: one takes the factor."""
+    axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
+    a, b = values
+    if not a.is_fixed and not b.is_fixed:
+        return f.stop_at(eqn, [a, b], "a product of two values")[0]
+    place = 0 if b.is_fixed else 1
+    x, own = values[place], axes[place]
+    even = x.even(own.contracted)
+    if even is None:
+        return f.stop_at(eqn, [x], "a sum over channels")[0]
+    free = [axis for axis in own.kept if axis not in own.batch]
+    labels = even.labels.transpose(*own.batch, *free, *own.contracted)
+    labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
+    ones = (1,) * (len(shape) - labels.ndim)
+    batch, kept = labels.shape[: len(own.batch)], labels.shape[len(own.batch) :]
+    parts = (*kept, *ones) if place == 0 else (*ones, *kept)
+    return Labelled.of(labels.reshape(*batch, *parts), shape)
+
+
+VIEWED = {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "dynamic_slice",
+    "rev",
+    "expand_dims",
+    "split",
+    "unstack",
+    "stack",
+    "concatenate",
+    "pad",
+    "dynamic_update_slice",
+}
+_SAME = {"neg", "copy", "abs", "stop_gradient", "convert_element_type", "reduce_precision"}
+_SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(("add", "sub", "add_any", "max", "min", "clamp", "select_n"), _alike),
+    **dict.fromkeys(("mul", "div"), _times),
+    **dict.fromkeys(("gt", "ge", "lt", "le"), _compared),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduced),
+    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), _along),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along),
+    **dict.fromkeys(VIEWED, _viewed),
+}

@@ -1,0 +1,160 @@
+"""Pairs: what can be scaled in the weights before a site, channel by channel, and taken back in its
+own weight, so that the function stays as it is. Found in the dataflow of any function.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._calls import called
+from .._checks import check_instance, require_that
+from ..observers import places
+from ..policy import Policy, Rule
+from ..transforms import Plan
+from ..transforms._shared import (
+    as_plan,
+    check_function,
+    elements_of,
+    plan_call,
+    trace_call,
+)
+from ._channels import followed_through
+from ._elements import Elements
+from ._folds import Folds, Pair
+from ._grids import Group
+from ._once import sites_once
+
+_HEAD = "sites", "channels", "scaled with"
+_EVERY = Policy([Rule(".*", weight="int8", tables=None, optional=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The pairs of a function, as `find_pairs` returns them. Prints as a table.
+
+    Attributes:
+      pairs: one for each set of weights that are scaled together.
+      reasons: for each site of the plan that is in none why it is not, by name.
+      folds: which element takes which factor.
+    """
+
+    pairs: tuple[Pair, ...]
+    reasons: Mapping[str, str]
+    folds: Folds = dataclasses.field(repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __str__(self) -> str:
+        rows = [(", ".join(x.after), str(x.channels), " + ".join(x.before)) for x in self]
+        rows += [(name, "-", f"none: {why}") for name, why in self.reasons.items()]
+        width = max(len(row[0]) for row in rows) if rows else 0
+        lines = [f"{a:{width}}  {b:>8}  {c}" for a, b, c in (_HEAD, *rows)]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    def fold(self, params: Any, scales: Mapping[str, Any]) -> Any:
+        """Returns parameters of the same function whose sites see operands divided by scales.
+
+        Args:
+          params: the parameters that the pairs were found with, or others of their shapes, in
+            float; a tuple where there are several positions of them.
+          scales: of some sites, by the key of the operand that is no weight: positive numbers
+            `[*loops, *batch, channels]`, as `jqx.observers.absmax` has channels.
+
+        Raises:
+          ValueError: a key is unknown, a scale has another shape or is not positive, a channel that
+            has no pair has one, or sites that share a channel have different ones.
+        """
+        return self.folds.folded(params, self.folds.factors("algorithms.find_pairs", scales))
+
+
+@called("algorithms.find_pairs", "call it in two steps: find_pairs(f, plan)(params, x).")
+def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
+    """Finds which channels of a function can be scaled, and what must be scaled with them.
+
+    A site multiplies an operand by a weight and sums over channels. Where the operand is divided by
+    a positive number for each channel, and the rows of the weight are multiplied by it, the product
+    is the same. What made the operand can take the division: the output axis of a weight before
+    it, a bias, the gain of a norm, a table. It can where all on the way commutes with a factor per
+    channel: views, sums of which all members take part, products with what has no factor, ReLU,
+    attention's weighted sums of values, of which heads that share keys and values share factors.
+    It cannot where a nonlinear function is on the way, a norm over the channels, a result of the
+    function, or another use of a weight. Scans are gone through step by step.
+
+    Nothing is registered by architecture: pairs are found in the traced function.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`; all sites of the function take part, quantized or not.
+
+    Returns:
+      A function of the arguments of `f` that returns `Pairs`.
+
+    Raises:
+      TypeError: `f` is no function or `plan` no plan.
+      ValueError: the plan was made for another function.
+
+    Source: what such scales are for: Nagel et al., arXiv:1906.04721; Xiao et al., arXiv:2211.10438;
+    Lin et al., arXiv:2306.00978.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda p, x: jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"]
+      >>> p = {"up": jnp.ones((2, 3)), "bias": jnp.ones(3), "down": jnp.ones((3, 2))}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(p, jnp.ones((1, 2)))
+      >>> pairs = jqx.algorithms.find_pairs(f, plan)(p, jnp.ones((1, 2)))
+      >>> print(pairs)
+      sites             channels  scaled with
+      ---------------------------------------------------
+      down:dot_general         3  up:dot_general + bias
+      up:dot_general           -  none: it is an argument
+      >>> folded = pairs.fold(p, {"down:dot_general:lhs": jnp.array([2.0, 4.0, 8.0])})
+      >>> folded["bias"]
+      Array([0.5  , 0.25 , 0.125], dtype=float32)
+      >>> f(folded, jnp.ones((1, 2))) == f(p, jnp.ones((1, 2)))
+      Array([[ True,  True]], dtype=bool)
+    """
+    name = "algorithms.find_pairs"
+    check_function(name, f)
+    check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
+
+    def found(*args: Any) -> Pairs:
+        folds = _folds_of(name, f, plan, args)
+        return Pairs(*folds.pairs(), folds)
+
+    return found
+
+
+def _folds_of(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Folds:
+    require_that(
+        not plan.splits,
+        error=NotImplementedError,
+        function=function,
+        problem="the plan splits a scan.",
+        given="rules that select steps, such as 'layers[0]'",
+        expected="a plan of the function as it is: pairs are found at all sites, quantized or not",
+        mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
+    )
+    call = trace_call(function, f, plan.parameters, args, {})
+    known = as_plan(function, plan, call, plan.parameters)
+    every = plan_call(function, call, _EVERY, plan.parameters)
+    positions = (plan.params,) if isinstance(plan.params, int) else plan.params
+    values = tuple(args[i] for i in positions)
+    params = values[0] if isinstance(plan.params, int) else values
+    batch = tuple(x for i, x in enumerate(args) if i not in positions)
+    numbers = elements_of(f, every, params, batch, [".*"]) if every.sites else {}
+    elements = {
+        operand.key: Elements.of(np.asarray(numbers[f"{operand.key}@{places}"]))
+        for site in every.sites
+        for operand in site.operands
+        if f"{operand.key}@{places}" in numbers and len(every.weights_in(site)) == 1
+    }
+    named = zip(call.paths, call.leaves, strict=True)
+    groups = Group.of_plan(every, {path: x.size for path, x in named if path is not None})
+    once = sites_once(every, groups, call.jaxpr, elements)
+    return Folds(known, followed_through(every, elements, once, call))
