@@ -44,6 +44,12 @@ def test_the_rule_is_that_of_the_paper(qmin, qmax, scale, delta, dtype):
         np.testing.assert_allclose(a, np.where(inside, b, c), rtol=0, atol=atol * (1 + delta))
 
 
+def test_a_range_of_one_number_has_finite_gradients():
+    one = np.ones(3, np.float32)
+    for found in ewgs.bwd(np.float32([0, 1, 2]), one, one, 256, one):
+        assert np.isfinite(found).all()
+
+
 def test_without_a_delta_it_is_lsq_without_its_gradient_scale():
     _, x, low, high, g = case(-3, 12, 0.25)
     got = ElementwiseGradientScaling(0.0).bwd(x, low, high, 16, g)

@@ -207,6 +207,11 @@ def rounded_to_log4(x, scale):
     return LOG4_TABLE.rounded(np.asarray(x) / np.float32(scale), NEAREST_EVEN) * scale
 
 
+def test_a_format_of_ones_own_has_the_codes_of_its_bits():
+    assert Logarithmic().code_range == (-8, 7)
+    assert Logarithmic(bits=6).code_range == (-32, 31)
+
+
 def test_a_format_of_ones_own_is_quantized_to_and_back():
     assert as_qtype("caller", "qtype", LOG4, "Output") is LOG4
     for quantize in (jqx.quantize, jax.jit(jqx.quantize, static_argnames="qtype")):

@@ -91,9 +91,18 @@ def test_rows_count_by_weights_in_every_form():
     params, x = weights(), integers(0, ROWS, K)
     x[3] = 1
     plan = jqx.make_plan(forms, WEIGHTS)(params, x)
-    given = {".*": (hessian(weight=lambda x: abs(x[:, 0])), places)}
+    first = lambda x: abs(x[:, 0]) * jnp.arange(ROWS, dtype=jnp.float32)  # noqa: E731
+    given = {".*": (hessian(weight=first), mean(weight=first), places)}
     stats = jax.jit(jqx.calibrate(forms, plan, observers=given))(params, x)[1]
-    counts = np.abs(x[:, 0])
+    counts = np.asarray(first(x))
+    assert len(set(counts.tolist())) > 3
+
+    def total(*operands):
+        return sum((counts @ v for v in operands), np.zeros(K))
+
+    for path, want in expected(x, total).items():
+        found = stats[f"{path}:dot_general:lhs@mean"]
+        np.testing.assert_array_equal(np.squeeze(found.total, -2), np.float32(want), err_msg=path)
 
     def gram(*operands):
         return sum((counts * v.T @ v for v in operands), np.zeros((K, K)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx.ptq._unbound import leaves_by_path
 
 from ..arrays import on_device
 
@@ -77,6 +78,21 @@ def test_weights_may_stand_in_several_places():
     found = jqx.ptq(g, W8A16, params=(1, 3), target=False)((w, 2 * w), [(X, X)])
     assert [weight.path for weight in found.plan.weights] == ["1", "3"]
     assert found.function(X, found.params[0], X, found.params[1]).shape == (3, 8)
+
+
+def test_a_backend_without_layouts_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "metal")
+    with pytest.raises(ValueError, match="target == None, and the backend of JAX is 'metal'"):
+        jqx.ptq(f, W8A8)
+    with pytest.raises(ValueError, match="target == 'rocm'\n"):
+        jqx.ptq(f, W8A8, target="rocm")
+
+
+def test_parameters_of_one_path_cannot_be_saved():
+    """Names tell them apart in a plan, and not in a file."""
+    params = {"c": {"d": jnp.ones(8)}, "c/d": jnp.ones(8)}
+    with pytest.raises(ValueError, match=r"(?s)two parameters have one path.+'c/d' more than once"):
+        leaves_by_path(params)
 
 
 def test_what_does_not_fit_is_refused():
