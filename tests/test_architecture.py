@@ -208,7 +208,10 @@ PUBLIC = {
         algorithms calibrators diagnostics gradients interop numerics observers onednn presets
         tflite
     """,
-    "algorithms": "AlgorithmReport Chosen Gptq MatrixReport Memory Pair Pairs find_pairs gptq",
+    "algorithms": """
+        AlgorithmReport Awq AwqReport Chain Chosen Equalize Gptq MatrixReport Memory Pair Pairs
+        ScaledTogether SmoothQuant awq chain equalize find_pairs gptq smooth_quant
+    """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
         AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse

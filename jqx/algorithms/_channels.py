@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
+from ..observers import ObservedSite
 from ..transforms import Plan
 from ..transforms._shared import (
     CONTRACTIONS,
@@ -28,7 +29,7 @@ from ..transforms._shared import (
 )
 from ._decisions import body_of
 from ._elements import Elements
-from ._label_rules import RULES, VIEWED, gathered, moved, of_result, product
+from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, of_result, product
 from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, told
 from ._stages import Steps
 
@@ -44,6 +45,8 @@ class Met:
       elements: numbers of elements of its matrices, [*batch, rows, channels].
       inputs: labels of channels, [*batch, channels].
       outputs: labels of rows, [*batch, rows].
+      about: what an observer is told of the operand that is no weight.
+      shape: that of it.
       why: its inputs are fixed, where they are.
     """
 
@@ -53,6 +56,8 @@ class Met:
     elements: Array
     inputs: Array
     outputs: Array
+    about: ObservedSite
+    shape: tuple[int, ...]
     why: str
 
 
@@ -94,7 +99,8 @@ class Follower:
         self.plan, self._elements, self._once = plan, elements, once
         self._places = {path: i for i, path in enumerate(call.paths) if path is not None}
         self._weights = {self._places[weight.path] for weight in plan.weights}
-        self.sizes = [math.prod(np.shape(leaf)) for leaf in call.leaves]
+        self.shapes = [np.shape(leaf) for leaf in call.leaves]
+        self.sizes = [math.prod(shape) for shape in self.shapes]
         self.names = list(call.paths)
         self._items = {item.address: item for item in contractions(call) if item.address}
         self.labels = Labels(fixed)
@@ -307,12 +313,11 @@ class Follower:
         elements = known[steps]
         inputs = self._channels(x, parts[place].about, site.name)
         batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
-        if inputs.size == 1:
-            inputs = np.broadcast_to(inputs, (1,) * len(batch) + (columns,))
         inputs = np.broadcast_to(inputs, (*batch, columns))
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self._use(leaf.place, elements)
-        self.met.append(Met(site, steps, leaf.place, elements, inputs, outputs, x.why))
+        own = parts[place].about, x.shape, x.why
+        self.met.append(Met(site, steps, leaf.place, elements, inputs, outputs, *own))
         if site.op == "ragged_dot":  # a row goes to any of the matrices
             for other in outputs[1:]:
                 self.labels.join_labels(outputs[0], other)
@@ -323,20 +328,13 @@ class Follower:
         """Returns labels of the channels that a site sums over, [*batch, channels]."""
         labels = x.labels
         reason = f"the rows that {name} multiplies differ in their channels"
+        axes = range(len(x.shape))
         if about.patches is not None:
-            axes, patches = about.patches.axes.lhs_spec, about.patches
-            others = [axis for axis in range(len(x.shape)) if axis != axes[1]]
-            labels = self._even(labels, others, reason)
-            labels = np.broadcast_to(labels.ravel(), (x.shape[axes[1]],))
-            labels = labels.reshape(patches.groups, -1)
-            labels = np.repeat(labels, math.prod(patches.kernel), axis=1)
-            return labels[0] if patches.groups == 1 else labels
-        reduced = about.reduced(len(x.shape))
-        labels = self._even(labels, reduced, reason)
-        order = (*about.batch, *reduced, *about.contracted)
-        shape = [1 if axis in reduced else x.shape[axis] for axis in range(len(x.shape))]
-        labels = np.broadcast_to(labels, shape).transpose(order)
-        return labels.reshape(*(x.shape[axis] for axis in about.batch), -1)
+            own = {about.patches.axes.lhs_spec[1]}
+        else:
+            own = {*about.contracted, *about.batch}
+        labels = self._even(labels, [axis for axis in axes if axis not in own], reason)
+        return channels_of(labels, x.shape, about)
 
     def _even(self, labels: Array, axes: Sequence[int], reason: str) -> Array:
         """Returns labels that do not change along axes, after joining those that do."""

@@ -1,7 +1,7 @@
 """Which factor each element of the parameters takes, where channels are scaled."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..transforms import Plan
-from ..transforms._shared import is_array
+from ..transforms._shared import Weight, is_array
 from ._channels import Follower, Met
 from ._labels import FIXED, Array
 
@@ -44,6 +44,7 @@ class Folds:
         self.numbers, self._why = follower.labels.solved()
         self.count = int(self.numbers.max(initial=0)) + 1
         self._names = [str(name) for name in follower.names]
+        self._shapes = follower.shapes
         self._places = [i for i, name in enumerate(follower.names) if name is not None]
         of_leaves = {
             place: np.arange(start, start + follower.sizes[place])
@@ -65,6 +66,27 @@ class Folds:
     def inputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
         return np.where(met.inputs > FIXED, self.numbers[met.inputs], 0)
+
+    def outputs(self, met: Met) -> Array:
+        """Returns the numbers of the factors of the rows of a site, [*batch, rows]."""
+        return np.where(met.outputs > FIXED, self.numbers[met.outputs], 0)
+
+    def shape(self, met: Met) -> tuple[int, ...]:
+        """Returns the shape of the weight of a site."""
+        return self._shapes[met.place]
+
+    def weight(self, met: Met) -> Weight | None:
+        """Returns the weight of a site, where the plan quantizes it."""
+        return self.plan.weight_at(self._names[met.place])
+
+    def largest(self, found: Iterable[tuple[Array, Array]]) -> Array:
+        """Returns the largest of some values for each number, 0 where there is none, from pairs of
+        numbers and values.
+        """
+        most = np.zeros(self.count)
+        for numbers, values in found:
+            np.maximum.at(most, numbers.ravel(), np.broadcast_to(values, numbers.shape).ravel())
+        return most
 
     def why(self, met: Met) -> str:
         """Returns why some channels of a site have no factor."""
@@ -101,15 +123,34 @@ class Folds:
         pairs = [Pair(before, after, count) for (before, after), count in found.items()]
         return tuple(pairs), reasons
 
+    def leaves(self, params: Any) -> dict[int, Any]:
+        """Returns the leaves of parameters by place, as `Met.place` names them."""
+        leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
+        return dict(zip(self._places, leaves, strict=True))
+
+    def _trees(self, params: Any) -> list[Any]:
+        """Returns the parameters of each position, in the order of these."""
+        if isinstance(self.plan.params, int):
+            return [params]
+        return [params[i] for i in np.argsort(self.plan.params)]
+
+    def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
+        """Returns parameters with other leaves."""
+        rest = (leaves[place] for place in self._places)
+        trees = [
+            jax.tree.map(lambda x: next(rest) if is_array(x) else x, tree)
+            for tree in self._trees(params)
+        ]
+        if isinstance(self.plan.params, int):
+            return trees[0]
+        order = np.argsort(self.plan.params).tolist()
+        return tuple(trees[order.index(i)] for i in range(len(trees)))
+
     def folded(self, params: Any, factors: Array) -> Any:
         """Returns parameters that are scaled by factors, by number, so that values between them are
         and the results of the function are not. In float64, rounded once.
         """
-        positions = self.plan.params
-        trees = [params] if isinstance(positions, int) else list(params)
-        order = [0] if isinstance(positions, int) else np.argsort(positions).tolist()
-        leaves = [x for i in order for x in filter(is_array, jax.tree.leaves(trees[i]))]
-        given, found = dict(zip(self._places, leaves, strict=True)), {}
+        given, found = self.leaves(params), {}
 
         def times(place: int, elements: Array, by: Array) -> None:
             if np.any(by != 1):
@@ -117,20 +158,17 @@ class Folds:
                     found[place] = np.array(given[place], np.float64)
                 found[place].reshape(-1)[elements] *= by
 
-        def of(labels: Array) -> Array:
-            return factors[np.where(labels > FIXED, self.numbers[labels], 0)]
-
         for met in self.met:
-            by = of(met.outputs)[..., :, None] / of(met.inputs)[..., None, :]
-            times(met.place, met.elements, by)
+            by = self._of(factors, met.outputs)[..., :, None]
+            times(met.place, met.elements, by / self._of(factors, met.inputs)[..., None, :])
         for (place, labels), elements in zip(self._made, self._elements, strict=True):
-            times(place, elements, of(labels))
+            times(place, elements, self._of(factors, labels))
         for place, x in found.items():
             given[place] = jnp.asarray(x, given[place].dtype)
-        rest = iter(given.values())
-        for i in order:
-            trees[i] = jax.tree.map(lambda x: next(rest) if is_array(x) else x, trees[i])
-        return trees[0] if isinstance(positions, int) else tuple(trees)
+        return self.with_leaves(params, given)
+
+    def _of(self, factors: Array, labels: Array) -> Array:
+        return factors[np.where(labels > FIXED, self.numbers[labels], 0)]
 
     def factors(self, function: str, scales: Mapping[str, Any]) -> Array:
         """Returns factors by number, of what operands are divided by: checked."""

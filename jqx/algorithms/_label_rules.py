@@ -2,6 +2,7 @@
 One without a rule fixes what it reads.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
+from ..observers import ObservedSite
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
 from ._labels import FREE, Array, Known, Labelled, Labels, Value, told
 
@@ -130,6 +132,25 @@ def of_result(op: str, eqn: Eqn, place: int, outputs: Array) -> Array:
     middle = own.shape[len(weight.batch) :]
     kept = (*ones, *middle) if place == 0 else (*middle, *ones)
     return own.reshape(*own.shape[: len(weight.batch)], *kept)
+
+
+def channels_of(x: Array, shape: Sequence[int], about: ObservedSite) -> Array:
+    """Returns what each channel of an operand has as a site sums over them, [*batch, channels].
+
+    Args:
+      x: of the rank of the operand, size 1 along an axis where all have the same.
+      shape: that of the operand.
+      about: what an observer is told of it.
+    """
+    if about.patches is not None:
+        axis, groups = about.patches.axes.lhs_spec[1], about.patches.groups
+        x = np.broadcast_to(x.ravel(), (shape[axis],)).reshape(groups, -1)
+        x = np.repeat(x, math.prod(about.patches.kernel), axis=1)
+        return x[0] if groups == 1 else x
+    reduced = about.reduced(len(shape))
+    whole = np.broadcast_to(x, [1 if i in reduced else n for i, n in enumerate(shape)])
+    turned = whole.transpose(*about.batch, *reduced, *about.contracted)
+    return turned.reshape(*(shape[axis] for axis in about.batch), -1)
 
 
 def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:

@@ -37,6 +37,7 @@ from ..transforms._shared import (
     check_batches,
     check_function,
     observers_of,
+    parts_of,
     picked,
     placed,
 )
@@ -100,7 +101,8 @@ def ptq(
     check_whole("ptq", f)
     mend = "pass for example jqx.presets.w8a8()."
     check_instance("ptq", "policy", policy, Policy, mend=mend)
-    check_algorithm("ptq", algorithm)
+    check_algorithm("ptq", algorithm, of_functions=True)
+    rewrites, rounding = parts_of(algorithm)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     def quantize(values: Any, batches: Iterable[Any]) -> Quantized:
@@ -110,11 +112,14 @@ def ptq(
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, values)
         plan = planned(*placed(places, values, inputs))
-        run = getattr(algorithm, "run", None)
-        observers = None if run else observers_of(algorithm)
-        stats, scales = None, {}
-        if run:
+        run = getattr(rounding, "run", None)
+        observers = None if run else observers_of(rounding)
+        stats, scales, reports = None, {}, []
+        if run or rewrites:
             every = list(every)
+        for each in rewrites:
+            rewritten = as_chosen(each.rewrite(f, plan, values, every, progress=progress))
+            values, reports = rewritten.params, [*reports, rewritten.report]
         if plan.static_specs() or observers:
             stats = calibrate_batches(
                 f, plan, values, every, observers=observers, progress=progress
@@ -123,11 +128,14 @@ def ptq(
         if run:
             chosen = as_chosen(run(f, plan, values, every, progress=progress))
         else:
-            chosen = _chosen(plan, values, algorithm, stats)
+            chosen = _chosen(plan, values, rounding, stats)
         codes = _checked(plan, chosen.params)
         found = report_of(plan, values, lambda: codes)
         quantized = quantized_of(f, plan, scales, codes, found, abstract(inputs), meant)
-        return dataclasses.replace(quantized, details=chosen.report)
+        if rewrites and rounding is None and len(reports) == 1:
+            return dataclasses.replace(quantized, details=reports[0])
+        details = (*reports, chosen.report) if rewrites else chosen.report
+        return dataclasses.replace(quantized, details=details)
 
     return quantize
 

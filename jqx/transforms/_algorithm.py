@@ -15,7 +15,9 @@ class Algorithm(Protocol):
     Any function of these arguments is one. It returns parameters, or `Chosen`: parameters and a
     report. Where it has a method `run(f, plan, params, batches, progress=...)` of the same results,
     `jqx.ptq` calls that instead: an algorithm may look at the function as it pleases, such as layer
-    after layer. Where it has an attribute `observers`, a dict as
+    after layer. Where it has a method `rewrite` of the same arguments, it returns float parameters
+    that round better, of the same function or nearly: `jqx.ptq` goes on with these, and calibrates
+    on them. Where it has an attribute `observers`, a dict as
     `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`, batches are calibrated on,
     static scales or not, and `stats` holds what the observers have recorded: of a site of the plan,
     `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
@@ -49,10 +51,21 @@ class Algorithm(Protocol):
         ...
 
 
-def check_algorithm(function: str, algorithm: Any) -> None:
-    """Checks that an algorithm can be called."""
-    fits = callable(algorithm) and not isinstance(algorithm, type)
+def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
+    """Checks that an algorithm can be called; `of_functions` says that it may want the function."""
     is_class = isinstance(algorithm, type)
+    wants = [name for name in ("rewrite", "run", "algorithms") if hasattr(algorithm, name)]
+    fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
+    require_that(
+        fits or is_class or not wants or of_functions,
+        error=TypeError,
+        function=function,
+        problem="`algorithm` needs the function, and batches.",
+        given=f"{algorithm!r}",
+        expected="an algorithm that chooses codes by statistics alone, such as "
+        "jqx.algorithms.gptq()",
+        mend="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
+    )
     require_that(
         algorithm is None or fits,
         error=TypeError,
@@ -64,6 +77,15 @@ def check_algorithm(function: str, algorithm: Any) -> None:
         if is_class
         else "leave it out to round to nearest; other options go by name, such as params=1.",
     )
+
+
+def parts_of(algorithm: Any) -> tuple[tuple[Any, ...], Any]:
+    """Returns the algorithms that rewrite parameters, and what chooses codes after them, or `None`:
+    those of `jqx.algorithms.chain`, or one.
+    """
+    parts = getattr(algorithm, "algorithms", (algorithm,))
+    rewrites = tuple(x for x in parts if hasattr(x, "rewrite"))
+    return rewrites, parts[-1] if len(rewrites) < len(parts) else None
 
 
 def observers_of(algorithm: Algorithm | None) -> Any:

@@ -6,6 +6,7 @@ from ._algorithm import Chosen as Chosen
 from ._algorithm import as_chosen as as_chosen
 from ._algorithm import check_algorithm as check_algorithm
 from ._algorithm import observers_of as observers_of
+from ._algorithm import parts_of as parts_of
 from ._algorithm import picked as picked
 from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function

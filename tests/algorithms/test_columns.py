@@ -1,11 +1,14 @@
 """The loop of GPTQ against a float64 model of it, column by column."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import jqx
 from jqx.algorithms._columns import round_columns
 from jqx.algorithms._factor import carried_over, damped, factor, order_of
+from jqx.algorithms._matrices import Drift, Matrix
 from jqx.calibrators import Affine
 
 from ..arrays import on_device
@@ -36,6 +39,18 @@ def oracle(w, upper, carried, rounded):
 def run(w, upper, carried=None, affine=None, group=None, spec=INT4, **options):
     arrays = [on_device(x, np.float32) if x is not None else None for x in (w, upper, carried)]
     return round_columns(*arrays, affine, group, spec=spec, size=BLOCK, **options)
+
+
+def test_a_loss_is_that_of_the_product_with_quantized_inputs_against_the_float_one():
+    rng = np.random.default_rng(5)
+    exact, own, w, q = (rng.normal(size=shape) for shape in ((40, 6), (40, 6), (3, 6), (3, 6)))
+    drift = Drift((exact - own).T @ own, (exact - own).T @ (exact - own))
+    numbers = np.arange(18, dtype=np.int32).reshape(3, 6)
+    matrix = Matrix(("w",), (), (), numbers, own.T @ own, 40, drift)
+    lost = ((exact @ w.T - own @ q.T) ** 2).sum(0)
+    np.testing.assert_allclose(matrix.loss(w, q), lost, rtol=1e-12)
+    alone = dataclasses.replace(matrix, drift=None)
+    np.testing.assert_allclose(alone.loss(w, q), ((own @ (w - q).T) ** 2).sum(0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25])

@@ -372,6 +372,25 @@ def test_weights_that_are_joined_have_the_codes_of_one_weight(g, sequential):
     assert [x.after for x in entries] == [x.after for x in expected]
 
 
+def test_what_follows_joined_weights_sees_all_of_them_quantized(monkeypatch):
+    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1], "c": normal(2 * D, D)}
+    x, seen, solve = BATCHES[0], [], gptq.solve
+
+    def f(p, x):
+        return jnp.tanh(beside(p, x)) @ p["c"]
+
+    def spy(self, matrices, *args):
+        seen.extend(matrices)
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int3"}))(params, x)
+    found = gptq().run(f, plan, params, [x], progress=False).params
+    a, b = (np.asarray(found[name].dequantize()) for name in "ab")
+    h = np.tanh(np.tanh(x) @ np.concatenate([a, b.T], 1))
+    np.testing.assert_allclose(seen[1].hessian, h.T @ h, rtol=0, atol=1e-5 * len(h))
+
+
 def on_devices(p, x):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     specs = {"mesh": mesh, "in_specs": (P(), P("d")), "out_specs": P("d")}

@@ -1,0 +1,347 @@
+"""AWQ: channels that large activations meet are made larger in the weights, and ranges are clipped,
+both as the error of the products is least.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+import scipy.sparse.csgraph
+
+from .._calls import called
+from .._checks import require_that, shown
+from ..observers import hessian, mean_abs
+from ..observers._shared import check_weight
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import Chosen, quantize_weight
+from ._channels import Met
+from ._factor import objective
+from ._grids import Grids
+from ._labels import Array
+from ._scaled import Scaled
+
+_NO_LESS = 1e-4
+_LEAST_RANGE = 0.5
+"""The least part of a range that is tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTogether:
+    """Weights that were scaled by one ratio.
+
+    Attributes:
+      sites: their names, with the steps of the scans around them.
+      ratio: the exponent of the activations that was best; 0 leaves the weights as they are.
+      duo: whether the weights were divided by their own magnitude.
+      before: the squared error of the products of rounding to nearest, per input.
+      after: the same after scaling.
+    """
+
+    sites: tuple[str, ...]
+    ratio: float
+    duo: bool
+    before: float
+    after: float
+
+
+class AwqReport(tuple[ScaledTogether, ...]):
+    """What was scaled, entry by entry. Prints as a table."""
+
+    def __str__(self) -> str:
+        lines = [f"{'ratio':>6} {'duo':>4} {'before':>10} {'after':>10}  sites"]
+        lines += [
+            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {x.before:10.4g} {x.after:10.4g}  "
+            f"{', '.join(x.sites)}"
+            for x in self
+        ]
+        return "\n".join(lines)
+
+
+@called("algorithms.awq", "options go by name, such as jqx.algorithms.awq(steps=20).")
+@dataclasses.dataclass(frozen=True)
+class Awq:
+    """Multiplies channels of weights by `a**ratio / w**(1 - ratio)`, `a` the mean magnitude of what
+    they are multiplied by and `w` their own, relative to their group, and divides what makes these
+    by it: an algorithm of `jqx.ptq` that changes weights. The function stays as it is, but for what
+    is clipped. The ratio is that of least squared error of the products, of all sites that read the
+    channels together; leaving the weights as they are is among what is tried. Then ranges of
+    weights are clipped, by the same error.
+
+    The division is folded into what makes the channels, as `find_pairs` finds it. A site that has
+    no pair is clipped alone.
+
+    Attributes:
+      steps: how many ratios are tried, from 0 to 1, and parts of a range, from all to a half.
+      duo: whether to try each ratio without `w` too.
+      clip: whether ranges are clipped.
+      weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`.
+
+    Raises:
+      TypeError: an option is not of its kind.
+      ValueError: `steps` is less than 2; when it runs, nothing can be scaled.
+
+    Source: Lin et al., arXiv:2306.00978. The error is that of each product, by the Hessian of its
+    inputs, where theirs is that of a block.
+
+    Example:
+      >>> import jqx
+      >>> jqx.algorithms.awq(clip=False).steps
+      20
+    """
+
+    steps: int = 20
+    duo: bool = True
+    clip: bool = True
+    weight: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        name = "algorithms.awq"
+        require_that(
+            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 1,
+            error=ValueError,
+            function=name,
+            problem="`steps` is out of range.",
+            given=f"steps == {shown(self.steps)}",
+            expected="an integer from 2",
+            mend="leave it out: 20 is that of the paper.",
+        )
+        for field in ("duo", "clip"):
+            value = getattr(self, field)
+            require_that(
+                isinstance(value, bool),
+                error=TypeError,
+                function=name,
+                problem=f"`{field}` is no truth value.",
+                given=f"{field} == {shown(value)}",
+                expected="True or False",
+                mend="pass one of these.",
+            )
+        check_weight(name, self.weight)
+
+    def rewrite(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+    ) -> Chosen:
+        """Returns the parameters with their channels scaled and their ranges clipped."""
+        observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
+        given = f, plan, params, list(batches), observers, progress
+        scaled = Scaled.of("algorithms.awq", *given, every=self.clip)
+        sites = [_Site.of(scaled, met, observers) for met in scaled.met]
+        factors, report = self._scales(scaled, sites)
+        params = scaled.folds.folded(params, factors)
+        if self.clip:
+            params = self._clipped(scaled, sites, params, factors)
+        return Chosen(params, report)
+
+    def _scales(self, scaled: Scaled, sites: Sequence["_Site"]) -> tuple[Array, AwqReport]:
+        """Returns the factors of least error."""
+        count = scaled.folds.count
+        a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
+        together = _together(count, sites)
+        best = np.full(together.max() + 1, np.inf)
+        ratios, duos = np.zeros(len(best)), np.zeros(len(best), bool)
+        factors, before = np.ones(count), best
+        for duo in (False, True) if self.duo else (True,):
+            for ratio in np.arange(self.steps) / (self.steps - 1):
+                if ratio == 0 and before is not best:  # as they are, once
+                    continue
+                scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
+                scale = _centred(np.where(ratio == 0, 1, scale), together)
+                lost = np.zeros(len(best))
+                rounded = self._rounded(scaled, sites, scale)
+                for site, q in zip(sites, rounded, strict=True):
+                    where = together[site.numbers.max()]
+                    lost[where] += site.lost(q / scale[site.numbers][..., None, :])
+                better = lost < best
+                if before is best:
+                    before = lost
+                best = np.where(better, lost, best)
+                ratios, duos = np.where(better, ratio, ratios), np.where(better, duo, duos)
+                factors = np.where(better[together], 1 / scale, factors)
+        factors[0] = 1
+        names = [[] for _ in best]
+        rows = np.ones(len(best))
+        for site in sites:
+            where = together[site.numbers.max()]
+            names[where].append(f"{site.name}{list(site.met.steps) or ''}")
+            rows[where] = max(site.rows, 1)
+        known = zip(names, ratios, duos, before / rows, best / rows, strict=True)
+        entries = [
+            ScaledTogether(tuple(own), float(ratio), bool(duo), *map(float, errors))
+            for own, ratio, duo, *errors in [*known][1:]
+        ]
+        return factors, AwqReport(entries)
+
+    def _rounded(self, scaled: Scaled, sites: Sequence["_Site"], scale: Array) -> Iterator[Array]:
+        """Yields the weights of sites, their channels scaled and then rounded."""
+        leaves = {place: x.copy() for place, x in scaled.weights.items()}
+        for site in sites:
+            leaves[site.met.place][site.met.elements] *= scale[site.numbers][..., None, :]
+        rounded = {}
+        for site in sites:
+            place = site.met.place
+            if place not in rounded:
+                x = jnp.asarray(leaves[place].reshape(site.shape))
+                rounded[place] = np.asarray(quantize_weight(x, site.spec).dequantize()).ravel()
+            yield rounded[place][site.met.elements]
+
+    def _clipped(
+        self, scaled: Scaled, sites: Sequence["_Site"], params: Any, factors: Array
+    ) -> Any:
+        """Returns parameters whose groups are clipped where that loses less."""
+        leaves = scaled.folds.leaves(params)
+        places = {site.met.place: site for site in sites}
+        for place, first in places.items():
+            own = [site for site in sites if site.met.place == place]
+            grids = Grids.of({"": leaves[place]}, {"": first.spec})
+            whole = np.asarray(leaves[place], np.float32).ravel()
+            label = grids.label(np.arange(whole.size, dtype=np.int32))
+            low, high = np.zeros((2, len(grids.scale)), np.float32)
+            np.minimum.at(low, label, whole)
+            np.maximum.at(high, label, whole)
+            best, part = np.full(len(low), np.inf), np.ones(len(low), np.float32)
+            for step in range(self.steps):
+                share = np.float32(1 - step / self.steps * (1 - _LEAST_RANGE))
+                cut = np.clip(whole, (low * share)[label], (high * share)[label])
+                q = quantize_weight(jnp.asarray(cut.reshape(first.shape)), first.spec)
+                lost = np.asarray(q.dequantize()).ravel() - whole
+                error = np.zeros(len(low))
+                for site in own:
+                    site.add_error(error, lost, label, factors)
+                better = error < best
+                best, part = np.where(better, error, best), np.where(better, share, part)
+            cut = np.clip(whole, (low * part)[label], (high * part)[label])
+            leaves[place] = jnp.asarray(cut.reshape(first.shape), leaves[place].dtype)
+        return scaled.folds.with_leaves(params, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """A weight in one step of the scans around its site, and what is known of its inputs.
+
+    Attributes:
+      name: of the site.
+      met: the site.
+      spec: how its weight is rounded.
+      shape: that of the weight, all steps of it.
+      numbers: of the factors of its channels, [*batch, channels].
+      w: its values, [*batch, rows, channels].
+      products: the sum of products of its inputs, [*batch, channels, channels].
+      inputs: the mean magnitude of each channel of these, [*batch, channels].
+      weights: that of the weight, relative to the largest of its group, likewise.
+      rows: how many inputs there were.
+    """
+
+    name: str
+    met: Met
+    spec: QSpec
+    shape: tuple[int, ...]
+    numbers: Array
+    w: Array
+    products: Array
+    inputs: Array
+    weights: Array
+    rows: float
+
+    @classmethod
+    def of(cls, scaled: Scaled, met: Met, observers: Any) -> "_Site":
+        folds = scaled.folds
+        weight = folds.weight(met)
+        assert weight is not None
+        seen, means = (scaled.observed(met, x) for x in observers)
+        shape = folds.shape(met)
+        w = scaled.weights[met.place][met.elements]
+        grids = Grids.of({"": scaled.weights[met.place].reshape(shape)}, {"": weight.spec})
+        label, size = grids.label(met.elements), np.abs(w)
+        most = np.zeros(len(grids.scale), np.float32)
+        np.maximum.at(most, label, size)
+        relative = size / (most[label] + 1e-6)
+        rows = np.maximum(np.asarray(means.rows, np.float64), 1)
+        return cls(
+            folds.name(met),
+            met,
+            weight.spec,
+            shape,
+            folds.inputs(met),
+            w,
+            np.asarray(seen.products, np.float32),
+            scaled.per_channel(met, means.total / rows),
+            relative.mean(-2),
+            float(np.max(seen.rows)),
+        )
+
+    def lost(self, rounded: Array) -> float:
+        """Returns the squared error of the product, summed over the inputs."""
+        lost = (rounded - self.w).astype(np.float32)
+        matrices = zip(
+            lost.reshape(-1, *lost.shape[-2:]),
+            self.products.reshape(-1, *self.products.shape[-2:]),
+            strict=True,
+        )
+        return float(sum(objective(x, own).sum() for x, own in matrices))
+
+    def add_error(self, error: Array, lost: Array, label: Array, factors: Array) -> None:
+        """Adds the squared error of what each group gives to the product, by the label of the
+        group; inputs are multiplied by their factors.
+        """
+        by = factors[self.numbers]
+        products = self.products * (by[..., :, None] * by[..., None, :]).astype(np.float32)
+        elements = self.met.elements
+        count = elements.shape[-1]
+        for places, own in zip(
+            elements.reshape(-1, *elements.shape[-2:]),
+            products.reshape(-1, count, count),
+            strict=True,
+        ):
+            groups = label[places]
+            starts = np.flatnonzero(np.any(np.diff(groups, axis=1, prepend=-1) != 0, axis=0))
+            for start, stop in zip(starts, [*starts[1:], count], strict=True):
+                x = lost[places[:, start:stop]]
+                np.add.at(error, groups[:, start], objective(x, own[start:stop, start:stop]))
+
+
+def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
+    """Returns the mean of a statistic of the channels of each number, 1 where there is none."""
+    total, seen = np.zeros(count), np.zeros(count)
+    for site in sites:
+        np.add.at(total, site.numbers.ravel(), getattr(site, field).ravel())
+        np.add.at(seen, site.numbers.ravel(), 1)
+    return np.maximum(np.where(seen > 0, total / np.maximum(seen, 1), 1), _NO_LESS)
+
+
+def _together(count: int, sites: Sequence[_Site]) -> Array:
+    """Returns of each number which of those that sites read together it is of; 0 of those that none
+    reads, and of the number 0.
+    """
+    a = np.concatenate([x.numbers[x.numbers > 0] for x in sites])
+    b = np.concatenate([np.full(int(np.sum(x.numbers > 0)), x.numbers.max()) for x in sites])
+    edges = scipy.sparse.coo_matrix((np.ones(len(a), bool), (a, b)), (count, count))
+    _, found = scipy.sparse.csgraph.connected_components(edges, directed=False)
+    is_read = np.zeros(count, bool)
+    is_read[a] = True
+    which = np.unique(found[is_read], return_inverse=True)[1] + 1
+    together = np.zeros(count, int)
+    together[is_read] = which
+    return together
+
+
+def _centred(scale: Array, together: Array) -> Array:
+    """Returns scales of which the least and the largest of each set have the product 1."""
+    low, high = np.full(together.max() + 1, np.inf), np.zeros(together.max() + 1)
+    scale = np.maximum(np.broadcast_to(scale, together.shape), _NO_LESS)
+    np.minimum.at(low, together, scale)
+    np.maximum.at(high, together, scale)
+    middle = np.where(high > 0, np.sqrt(np.where(np.isfinite(low), low, 1) * high), 1)
+    return np.where(together > 0, scale / middle[together], 1)
+
+
+awq = Awq

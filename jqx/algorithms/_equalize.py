@@ -1,0 +1,113 @@
+"""Cross-layer equalisation: weights that follow one another get channels of one range."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .._calls import called
+from .._checks import require_that, shown
+from ..transforms import Plan
+from ..transforms._shared import Chosen
+from ._labels import Array
+from ._scaled import Scaled
+
+_STILL = 1e-3
+_MOST = 100
+
+
+@called("algorithms.equalize", "it takes one option, by name: jqx.algorithms.equalize(steps=20).")
+@dataclasses.dataclass(frozen=True)
+class Equalize:
+    """Scales channels between weights so that each has one range in the weight that makes it and in
+    those that read it, `sqrt(r1 r2)` for ranges `r1` and `r2`: an algorithm of `jqx.ptq` that
+    changes weights and leaves the function as it is. It needs no data, and is for plans with one
+    scale for all channels of a weight.
+
+    Channels that a gain or a table makes are left as they are: these are not quantized. The report
+    is `Pairs`.
+
+    Attributes:
+      steps: how often all pairs are equalized, one after another, at most; it ends where no factor
+        changes by more than a thousandth.
+
+    Raises:
+      ValueError: `steps` is no positive integer; when it runs, nothing can be scaled.
+
+    Source: Nagel et al., arXiv:1906.04721, section 4.1.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda p, x: jax.nn.relu(x @ p["up"]) @ p["down"]
+      >>> p = {"up": jnp.full((2, 2), 9.0), "down": jnp.ones((2, 2))}
+      >>> quantize = jqx.ptq(f, jqx.presets.w8a16(), jqx.algorithms.equalize(), progress=False)
+      >>> quantized = quantize(p, [jnp.ones((1, 2))])
+      >>> [float(x.dequantize()[0, 0].round(2)) for x in quantized.params.values()]
+      [3.0, 3.0]
+    """
+
+    steps: int = _MOST
+
+    def __post_init__(self) -> None:
+        require_that(
+            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0,
+            error=ValueError,
+            function="algorithms.equalize",
+            problem="`steps` is no positive integer.",
+            given=f"steps == {shown(self.steps)}",
+            expected="1 or more",
+            mend="leave it out: it ends where nothing changes.",
+        )
+
+    def rewrite(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+    ) -> Chosen:
+        """Returns the parameters with their channels scaled."""
+        first = [next(iter(batches))]
+        scaled = Scaled.of("algorithms.equalize", f, plan, params, first, (), progress)
+        folds = scaled.folds
+        leaves = folds.leaves(params)
+        mets = [x for x in folds.met if folds.weight(x) is not None]
+        sizes = [np.abs(np.asarray(leaves[x.place], np.float64).ravel()[x.elements]) for x in mets]
+        inputs, outputs = [folds.inputs(x) for x in mets], [folds.outputs(x) for x in mets]
+        factors = np.ones(folds.count)
+
+        def ranges() -> tuple[Array, Array]:
+            each = list(zip(inputs, outputs, sizes, strict=True))
+            now = [x * factors[o][..., :, None] / factors[i][..., None, :] for i, o, x in each]
+            read = folds.largest(zip(inputs, (x.max(-2) for x in now), strict=True))
+            made = folds.largest(zip(outputs, (x.max(-1) for x in now), strict=True))
+            return made, read
+
+        groups = _groups(folds.count, inputs)
+        for _ in range(self.steps):
+            before = factors.copy()
+            for group in groups:
+                made, read = ranges()
+                own = group[(made[group] > 0) & (read[group] > 0)]
+                factors[own] *= np.sqrt(read[own] / made[own])
+            if np.max(np.abs(np.log(factors / before))) < _STILL:
+                break
+        return Chosen(folds.folded(params, factors), scaled.pairs)
+
+
+def _groups(count: int, inputs: list[Array]) -> list[Array]:
+    """Returns the numbers of factors by the first site that reads them."""
+    left, found = np.ones(count, bool), []
+    left[0] = False
+    for numbers in inputs:
+        own = np.unique(numbers[left[numbers]])
+        left[own] = False
+        if own.size:
+            found.append(own)
+    return found
+
+
+equalize = Equalize

@@ -1,0 +1,98 @@
+"""What algorithms on pairs have in common: the pairs of a function, and what is known of each
+channel.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._checks import require_that
+from ..observers import Observer
+from ..transforms import Plan, calibrate_batches
+from ..transforms._shared import arguments_of
+from ._channels import Met
+from ._folds import Folds
+from ._label_rules import channels_of
+from ._labels import Array
+from ._pairs import Pairs, find_pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A function whose channels are scaled.
+
+    Attributes:
+      pairs: what can be.
+      met: the sites whose weight the plan quantizes, in each step: all, or those of which some
+        channels can be scaled.
+      weights: their weights as floats, by place, flat.
+      stats: what observers have recorded of their operands.
+    """
+
+    pairs: Pairs
+    met: Sequence[Met]
+    weights: dict[int, Array]
+    stats: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Sequence[Any],
+        observers: tuple[Observer, ...],
+        progress: bool,
+        every: bool = False,
+    ) -> "Scaled":
+        """Finds the pairs of a function, and observes their sites on batches; with `every` those
+        of all sites that the plan quantizes the weight of.
+        """
+        pairs = find_pairs(f, plan)(*arguments_of(plan, params, batches[0]))
+        folds = pairs.folds
+        met = [x for x in folds.met if folds.weight(x) is not None]
+        scalable = [x for x in met if np.any(folds.inputs(x) > 0)]
+        met = met if every else scalable
+        require_that(
+            met if every else scalable,
+            error=ValueError,
+            function=function,
+            problem="no weight of the plan has channels that can be scaled.",
+            given="; ".join(f"{name}: {why}" for name, why in [*pairs.reasons.items()][:4]),
+            expected="a site behind a norm, or behind another weight and what commutes with scales",
+            mend="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) tells of "
+            "all sites.",
+        )
+        stats = {}
+        if observers:
+            paths = {re.escape(plan.site_at(x.site.address).path): observers for x in met}  # pyright: ignore
+            stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
+        leaves = folds.leaves(params)
+        weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in met}
+        return cls(pairs, met, weights, dict(stats))
+
+    @property
+    def folds(self) -> Folds:
+        """Which element takes which factor."""
+        return self.pairs.folds
+
+    def observed(self, met: Met, observer: Observer) -> Any:
+        """Returns what an observer has recorded of the operand of a site, in its step."""
+        found = self.stats[f"{self.folds.key(met)}@{observer}"]
+        return type(found)(*(np.asarray(x)[met.steps] for x in found))
+
+    def per_channel(self, met: Met, x: Array) -> Array:
+        """Returns a statistic of the channels of an operand, [*batch, channels]."""
+        if met.site.op == "ragged_dot":
+            return x
+        return channels_of(x, met.shape, met.about)
+
+    def largest_weights(self) -> Array:
+        """Returns the largest magnitude of what multiplies each channel, by number."""
+        folds = self.folds
+        each = ((x, np.abs(self.weights[x.place][x.elements]).max(-2)) for x in self.met)
+        return folds.largest((folds.inputs(met), most) for met, most in each)

@@ -1,0 +1,206 @@
+"""Algorithms that scale channels and clip ranges: each leaves the function as it is, or nearly, and
+loses less where its paper says so.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import awq, chain, equalize, find_pairs, gptq, smooth_quant
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+D, H, LAYERS = 16, 24, 2
+W8A8, W4 = jqx.presets.w8a8(), jqx.Policy({".*": "int4:group=8:asymmetric"})
+
+
+def normal(*shape):
+    return on_device(np.float32(RNG.normal(size=shape)))
+
+
+OUTLIERS = np.where(np.arange(D) % 5 == 0, 30.0, 1.0).astype(np.float32)
+PARAMS = {
+    "gain": on_device(np.stack([OUTLIERS] * LAYERS)),
+    "up": normal(LAYERS, D, H) / OUTLIERS[None, :, None],
+    "gate": normal(LAYERS, D, H) / OUTLIERS[None, :, None],
+    "down": normal(LAYERS, H, D),
+    "head": normal(D, 4),
+}
+BATCHES = [normal(32, D), normal(24, D)]
+TEST = normal(40, D)
+
+
+def f(p, x):
+    """Norms with outliers in their gains, and gated perceptrons, in a scan; a head behind them."""
+
+    def layer(x, p):
+        h = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * p["gain"][None]
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+    layers = {name: p[name] for name in ("gain", "up", "gate", "down")}
+    return lax.scan(layer, x, layers)[0] @ p["head"]
+
+
+def plan_of(policy):
+    return jqx.make_plan(f, policy)(PARAMS, BATCHES[0])
+
+
+def lost(policy, algorithm):
+    quantize = jqx.ptq(f, policy, algorithm, target=False, progress=False)
+    quantized = quantize(PARAMS, BATCHES)
+    exact = f(PARAMS, TEST)
+    return float(np.sum((quantized(TEST) - exact) ** 2) / np.sum(exact**2)), quantized
+
+
+REWRITES = {
+    "smooth_quant": smooth_quant(),
+    "smooth_quant of weights": smooth_quant(strength=0),
+    "smooth_quant of activations": smooth_quant(strength=1.0),
+    "equalize": equalize(),
+    "awq": awq(clip=False, steps=5),
+    "awq without duo": awq(clip=False, duo=False, steps=3),
+}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_the_function_stays_as_it_is(name):
+    found = REWRITES[name].rewrite(f, plan_of(W8A8), PARAMS, BATCHES, progress=False).params
+    a, b = jax.jit(f)(PARAMS, TEST), jax.jit(f)(found, TEST)
+    assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    changed = {key for key in PARAMS if (np.asarray(PARAMS[key]) != np.asarray(found[key])).any()}
+    gains = set() if name == "equalize" else {"gain", "gate"}
+    assert changed == {"up", "down"} | gains
+
+
+def test_activations_with_outliers_lose_less_after_smooth_quant():
+    plain, smooth = (lost(W8A8, x)[0] for x in (None, smooth_quant()))
+    assert smooth < 0.5 * plain
+
+
+def test_smooth_quant_is_the_formula_of_the_paper():
+    plan, inputs = plan_of(W8A8), np.concatenate(BATCHES)
+    found = smooth_quant(strength=0.7).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
+    own = {name: np.asarray(x)[0] for name, x in PARAMS.items()}
+    h = inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + 1e-6) * own["gain"]
+    largest = np.maximum(*(np.abs(own[name]).max(1) for name in ("up", "gate")))
+    scale = np.abs(h).max(0) ** 0.7 / largest**0.3
+    np.testing.assert_allclose(found["gain"][0], own["gain"] / scale, rtol=1e-5)
+    np.testing.assert_allclose(found["gate"][0], own["gate"] * scale[:, None], rtol=1e-5)
+
+
+def test_rows_of_weight_0_are_left_out():
+    is_row = lambda x: jnp.arange(x.shape[0]) < 16  # noqa: E731
+    whole, part = ([x[:n] * c for x in BATCHES] for n, c in ((40, 1), (16, 1)))
+    for algorithm in (smooth_quant(), awq(clip=False, steps=3)):
+        weighted = dataclasses.replace(algorithm, weight=is_row)
+        plan = plan_of(W8A8)
+        a = weighted.rewrite(f, plan, PARAMS, whole, progress=False).params
+        b = algorithm.rewrite(f, plan, PARAMS, part, progress=False).params
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), a, b)
+
+
+def test_equalized_channels_have_one_range_in_both_weights():
+    """A chain of three: the middle weight is an end of two pairs."""
+
+    def g(p, x):
+        return jax.nn.relu(jax.nn.relu(x @ p["a"]) @ p["b"]) @ p["c"]
+
+    params = {"a": normal(D, H) * 9, "b": normal(H, H), "c": normal(H, 4) / 7}
+    plan = jqx.make_plan(g, jqx.presets.w8a16())(params, TEST)
+    found = equalize().rewrite(g, plan, params, BATCHES, progress=False).params
+    size = {name: np.abs(np.asarray(x)) for name, x in found.items()}
+    for first, second in ("ab", "bc"):
+        np.testing.assert_allclose(size[first].max(0), size[second].max(1), rtol=5e-3)
+    np.testing.assert_allclose(g(found, TEST), g(params, TEST), rtol=0, atol=1e-4 * 1e3)
+    assert str(find_pairs(g, plan)(params, TEST)) == str(
+        equalize(steps=1).rewrite(g, plan, params, BATCHES).report
+    )
+
+
+def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
+    (plain, _), (scaled, quantized) = (lost(W4, x) for x in (None, awq(clip=False)))
+    assert scaled < 0.8 * plain
+    report = quantized.details
+    assert len(report) == 2 * LAYERS and all(entry.after <= entry.before for entry in report)
+    sites = [entry.sites for entry in report if entry.ratio > 0]
+    assert ("gate:dot_general[0]", "up:dot_general[0]") in [tuple(sorted(x)) for x in sites]
+    assert len(str(report).splitlines()) == len(report) + 1
+    # The error of the report is that of the products, by NumPy.
+    entry = next(x for x in report if "down:dot_general[1]" in x.sites)
+    nearest = np.asarray(jqx.quantize_params(PARAMS, plan_of(W4))["down"].dequantize())
+    x, own = np.concatenate(BATCHES), PARAMS
+    for i in range(LAYERS):
+        h = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(own["gain"][i])
+        gate = h @ np.asarray(own["gate"][i])
+        h = gate / (1 + np.exp(-gate)) * (h @ np.asarray(own["up"][i]))
+        x = x + h @ np.asarray(own["down"][i])
+    error = ((h @ (nearest[1] - np.asarray(own["down"][1]))) ** 2).sum() / len(h)
+    np.testing.assert_allclose(entry.before, error, rtol=1e-4)
+
+
+def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
+    plan = plan_of(jqx.Policy({".*": "int3"}))
+    found = awq(steps=4).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
+    scaled = awq(steps=4, clip=False).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
+    for name in ("up", "down", "head"):
+        own, whole = (np.abs(np.asarray(x[name])) for x in (found, scaled))
+        assert (own <= whole * (1 + 1e-6)).all() and (own < whole).any()
+        assert (own.max(-2) >= 0.5 * whole.max(-2)).all()
+    clipped, kept = (
+        lost(jqx.Policy({".*": "int3"}), awq(steps=4, clip=x))[0] for x in (True, False)
+    )
+    assert clipped < kept
+
+
+def test_a_chain_goes_on_with_what_the_one_before_has_made():
+    both = chain(smooth_quant(), gptq())
+    policy = jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")])
+    error, quantized = lost(policy, both)
+    first = smooth_quant().rewrite(f, quantized.plan, PARAMS, BATCHES, progress=False).params
+    codes = gptq().run(f, quantized.plan, first, BATCHES, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, codes.params, quantized.params)
+    pairs, report = quantized.details
+    assert len(pairs) == 2 and len(report) == 3 * LAYERS + 1
+    alone = lost(
+        quantized.plan and jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")]), gptq()
+    )[0]
+    assert error < alone
+    # Static scales are of the scaled function.
+    stats = jqx.calibrate_batches(f, quantized.plan, first, BATCHES, progress=False)
+    expected = jqx.affines(quantized.plan, stats)
+    jax.tree.map(np.testing.assert_array_equal, dict(quantized.affines), dict(expected))
+
+
+def test_what_means_nothing_is_refused():
+    cases = (
+        (lambda: smooth_quant(strength=1.5), ValueError, "from 0 to 1"),
+        (lambda: smooth_quant(weight=3), TypeError, "`weight`"),
+        (lambda: equalize(steps=0), ValueError, "1 or more"),
+        (lambda: awq(steps=1), ValueError, "from 2"),
+        (lambda: awq(clip=1), TypeError, "truth value"),
+        (lambda: chain(), ValueError, "there is none"),
+        (lambda: chain(gptq(), awq()), ValueError, "not the last"),
+        (lambda: chain(3), TypeError, "argument 0"),
+        (lambda: chain(chain(awq())), TypeError, "argument 0"),
+    )
+    for make, error, fact in cases:
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*to mend:"):
+            make()
+    with pytest.raises(TypeError, match=r"(?s)jqx\.quantize_params: .+ needs the function"):
+        jqx.quantize_params(PARAMS, plan_of(W4), algorithm=smooth_quant())
+
+
+def test_a_function_without_pairs_is_an_error_that_says_why():
+    def g(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    params = {"a": normal(D, H), "b": normal(H, 4)}
+    for algorithm in (smooth_quant(), equalize(), awq(clip=False)):
+        with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+to mend:"):
+            jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)
