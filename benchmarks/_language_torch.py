@@ -10,7 +10,6 @@ is answered by one line of JSON. Needs no jax.
 
 import contextlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -102,8 +101,11 @@ def by_nncf(model: Any, scheme: Scheme, calibration: Rows) -> tuple[Logits, str]
         def forward(self, tokens: Any) -> Any:
             return self.model(tokens, use_cache=False).logits
 
+    # Masks of transformers are made by `vmap`, which `torch.jit.trace` does not follow.
     example = torch.from_numpy(calibration[:1])
-    made = openvino.convert_model(Whole(), example_input={"tokens": example})
+    with torch.no_grad():
+        made = openvino.convert_model(torch.export.export(Whole(), (example,), strict=False))
+    length = example.shape[1]
     told = ""
     if scheme["bits"]:
         if scheme["bits"] not in (4, 8):
@@ -127,7 +129,14 @@ def by_nncf(model: Any, scheme: Scheme, calibration: Rows) -> tuple[Logits, str]
         told = f"{name}, groups that do not divide: {smaller.value}"
     options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     compiled = openvino.Core().compile_model(made, "CPU", options)
-    return lambda row: torch.from_numpy(np.array(compiled(row.numpy())[0])), told
+
+    def logits(row: Any) -> Any:
+        """Of the length that was exported: what comes behind a token changes nothing before it."""
+        count = row.shape[1]
+        padded = np.pad(row.numpy(), ((0, 0), (0, length - count)))
+        return torch.from_numpy(np.array(compiled(padded)[0])[:, :count])
+
+    return logits, told
 
 
 def answered(folder: Path, library: str, scheme: Scheme) -> dict[str, Any]:
@@ -145,8 +154,15 @@ def answered(folder: Path, library: str, scheme: Scheme) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     with torch.no_grad():
         found = perplexity(logits, evaluation)
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"perplexity": found, "seconds": seconds, "told": told, "peak_mb": kilobytes / 1e3}
+    peak = _peak_megabytes()
+    return {"perplexity": found, "seconds": seconds, "told": told, "peak_mb": peak}
+
+
+def _peak_megabytes() -> float:
+    """Returns the largest memory of this process; that of `getrusage` begins with its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(kilobytes) / 1e3
 
 
 def main() -> None:
