@@ -33,6 +33,9 @@ from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, of_result
 from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, told
 from ._stages import Steps
 
+_MOST = 256
+"""Steps of a scan that are gone through, where it does not step over parameters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Met:
@@ -256,12 +259,12 @@ class Follower:
     def _scan(self, eqn: Eqn, given: list[Value], here: Address, steps: Steps) -> list[Value]:
         """Goes through a scan step by step."""
         consts, count = _compat.scan_counts(eqn)
-        shared, carry, stacked = (
-            given[:consts],
-            given[consts : consts + count],
-            given[consts + count :],
-        )
+        carried = slice(consts, consts + count)
+        shared, carry, stacked = given[:consts], given[carried], given[carried.stop :]
         order, rows = range(eqn.params["length"]), []
+        if len(order) > _MOST and not any(isinstance(x, Leaf) for x in stacked):
+            values = [self.labelled(x, told(eqn)) for x in given]
+            return list(self.labels.stop_at(eqn, values, f"a scan of {len(order)} steps"))
         for i in reversed(order) if eqn.params["reverse"] else order:
             own = [_step(x, i) for x in stacked]
             results = self._inside(eqn.params["jaxpr"], [*shared, *carry, *own], here, (*steps, i))

@@ -56,7 +56,8 @@ def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
         b = Labelled.fixed(b.shape)
     carries = b if a.is_fixed else a
     shape = eqn.outvars[0].aval.shape
-    if not carries.shape:
+    if len(carries.shape) != len(shape):
+        f.stop(carries, told(eqn))
         carries = Labelled.fixed(shape)
     return [Labelled.of(carries.labels, shape)]
 

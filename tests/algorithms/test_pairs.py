@@ -210,6 +210,10 @@ def in_a_loop(p, x):
     return lax.fori_loop(0, 3, lambda i, h: h * 2, x @ p["a"]) @ p["b"]
 
 
+def in_many_steps(p, x):
+    return lax.scan(lambda h, _: (h * 0.99, None), x @ p["a"], length=300)[0] @ p["b"]
+
+
 def while_it_holds(p, x):
     return lax.while_loop(lambda h: h.max() < 10, lambda h: h * 2, jnp.abs(x @ p["a"])) @ p["b"]
 
@@ -256,6 +260,7 @@ CASES = {
     stacked: {"b": ("a", 6)},
     chosen: {"b": ("a", 6)},
     in_a_loop: {"b": ("a", 6)},
+    in_many_steps: "a scan of 300 steps",
     while_it_holds: "while",
     a_part_of_a_gain: "a part of it is not seen here",
     with_a_constant: "min with a constant",
