@@ -135,7 +135,8 @@ class Awq:
         observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
         given = f, plan, params, list(batches), observers, progress
         scaled = Scaled.of("algorithms.awq", *given, every=self.clip)
-        sites = [_Site.of(scaled, met, observers) for met in scaled.met]
+        relative = _relative(scaled)
+        sites = [_Site.of(scaled, met, observers, relative[met.place]) for met in scaled.met]
         factors, report = self._scales(scaled, sites)
         params = scaled.folds.folded(params, factors)
         if self.clip:
@@ -147,26 +148,25 @@ class Awq:
         count = scaled.folds.count
         a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
         together = _together(count, sites)
-        best = np.full(together.max() + 1, np.inf)
+        best = before = np.full(together.max() + 1, np.inf)
         ratios, duos = np.zeros(len(best)), np.zeros(len(best), bool)
-        factors, before = np.ones(count), best
-        for duo in (False, True) if self.duo else (True,):
-            for ratio in np.arange(self.steps) / (self.steps - 1):
-                if ratio == 0 and before is not best:  # as they are, once
-                    continue
-                scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
-                scale = _centred(np.where(ratio == 0, 1, scale), together)
-                lost = np.zeros(len(best))
-                rounded = self._rounded(scaled, sites, scale)
-                for site, q in zip(sites, rounded, strict=True):
-                    where = together[site.numbers.max()]
-                    lost[where] += site.lost(q / scale[site.numbers][..., None, :])
-                better = lost < best
-                if before is best:
-                    before = lost
-                best = np.where(better, lost, best)
-                ratios, duos = np.where(better, ratio, ratios), np.where(better, duo, duos)
-                factors = np.where(better[together], 1 / scale, factors)
+        factors = np.ones(count)
+        ways = (False, True) if self.duo else (True,)
+        tried = [(i / (self.steps - 1), duo) for duo in ways for i in range(1, self.steps)]
+        for ratio, duo in [(0.0, False), *tried]:  # as they are, first
+            scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
+            scale = _centred(scale, together)
+            lost = np.zeros(len(best))
+            rounded = self._rounded(scaled, sites, scale)
+            for site, q in zip(sites, rounded, strict=True):
+                where = together[site.numbers.max()]
+                lost[where] += site.lost(q / scale[site.numbers][..., None, :])
+            if not ratio:
+                before = lost
+            better = lost < best
+            best = np.where(better, lost, best)
+            ratios, duos = np.where(better, ratio, ratios), np.where(better, duo, duos)
+            factors = np.where(better[together], 1 / scale, factors)
         factors[0] = 1
         names = [[] for _ in best]
         rows = np.ones(len(best))
@@ -253,29 +253,22 @@ class _Site:
     rows: float
 
     @classmethod
-    def of(cls, scaled: Scaled, met: Met, observers: Any) -> "_Site":
+    def of(cls, scaled: Scaled, met: Met, observers: Any, relative: Array) -> "_Site":
         folds = scaled.folds
         weight = folds.weight(met)
         assert weight is not None
         seen, means = (scaled.observed(met, x) for x in observers)
-        shape = folds.shape(met)
-        w = scaled.weights[met.place][met.elements]
-        grids = Grids.of({"": scaled.weights[met.place].reshape(shape)}, {"": weight.spec})
-        label, size = grids.label(met.elements), np.abs(w)
-        most = np.zeros(len(grids.scale), np.float32)
-        np.maximum.at(most, label, size)
-        relative = size / (most[label] + 1e-6)
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
             folds.name(met),
             met,
             weight.spec,
-            shape,
+            folds.shape(met),
             folds.inputs(met),
-            w,
+            scaled.weights[met.place][met.elements],
             np.asarray(seen.products, np.float32),
             scaled.per_channel(met, means.total / rows),
-            relative.mean(-2),
+            relative[met.elements].mean(-2),
             float(np.max(seen.rows)),
         )
 
@@ -307,6 +300,23 @@ class _Site:
             for start, stop in zip(starts, [*starts[1:], count], strict=True):
                 x = lost[places[:, start:stop]]
                 np.add.at(error, groups[:, start], objective(x, own[start:stop, start:stop]))
+
+
+def _relative(scaled: Scaled) -> dict[int, Array]:
+    """Returns the magnitudes of weights, relative to the largest that shares their scale, by
+    place, flat.
+    """
+    found = {}
+    for met in scaled.met:
+        weight, place = scaled.folds.weight(met), met.place
+        if place not in found and weight is not None:
+            x = scaled.weights[place]
+            grids = Grids.of({"": x.reshape(scaled.folds.shape(met))}, {"": weight.spec})
+            label, size = grids.label(np.arange(x.size, dtype=np.int32)), np.abs(x)
+            most = np.zeros(len(grids.scale), np.float32)
+            np.maximum.at(most, label, size)
+            found[place] = size / (most[label] + np.float32(1e-6))
+    return found
 
 
 def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
