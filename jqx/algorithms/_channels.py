@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.tree_util import keystr
 
 from .. import _compat
 from .._compat import Eqn
@@ -104,7 +105,7 @@ class Follower:
         self._weights = {self._places[weight.path] for weight in plan.weights}
         self.shapes = [np.shape(leaf) for leaf in call.leaves]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        self.names = list(call.paths)
+        self.names = _names_of(call, plan.params)
         self._items = {item.address: item for item in contractions(call) if item.address}
         self.labels = Labels(fixed)
         self.starts: dict[int, int] = {}
@@ -116,8 +117,8 @@ class Follower:
     def follow(self, call: Call) -> None:
         """Follows a whole call."""
         given: list[Value] = []
-        for place, (leaf, path) in enumerate(zip(call.leaves, call.paths, strict=True)):
-            if path is None:
+        for place, (leaf, name) in enumerate(zip(call.leaves, self.names, strict=True)):
+            if name is None:
                 given.append(Labelled.fixed(np.shape(leaf), "it is an argument"))
             elif place in self._weights:
                 given.append(Leaf(place, np.shape(leaf), None))
@@ -378,6 +379,18 @@ def followed_through(*args: Any) -> Follower:
         if known or not follower.labels.has_choices:
             return follower
         fixed = numbers == 0, why
+
+
+def _names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
+    """Returns for each leaf its name among the parameters, whether weights of a plan can have it or
+    not, and `None` where it is no parameter.
+    """
+    positions, found = (params,) if isinstance(params, int) else params, []
+    for (kind, place, *keys), path in zip(call.keys, call.paths, strict=True):
+        inside = kind.idx == 0 and place.idx in positions
+        own = keystr(tuple(keys), simple=True, separator="/")
+        found.append(path if path is not None else own if inside else None)
+    return found
 
 
 def _step(x: Value, i: int) -> Value:

@@ -184,3 +184,44 @@ def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
         with pytest.raises(error, match=fact) as info:
             run()
         assert re.match(PARTS, str(info.value)), info.value
+
+
+class Normed(nn.Module):
+    """A number among the parameters as well."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=True, name="norm")(nn.Dense(8, name="a")(x)))
+        return nn.Dense(3, name="b")(x * self.param("by", lambda key: jnp.float32(2.0)))
+
+
+class NormedModel(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(16, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.norm, self.by = nnx.BatchNorm(8, rngs=rngs), nnx.Param(jnp.float32(2.0))
+        self.norm.use_running_average = True
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.norm(self.a(x))) * self.by.get_value())
+
+
+def test_channels_are_scaled_in_modules():
+    """Through the variables of a batch norm too, those that no gradient reaches."""
+    module, model = Normed(), NormedModel(nnx.Rngs(0))
+    variables = module.init(jax.random.key(0), X)
+    smooth = jqx.algorithms.smooth_quant()
+    for name, quantized, exact in (
+        (
+            "batch_stats/",
+            jqx.linen.ptq(module, W8A8, smooth, **QUIET)(variables, [X]),
+            module.apply(variables, X),
+        ),
+        ("", jqx.nnx.ptq(model, W8A8, smooth, **QUIET)([X]), model(X)),
+    ):
+        (pair,) = quantized.details
+        assert pair.channels == 8 and pair.after == ("b/kernel:dot_general",)
+        made = {"a/kernel:dot_general", "a/bias", f"{name}norm/mean", "norm/bias"}
+        assert set(pair.before) == made
+        assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
