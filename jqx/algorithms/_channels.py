@@ -31,7 +31,7 @@ from ..transforms._shared import (
 from ._decisions import body_of
 from ._elements import Elements
 from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, of_result, product
-from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, told
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, step_of, told
 from ._stages import Steps
 
 _MOST = 256
@@ -267,7 +267,7 @@ class Follower:
             values = [self.labelled(x, told(eqn)) for x in given]
             return list(self.labels.stop_at(eqn, values, f"a scan of {len(order)} steps"))
         for i in reversed(order) if eqn.params["reverse"] else order:
-            own = [_step(x, i) for x in stacked]
+            own = [step_of(x, i) for x in stacked]
             results = self._inside(eqn.params["jaxpr"], [*shared, *carry, *own], here, (*steps, i))
             carry = results[:count]
             rows.append(results[count:])
@@ -391,12 +391,3 @@ def _names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
         own = keystr(tuple(keys), simple=True, separator="/")
         found.append(path if path is not None else own if inside else None)
     return found
-
-
-def _step(x: Value, i: int) -> Value:
-    """Returns what a step of a scan sees of a value."""
-    if isinstance(x, Known):
-        return Known(np.asarray(x.value)[i])
-    if isinstance(x, Leaf):
-        return Leaf(x.place, x.shape[1:], None if x.elements is None else x.elements[i])
-    return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])

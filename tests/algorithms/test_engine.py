@@ -3,6 +3,7 @@ that were interrupted.
 """
 
 import dataclasses
+import gc
 import importlib.util
 import os
 import tracemalloc
@@ -211,6 +212,7 @@ def test_what_is_held_grows_with_codes_alone(monkeypatch):
     before, most, solve = live(), [], gptq.solve
 
     def spy(self, *args):
+        gc.collect()
         traces = tracemalloc.take_snapshot().filter_traces(numpy_only).traces
         arrays = sum(size for key, size in live().items() if key not in before)
         most.append((sum(trace.size for trace in traces), arrays))
