@@ -185,14 +185,14 @@ class Awq:
         """Yields the weights of sites, their channels scaled and then rounded."""
         leaves = {place: x.copy() for place, x in scaled.weights.items()}
         for site in sites:
-            leaves[site.met.place][site.met.elements] *= scale[site.numbers][..., None, :]
+            leaves[site.met.place][site.elements] *= scale[site.numbers][..., None, :]
         rounded = {}
         for site in sites:
             place = site.met.place
             if place not in rounded:
                 x = jnp.asarray(leaves[place].reshape(site.shape))
                 rounded[place] = np.asarray(quantize_weight(x, site.spec).dequantize()).ravel()
-            yield rounded[place][site.met.elements]
+            yield rounded[place][site.elements]
 
     def _clipped(
         self, scaled: Scaled, sites: Sequence["_Site"], params: Any, factors: Array
@@ -233,6 +233,7 @@ class _Site:
       met: the site.
       spec: how its weight is rounded.
       shape: that of the weight, all steps of it.
+      elements: the numbers of its elements, [*batch, rows, channels].
       numbers: of the factors of its channels, [*batch, channels].
       w: its values, [*batch, rows, channels].
       products: the sum of products of its inputs, [*batch, channels, channels].
@@ -245,6 +246,7 @@ class _Site:
     met: Met
     spec: QSpec
     shape: tuple[int, ...]
+    elements: Array
     numbers: Array
     w: Array
     products: Array
@@ -258,17 +260,19 @@ class _Site:
         weight = folds.weight(met)
         assert weight is not None
         seen, means = (scaled.observed(met, x) for x in observers)
+        elements = met.elements
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
             folds.name(met),
             met,
             weight.spec,
             folds.shape(met),
+            elements,
             folds.inputs(met),
-            scaled.weights[met.place][met.elements],
+            scaled.weights[met.place][elements],
             np.asarray(seen.products, np.float32),
             scaled.per_channel(met, means.total / rows),
-            relative[met.elements].mean(-2),
+            relative[elements].mean(-2),
             float(np.max(seen.rows)),
         )
 
@@ -288,7 +292,7 @@ class _Site:
         """
         by = factors[self.numbers]
         products = self.products * (by[..., :, None] * by[..., None, :]).astype(np.float32)
-        elements = self.met.elements
+        elements = self.elements
         count = elements.shape[-1]
         for places, own in zip(
             elements.reshape(-1, *elements.shape[-2:]),

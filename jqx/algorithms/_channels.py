@@ -46,7 +46,7 @@ class Met:
       site: the site, of the plan of all that may be one.
       steps: the numbers of the steps.
       place: which leaf its weight is.
-      elements: numbers of elements of its matrices, [*batch, rows, channels].
+      places: which elements of its weight its matrices are, of all steps.
       inputs: labels of channels, [*batch, channels].
       outputs: labels of rows, [*batch, rows].
       about: what an observer is told of the operand that is no weight.
@@ -57,12 +57,17 @@ class Met:
     site: Site
     steps: Steps
     place: int
-    elements: Array
+    places: Elements
     inputs: Array
     outputs: Array
     about: ObservedSite
     shape: tuple[int, ...]
     why: str
+
+    @property
+    def elements(self) -> Array:
+        """Numbers of elements of its matrices, [*batch, rows, channels]; made anew."""
+        return self.places[self.steps]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Table:
     """
 
     place: int
-    elements: Array
+    elements: Elements
     labels: Array
 
 
@@ -321,7 +326,7 @@ class Follower:
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self._use(leaf.place, elements)
         own = parts[place].about, x.shape, x.why
-        self.met.append(Met(site, steps, leaf.place, elements, inputs, outputs, *own))
+        self.met.append(Met(site, steps, leaf.place, known, inputs, outputs, *own))
         if site.op == "ragged_dot":  # a row goes to any of the matrices
             for other in outputs[1:]:
                 self.labels.join_labels(outputs[0], other)
@@ -359,7 +364,7 @@ class Follower:
             axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
             if axes == [0] and len(source.shape) == 2 and not numbers.operand_batching_dims:
                 labels = self.labels.new(source.shape[1])
-                self.tables.append(Table(source.place, source.elements, labels))
+                self.tables.append(Table(source.place, Elements.of(source.elements), labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
                 (offset,) = numbers.offset_dims
                 return self.labels.made(np.moveaxis(out, -1, offset), shape)

@@ -75,7 +75,8 @@ class Equalize:
         folds = scaled.folds
         leaves = folds.leaves(params)
         mets = [x for x in folds.met if folds.weight(x) is not None]
-        sizes = [np.abs(np.asarray(leaves[x.place], np.float64).ravel()[x.elements]) for x in mets]
+        flat = {x.place: np.abs(np.asarray(leaves[x.place], np.float64)).ravel() for x in mets}
+        sizes = [flat[x.place][x.elements] for x in mets]
         inputs, outputs = [folds.inputs(x) for x in mets], [folds.outputs(x) for x in mets]
         factors = np.ones(folds.count)
 

@@ -51,8 +51,7 @@ class Folds:
             for place, start in follower.starts.items()
         }
         self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
-        self._elements = [np.arange(len(labels)) for labels in of_leaves.values()]
-        self._elements += [table.elements for table in follower.tables]
+        self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
 
     def key(self, met: Met) -> str:
         """The name of the operand that a site multiplies its weight by."""
@@ -153,16 +152,18 @@ class Folds:
         given, found = self.leaves(params), {}
 
         def times(place: int, elements: Array, by: Array) -> None:
-            if np.any(by != 1):
-                if place not in found:
-                    found[place] = np.array(given[place], np.float64)
-                found[place].reshape(-1)[elements] *= by
+            if place not in found:
+                found[place] = np.array(given[place], np.float64)
+            found[place].reshape(-1)[elements] *= by
 
         for met in self.met:
-            by = self._of(factors, met.outputs)[..., :, None]
-            times(met.place, met.elements, by / self._of(factors, met.inputs)[..., None, :])
-        for (place, labels), elements in zip(self._made, self._elements, strict=True):
-            times(place, elements, self._of(factors, labels))
+            rows, channels = self._of(factors, met.outputs), self._of(factors, met.inputs)
+            if np.any(rows != 1) or np.any(channels != 1):
+                times(met.place, met.elements, rows[..., :, None] / channels[..., None, :])
+        for (place, labels), known in zip(self._made, self._elements, strict=True):
+            by = self._of(factors, labels)
+            if np.any(by != 1):
+                times(place, np.arange(len(by)) if known is None else known[()], by)
         for place, x in found.items():
             given[place] = jnp.asarray(x, given[place].dtype)
         return self.with_leaves(params, given)
