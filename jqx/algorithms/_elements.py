@@ -3,8 +3,15 @@ tells them.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+from ..observers import places
+from ..transforms import Plan
+from ..transforms._shared import elements_of
+from ._grids import Group
 
 Array = np.ndarray
 
@@ -63,3 +70,19 @@ class Elements:
             own = np.arange(self.shape[axis], dtype=np.int32) * np.int32(self.strides[axis])
             found += own.reshape([-1 if i == axis else 1 for i in range(known, len(self.shape))])
         return found
+
+
+def elements_of_sites(
+    f: Any, plan: Plan, groups: Sequence[Group], params: Any, batch: Any
+) -> dict[str, Elements]:
+    """Returns which elements of its group each site multiplies by, by the key of its operand."""
+    known = elements_of(f, plan, params, batch, [".*"])
+    found = {}
+    for site in plan.sites:
+        for operand in site.operands:
+            own = known.get(f"{operand.key}@{places}")
+            if own is not None:
+                group = next(x for x in groups if operand.path in x.sizes)
+                numbers = group.numbers(plan.weights_in(site), np.asarray(own))
+                found[operand.key] = Elements.of(numbers)
+    return found

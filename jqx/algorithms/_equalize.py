@@ -80,18 +80,21 @@ class Equalize:
         inputs, outputs = [folds.inputs(x) for x in mets], [folds.outputs(x) for x in mets]
         factors = np.ones(folds.count)
 
-        def ranges() -> tuple[Array, Array]:
-            each = list(zip(inputs, outputs, sizes, strict=True))
-            now = [x * factors[o][..., :, None] / factors[i][..., None, :] for i, o, x in each]
-            read = folds.largest(zip(inputs, (x.max(-2) for x in now), strict=True))
-            made = folds.largest(zip(outputs, (x.max(-1) for x in now), strict=True))
+        each = list(zip(inputs, outputs, sizes, strict=True))
+
+        def ranges(group: Array) -> tuple[Array, Array]:
+            """Returns the ranges in the weights that make channels of a group, or read them."""
+            own = [x for x in each if np.isin(x[0], group).any() or np.isin(x[1], group).any()]
+            now = [x * factors[o][..., :, None] / factors[i][..., None, :] for i, o, x in own]
+            read = folds.largest((i, x.max(-2)) for (i, _, _), x in zip(own, now, strict=True))
+            made = folds.largest((o, x.max(-1)) for (_, o, _), x in zip(own, now, strict=True))
             return made, read
 
         groups = _groups(folds.count, inputs)
         for _ in range(self.steps):
             before = factors.copy()
             for group in groups:
-                made, read = ranges()
+                made, read = ranges(group)
                 own = group[(made[group] > 0) & (read[group] > 0)]
                 factors[own] *= np.sqrt(read[own] / made[own])
             if np.max(np.abs(np.log(factors / before))) < _STILL:

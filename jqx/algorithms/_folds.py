@@ -64,11 +64,14 @@ class Folds:
 
     def inputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
-        return np.where(met.inputs > FIXED, self.numbers[met.inputs], 0)
+        return self._numbers(met.inputs)
 
     def outputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the rows of a site, [*batch, rows]."""
-        return np.where(met.outputs > FIXED, self.numbers[met.outputs], 0)
+        return self._numbers(met.outputs)
+
+    def _numbers(self, labels: Array) -> Array:
+        return np.where(labels > FIXED, self.numbers[labels], 0)
 
     def shape(self, met: Met) -> tuple[int, ...]:
         """Returns the shape of the weight of a site."""
@@ -157,19 +160,16 @@ class Folds:
             found[place].reshape(-1)[elements] *= by
 
         for met in self.met:
-            rows, channels = self._of(factors, met.outputs), self._of(factors, met.inputs)
+            rows, channels = factors[self.outputs(met)], factors[self.inputs(met)]
             if np.any(rows != 1) or np.any(channels != 1):
                 times(met.place, met.elements, rows[..., :, None] / channels[..., None, :])
         for (place, labels), known in zip(self._made, self._elements, strict=True):
-            by = self._of(factors, labels)
+            by = factors[self._numbers(labels)]
             if np.any(by != 1):
                 times(place, np.arange(len(by)) if known is None else known[()], by)
         for place, x in found.items():
             given[place] = jnp.asarray(x, given[place].dtype)
         return self.with_leaves(params, given)
-
-    def _of(self, factors: Array, labels: Array) -> Array:
-        return factors[np.where(labels > FIXED, self.numbers[labels], 0)]
 
     def factors(self, function: str, scales: Mapping[str, Any]) -> Array:
         """Returns factors by number, of what operands are divided by: checked."""

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from .._files import Path
-from ..observers import places
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
     Address,
@@ -24,7 +23,6 @@ from ..transforms._shared import (
     as_plan,
     contractions,
     count_arguments,
-    elements_of,
     observed_parts,
     progress_bar,
     tell,
@@ -32,7 +30,7 @@ from ..transforms._shared import (
     weights_of,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
-from ._elements import Elements
+from ._elements import Elements, elements_of_sites
 from ._grids import Grids, Group
 from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
@@ -86,7 +84,7 @@ def layer_by_layer(
         if path is not None
     }
     groups = Group.of_plan(plan, sizes)
-    elements = _elements(f, plan, groups, params, every[0])
+    elements = elements_of_sites(f, plan, groups, params, every[0])
     once = sites_once(plan, groups, first.jaxpr, elements)
     scopes = _scopes(plan, calls, once)
     found = {item.address: item for item in contractions(first) if item.address}
@@ -149,22 +147,6 @@ def layer_by_layer(
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
     report = AlgorithmReport(tuple(weights.entries), memory)
     return Chosen(weights.quantized(params), report)
-
-
-def _elements(
-    f: Any, plan: Plan, groups: Sequence[Group], params: Any, batch: Any
-) -> dict[str, Elements]:
-    """Returns which elements of its group each site multiplies by, by the key of its operand."""
-    known = elements_of(f, plan, params, batch, [".*"])
-    found = {}
-    for site in plan.sites:
-        for operand in site.operands:
-            own = known.get(f"{operand.key}@{places}")
-            if own is not None:
-                group = next(x for x in groups if operand.path in x.sizes)
-                numbers = group.numbers(plan.weights_in(site), np.asarray(own))
-                found[operand.key] = Elements.of(numbers)
-    return found
 
 
 def calls_of(

@@ -6,22 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .._calls import called
 from .._checks import check_instance, require_that
-from ..observers import places
 from ..policy import Policy, Rule
 from ..transforms import Plan
 from ..transforms._shared import (
     as_plan,
     check_function,
-    elements_of,
     plan_call,
     trace_call,
 )
 from ._channels import followed_through
-from ._elements import Elements
+from ._elements import elements_of_sites
 from ._folds import Folds, Pair
 from ._grids import Group
 from ._once import sites_once
@@ -141,20 +137,18 @@ def _folds_of(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[A
         mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
     )
     call = trace_call(function, f, plan.parameters, args, {})
-    known = as_plan(function, plan, call, plan.parameters)
+    own = as_plan(function, plan, call, plan.parameters)
     every = plan_call(function, call, _EVERY, plan.parameters)
     positions = (plan.params,) if isinstance(plan.params, int) else plan.params
     values = tuple(args[i] for i in positions)
     params = values[0] if isinstance(plan.params, int) else values
     batch = tuple(x for i, x in enumerate(args) if i not in positions)
-    numbers = elements_of(f, every, params, batch, [".*"]) if every.sites else {}
-    elements = {
-        operand.key: Elements.of(np.asarray(numbers[f"{operand.key}@{places}"]))
-        for site in every.sites
-        for operand in site.operands
-        if f"{operand.key}@{places}" in numbers and len(every.weights_in(site)) == 1
-    }
     named = zip(call.paths, call.leaves, strict=True)
     groups = Group.of_plan(every, {path: x.size for path, x in named if path is not None})
+    known = elements_of_sites(f, every, groups, params, batch) if every.sites else {}
+    joined = {
+        x.key for site in every.sites for x in site.operands if len(every.weights_in(site)) > 1
+    }
+    elements = {key: x for key, x in known.items() if key not in joined}
     once = sites_once(every, groups, call.jaxpr, elements)
-    return Folds(known, followed_through(every, elements, once, call))
+    return Folds(own, followed_through(every, elements, once, call))

@@ -77,12 +77,19 @@ class Frame:
         made = iter(self.scope.values(own, self.stream.params, steps) if own else ())
         return [self.values[x] if self.scope.is_of_batch(x) else next(made) for x in atoms]
 
-    def run(self, stage: Stage, steps: Steps, decided: Sequence[Any] | None = None) -> list[Any]:
-        """Runs a stage that holds no site, and returns what it decides, where that is not given."""
+    def run(
+        self,
+        stage: Stage,
+        steps: Steps,
+        decided: Sequence[Any] | None = None,
+        *,
+        tells: bool = False,
+    ) -> list[Any]:
+        """Runs a stage that holds no site, and returns what it decides, where it `tells`."""
         if not stage.eqns:
             return []
         given = [on_device(self.values[x]) for x in stage.reads]
-        results, made = self.scope.run(stage, self.stream.params, steps, given, decided)
+        results, made = self.scope.run(stage, self.stream.params, steps, given, decided, tells)
         self.put(stage, results)
         return made
 
@@ -153,7 +160,7 @@ class Walk:
 
     def _run(self, pairs: Pairs, steps: Steps) -> None:
         for stage, (first, *others) in pairs:
-            decided = first.run(stage, steps)
+            decided = first.run(stage, steps, tells=bool(others))
             for frame in others:
                 frame.run(stage, steps, decided)
 

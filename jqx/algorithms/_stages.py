@@ -7,6 +7,7 @@ parameters as they are then, so it sees the weights that are quantized already.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from .. import _compat
 from .._compat import Eqn
 from ..transforms import Plan
-from ..transforms._shared import Address, Call, Site, addressed
+from ..transforms._shared import Address, Call, Site, addressed, followed
 from ._decisions import Decisions, body_of
 
 Params = Mapping[int, Any]
@@ -171,10 +172,11 @@ class Scope:
         steps: Steps,
         given: Sequence[Any],
         decided: Sequence[Any] | None = None,
+        tells: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Runs a stage that is no site and holds none, on the values of one batch that it reads.
 
-        Returns its results, and what it has decided, where that is not given.
+        Returns its results, and, where it `tells`, what it has decided.
         """
 
         def evaluate(
@@ -182,17 +184,20 @@ class Scope:
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, given, strict=True)), {}
             decisions = Decisions(self.plan, decided)
+            alone = decided is None and not tells
+            results_of = partial(followed, self.plan) if alone else decisions.evaluate
 
             def read(atom: Any) -> Any:
                 of_batch = self.is_of_batch(atom)
                 return env[atom] if of_batch else self.read(atom, params, steps, memo)
 
             for eqn in stage.eqns:
-                results = decisions.evaluate(eqn, list(map(read, eqn.invars)))
+                results = results_of(eqn, list(map(read, eqn.invars)))
                 env.update(zip(eqn.outvars, results, strict=True))
             return [env[var] for var in stage.gives], decisions.made
 
-        return self.jitted(("run", id(stage)), evaluate)(params, steps, list(given), decided)
+        key = "run", id(stage), tells
+        return self.jitted(key, evaluate)(params, steps, list(given), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that are made of parameters alone."""

@@ -116,8 +116,11 @@ def test_equalized_channels_have_one_range_in_both_weights():
     found = equalize().rewrite(g, plan, params, BATCHES, progress=False).params
     size = {name: np.abs(np.asarray(x)) for name, x in found.items()}
     for first, second in ("ab", "bc"):
-        np.testing.assert_allclose(size[first].max(0), size[second].max(1), rtol=5e-3)
-    np.testing.assert_allclose(g(found, TEST), g(params, TEST), rtol=0, atol=1e-4 * 1e3)
+        # The last factors changed by less than .001, and so have those of the pair beside since:
+        # ranges differ by their squares at most.
+        np.testing.assert_allclose(size[first].max(0), size[second].max(1), rtol=4e-3)
+    a, b = g(params, TEST), g(found, TEST)
+    assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
     assert str(find_pairs(g, plan)(params, TEST)) == str(
         equalize(steps=1).rewrite(g, plan, params, BATCHES).report
     )
@@ -141,7 +144,7 @@ def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
         h = gate / (1 + np.exp(-gate)) * (h @ np.asarray(own["up"][i]))
         x = x + h @ np.asarray(own["down"][i])
     error = ((h @ (nearest[1] - np.asarray(own["down"][1]))) ** 2).sum() / len(h)
-    np.testing.assert_allclose(entry.before, error, rtol=1e-4)
+    np.testing.assert_allclose(entry.before, error, rtol=1e-5)
 
 
 def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
@@ -167,10 +170,7 @@ def test_a_chain_goes_on_with_what_the_one_before_has_made():
     jax.tree.map(np.testing.assert_array_equal, codes.params, quantized.params)
     pairs, report = quantized.details
     assert len(pairs) == 2 and len(report) == 3 * LAYERS + 1
-    alone = lost(
-        quantized.plan and jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")]), gptq()
-    )[0]
-    assert error < alone
+    assert error < lost(policy, gptq())[0]
     # Static scales are of the scaled function.
     stats = jqx.calibrate_batches(f, quantized.plan, first, BATCHES, progress=False)
     expected = jqx.affines(quantized.plan, stats)
