@@ -54,6 +54,7 @@ from .tensor import QSpec as QSpec
 from .tensor import QTensor as QTensor
 from .tensor import Segments as Segments
 from .tensor import pack_for as pack_for
+from .transforms import ChannelMap as ChannelMap
 from .transforms import Plan as Plan
 from .transforms import affines as affines
 from .transforms import calibrate as calibrate
@@ -61,6 +62,7 @@ from .transforms import calibrate_batches as calibrate_batches
 from .transforms import convert as convert
 from .transforms import dequantize_params as dequantize_params
 from .transforms import make_plan as make_plan
+from .transforms import map_channels as map_channels
 from .transforms import merge_stats as merge_stats
 from .transforms import quantize_params as quantize_params
 from .transforms import quantize_state as quantize_state

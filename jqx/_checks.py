@@ -166,6 +166,20 @@ def check_integer(function: str, argument: str, value: Any) -> int:
     return int(value)
 
 
+def check_flags(function: str, **flags: Any) -> None:
+    """Checks that options are truth values."""
+    for name, value in flags.items():
+        require_that(
+            isinstance(value, bool),
+            error=TypeError,
+            function=function,
+            problem=f"`{name}` is no truth value.",
+            given=f"{name} == {shown(value)}",
+            expected="True or False",
+            mend="pass one of these.",
+        )
+
+
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
     """Checks that `x` has exactly `dtype`, which is the dtype of `of`."""
     require(

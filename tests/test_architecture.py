@@ -202,7 +202,7 @@ PUBLIC = {
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
         dynamic_slice dynamic_update_slice pack_for
-        make_plan calibrate calibrate_batches merge_stats affines simulate convert
+        make_plan map_channels ChannelMap calibrate calibrate_batches merge_stats affines simulate convert
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
         algorithms calibrators diagnostics gradients interop numerics observers onednn presets

@@ -12,7 +12,7 @@ import scipy.sparse
 import scipy.sparse.csgraph
 
 from .._calls import called
-from .._checks import require_that, shown
+from .._checks import check_flags, require_that, shown
 from ..observers import hessian, mean_abs
 from ..observers._shared import check_weight
 from ..tensor import QSpec
@@ -109,17 +109,7 @@ class Awq:
             expected="an integer from 2",
             mend="leave it out: 20 is that of the paper.",
         )
-        for field in ("duo", "clip"):
-            value = getattr(self, field)
-            require_that(
-                isinstance(value, bool),
-                error=TypeError,
-                function=name,
-                problem=f"`{field}` is no truth value.",
-                given=f"{field} == {shown(value)}",
-                expected="True or False",
-                mend="pass one of these.",
-            )
+        check_flags(name, duo=self.duo, clip=self.clip)
         check_weight(name, self.weight)
 
     def rewrite(

@@ -23,6 +23,7 @@ from ..transforms._shared import (
     FORMS,
     Address,
     Call,
+    Channels,
     Site,
     addressed,
     contractions,
@@ -30,7 +31,7 @@ from ..transforms._shared import (
 )
 from ._decisions import body_of
 from ._elements import Elements
-from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, of_result, product
+from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, product
 from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, step_of, told
 from ._stages import Steps
 
@@ -331,7 +332,8 @@ class Follower:
             for other in outputs[1:]:
                 self.labels.join_labels(outputs[0], other)
             outputs = outputs[0]
-        return self.labels.made(of_result(site.op, eqn, place, outputs), eqn.outvars[0].aval.shape)
+        shape = eqn.outvars[0].aval.shape
+        return self.labels.made(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
 
     def _channels(self, x: Labelled, about: Any, name: str) -> Array:
         """Returns labels of the channels that a site sums over, [*batch, channels]."""

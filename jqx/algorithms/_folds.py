@@ -1,7 +1,7 @@
 """Which factor each element of the parameters takes, where channels are scaled."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -148,9 +148,16 @@ class Folds:
         order = np.argsort(self.plan.params).tolist()
         return tuple(trees[order.index(i)] for i in range(len(trees)))
 
-    def folded(self, params: Any, factors: Array) -> Any:
+    def folded(
+        self, params: Any, factors: Array, kept: Callable[[Met], Array] | None = None
+    ) -> Any:
         """Returns parameters that are scaled by factors, by number, so that values between them are
         and the results of the function are not. In float64, rounded once.
+
+        Args:
+          params: the parameters.
+          factors: by number.
+          kept: what the channels of a site are divided by at the site, [*batch, channels].
         """
         given, found = self.leaves(params), {}
 
@@ -161,6 +168,7 @@ class Folds:
 
         for met in self.met:
             rows, channels = factors[self.outputs(met)], factors[self.inputs(met)]
+            channels = channels / (kept(met) if kept else 1)
             if np.any(rows != 1) or np.any(channels != 1):
                 times(met.place, met.elements, rows[..., :, None] / channels[..., None, :])
         for (place, labels), known in zip(self._made, self._elements, strict=True):

@@ -116,25 +116,6 @@ def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list
     return [Labelled.of(x, shape) for x, shape in zip(found, shapes, strict=True)]
 
 
-def of_result(op: str, eqn: Eqn, place: int, outputs: Array) -> Array:
-    """Returns labels of rows of a weight as those of the result of its site."""
-    rank = eqn.outvars[0].aval.ndim
-    if op == "conv_general_dilated":
-        axis = eqn.params["dimension_numbers"].out_spec[1]
-        return outputs.reshape([-1 if i == axis else 1 for i in range(rank)])
-    if op == "ragged_dot":
-        return outputs.reshape(1, -1)
-    axes = CONTRACTIONS[eqn.primitive.name].axes(eqn)
-    weight, shape = axes[1 - place], eqn.invars[1 - place].aval.shape
-    free = [axis for axis in weight.kept if axis not in weight.batch]
-    own = outputs.reshape(*(shape[axis] for axis in (*weight.batch, *free)))
-    others = rank - len(weight.batch) - len(free)
-    ones = (1,) * others
-    middle = own.shape[len(weight.batch) :]
-    kept = (*ones, *middle) if place == 0 else (*middle, *ones)
-    return own.reshape(*own.shape[: len(weight.batch)], *kept)
-
-
 def channels_of(x: Array, shape: Sequence[int], about: ObservedSite) -> Array:
     """Returns what each channel of an operand has as a site sums over them, [*batch, channels].
 

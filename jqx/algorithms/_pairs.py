@@ -3,7 +3,7 @@ own weight, so that the function stays as it is. Found in the dataflow of any fu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._calls import called
@@ -33,12 +33,14 @@ class Pairs:
     Attributes:
       pairs: one for each set of weights that are scaled together.
       reasons: for each site of the plan that is in none why it is not, by name.
+      kept: names of the sites where an algorithm has kept scales of channels without a pair.
       folds: which element takes which factor.
     """
 
     pairs: tuple[Pair, ...]
     reasons: Mapping[str, str]
-    folds: Folds = dataclasses.field(repr=False, compare=False)
+    kept: frozenset[str] = frozenset()
+    folds: Folds = dataclasses.field(repr=False, compare=False, kw_only=True)
 
     def __iter__(self) -> Iterator[Pair]:
         return iter(self.pairs)
@@ -48,10 +50,17 @@ class Pairs:
 
     def __str__(self) -> str:
         rows = [(", ".join(x.after), str(x.channels), " + ".join(x.before)) for x in self]
-        rows += [(name, "-", f"none: {why}") for name, why in self.reasons.items()]
+        for name, why in self.reasons.items():
+            what = "kept at the site" if name in self.kept else "none"
+            rows.append((name, "-", f"{what}: {why}"))
         width = max(len(row[0]) for row in rows) if rows else 0
         lines = [f"{a:{width}}  {b:>8}  {c}" for a, b, c in (_HEAD, *rows)]
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    def keeping(self, keys: Iterable[str]) -> "Pairs":
+        """Returns the same, of which scales are kept at the sites of these operands."""
+        names = frozenset(key.rsplit(":", 1)[0] for key in keys)
+        return dataclasses.replace(self, kept=names)
 
     def fold(self, params: Any, scales: Mapping[str, Any]) -> Any:
         """Returns parameters of the same function whose sites see operands divided by scales.
@@ -121,7 +130,7 @@ def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
 
     def found(*args: Any) -> Pairs:
         folds = _folds_of(name, f, plan, args)
-        return Pairs(*folds.pairs(), folds)
+        return Pairs(*folds.pairs(), folds=folds)
 
     return found
 

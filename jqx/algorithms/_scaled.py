@@ -80,9 +80,18 @@ class Scaled:
         """Which element takes which factor."""
         return self.pairs.folds
 
+    def name(self, met: Met, observer: Observer) -> str:
+        """Returns what the statistics of the operand of a site are called."""
+        return f"{self.folds.key(met)}@{observer}"
+
+    def rounds_operand(self, met: Met) -> bool:
+        """Whether the plan quantizes what a site multiplies its weight by."""
+        site = self.folds.plan.site_at(met.site.address) or met.site
+        return any(x.path is None and x.spec is not None for x in site.operands)
+
     def observed(self, met: Met, observer: Observer) -> Any:
         """Returns what an observer has recorded of the operand of a site, in its step."""
-        found = self.stats[f"{self.folds.key(met)}@{observer}"]
+        found = self.stats[self.name(met, observer)]
         return type(found)(*(np.asarray(x)[met.steps] for x in found))
 
     def per_channel(self, met: Met, x: Array) -> Array:
@@ -94,5 +103,8 @@ class Scaled:
     def largest_weights(self) -> Array:
         """Returns the largest magnitude of what multiplies each channel, by number."""
         folds = self.folds
-        each = ((x, np.abs(self.weights[x.place][x.elements]).max(-2)) for x in self.met)
-        return folds.largest((folds.inputs(met), most) for met, most in each)
+        return folds.largest((folds.inputs(x), self.largest_weight(x)) for x in self.met)
+
+    def largest_weight(self, met: Met) -> Array:
+        """Returns the largest magnitude of what multiplies each channel of a site."""
+        return np.abs(self.weights[met.place][met.elements]).max(-2)

@@ -1,17 +1,20 @@
 """SmoothQuant: channels of activations are divided where they are large, weights multiplied."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._calls import called
-from .._checks import require_that, shown
-from ..observers import absmax
+from .._checks import check_flags, require_that, shown
+from ..observers import Observer, absmax
 from ..observers._shared import check_weight
 from ..transforms import Plan
 from ..transforms._shared import Chosen
+from ._channels import Met
+from ._kept import Kept, most
+from ._labels import Array
 from ._scaled import Scaled
 
 _LEAST = 1e-5
@@ -25,17 +28,20 @@ class SmoothQuant:
     magnitude that batches have there and `w` that of the weights, and multiplies the weights by it:
     an algorithm of `jqx.ptq` that changes weights and leaves the function as it is.
 
-    The division is folded into what makes the channels, as `find_pairs` finds it. A site that has
-    no pair is left as it is; the report, `Pairs`, says why. It is for plans that quantize
-    activations.
+    The division is folded into what makes the channels, as `find_pairs` finds it. Where channels
+    have no pair it is kept at the site, if the plan quantizes what the weight is multiplied by: a
+    product that XLA joins with the quantization, one for all sites that read the value. The report,
+    `Pairs`, says which, and why. It is for plans that quantize activations.
 
     Attributes:
       strength: 0 leaves weights with one largest magnitude for all channels, 1 activations.
+      keep: whether scales are kept at sites where nothing takes them; without it such channels are
+        left as they are, and nothing is computed at run time that was not before.
       weight: how much the rows of the inputs count, as that of `jqx.observers.absmax`: those of
         weight 0 are left out.
 
     Raises:
-      TypeError: `weight` is no function.
+      TypeError: `keep` is no truth value, or `weight` no function.
       ValueError: `strength` is out of range; when it runs, nothing can be scaled.
 
     Source: Xiao et al., arXiv:2211.10438.
@@ -51,6 +57,7 @@ class SmoothQuant:
     """
 
     strength: float = 0.5
+    keep: bool = True
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +70,7 @@ class SmoothQuant:
             expected="a number from 0 to 1",
             mend="leave it out: 0.5 is that of the paper.",
         )
+        check_flags("algorithms.smooth_quant", keep=self.keep)
         check_weight("algorithms.smooth_quant", self.weight)
 
     def rewrite(
@@ -74,19 +82,40 @@ class SmoothQuant:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled."""
+        """Returns the parameters with their channels scaled, and what is kept at sites."""
         observer = absmax(weight=self.weight)
         given = f, plan, params, list(batches), (observer,), progress
-        scaled = Scaled.of("algorithms.smooth_quant", *given)
+        scaled = Scaled.of("algorithms.smooth_quant", *given, every=self.keep)
         folds = scaled.folds
-        seen = ((x, scaled.observed(x, observer).largest) for x in scaled.met)
-        a = folds.largest((folds.inputs(x), scaled.per_channel(x, most)) for x, most in seen)
-        w = scaled.largest_weights()
+        found = [
+            (x, scaled.per_channel(x, scaled.observed(x, observer).largest)) for x in scaled.met
+        ]
+        a = folds.largest((folds.inputs(x), largest) for x, largest in found)
+        factors = 1 / self._scale(a, scaled.largest_weights())
+        factors[0] = 1
+        kept = self._kept(scaled, found, observer) if self.keep else Kept(folds)
+        params = folds.folded(params, factors, kept.of)
+        return Chosen(params, scaled.pairs.keeping(kept.scales), kept.maps())
+
+    def _kept(self, scaled: Scaled, found: Sequence[tuple[Met, Array]], observer: Observer) -> Kept:
+        """Returns the scales of channels without a pair, one for all sites that read a value."""
+        together: dict[Any, list[tuple[Met, Array]]] = {}
+        for met, largest in found:
+            if scaled.rounds_operand(met):
+                value = id(scaled.stats[scaled.name(met, observer)]), met.steps
+                together.setdefault(value, []).append((met, largest))
+        kept = Kept(scaled.folds)
+        for each in together.values():
+            a = np.maximum.reduce([most(met, largest) for met, largest in each])
+            w = np.maximum.reduce([most(met, scaled.largest_weight(met)) for met, _ in each])
+            kept.divide([met for met, _ in each], self._scale(a, w))
+        return kept
+
+    def _scale(self, a: Array, w: Array) -> Array:
+        """Returns what channels are divided by; 1 where nothing is known of one."""
         known = (a > _LEAST) & (w > _LEAST)
-        known[0] = False
         a, w = np.where(known, a, 1), np.where(known, w, 1)
-        factors = w ** (1 - self.strength) / a**self.strength
-        return Chosen(folds.folded(params, factors), scaled.pairs)
+        return a**self.strength / w ** (1 - self.strength)
 
 
 smooth_quant = SmoothQuant

@@ -2,7 +2,8 @@
 
     {"version": 1, "plan": as of Plan.to_dict, "affines": [[key, numbers, numbers or null], ...],
      "report": its fields, "inputs": null or a tree, "shapes": [[name, shape], ...],
-     "structured": whether the weights are a tree as the function takes it, or leaves by path}
+     "structured": whether the weights are a tree as the function takes it, or leaves by path,
+     "maps": whether the tree of the file is {"params": the weights, "maps": of channels, by key}}
 
 Numbers are `{"dtype": ..., "shape": ..., "numbers": ...}`; those of files are exact in JSON.
 """
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
+from .._added import added
 from .._checks import as_dtype, require_that
 from .._errors import nesting
 from ..calibrators import Affine
@@ -25,7 +27,8 @@ from ..ptq import Quantized, Unbound
 from ..ptq._shared import leaves_by_path
 from ..tensor import QTensor
 from ..tensor._shared import Values, check_version, record_from_json, to_json
-from ..transforms import Plan
+from ..transforms import ChannelMap, Plan
+from ..transforms._shared import Maps, as_maps
 from ._safetensors import stored_dtype
 from ._tree import describe, map_stored, parse, tensors_of
 
@@ -71,6 +74,7 @@ class _Contents:
     report: Report
     structured: bool
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    maps: bool = added(False)
 
 
 def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
@@ -94,6 +98,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         report=quantized.report,
         structured=structured,
         shapes=shapes,
+        maps=bool(quantized.maps),
     )
     data = {
         "version": _VERSION,
@@ -102,7 +107,32 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         **to_json("save", contents, _Contents, values),
     }
     text = json.dumps(data, separators=(",", ":"))
-    return plain if structured else leaves_by_path(plain), text
+    tree = plain if structured else leaves_by_path(plain)
+    if quantized.maps:
+        maps = as_maps("save", quantized.maps).items()
+        tree = {"params": tree, "maps": {key: [_fields(x) for x in own] for key, own in maps}}
+    return tree, text
+
+
+def _fields(x: ChannelMap) -> dict[str, Any]:
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+
+
+def _maps(tree: Any) -> Maps:
+    """Returns what is done with channels, as a file has it.
+
+    Raises:
+      ValueError: the tree is not what `contents_of` returns.
+    """
+    fits = isinstance(tree, dict) and set(tree) == {"params", "maps"}
+    _check(fits and isinstance(tree["maps"], dict), "a tree without maps of channels")
+    names = {field.name for field in dataclasses.fields(ChannelMap)}
+    found = {}
+    for key, each in tree["maps"].items():
+        fits = isinstance(each, list) and all(isinstance(x, dict) and set(x) == names for x in each)
+        _check(fits, f"no maps of channels at {key!r}")
+        found[key] = tuple(ChannelMap(**x) for x in each)
+    return found
 
 
 def unbound(tree: Any, text: str, values: Values) -> Unbound:
@@ -123,7 +153,11 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
         inputs = _inputs(node, dict(contents.shapes), values)
     affines = {each.key: _affine(each) for each in contents.affines}
     plan.check_affines("load", affines)
-    return Unbound(tree, plan, affines, contents.report, inputs, contents.structured)
+    maps: Maps = {}
+    if contents.maps:
+        maps = _maps(tree)
+        tree = tree["params"]
+    return Unbound(tree, plan, affines, contents.report, inputs, contents.structured, maps)
 
 
 def _affine(each: _Scale) -> Affine:

@@ -24,11 +24,13 @@ from ..transforms import (
     convert,
     dequantize_params,
     make_plan,
+    map_channels,
     quantize_params,
 )
 from ..transforms._shared import (
     Algorithm,
     Chosen,
+    Maps,
     Names,
     as_chosen,
     as_params,
@@ -40,6 +42,7 @@ from ..transforms._shared import (
     parts_of,
     picked,
     placed,
+    with_maps,
 )
 from ._quantized import Quantized, abstract
 
@@ -114,24 +117,26 @@ def ptq(
         plan = planned(*placed(places, values, inputs))
         run = getattr(rounding, "run", None)
         observers = None if run else observers_of(rounding)
-        stats, scales, reports = None, {}, []
+        stats, scales, reports, maps, mapped = None, {}, [], {}, f
         if run or rewrites:
             every = list(every)
         for each in rewrites:
-            rewritten = as_chosen(each.rewrite(f, plan, values, every, progress=progress))
+            rewritten = as_chosen(each.rewrite(mapped, plan, values, every, progress=progress))
             values, reports = rewritten.params, [*reports, rewritten.report]
+            maps = with_maps("ptq", maps, rewritten.maps)
+            mapped = map_channels(f, plan, maps) if maps else f
         if plan.static_specs() or observers:
             stats = calibrate_batches(
-                f, plan, values, every, observers=observers, progress=progress
+                mapped, plan, values, every, observers=observers, progress=progress
             )
             scales = affines(plan, stats)
         if run:
-            chosen = as_chosen(run(f, plan, values, every, progress=progress))
+            chosen = as_chosen(run(mapped, plan, values, every, progress=progress))
         else:
             chosen = _chosen(plan, values, rounding, stats)
         codes = _checked(plan, chosen.params)
         found = report_of(plan, values, lambda: codes)
-        quantized = quantized_of(f, plan, scales, codes, found, abstract(inputs), meant)
+        quantized = quantized_of(f, plan, scales, maps, codes, found, abstract(inputs), meant)
         if rewrites and rounding is None and len(reports) == 1:
             return dataclasses.replace(quantized, details=reports[0])
         details = (*reports, chosen.report) if rewrites else chosen.report
@@ -155,6 +160,7 @@ def quantized_of(
     f: Callable[..., Any],
     plan: Plan,
     scales: Mapping[str, Affine],
+    maps: Maps,
     codes: Any,
     found: Report,
     inputs: tuple[Any, ...] | None,
@@ -162,7 +168,10 @@ def quantized_of(
 ) -> Quantized:
     """Returns a quantized function with its weights, laid out for a target."""
     laid_out = pack_for(codes, target) if target and plan.weights else codes
-    return Quantized(convert(f, plan, scales), laid_out, plan, scales, found, inputs)
+    mapped = map_channels(f, plan, maps) if maps else f
+    return Quantized(
+        convert(mapped, plan, scales), laid_out, plan, scales, found, inputs, maps=maps
+    )
 
 
 def check_whole(function: str, f: Any) -> None:

@@ -9,7 +9,7 @@ import jax
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
-from ..transforms._shared import arguments_of, is_array
+from ..transforms._shared import Maps, arguments_of, is_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class Quantized:
         keep it, so that a function is checked when it is bound; `None` leaves that to its first
         call.
       details: what the algorithm has reported, of each matrix for instance; files do not keep it.
+      maps: what is done with channels at sites, where an algorithm wants that: the function is that
+        of `jqx.map_channels(f, plan, maps)`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -49,6 +51,7 @@ class Quantized:
     report: Report
     inputs: tuple[Any, ...] | None = None
     details: Any = None
+    maps: Maps = dataclasses.field(default_factory=dict)
 
     def __call__(self, *batch: Any, **kwargs: Any) -> Any:
         """Returns the result of the function on its weights, and on the other arguments."""

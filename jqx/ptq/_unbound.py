@@ -15,6 +15,7 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
 from ..transforms._shared import (
+    Maps,
     check_function_of,
     is_array,
     is_quantized,
@@ -38,6 +39,7 @@ class Unbound:
         or what is in them.
       structured: whether `params` has the containers that the function takes: files hold dicts,
         lists and tuples of arrays, and of other pytrees the leaves that are arrays.
+      maps: of channels at sites.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -55,6 +57,7 @@ class Unbound:
     report: Report
     inputs: tuple[Any, ...] | None
     structured: bool = True
+    maps: Maps = dataclasses.field(default_factory=dict)
 
     @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
     def bind(self, f: Callable[..., Any], like: Any = None, *, target: Target = None) -> Quantized:
@@ -80,7 +83,8 @@ class Unbound:
             mend = "bind the function that was quantized; of another, make a plan anew: jqx.ptq."
             given = placed(self.plan.params, params, self.inputs)
             check_function_of("bind", f, self.plan, given, mend)
-        return quantized_of(f, self.plan, self.affines, params, self.report, self.inputs, meant)
+        known = self.plan, self.affines, self.maps
+        return quantized_of(f, *known, params, self.report, self.inputs, meant)
 
     def __repr__(self) -> str:
         return f"Unbound({summary(self.plan, self.report)})"

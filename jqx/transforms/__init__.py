@@ -5,8 +5,10 @@ from ._calibrate import affines as affines
 from ._calibrate import calibrate as calibrate
 from ._calibrate import merge_stats as merge_stats
 from ._calibrate_batches import calibrate_batches as calibrate_batches
+from ._channel_map import ChannelMap as ChannelMap
 from ._convert import convert as convert
 from ._make_plan import make_plan as make_plan
+from ._map_channels import map_channels as map_channels
 from ._plan import Plan as Plan
 from ._quantize_params import dequantize_params as dequantize_params
 from ._quantize_params import quantize_params as quantize_params

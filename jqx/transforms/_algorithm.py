@@ -1,10 +1,12 @@
 """Algorithms: what chooses the codes of weights, where rounding to nearest is not enough."""
 
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from .._checks import require_that, shown
+from ._map_channels import Maps
 from ._plan import Plan
 from ._trace import is_quantized
 
@@ -16,10 +18,12 @@ class Algorithm(Protocol):
     report. Where it has a method `run(f, plan, params, batches, progress=...)` of the same results,
     `jqx.ptq` calls that instead: an algorithm may look at the function as it pleases, such as layer
     after layer. Where it has a method `rewrite` of the same arguments, it returns float parameters
-    that round better, of the same function or nearly: `jqx.ptq` goes on with these, and calibrates
-    on them. Where it has an attribute `observers`, a dict as
-    `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`, batches are calibrated on,
-    static scales or not, and `stats` holds what the observers have recorded: of a site of the plan,
+    that round better, of the same function or nearly, and with `Chosen.maps` what is done at its
+    sites: `jqx.ptq` goes on with these, and calibrates on them.
+
+    Where it has an attribute `observers`, a dict as `jqx.calibrate` takes it, such as
+    `{".*": jqx.observers.hessian}`, batches are calibrated on, static scales or not, and `stats`
+    holds what the observers have recorded: of a site of the plan,
     `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
     weights. A weight that several sites share has statistics at each: they are not added up, since
     a site may sum over other axes of it than another (`hessian.merge` does, where they are alike).
@@ -99,10 +103,13 @@ class Chosen(NamedTuple):
     Attributes:
       params: the parameters, as of `Algorithm`.
       report: of any kind; `jqx.Quantized.details` has it.
+      maps: what is done with channels at sites, as `jqx.map_channels` takes it: of an algorithm
+        that rewrites parameters.
     """
 
     params: Any
     report: Any
+    maps: Maps = MappingProxyType({})
 
 
 def as_chosen(result: Any) -> Chosen:

@@ -15,6 +15,9 @@ from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
 _PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
 """Name scope of a part of a scan that is split: rules know none of it."""
 
+HIDDEN = "jqx_channel_map"
+"""Name of jitted functions whose contractions are part of another one, and nothing of their own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -77,8 +80,8 @@ def is_marked(eqn: Eqn) -> bool:
 
 
 def holds_contraction(eqn: Eqn) -> bool:
-    """Whether a contraction stands anywhere inside the jaxprs of an equation."""
-    return any(
+    """Whether a contraction stands anywhere inside the jaxprs of an equation, but hidden ones."""
+    return _compat.name_of_jit(eqn) != HIDDEN and any(
         inner.primitive.name in CONTRACTIONS or holds_contraction(inner)
         for jaxpr in _compat.sub_jaxprs(eqn)
         for inner in jaxpr.eqns

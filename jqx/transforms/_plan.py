@@ -184,7 +184,7 @@ class Plan:
         return self._by_address.get(address)
 
     def site_of_key(self, key: str) -> Site:
-        """Returns the site that a static scale belongs to."""
+        """Returns the site whose operand, or result, a key names."""
         return self._by_key[key]
 
     def name_at(self, address: Address) -> str | None:
@@ -202,7 +202,7 @@ class Plan:
         return here in self._around
 
     def keys_in(self, here: Address) -> frozenset[str]:
-        """Returns the keys of the static scales of the sites inside an equation."""
+        """Returns the keys of the operands and results of the sites inside an equation."""
         return frozenset(self._around.get(here, ()))
 
     @functools.cached_property
@@ -217,15 +217,15 @@ class Plan:
 
     @functools.cached_property
     def _by_key(self) -> dict[str, Site]:
-        return {key: site for site in self.sites for key in site.static_specs()}
+        return {key: site for site in self.sites for key in site.keys}
 
     @functools.cached_property
     def _around(self) -> dict[Address, list[str]]:
-        """The keys of the static scales inside each address above a site."""
+        """The keys inside each address above a site."""
         around: dict[Address, list[str]] = {}
         for site in self.sites:
             for depth in range(len(site.address)):
-                around.setdefault(site.address[:depth], []).extend(site.static_specs())
+                around.setdefault(site.address[:depth], []).extend(site.keys)
         return around
 
     def weight_at(self, path: str | None) -> Weight | None:

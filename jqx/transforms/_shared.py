@@ -20,6 +20,7 @@ from ._calibrate_batches import in_bytes as in_bytes
 from ._calibrate_batches import placed as placed
 from ._calibrate_batches import progress_bar as progress_bar
 from ._calibrate_batches import tell as tell
+from ._channel_map import Channels as Channels
 from ._counted import alike as alike
 from ._counted import is_counted as is_counted
 from ._counted import spread as spread
@@ -37,6 +38,9 @@ from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
 from ._make_plan import planner as planner
+from ._map_channels import Maps as Maps
+from ._map_channels import as_maps as as_maps
+from ._map_channels import with_maps as with_maps
 from ._origin import Address as Address
 from ._paths import EACH as EACH
 from ._paths import Names as Names

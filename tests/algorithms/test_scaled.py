@@ -59,9 +59,10 @@ def lost(policy, algorithm):
 
 
 REWRITES = {
-    "smooth_quant": smooth_quant(),
-    "smooth_quant of weights": smooth_quant(strength=0),
-    "smooth_quant of activations": smooth_quant(strength=1.0),
+    "smooth_quant": smooth_quant(keep=False),
+    "smooth_quant of weights": smooth_quant(strength=0, keep=False),
+    "smooth_quant of activations": smooth_quant(strength=1.0, keep=False),
+    "smooth_quant and what is kept": smooth_quant(),
     "equalize": equalize(),
     "awq": awq(clip=False, steps=5),
     "awq without duo": awq(clip=False, duo=False, steps=3),
@@ -70,17 +71,54 @@ REWRITES = {
 
 @pytest.mark.parametrize("name", REWRITES)
 def test_the_function_stays_as_it_is(name):
-    found = REWRITES[name].rewrite(f, plan_of(W8A8), PARAMS, BATCHES, progress=False).params
-    a, b = jax.jit(f)(PARAMS, TEST), jax.jit(f)(found, TEST)
+    plan = plan_of(W8A8)
+    found, _, maps = REWRITES[name].rewrite(f, plan, PARAMS, BATCHES, progress=False)
+    a, b = jax.jit(f)(PARAMS, TEST), jax.jit(jqx.map_channels(f, plan, maps))(found, TEST)
     assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
     changed = {key for key in PARAMS if (np.asarray(PARAMS[key]) != np.asarray(found[key])).any()}
     gains = set() if name == "equalize" else {"gain", "gate"}
-    assert changed == {"up", "down"} | gains
+    kept = {"head"} if name == "smooth_quant and what is kept" else set()
+    assert changed == {"up", "down"} | gains | kept
+    assert set(maps) == {f"{path}:dot_general:lhs" for path in kept}
 
 
 def test_activations_with_outliers_lose_less_after_smooth_quant():
     plain, smooth = (lost(W8A8, x)[0] for x in (None, smooth_quant()))
     assert smooth < 0.5 * plain
+
+
+def test_scales_are_kept_where_nothing_takes_them():
+    """Two sites of one value have one scale; a group of a convolution, and experts, have theirs."""
+
+    def g(p, x):
+        h = jnp.tanh(x) * OUTLIERS[None]
+        y = jnp.sin(h @ p["a"]) + jnp.sin(h @ p["b"])
+        image = y.reshape(-1, 4, 4, H // 2 // 4) ** 3
+        sizes = jnp.array([x.shape[0] // 4, x.shape[0] - x.shape[0] // 4], jnp.int32)
+        options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=3)
+        z = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
+        return z, lax.ragged_dot(h, p["experts"], sizes)
+
+    shapes = {"a": (D, 2 * H), "b": (D, 2 * H), "kernel": (3, 3, 1, 6), "experts": (2, D, 4)}
+    params = {name: normal(*shape) for name, shape in shapes.items()}
+    params["experts"] = params["experts"] / OUTLIERS[None, :, None]
+    plan = jqx.make_plan(g, W8A8)(params, TEST)
+    found, report, maps = smooth_quant().rewrite(g, plan, params, BATCHES, progress=False)
+    assert "a:dot_general" in report.kept and "kept at the site: " in str(report)
+    a, b, kernel, experts = (np.asarray(x.scale) for x in maps.values())
+    np.testing.assert_array_equal(a, b)
+    assert a.shape == experts.shape == (D,) and kernel.shape == (3,)
+    h = np.tanh(np.concatenate(BATCHES)) * OUTLIERS
+    w = np.maximum(*(np.abs(params[name]).max(1) for name in "ab"))
+    np.testing.assert_allclose(1 / a, np.sqrt(np.abs(h).max(0) / w), rtol=1e-5)
+    most = np.abs(params["experts"]).max((0, 2))
+    np.testing.assert_allclose(1 / experts, np.sqrt(np.abs(h).max(0) / most), rtol=1e-5)
+    own, other = g(params, TEST), jqx.map_channels(g, plan, maps)(found, TEST)
+    for x, y in zip(own, other, strict=True):
+        assert np.abs(x - y).max() <= 1e-5 * np.abs(x).max()
+    # Weights alone are not worth a product at run time.
+    weights = jqx.make_plan(g, W4)(params, TEST)
+    assert smooth_quant().rewrite(g, weights, params, BATCHES, progress=False).maps == {}
 
 
 def test_smooth_quant_is_the_formula_of_the_paper():
@@ -162,10 +200,11 @@ def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
 
 
 def test_a_chain_goes_on_with_what_the_one_before_has_made():
-    both = chain(smooth_quant(), gptq())
+    smooth = smooth_quant(keep=False)
+    both = chain(smooth, gptq())
     policy = jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")])
     error, quantized = lost(policy, both)
-    first = smooth_quant().rewrite(f, quantized.plan, PARAMS, BATCHES, progress=False).params
+    first = smooth.rewrite(f, quantized.plan, PARAMS, BATCHES, progress=False).params
     codes = gptq().run(f, quantized.plan, first, BATCHES, progress=False)
     jax.tree.map(np.testing.assert_array_equal, codes.params, quantized.params)
     pairs, report = quantized.details
@@ -181,6 +220,7 @@ def test_what_means_nothing_is_refused():
     cases = (
         (lambda: smooth_quant(strength=1.5), ValueError, "from 0 to 1"),
         (lambda: smooth_quant(weight=3), TypeError, "`weight`"),
+        (lambda: smooth_quant(keep=1), TypeError, "`keep`"),
         (lambda: equalize(steps=0), ValueError, "1 or more"),
         (lambda: awq(steps=1), ValueError, "from 2"),
         (lambda: awq(clip=1), TypeError, "truth value"),
@@ -201,6 +241,6 @@ def test_a_function_without_pairs_is_an_error_that_says_why():
         return jnp.tanh(x @ p["a"]) @ p["b"]
 
     params = {"a": normal(D, H), "b": normal(H, 4)}
-    for algorithm in (smooth_quant(), equalize(), awq(clip=False)):
+    for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False)):
         with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+to mend:"):
             jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)

@@ -55,6 +55,25 @@ def saved(tmp_path_factory):
     return path, quantized
 
 
+def test_maps_of_channels_are_saved(tmp_path):
+    """A scale that is kept at a site is one, and so are the scales of two algorithms."""
+    smooth = jqx.algorithms.smooth_quant()
+    algorithm = jqx.algorithms.chain(smooth, dataclasses.replace(smooth, strength=0.8))
+    quantized = jqx.ptq(f, POLICY, algorithm, progress=False)(PARAMS, [X])
+    assert {key: len(x) for key, x in quantized.maps.items()} == {
+        f"{name}:dot_general:lhs": 2 for name in ("static", "asymmetric")
+    }
+    path = tmp_path / "model.safetensors"
+    jqx.save(path, quantized)
+    loaded = jqx.load(path)
+    same(dict(loaded.maps), dict(quantized.maps))
+    bound = loaded.bind(f)
+    np.testing.assert_array_equal(bound(X), quantized(X))
+    again = tmp_path / "again.safetensors"
+    jqx.save(again, bound)
+    assert again.read_bytes() == path.read_bytes()
+
+
 def test_what_is_bound_is_what_was_saved(saved):
     path, quantized = saved
     loaded = jqx.load(path)

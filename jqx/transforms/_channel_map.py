@@ -1,0 +1,113 @@
+"""A linear map of the channels of a value: what algorithms keep at sites."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._compat import Eqn
+from ..observers import ObservedSite
+from ._find import HIDDEN
+from .primitives import CONTRACTIONS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelMap:
+    """What is done with the channels of an operand of a contraction, or of its result:
+    `(x * scale) @ rotation + shift`, each part where it is given.
+
+    An operand has the channels that are summed over, a result those that the weight makes. Leading
+    axes `loops` are the scans that step over the weight, as `jqx.observers` have them.
+
+    Attributes:
+      scale: `[*loops, *batch, channels]`, or `None`.
+      factors: square matrices `[*loops, n, n]`; the rotation is their Kronecker product, on blocks
+        of so many channels, one after another. None of them is no rotation.
+      shift: as `scale`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.ChannelMap(scale=jnp.array([1.0, 0.5])).scale
+      Array([1. , 0.5], dtype=float32)
+    """
+
+    scale: jax.Array | None = None
+    factors: tuple[jax.Array, ...] = ()
+    shift: jax.Array | None = None
+
+    def apply(self, x: jax.Array, channels: "Channels") -> jax.Array:
+        """Returns a value with its channels mapped, in its own dtype."""
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if self.scale is not None:
+            y = y * channels.spread(self.scale.astype(y.dtype), y.shape)
+        if self.factors:
+            y = channels.rotated(y, [factor.astype(y.dtype) for factor in self.factors])
+        if self.shift is not None:
+            y = y + channels.spread(self.shift.astype(y.dtype), y.shape)
+        return y.astype(x.dtype)
+
+    def parts(self) -> dict[str, Any]:
+        """Returns its arrays by name."""
+        named = {"scale": self.scale, "shift": self.shift}
+        named |= {f"factors/{i}": factor for i, factor in enumerate(self.factors)}
+        return {name: x for name, x in named.items() if x is not None}
+
+
+class Channels(NamedTuple):
+    """Which axes of a value are its channels, in order, and which those of a stack."""
+
+    batch: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @classmethod
+    def of_operand(cls, about: ObservedSite) -> "Channels":
+        """Those that a site sums over."""
+        return cls(about.batch, about.contracted)
+
+    @classmethod
+    def of_result(cls, eqn: Eqn, place: int) -> "Channels":
+        """Those that the weight makes, which is operand `place`."""
+        name, rank = eqn.primitive.name, eqn.outvars[0].aval.ndim
+        if name == "conv_general_dilated":
+            return cls((), (eqn.params["dimension_numbers"].out_spec[1],))
+        if name == "gather":
+            return cls((), tuple(eqn.params["dimension_numbers"].offset_dims))
+        axes = CONTRACTIONS[name].axes(eqn)[place]
+        stack = len(axes.batch) if name == "dot_general" else 0
+        count = len([axis for axis in axes.kept if axis not in axes.batch])
+        count = 1 if name != "dot_general" else count
+        first = stack if place == 0 else rank - count
+        return cls(tuple(range(stack)), tuple(range(first, first + count)))
+
+    def shape(self, of: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a number for each channel, [*batch, channels]."""
+        return *(of[axis] for axis in self.batch), math.prod(of[axis] for axis in self.own)
+
+    def spread(self, x: Any, shape: Sequence[int]) -> Any:
+        """Returns numbers [*batch, channels] in the axes of a value, size 1 along all others."""
+        axes = (*self.batch, *self.own)
+        x = x.reshape([shape[axis] for axis in axes])
+        x = x.transpose(sorted(range(len(axes)), key=axes.__getitem__))
+        return x.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)])
+
+    def rotated(self, x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+        """Returns a value with each block of its channels multiplied by the Kronecker product."""
+
+        def rotate(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+            last = jnp.moveaxis(x, self.own, range(-len(self.own), 0))
+            sizes, rows = [len(factor) for factor in factors], last.shape[: -len(self.own)]
+            blocks = math.prod(last.shape[len(rows) :]) // math.prod(sizes)
+            y = last.reshape(*rows, blocks, *sizes)
+            for i, factor in enumerate(factors):
+                axis = i - len(factors)
+                y = jnp.moveaxis(y, axis, -1)
+                y = jnp.matmul(y, factor, precision=jax.lax.Precision.HIGHEST)
+                y = jnp.moveaxis(y, -1, axis)
+            return jnp.moveaxis(y.reshape(last.shape), range(-len(self.own), 0), self.own)
+
+        rotate.__name__ = HIDDEN
+        return jax.jit(rotate)(x, list(factors))

@@ -1,0 +1,251 @@
+"""`map_channels`: a function with linear maps of channels at its contractions."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._calls import called
+from .._checks import check_instance, require_that
+from .._compat import Eqn
+from .._errors import message
+from ._affines import some
+from ._channel_map import ChannelMap, Channels
+from ._entries import observed_parts
+from ._find import Found, contractions
+from ._interpret import Rules, interpret
+from ._origin import Address
+from ._plan import Plan
+from ._site import Operand, Site
+from ._trace import check_function, trace_call
+from ._weight import real_of
+from .primitives import Records
+
+Maps = Mapping[str, ChannelMap | Sequence[ChannelMap]]
+"""Maps by the key of an operand or a result, such as `w:dot_general:lhs`; several in order."""
+
+_SIDES = "lhs", "rhs"
+
+
+@called("map_channels", "call it in two steps: jqx.map_channels(f, plan, maps)(params, x).")
+def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[..., Any]:
+    """Returns `f` with maps of channels at its contractions: in float, with the same contractions,
+    so that a plan of `f` is one of it too.
+
+    Algorithms change weights so that the mapped function of the new weights is `f` of the old ones,
+    and rounds better. XLA joins scales and shifts with what stands before or after them.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`.
+      maps: what is done, by the key of an operand that is no weight, or of a result, of a site such
+        as `layer0/w:dot_general:lhs`; of a contraction that the plan skips
+        `<path>:<op>~<place among skipped ones>:lhs`. Several are done in order.
+
+    Returns:
+      A function of the arguments of `f` with its result.
+
+    Raises:
+      TypeError: `f` is no function, `plan` no plan, or `maps` no dict of maps.
+      ValueError: a key is unknown, a map does not fit its value, or the plan was made for another
+        function.
+      NotImplementedError: the plan splits a scan.
+
+    Gradient: that of the maps, with respect to arguments and to the arrays of `maps`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.ones((2, 1)), jnp.array([[1.0, 8.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+      >>> maps = {":dot_general:lhs": jqx.ChannelMap(scale=jnp.array([1.0, 0.125]))}
+      >>> jqx.map_channels(f, plan, maps)(w, x)
+      Array([[2.]], dtype=float32)
+    """
+    name = "map_channels"
+    check_function(name, f)
+    check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
+    given = as_maps(name, maps)
+    places = _places(plan)
+    unknown = sorted(set(given) - set(places))
+    require_that(
+        not unknown,
+        error=ValueError,
+        function=name,
+        problem="`maps` has keys that the plan does not know.",
+        given=some(unknown),
+        expected=f"keys of operands and results, such as {some(sorted(places))}",
+        mend="take the keys of plan.sites: operand.key, or site.output_key.",
+    )
+    require_that(
+        not plan.splits,
+        error=NotImplementedError,
+        function=name,
+        problem="the plan splits a scan.",
+        given="rules that select steps, such as 'layers[0]'",
+        expected="a plan of the function as it is",
+        mend="use a policy that does not select steps.",
+    )
+    wanted: dict[Address, dict[int, str]] = {}
+    for key in given:
+        address, place = places[key]
+        wanted.setdefault(address, {})[place] = key
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        call = trace_call(name, f, plan.parameters, args, kwargs)
+        found = {item.address: item for item in contractions(call) if item.address}
+        sites = [_site(plan, found, address, keys) for address, keys in wanted.items()]
+        own = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
+        by_address = {x.site.address: x for x in sites}
+        rules = _Mapped(own, given, sites=by_address)  # type: ignore[arg-type]
+        leaves = list(map(real_of, call.leaves))
+        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
+        return jax.tree.unflatten(call.out_tree, out)
+
+    return mapped
+
+
+def as_maps(function: str, maps: Any) -> dict[str, tuple[ChannelMap, ...]]:
+    """Returns maps, several of each key, after checking that they are some."""
+    mend = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
+    check_instance(function, "maps", maps, Mapping, mend=mend)
+    each = {
+        key: tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        for key, value in maps.items()
+    }
+    for key, values in each.items():
+        for value in values:
+            check_instance(function, f"maps[{key!r}]", value, ChannelMap, mend=mend)
+    return each
+
+
+def with_maps(function: str, first: Maps, then: Maps) -> Maps:
+    """Returns the maps of one after those of another."""
+    a, b = as_maps(function, first), as_maps(function, then)
+    return a | {key: a.get(key, ()) + own for key, own in b.items()}
+
+
+def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
+    """Returns for each key the address of a contraction, and which operand of it; -1 its result."""
+    found = {}
+    for site in plan.sites:
+        for i, operand in enumerate(site.operands):
+            if operand.path is None:
+                found[operand.key] = site.address, i
+        found[site.output_key] = site.address, -1
+    for i, skip in enumerate(plan.skipped):
+        if skip.address:
+            name = plan.name_of_skipped(i)
+            sides = _SIDES[: len(skip.shapes)] if skip.op != "gather" else ()
+            found |= {f"{name}:{side}": (skip.address, k) for k, side in enumerate(sides)}
+            found[f"{name}:out"] = skip.address, -1
+    return found
+
+
+class _Here(NamedTuple):
+    """A contraction with maps: the operands that they are of, -1 the result, and their channels."""
+
+    site: Site
+    channels: Mapping[int, Channels]
+
+
+def _site(
+    plan: Plan, found: Mapping[Address, Found], address: Address, keys: Mapping[int, str]
+) -> _Here:
+    """Returns what is mapped at an address of a call."""
+    if address not in found:
+        text = message(
+            "map_channels",
+            "the plan was made for another function.",
+            given=f"no contraction where {keys[min(keys)]!r} is",
+            expected="the function that the plan was made for",
+            mend="make the plan again with jqx.make_plan(f, policy)(*args).",
+        )
+        raise ValueError(text)
+    item = found[address]
+    operands = []
+    for i, origin in enumerate(item.origins):
+        require_that(
+            origin is None or i not in keys,
+            error=ValueError,
+            function="map_channels",
+            problem="a map is of a weight.",
+            given=repr(keys.get(i)),
+            expected="an operand that is no weight, or a result",
+            mend="change the weight itself.",
+        )
+        role = "activation" if origin is None else "weight"
+        path = None if origin is None else origin.path
+        operands.append(Operand(role, None, keys.get(i, f"{keys[min(keys)]}/{i}"), path))
+    output_key = keys.get(-1, f"{keys[min(keys)]}/out")
+    own = tuple(operands)
+    site = Site(
+        address, item.path, item.scope, item.op, own, None, output_key, 0, item.loops, (), (), None
+    )
+    weights = [i for i, origin in enumerate(item.origins) if origin is not None]
+    parts = observed_parts(site, item)
+    channels = {
+        i: Channels.of_operand(parts[i].about)
+        if i >= 0
+        else Channels.of_result(item.eqn, weights[0] if weights else len(operands) - 1)
+        for i in keys
+    }
+    return _Here(site, channels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mapped(Rules):
+    """Evaluates in float, with the maps at their contractions."""
+
+    sites: Mapping[Address, _Here]
+
+    function: ClassVar[str | None] = None
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        here = self.sites[site.address]
+        values = [*map(real_of, operands)]
+        for i, channels in here.channels.items():
+            if i >= 0:
+                values[i] = self._mapped(site.keys[i], values[i], channels)
+        (result,) = _compat.bind(eqn, values)
+        if -1 in here.channels:
+            result = self._mapped(site.output_key, result, here.channels[-1])
+        return result, {}
+
+    def _mapped(self, key: str, x: jax.Array, channels: Channels) -> jax.Array:
+        x = jnp.asarray(x)
+        for each in self.affines[key]:
+            _check_fits(key, each, channels, x)  # type: ignore[arg-type]
+            x = each.apply(x, channels)  # type: ignore[union-attr]
+        return x
+
+
+def _check_fits(key: str, each: ChannelMap, channels: Channels, x: jax.Array) -> None:
+    """Checks that a map is one of those channels."""
+    wanted = channels.shape(x.shape)
+    for name, own in each.parts().items():
+        shape = jnp.shape(own)
+        is_factor = name.startswith("factors")
+        size = 1
+        for factor in each.factors:
+            size *= jnp.shape(factor)[-1]
+        fits = (
+            len(shape) == 2 and shape[0] == shape[1] and wanted[-1] % size == 0
+            if is_factor
+            else shape == wanted
+        )
+        require_that(
+            fits,
+            error=ValueError,
+            function="map_channels",
+            problem=f"a map of {key!r} does not fit its channels.",
+            given=f"{name} of shape {shape}, in one step of the loops around it",
+            expected=f"square matrices whose sizes multiply to a divisor of {wanted[-1]}"
+            if is_factor
+            else f"{wanted}",
+            mend="give it the channels of that value, with a leading axis for each scan over the "
+            "weight.",
+        )
