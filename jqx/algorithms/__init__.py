@@ -5,6 +5,10 @@ from ._awq import Awq as Awq
 from ._awq import AwqReport as AwqReport
 from ._awq import ScaledTogether as ScaledTogether
 from ._awq import awq as awq
+from ._bias_correction import BiasCorrection as BiasCorrection
+from ._bias_correction import BiasReport as BiasReport
+from ._bias_correction import SiteShift as SiteShift
+from ._bias_correction import bias_correction as bias_correction
 from ._chain import Chain as Chain
 from ._chain import chain as chain
 from ._equalize import Equalize as Equalize

@@ -8,15 +8,16 @@ from .._checks import require_that, shown
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Chain:
-    """Algorithms of `jqx.ptq`, one after another: those that change weights, and at the end one
-    that chooses codes, or none, which rounds to nearest. The report is a tuple of theirs.
+    """Algorithms of `jqx.ptq`, one after another: those that change weights; one that chooses
+    codes, or none, which rounds to nearest; those that correct what is lost then. The report is a
+    tuple of theirs.
 
     Attributes:
       algorithms: in order.
 
     Raises:
       TypeError: one is no algorithm.
-      ValueError: there is none, or one that chooses codes is not the last.
+      ValueError: there is none, or they are not in that order.
 
     Example:
       >>> import jqx
@@ -30,7 +31,7 @@ class Chain:
     def __init__(self, *algorithms: Any) -> None:
         name = "algorithms.chain"
         for i, algorithm in enumerate(algorithms):
-            is_one = callable(algorithm) or hasattr(algorithm, "rewrite")
+            is_one = callable(algorithm) or _kind(algorithm) != 1
             require_that(
                 is_one and not isinstance(algorithm, (type, Chain)),
                 error=TypeError,
@@ -40,17 +41,25 @@ class Chain:
                 expected="algorithms, such as jqx.algorithms.awq()",
                 mend="call the class; write out what a chain in a chain has.",
             )
-        early = [x for x in algorithms[:-1] if not hasattr(x, "rewrite")]
+        kinds = list(map(_kind, algorithms))
+        fits = kinds == sorted(kinds) and kinds.count(1) < 2
         require_that(
-            algorithms and not early,
+            algorithms and fits,
             error=ValueError,
             function=name,
-            problem="one that chooses codes is not the last." if early else "there is none.",
+            problem="the algorithms are not in order." if algorithms else "there is none.",
             given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
-            expected="algorithms that change weights, then at most one that chooses codes",
-            mend="put it at the end.",
+            expected="algorithms that change weights, then at most one that chooses codes, then "
+            "those that correct what these have lost",
+            mend="put them in that order, such as chain(smooth_quant(), gptq(), "
+            "bias_correction()).",
         )
         object.__setattr__(self, "algorithms", algorithms)
+
+
+def _kind(algorithm: Any) -> int:
+    """Returns where an algorithm stands in a chain."""
+    return 0 if hasattr(algorithm, "rewrite") else 2 if hasattr(algorithm, "correct") else 1
 
 
 chain = Chain

@@ -89,6 +89,7 @@ class ObservedSite:
       batch: the axes along which each array of a stack meets another one, in the order of the
         contraction: experts, for example.
       spec: how the plan quantizes the operand, its granularity absolute; `None` for float.
+      channels: of a result beside a weight, the axes that the weight makes; of an operand none.
       patches: of a convolution, how it takes patches; `None` for all else.
       experts: of a `ragged_dot`, how many matrices there are; `None` for all else.
       sizes: of a `ragged_dot`, how many rows are multiplied by each of them, int32; only where an
@@ -107,6 +108,7 @@ class ObservedSite:
     kept: Axes
     batch: Axes
     spec: QSpec | None
+    channels: Axes = ()
     patches: Patches | None = None
     experts: int | None = None
     sizes: jax.Array | None = dataclasses.field(default=None, compare=False)

@@ -105,7 +105,7 @@ def ptq(
     mend = "pass for example jqx.presets.w8a8()."
     check_instance("ptq", "policy", policy, Policy, mend=mend)
     check_algorithm("ptq", algorithm, of_functions=True)
-    rewrites, rounding = parts_of(algorithm)
+    rewrites, rounding, corrections = parts_of(algorithm)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     def quantize(values: Any, batches: Iterable[Any]) -> Quantized:
@@ -118,7 +118,7 @@ def ptq(
         run = getattr(rounding, "run", None)
         observers = None if run else observers_of(rounding)
         stats, scales, reports, maps, mapped = None, {}, [], {}, f
-        if run or rewrites:
+        if run or rewrites or corrections:
             every = list(every)
         for each in rewrites:
             rewritten = as_chosen(each.rewrite(mapped, plan, values, every, progress=progress))
@@ -135,12 +135,17 @@ def ptq(
         else:
             chosen = _chosen(plan, values, rounding, stats)
         codes = _checked(plan, chosen.params)
+        reports += [] if rounding is None else [chosen.report]
+        for each in corrections:
+            given = mapped, plan, values, codes, scales, every
+            corrected = as_chosen(each.correct(*given, progress=progress))
+            codes, reports = _checked(plan, corrected.params), [*reports, corrected.report]
+            maps = with_maps("ptq", maps, corrected.maps)
+            mapped = map_channels(f, plan, maps) if maps else f
         found = report_of(plan, values, lambda: codes)
         quantized = quantized_of(f, plan, scales, maps, codes, found, abstract(inputs), meant)
-        if rewrites and rounding is None and len(reports) == 1:
-            return dataclasses.replace(quantized, details=reports[0])
-        details = (*reports, chosen.report) if rewrites else chosen.report
-        return dataclasses.replace(quantized, details=details)
+        details = reports[0] if len(reports) == 1 else tuple(reports)
+        return dataclasses.replace(quantized, details=details or None)
 
     return quantize
 

@@ -19,7 +19,10 @@ class Algorithm(Protocol):
     `jqx.ptq` calls that instead: an algorithm may look at the function as it pleases, such as layer
     after layer. Where it has a method `rewrite` of the same arguments, it returns float parameters
     that round better, of the same function or nearly, and with `Chosen.maps` what is done at its
-    sites: `jqx.ptq` goes on with these, and calibrates on them.
+    sites: `jqx.ptq` goes on with these, and calibrates on them. Where it has a method
+    `correct(f, plan, params, codes, affines, batches, progress=...)`, that is called when the codes
+    of weights and the scales of activations are known: it returns other parameters in the place of
+    `codes`, or `Chosen.maps`.
 
     Where it has an attribute `observers`, a dict as `jqx.calibrate` takes it, such as
     `{".*": jqx.observers.hessian}`, batches are calibrated on, static scales or not, and `stats`
@@ -58,7 +61,9 @@ class Algorithm(Protocol):
 def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
     """Checks that an algorithm can be called; `of_functions` says that it may want the function."""
     is_class = isinstance(algorithm, type)
-    wants = [name for name in ("rewrite", "run", "algorithms") if hasattr(algorithm, name)]
+    wants = [
+        name for name in ("rewrite", "run", "correct", "algorithms") if hasattr(algorithm, name)
+    ]
     fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
     require_that(
         fits or is_class or not wants or of_functions,
@@ -83,13 +88,23 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
     )
 
 
-def parts_of(algorithm: Any) -> tuple[tuple[Any, ...], Any]:
-    """Returns the algorithms that rewrite parameters, and what chooses codes after them, or `None`:
-    those of `jqx.algorithms.chain`, or one.
+class Parts(NamedTuple):
+    """The algorithms of `jqx.algorithms.chain`, or one: what rewrites parameters, what chooses
+    codes, or `None`, and what corrects after that.
     """
-    parts = getattr(algorithm, "algorithms", (algorithm,))
-    rewrites = tuple(x for x in parts if hasattr(x, "rewrite"))
-    return rewrites, parts[-1] if len(rewrites) < len(parts) else None
+
+    rewrites: tuple[Any, ...]
+    rounding: Any
+    corrections: tuple[Any, ...]
+
+
+def parts_of(algorithm: Any) -> Parts:
+    """Returns the parts of an algorithm."""
+    each = () if algorithm is None else getattr(algorithm, "algorithms", (algorithm,))
+    rewrites = tuple(x for x in each if hasattr(x, "rewrite"))
+    corrections = tuple(x for x in each if hasattr(x, "correct"))
+    rest = [x for x in each if x not in rewrites and x not in corrections]
+    return Parts(rewrites, rest[0] if rest else None, corrections)
 
 
 def observers_of(algorithm: Algorithm | None) -> Any:

@@ -79,15 +79,12 @@ def calibrate_batches(
     where = [pattern for pattern, each in checked if places in each]
     each = ((pattern, tuple(x for x in given if x != places)) for pattern, given in checked)
     valued = {pattern: given for pattern, given in each if given}
-    leaves, tree = jax.tree.flatten(params)
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    arrays, filled = arrays_of(params)
     if quantized is not None:
-        arrays = _beside(arrays, tree, quantized)
+        arrays = _beside(arrays, jax.tree.structure(params), quantized)
 
     def one(arrays: list[Any], batch: Any) -> Stats:
-        rest = iter(arrays)
-        filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-        arguments = arguments_of(plan, jax.tree.unflatten(tree, filled), batch)
+        arguments = arguments_of(plan, filled(arrays), batch)
         return calibrate(f, plan, observers=valued)(*arguments)[1]
 
     @jax.jit
@@ -150,17 +147,26 @@ def elements_of(
     """
     if not patterns:
         return {}
-    leaves, tree = jax.tree.flatten((params, batch))
+    arrays, filled = arrays_of((params, batch))
 
     @jax.jit
     def found(arrays: list[Any]) -> Stats:
-        rest = iter(arrays)
-        filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-        arguments = arguments_of(plan, *jax.tree.unflatten(tree, filled))
+        arguments = arguments_of(plan, *filled(arrays))
         _, stats = calibrate(f, plan, observers=dict.fromkeys(patterns, places))(*arguments)
         return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}
 
-    return found([leaf for leaf in leaves if is_array(leaf)])
+    return found(arrays)
+
+
+def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the arrays of a tree, which `jit` takes, and what makes the tree of others."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def filled(arrays: Sequence[Any]) -> Any:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if is_array(x) else x for x in leaves])
+
+    return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
 @jax.tree_util.register_pytree_node_class

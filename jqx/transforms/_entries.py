@@ -12,6 +12,7 @@ from .. import _compat
 from .._errors import message
 from ..observers import ObservedSite, Observer, Places
 from ..observers._shared import Calibrated, Patches, Weight
+from ._channel_map import Channels
 from ._find import Found
 from ._observers import Checked, is_for, observers_of
 from ._origin import Address
@@ -167,15 +168,17 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
             own.kept,
             own.batch,
             operand.spec,
-            _patches_of(eqn),
-            eqn.invars[1].aval.shape[0] if site.op == "ragged_dot" else None,
+            patches=_patches_of(eqn),
+            experts=eqn.invars[1].aval.shape[0] if site.op == "ragged_dot" else None,
         )
         parts.append(Part(operand.key, about, _kind_of(eqn.invars[i]), i))
     result = _kind_of(eqn.outvars[0])
     kept = tuple(range(len(result.shape)))
     batch = kept[: len(axes[0].batch)] if site.op == "dot_general" else ()
+    weights = [i for i, operand in enumerate(site.operands) if operand.role == "weight"]
+    own = Channels.of_result(eqn, weights[0]).own if weights else ()
     about = ObservedSite(
-        site.path, site.op, "out", "result", has_weight, (), kept, batch, site.output
+        site.path, site.op, "out", "result", has_weight, (), kept, batch, site.output, own
     )
     return [*parts, Part(site.output_key, about, result, -1)]
 

@@ -14,6 +14,7 @@ from ._arguments import check_plan as check_plan
 from ._calibrate import Affines as Affines
 from ._calibrate import affines_seen as affines_seen
 from ._calibrate_batches import arguments_of as arguments_of
+from ._calibrate_batches import arrays_of as arrays_of
 from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
 from ._calibrate_batches import in_bytes as in_bytes

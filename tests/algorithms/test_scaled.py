@@ -225,7 +225,7 @@ def test_what_means_nothing_is_refused():
         (lambda: awq(steps=1), ValueError, "from 2"),
         (lambda: awq(clip=1), TypeError, "truth value"),
         (lambda: chain(), ValueError, "there is none"),
-        (lambda: chain(gptq(), awq()), ValueError, "not the last"),
+        (lambda: chain(gptq(), awq()), ValueError, "not in order"),
         (lambda: chain(3), TypeError, "argument 0"),
         (lambda: chain(chain(awq())), TypeError, "argument 0"),
     )

@@ -1,0 +1,153 @@
+"""Bias correction: means of results become those in float, whatever stands around a site."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import bias_correction, chain, gptq, smooth_quant
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+D, H, LAYERS = 8, 12, 3
+
+
+def positive(*shape):
+    """Means far from 0: what rounding of weights moves."""
+    return on_device(np.abs(RNG.normal(size=shape)) + 0.5, jnp.float32)
+
+
+def normal(*shape):
+    return on_device(RNG.normal(size=shape), jnp.float32)
+
+
+PARAMS = {
+    "table": normal(10, D),
+    "up": normal(LAYERS, D, H),
+    "down": normal(LAYERS, H, D) / 4,
+    "kernel": normal(3, 3, 2, 4),
+    "experts": normal(2, D, 4),
+    "stack": normal(2, D, 5),
+}
+BATCHES = [positive(24, D), positive(16, D)]
+POLICY = jqx.Policy(
+    [
+        jqx.Rule("table", weight="int8", tables="int4"),
+        jqx.Rule("up", weight="int3", activation="int4"),
+        jqx.Rule("down", weight="int3", activation="int8:token:dynamic", output="int8"),
+        jqx.Rule(".*", weight="int3"),
+    ]
+)
+
+
+def f(p, x):
+    """Perceptrons in a scan, a convolution, experts, a stack of matrices and a lookup."""
+
+    def layer(x, p):
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    x = lax.scan(layer, x, {"up": p["up"], "down": p["down"]})[0]
+    image = x.reshape(-1, 2, 2, 2)
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
+    sizes = jnp.array([x.shape[0] // 4, x.shape[0] - x.shape[0] // 4], jnp.int32)
+    z = lax.ragged_dot(x, p["experts"], sizes)
+    parts = jnp.einsum("bsk,bkn->bsn", x.reshape(2, -1, D), p["stack"])
+    return y, z, parts, p["table"][jnp.arange(3)]
+
+
+def means(results):
+    """Of each channel of each result; of the stack each matrix has its own."""
+    y, z, parts, _ = results
+    return y.mean((0, 1, 2)), z.mean(0), parts.mean(1)
+
+
+@pytest.fixture(scope="module")
+def corrected():
+    quantize = jqx.ptq(f, POLICY, bias_correction(steps=12), target=False, progress=False)
+    return quantize(PARAMS, BATCHES)
+
+
+def test_results_of_all_batches_have_the_means_of_float(corrected):
+    plain = jqx.ptq(f, POLICY, target=False, progress=False)(PARAMS, BATCHES)
+    rows = [len(x) for x in BATCHES]
+
+    def over_batches(g):
+        g = jax.jit(g)
+        each = [means(g(x)) for x in BATCHES]
+        return [np.average(x, 0, weights=rows) for x in zip(*each, strict=True)]
+
+    exact = over_batches(lambda x: f(PARAMS, x))
+    for own, before, wanted in zip(
+        over_batches(corrected), over_batches(plain), exact, strict=True
+    ):
+        lost = np.abs(before - wanted).max()
+        assert np.abs(own - wanted).max() < 0.02 * lost and lost > 0.1
+    report = corrected.details
+    assert [entry.site for entry in report] == [
+        site.name for site in corrected.plan.sites if site.op != "gather"
+    ]
+    assert all(entry.after <= 0.01 * entry.before for entry in report)
+    assert len(str(report).splitlines()) == len(report) + 1
+    shapes = {key: own[0].shift.shape for key, own in corrected.maps.items()}
+    assert shapes == {
+        "up:dot_general:out": (LAYERS, H),
+        "down:dot_general:out": (LAYERS, D),
+        "kernel:conv_general_dilated:out": (4,),
+        "experts:ragged_dot:out": (4,),
+        "stack:dot_general:out": (2, 5),
+    }
+
+
+def test_a_lone_site_is_corrected_in_one_pass_by_the_formula_of_the_paper():
+    w, x = normal(D, 4), positive(64, D)
+    g = lambda w, x: x @ w  # noqa: E731
+    policy = jqx.Policy({".*": "int3"})
+    quantized = jqx.ptq(g, policy, bias_correction(), progress=False)(w, [x[:16], x[16:]])
+    codes = jqx.quantize_params(w, quantized.plan).dequantize()
+    expected = np.asarray(x).mean(0) @ (np.asarray(w) - np.asarray(codes))
+    (shift,) = quantized.maps[":dot_general:out"]
+    np.testing.assert_allclose(shift.shift, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_weight_0_are_left_out():
+    w, x = normal(D, 4), positive(64, D)
+    g = lambda w, x: x @ w  # noqa: E731
+    policy, batches = jqx.Policy({".*": "int3"}), [x.at[40:].mul(9)]
+    masked = bias_correction(weight=lambda x: jnp.arange(x.shape[0]) < 40)
+    a = jqx.ptq(g, policy, masked, progress=False)(w, batches)
+    b = jqx.ptq(g, policy, bias_correction(), progress=False)(w, [x[:40]])
+    (own,), (other,) = a.maps[":dot_general:out"], b.maps[":dot_general:out"]
+    np.testing.assert_allclose(own.shift, other.shift, rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_the_last_of_a_chain():
+    policy = jqx.Policy([jqx.Rule(".*", weight="int3", activation="int8")])
+    g = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]  # noqa: E731
+    params, batches = {"a": normal(D, H), "b": normal(H, 4)}, [positive(32, D)]
+    algorithms = smooth_quant(), gptq(), bias_correction()
+    quantized = jqx.ptq(g, policy, chain(*algorithms), progress=False)(params, batches)
+    assert len(quantized.details) == 3 and set(quantized.maps) == {
+        f"{name}:dot_general:{side}" for name in "ab" for side in ("lhs", "out")
+    }
+    found, wanted = quantized(batches[0]).mean(0), g(params, batches[0]).mean(0)
+    np.testing.assert_allclose(found, wanted, atol=1e-3)
+
+
+def test_what_means_nothing_is_refused():
+    for make, error, fact in (
+        (lambda: bias_correction(steps=0), ValueError, "1 or more"),
+        (lambda: bias_correction(steps=1.5), TypeError, "`steps`"),
+        (lambda: bias_correction(weight=3), TypeError, "`weight`"),
+        (lambda: chain(bias_correction(), gptq()), ValueError, "not in order"),
+    ):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*to mend:"):
+            make()
+    lookup = jqx.Policy([jqx.Rule(".*", weight="int8", tables="int8")])
+    with pytest.raises(ValueError, match=r"(?s)bias_correction: .*no contraction.*to mend:"):
+        jqx.ptq(lambda p, i: p["t"][i], lookup, bias_correction(), progress=False)(
+            {"t": normal(4, 8)}, [jnp.array([1])]
+        )
