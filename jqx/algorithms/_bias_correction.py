@@ -7,26 +7,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from .. import _compat
 from .._calls import called
-from .._checks import check_integer, require_that
+from .._checks import require_that
+from .._compat import Eqn
 from ..calibrators import Affine
 from ..observers import Mean, ObservedSite
 from ..observers._shared import MeanStats, check_weight
-from ..transforms import (
-    ChannelMap,
-    Plan,
-    calibrate,
-    dequantize_params,
-    map_channels,
-    merge_stats,
-    simulate,
+from ..transforms import ChannelMap, Plan, dequantize_params, map_channels, simulate
+from ..transforms._shared import (
+    FORMS,
+    Address,
+    Channels,
+    Chosen,
+    Observe,
+    Records,
+    Site,
+    addressed,
+    arguments_of,
+    arrays_of,
+    is_counted,
+    observed,
+    progress_bar,
+    trace_call,
+    value_of,
 )
-from ..transforms._shared import Chosen, Site, arguments_of, arrays_of, progress_bar
-
-_STILL = 1e-2
-"""The part of the first difference of means at which they agree."""
+from ._decisions import body_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +61,26 @@ class BiasReport(tuple[SiteShift, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.bias_correction", "options go by name: bias_correction(steps=50).")
+@called("algorithms.bias_correction", "options go by name: bias_correction(weight=is_token).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasCorrection:
     """Adds to the result of each quantized contraction what it takes for its channels to have the
-    means that they have in float: an algorithm of `jqx.ptq`, for codes that are chosen. The shifts
-    are those of all sites together, each with all before it corrected, as a pass from site to site
-    would find them: batches are passed through again with the shifts found so far, until means
-    agree. A lookup is not corrected.
+    means that they have in float: an algorithm of `jqx.ptq`, for codes that are chosen. Sites are
+    corrected one after another, in one pass: of each batch the results of a site get the means that
+    it has in float before what follows is looked at; what is added in the end is the mean over
+    batches. A lookup is not corrected, nor what the rounding of a result (`output=`) loses.
+
+    A site in a `while` or a `cond`, or in a scan that does not step over its weight, is corrected
+    for all its steps alike, and what follows it in this pass is not: the report says what is left.
 
     A shift is added at its site (`jqx.Quantized.maps`); XLA joins it with what follows.
 
     Attributes:
-      steps: how often batches are passed through at most; it ends where no root mean square of the
-        differences at a site is more than a hundredth of what it was at first.
       weight: how much rows count, as that of `jqx.observers.mean`.
 
     Raises:
-      TypeError: an option is not of its kind.
-      ValueError: `steps` is less than 1; when it runs, the plan quantizes no contraction with a
-        weight.
+      TypeError: `weight` is no function.
+      ValueError: when it runs, the plan quantizes no contraction with a weight.
 
     Source: Nagel et al., arXiv:1906.04721, section 4.2, with means that are measured.
 
@@ -82,27 +89,14 @@ class BiasCorrection:
       >>> f, policy = lambda w, x: x @ w, jqx.Policy({".*": "int2"})
       >>> w, x = jnp.array([[1.0, 0.4], [0.4, 1.0]]), jnp.array([[1.0, 2.0], [3.0, 2.0]])
       >>> quantize = jqx.ptq(f, policy, jqx.algorithms.bias_correction(), progress=False)
-      >>> quantized = quantize(w, [x])
-      >>> quantized.maps[":dot_general:out"][0].shift[0] > 0.7, quantized(x).mean(0).round(2)
-      (Array(True, dtype=bool), Array([2.8, 2.8], dtype=float32))
+      >>> quantize(w, [x])(x).mean(0).round(2), f(w, x).mean(0).round(2)
+      (Array([2.8, 2.8], dtype=float32), Array([2.8, 2.8], dtype=float32))
     """
 
-    steps: int = 30
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        name = "algorithms.bias_correction"
-        steps = check_integer(name, "steps", self.steps)
-        require_that(
-            steps > 0,
-            error=ValueError,
-            function=name,
-            problem="`steps` is not positive.",
-            given=f"steps == {steps}",
-            expected="1 or more",
-            mend="leave it out: it ends where means agree.",
-        )
-        check_weight(name, self.weight)
+        check_weight("algorithms.bias_correction", self.weight)
 
     def correct(
         self,
@@ -126,29 +120,38 @@ class BiasCorrection:
             expected="a site of a weight and an activation",
             mend="leave it out.",
         )
-        means = _Means(_bare(plan), self.weight, list(batches))
-        wanted = means.of(f, params)({})
+        batches, means = list(batches), _Means(_bare(plan), self.weight)
         operands = dataclasses.replace(plan, weights=())  # these are what codes stand for
-        quantized = means.of(f, dequantize_params(codes), lambda g: simulate(g, operands, affines))
-        shifts = {site.output_key: jnp.zeros_like(wanted[site.output_key]) for site in sites}
-        first: dict[str, float] = {}
-        size: dict[str, float] = {}
-        bar = progress_bar("bias correction", "pass", total=self.steps) if progress else None
-        for _ in range(self.steps):
-            seen = quantized(shifts)
-            error = {key: wanted[key] - seen[key] - shift for key, shift in shifts.items()}
-            size = {key: float(np.sqrt(np.mean(np.square(x)))) for key, x in error.items()}
-            first = first or size
+        quantized = lambda g: simulate(g, operands, affines)  # noqa: E731
+        bar = progress_bar("bias correction", "pass", total=4) if progress else None
+
+        def seen(function: Callable[..., Any], own: Any, wanted: Any = None) -> list[Any]:
+            found = means.of(function, own, batches, wanted)
             if bar is not None:
                 bar.update()
-            if all(size[key] <= _STILL * first[key] for key in size):
-                break
-            shifts = {key: shift + error[key] for key, shift in shifts.items()}
+            return found
+
+        real = dequantize_params(codes)
+        exact = seen(f, params)
+        arguments = arguments_of(plan, params, batches[0])
+        call = trace_call("algorithms.bias_correction", f, plan.parameters, arguments, {})
+        once = _run_once(plan, call.jaxpr)
+        wanted = [{key: _mean(x[key]) for key in once if key in x} for x in exact]
+        shifted = seen(quantized(f), real, wanted)
+        shifts = means.difference(exact, shifted)
+        maps = {key: ChannelMap(shift=x) for key, x in shifts.items()}
+        lost = [
+            means.difference(exact, seen(quantized(g), real))
+            for g in (f, map_channels(f, plan, maps))
+        ]
         if bar is not None:
             bar.close()
-        names = {site.output_key: site.name for site in sites}
-        report = BiasReport(SiteShift(names[key], first[key], size[key]) for key in size)
-        return Chosen(codes, report, {key: ChannelMap(shift=x) for key, x in shifts.items()})
+        report = BiasReport(
+            SiteShift(site.name, _size(lost[0][key]), _size(lost[1][key] - shifts[key]))
+            for site in sites
+            for key in [site.output_key]
+        )
+        return Chosen(codes, report, maps)
 
 
 bias_correction = BiasCorrection
@@ -196,41 +199,84 @@ def _flat(stats: MeanStats, shape: Sequence[int], site: ObservedSite) -> MeanSta
     return MeanStats(stats.total.reshape(*stack, -1), rows)
 
 
-class _Means:
-    """The means of results over batches, by key: `[*loops, *batch, channels]`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shifting(Observe):
+    """Gives results the means that are wanted, where a site has some."""
 
-    def __init__(self, plan: Plan, weight: Callable[..., Any] | None, batches: list[Any]):
-        self._plan, self._batches = plan, batches
-        self._observer = _ResultMean(weight=weight)
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
+        result, records = super().at_site(site, eqn, operands)
+        if site.output_key not in self.affines:
+            return result, records
+        (stats,) = records.values()
+        place = next(i for i, x in enumerate(site.operands) if x.role == "weight")
+        wanted: Any = self.affines[site.output_key]
+        shift = wanted - _mean(stats)
+        y = value_of(result)
+        spread = Channels.of_result(eqn, place).spread(shift, y.shape)
+        shifted = y + spread.astype(y.dtype)
+        if is_counted(result):
+            return dataclasses.replace(result, value=shifted), records
+        return shifted, records
+
+
+class _Means:
+    """The means of results over batches."""
+
+    def __init__(self, plan: Plan, weight: Callable[..., Any] | None):
+        self._plan, self._observer = plan, _ResultMean(weight=weight)
 
     def of(
-        self,
-        f: Callable[..., Any],
-        params: Any,
-        rounded: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda g: g,
-    ) -> Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]:
-        """Returns a function of shifts at results that returns the means of these before them."""
+        self, f: Callable[..., Any], params: Any, batches: Sequence[Any], wanted: Any = None
+    ) -> list[dict[str, MeanStats]]:
+        """Returns what each batch has, by the key of the result; those that are wanted are given to
+        results before what follows.
+        """
         plan, observers = self._plan, {".*": self._observer}
         arrays, filled = arrays_of(params)
+        rules = Observe if wanted is None else _Shifting
 
         @jax.jit
-        def seen(arrays: list[Any], shifts: Mapping[str, jax.Array], batch: Any) -> Any:
-            maps = {key: ChannelMap(shift=x) for key, x in shifts.items()}
+        def seen(arrays: list[Any], wanted: Any, batch: Any) -> Any:
             given = arguments_of(plan, filled(arrays), batch)
-            shifted = rounded(map_channels(f, plan, maps))
-            return calibrate(shifted, plan, observers=observers)(*given)[1]
+            stats = observed(f, plan, observers, rules, wanted or {})(*given)[1]
+            return {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
 
-        @jax.jit
-        def merge(a: Any, b: Any) -> Any:
-            return merge_stats(plan, a, b, observers=observers)
+        each = [None] * len(batches) if wanted is None else wanted
+        return [seen(arrays, own, x) for own, x in zip(each, batches, strict=True)]
 
-        def means(shifts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            found = functools.reduce(merge, (seen(arrays, shifts, x) for x in self._batches))
-            return {key.rsplit("@", 1)[0]: _mean(x) for key, x in found.items()}
+    def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
+        """Returns how much larger the means over all batches are in one than in another."""
+        merge = self._observer.merge
+        means = [
+            {key: _mean(functools.reduce(merge, (x[key] for x in each))) for key in each[0]}
+            for each in (a, b)
+        ]
+        return {key: means[0][key] - means[1][key] for key in means[0]}
 
-        return means
+
+def _run_once(plan: Plan, jaxpr: Any) -> set[str]:
+    """Returns the keys of the results of sites that run once for each part of their weight."""
+    found: set[str] = set()
+    stepped = {loop.address for site in plan.sites for loop in site.loops}
+
+    def look(jaxpr: Any, address: Address) -> None:
+        body, _ = _compat.open_jaxpr(jaxpr)
+        for here, eqn, marked in addressed(body, address):
+            site, name = plan.site_at(here), eqn.primitive.name
+            if site is not None:
+                found.add(site.output_key)
+            elif marked and name in FORMS and name not in ("while", "cond", "shard_map"):
+                if name != "scan" or here in stepped:
+                    look(body_of(eqn), here)
+
+    look(jaxpr, ())
+    return found
 
 
 def _mean(stats: MeanStats) -> jax.Array:
     rows = jnp.maximum(stats.rows, 1).astype(jnp.float32)
     return stats.total / rows.reshape(rows.shape + (1,) * (stats.total.ndim - rows.ndim))
+
+
+def _size(x: jax.Array) -> float:
+    return float(jnp.sqrt(jnp.mean(x**2)))

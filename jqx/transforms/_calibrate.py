@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ Affines = dict[str, Affine]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Observe(Rules):
+class Observe(Rules):
     """Evaluates in float, and records.
 
     Attributes:
@@ -134,8 +135,21 @@ def calibrate(
              [-3.,  9.]], dtype=float32)
     """
     check_function("calibrate", f)
+    return observed(f, plan, observers)
+
+
+def observed(
+    f: Callable[..., Any],
+    plan: Plan | Policy,
+    observers: GivenObservers,
+    rules: type[Observe] = Observe,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[..., tuple[Any, Stats]]:
+    """Returns what `calibrate` does; other rules may do more at sites, with what is given them by
+    keys of operands and results, and a leading axis for each scan over the weight.
+    """
     params = params_of("calibrate", plan)
-    given = check_observers("calibrate", observers)
+    checked = check_observers("calibrate", observers)
 
     def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         call = trace_call("calibrate", f, params, args, kwargs)
@@ -144,16 +158,16 @@ def calibrate(
             leaf if known.weight_at(path) is None else real_of(leaf)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
-        entries = entries_of("calibrate", known, call.jaxpr, found, given)
+        entries = entries_of("calibrate", known, call.jaxpr, found, checked)
         out, seen = [], {}
         for weight, own in reversed(entries.by_weight().items()):
             if weight is None:
-                rules, these = _Observe(known, entries=own), leaves
+                here, these = rules(known, dict(given), entries=own), leaves
             else:
                 counts = weights_of("calibrate", weight, known.params, args, kwargs)
-                rules = _Observe(known, entries=own, shape=counts.shape)
+                here = rules(known, dict(given), entries=own, shape=counts.shape)
                 these = count_arguments("calibrate", counts, known.params, call, leaves)
-            out, records = interpret(call.jaxpr, call.consts, these, rules)
+            out, records = interpret(call.jaxpr, call.consts, these, here)
             seen |= records
         out = list(map(value_of, out))
         stats = {key: seen[first] for key, first in entries.shared.items()}

@@ -12,7 +12,9 @@ from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
 from ._calibrate import Affines as Affines
+from ._calibrate import Observe as Observe
 from ._calibrate import affines_seen as affines_seen
+from ._calibrate import observed as observed
 from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import arrays_of as arrays_of
 from ._calibrate_batches import bytes_of as bytes_of
