@@ -211,8 +211,8 @@ PUBLIC = {
     """,
     "algorithms": """
         AlgorithmReport Awq AwqReport BiasCorrection BiasReport Chain Chosen Equalize Gptq
-        MatrixReport Memory Pair Pairs ScaledTogether SiteShift SmoothQuant
-        awq bias_correction chain equalize find_pairs gptq smooth_quant
+        MatrixReport Memory Pair Pairs Rotate Rotation RotationReport ScaledTogether SiteShift
+        SmoothQuant awq bias_correction chain equalize find_pairs gptq rotate smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average

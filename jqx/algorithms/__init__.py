@@ -21,5 +21,9 @@ from ._pairs import Pairs as Pairs
 from ._pairs import find_pairs as find_pairs
 from ._report import AlgorithmReport as AlgorithmReport
 from ._report import MatrixReport as MatrixReport
+from ._rotate import Rotate as Rotate
+from ._rotate import Rotation as Rotation
+from ._rotate import RotationReport as RotationReport
+from ._rotate import rotate as rotate
 from ._smooth_quant import SmoothQuant as SmoothQuant
 from ._smooth_quant import smooth_quant as smooth_quant

@@ -1,0 +1,191 @@
+"""Hadamard matrices: orthogonal, of entries 1 and -1. They spread a value over all channels."""
+
+import functools
+import math
+
+import numpy as np
+
+from .._checks import require_that
+from ._labels import Array
+
+_MOST = 64
+"""Above it a rotation is made of two smaller ones."""
+
+
+def is_order(n: int) -> bool:
+    """Whether a Hadamard matrix of a size is known here."""
+    return _made(n) is not None
+
+
+@functools.cache
+def hadamard(n: int) -> Array:
+    """Returns a Hadamard matrix, entries 1 and -1, int8 [n, n].
+
+    Sizes are a power of two times 1 or one of `q + 1` for a prime power `q = 4 k + 3`,
+    `2 (q + 1)` for one of `q = 4 k + 1`, and those that sets of four circulant matrices make.
+
+    Raises:
+      ValueError: there is none of that size, or none is known here.
+
+    Source: Sylvester 1867; Paley 1933; Goethals and Seidel 1967.
+    """
+    found = _made(n)
+    require_that(
+        found is not None,
+        error=ValueError,
+        function="algorithms.rotate",
+        problem="no Hadamard matrix of that size is known.",
+        given=f"{n}",
+        expected="1, 2, or a multiple of 4 such as 12, 20, 28, 36 times a power of two",
+        mend="rotate blocks of channels: block=64.",
+    )
+    assert found is not None
+    return found
+
+
+@functools.cache
+def _made(n: int) -> Array | None:
+    if n in (1, 2):
+        return np.array([[1, 1], [1, -1]], np.int8)[:n, :n]
+    if n < 1 or n % 4:
+        return None
+    for make in (_first_kind, _second_kind, _four_circulants):
+        found = make(n)
+        if found is not None:
+            return found
+    half = _made(n // 2)
+    return None if half is None else np.kron(_made(2), half)  # type: ignore[arg-type]
+
+
+def _first_kind(n: int) -> Array | None:
+    """Paley's, of a prime power n - 1 = 4 k + 3."""
+    q = _residues(n - 1)
+    if q is None or n % 4:
+        return None
+    s = np.zeros((n, n), np.int8)
+    s[0, 1:], s[1:, 0], s[1:, 1:] = 1, -1, q
+    return s + np.eye(n, dtype=np.int8)
+
+
+def _second_kind(n: int) -> Array | None:
+    """Paley's, of a prime power n / 2 - 1 = 4 k + 1."""
+    q = _residues(n // 2 - 1) if n // 2 % 4 == 2 else None
+    if q is None:
+        return None
+    s = np.zeros((n // 2, n // 2), np.int8)
+    s[0, 1:], s[1:, 0], s[1:, 1:] = 1, 1, q
+    one, two = np.array([[1, 1], [1, -1]], np.int8), np.array([[1, -1], [-1, -1]], np.int8)
+    return np.kron(s, one) + np.kron(np.eye(n // 2, dtype=np.int8), two)
+
+
+def _residues(q: int) -> Array | None:
+    """Returns the matrix of `x(a - b)`, `x` 1 of squares and -1 of others, in the field of q
+    elements; `None` where there is no field of odd q.
+    """
+    p = next((p for p in range(3, q + 1, 2) if q % p == 0), 0)
+    power = round(math.log(q, p)) if p else 0
+    if not p or p**power != q or any(p % d == 0 for d in range(3, math.isqrt(p) + 1, 2)):
+        return None
+    # Elements are polynomials, as digits; products are taken modulo an irreducible one.
+    digits = np.array([[i // p**k % p for k in range(power)] for i in range(q)])
+    weights = p ** np.arange(power)
+    tail = _irreducible(p, power)
+    squares = {int(_times(x, x, tail, p) @ weights) for x in digits[1:]}
+    difference = (digits[:, None] - digits[None]) % p @ weights
+    kind = np.array([0] + [1 if i in squares else -1 for i in range(1, q)], np.int8)
+    return kind[difference]
+
+
+def _times(a: Array, b: Array, tail: Array, p: int) -> Array:
+    """Returns the product of polynomials modulo `x^n = tail`, lowest digit first."""
+    n, found = len(a), np.convolve(a, b) % p
+    for k in range(len(found) - 1, n - 1, -1):
+        found[k - n : k] = (found[k - n : k] + found[k] * tail) % p
+    return found[:n]
+
+
+def _irreducible(p: int, n: int) -> Array:
+    """Returns the tail of a polynomial of degree n that has no divisor but itself."""
+    if n == 1:
+        return np.zeros(1, int)
+    q = p**n
+    for code in range(1, q):
+        tail = np.array([code // p**k % p for k in range(n)])
+        x = np.eye(n, dtype=int)[1]
+        seen, power = set(), np.eye(n, dtype=int)[0]
+        for _ in range(q - 1):  # a root that makes all elements but 0 has an irreducible polynomial
+            power = _times(power, x, tail, p)
+            seen.add(tuple(power))
+        if len(seen) == q - 1 and tuple(np.zeros(n, int)) not in seen:
+            return tail
+    raise AssertionError(f"no field of {q} elements")
+
+
+_SETS = {
+    13: (12, (44, 24, 42, 33)),
+    23: (22, (752, 671, 794, 1162)),
+    29: (28, (2964, 13377, 14668, 14694)),
+    43: (7, (29, 44, 69, 11)),
+}
+"""Of some sizes four symmetric circulant matrices, of entries 1 and -1, whose squares add up to the
+identity times four: what generates a group of units, and for each matrix which orbits of it have -1
+in its first row, as bits, in the order of their least elements. Found by search.
+"""
+
+
+def _four_circulants(n: int) -> Array | None:
+    """Williamson's of four symmetric circulant matrices, in the array of Goethals and Seidel; where
+    n / 4 is three times their size, spread as Cooper and Wallis do.
+    """
+    size, times = (n // 12, 3) if n % 12 == 0 and n // 12 in _SETS else (n // 4, 1)
+    if size not in _SETS:
+        return None
+    unit, sets = _SETS[size]
+    a, b, c, d = (_circulant(_row(size, unit, bits)) for bits in sets)
+    turned = np.eye(times, dtype=np.int8)[::-1]
+    steps = [_circulant(row) for row in np.eye(times, dtype=np.int8)]
+
+    def spread(*own: Array) -> Array:
+        return sum(np.kron(x, step) for x, step in zip(own, steps, strict=False))  # type: ignore
+
+    flip = np.kron(np.eye(size, dtype=np.int8)[::-1], turned)
+    a, b, c, d = spread(a, b, c), spread(-b, a, d), spread(-c, -d, a), spread(-d, c, -b)
+    bt, ct, dt = (x.T @ flip for x in (b, c, d))
+    b, c, d = (x @ flip for x in (b, c, d))
+    return np.block([[a, b, c, d], [-b, a, dt, -ct], [-c, -dt, a, bt], [-d, ct, -bt, a]])
+
+
+def _row(n: int, unit: int, bits: int) -> Array:
+    """Returns the first row of a circulant matrix, with -1 on some orbits."""
+    left, row, place = set(range(1, n)), np.ones(n, np.int8), 0
+    while left:
+        orbit, x = {min(left)}, min(left) * unit % n
+        while x not in orbit:
+            orbit.add(x)
+            x = x * unit % n
+        left -= orbit
+        row[list(orbit)] = -1 if bits >> place & 1 else 1
+        place += 1
+    return row
+
+
+def _circulant(row: Array) -> Array:
+    n = len(row)
+    return row[(np.arange(n)[None] - np.arange(n)[:, None]) % n]
+
+
+@functools.cache
+def factors_of(n: int) -> tuple[int, ...]:
+    """Returns the sizes of Hadamard matrices whose Kronecker product has a size: one, or two that
+    are as near each other as may be; none where there is no such matrix.
+    """
+    if n <= _MOST and is_order(n):
+        return (n,)
+    pairs = [(a, n // a) for a in range(2, math.isqrt(n) + 1) if n % a == 0]
+    known = [pair for pair in pairs if is_order(pair[0]) and is_order(pair[1])]
+    return known[-1] if known else (n,) if is_order(n) else ()
+
+
+def largest_block(n: int) -> int:
+    """Returns the largest divisor of a number of channels that there is a rotation of."""
+    return next(size for size in range(n, 0, -1) if n % size == 0 and factors_of(size))
