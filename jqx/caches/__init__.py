@@ -1,0 +1,3 @@
+"""Caches of keys and values in few bits."""
+
+from ._kv_cache import KVCache as KVCache

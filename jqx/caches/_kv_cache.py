@@ -1,0 +1,333 @@
+"""`KVCache`: keys and values of attention in 4 or 2 bits, or fp8."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .. import _compat
+from .._calls import called
+from .._checks import as_dtype, check_integer, check_real, require_that, shown
+from .._errors import message
+from ._groups import Groups
+
+_BITS = {"int4": 4, "int2": 2}
+_FORMATS = (*_BITS, "fp8")
+_GROUP = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The keys and values that attention has seen, in few bits: a pytree, for `jit`, `scan` and
+    `vmap`. Made by `KVCache.empty`, changed by `append`, read by `attend`.
+
+    In `"int4"` and `"int2"` keys have a least value and a step for each channel and 32 tokens,
+    values for each token and 32 channels: keys have channels of large values, values have not. The
+    tokens behind the last 32 that are complete stay in float. In `"fp8"` each value is one of
+    `float8_e4m3fn` times a scale for its head. Keys are quantized as they are given: give them with
+    their rotary embedding.
+
+    Attributes:
+      keys_: codes of keys.
+      values_: codes of values.
+      tail: keys and values of the last tokens, in float, [2, batch, 32, heads, width]; no tokens in
+        `"fp8"`.
+      length: how many tokens there are, int32.
+      format: `"int4"`, `"int2"` or `"fp8"`.
+      capacity: how many tokens there can be.
+
+    Source: Liu et al., arXiv:2402.02750 (KIVI).
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> cache = jqx.KVCache.empty(batch=1, length=64, heads=2, width=32, format="int4")
+      >>> k, v, q = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 32))
+      >>> cache = jax.jit(jqx.KVCache.append)(cache, k, v)
+      >>> cache
+      KVCache(int4, 40 of 64 tokens, 22,532 bytes)
+      >>> exact = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+      >>> bool(jnp.abs(cache.attend(q) - exact).max() < 0.1)
+      True
+    """
+
+    keys_: Any
+    values_: Any
+    tail: jax.Array
+    length: jax.Array
+    format: str = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    @called(
+        "KVCache.empty", "for example jqx.KVCache.empty(batch=1, length=512, heads=4, width=64)."
+    )
+    def empty(
+        cls,
+        *,
+        batch: int,
+        length: int,
+        heads: int,
+        width: int,
+        format: str = "int4",
+        dtype: DTypeLike = jnp.float32,
+        scales: tuple[Any, Any] | None = None,
+    ) -> "KVCache":
+        """Returns a cache of no tokens.
+
+        Args:
+          batch: how many sequences, all of one length.
+          length: how many tokens there is room for.
+          heads: of keys and values.
+          width: of a head.
+          format: `"int4"`, `"int2"` or `"fp8"`.
+          dtype: of what stays in float, and of the least values and steps.
+          scales: of keys and of values in `"fp8"`, one for each head: arrays [heads] or numbers;
+            `None` is 1.
+
+        Raises:
+          TypeError: a size is no integer, or `dtype` is not of floats.
+          ValueError: a size is not positive, `format` is unknown, `width` has a part of a group of
+            32 channels, or `scales` are given without use or do not fit.
+        """
+        name = "KVCache.empty"
+        sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
+        for field, value in sizes.items():
+            require_that(
+                check_integer(name, field, value) > 0,
+                error=ValueError,
+                function=name,
+                problem=f"`{field}` is not positive.",
+                given=f"{field} == {value}",
+                expected="1 or more",
+                mend="pass the sizes of keys.",
+            )
+        require_that(
+            format in _FORMATS,
+            error=ValueError,
+            function=name,
+            problem="`format` is unknown.",
+            given=f"format == {shown(format)}",
+            expected=f"one of {', '.join(map(repr, _FORMATS))}",
+            mend="pass one of these.",
+        )
+        dtype = as_dtype(name, "dtype", dtype)
+        check_real(name, "`dtype`", dtype)
+        count = jnp.zeros((), jnp.int32)
+        if format == "fp8":
+            shape = batch, length, heads, width
+            keys, values = (_Scaled.empty(name, shape, x) for x in scales or (1, 1))
+            tail = jnp.zeros((2, batch, 0, heads, width), dtype)
+            return cls(keys, values, tail, count, format, length)
+        require_that(
+            scales is None,
+            error=ValueError,
+            function=name,
+            problem="`scales` have no use.",
+            given=f"format == {format!r}",
+            expected="scales for 'fp8' alone: others have those of their groups",
+            mend="leave scales out.",
+        )
+        bits, own = _BITS[format], min(width, _GROUP)
+        require_that(
+            width % own == 0 and own * bits % 8 == 0,
+            error=ValueError,
+            function=name,
+            problem="`width` is no multiple of the size of a group.",
+            given=f"width == {width}",
+            expected=f"a multiple of {_GROUP}, or less: a multiple of {8 // bits}",
+            mend="pad the heads with zeros, or use format='fp8'.",
+        )
+        groups = -(-length // _GROUP)
+        keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits, dtype)
+        shape = batch, groups, _GROUP, heads, width // own, own
+        values = Groups.zeros(shape, bits, dtype)
+        tail = jnp.zeros((2, batch, _GROUP, heads, width), dtype)
+        return cls(keys, values, tail, count, format, length)
+
+    @called("KVCache.append", "pass keys and values: cache.append(keys, values).")
+    def append(self, keys: jax.Array, values: jax.Array) -> "KVCache":
+        """Returns the cache with tokens behind those that it has.
+
+        Args:
+          keys: [batch, tokens, heads, width], of floats.
+          values: likewise.
+
+        Raises:
+          ValueError: shapes differ from those of the cache, or there is no room; where the length
+            is traced, that cannot be seen: then whatever is read is NaN.
+        """
+        name = "KVCache.append"
+        batch, _, heads, width = self.tail.shape[1:]
+        for field, x in (("keys", keys), ("values", values)):
+            shape = jnp.shape(x)
+            fits = len(shape) == 4 and (shape[0], *shape[2:]) == (batch, heads, width)
+            require_that(
+                fits and shape == jnp.shape(keys),
+                error=ValueError,
+                function=name,
+                problem=f"`{field}` does not fit the cache.",
+                given=f"shape {shape}",
+                expected=f"[{batch}, tokens, {heads}, {width}], both alike",
+                mend="give keys and values of new tokens, not of all.",
+            )
+        count = keys.shape[1]
+        if _compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
+            text = message(
+                name,
+                "there is no room.",
+                given=f"{int(self.length)} tokens, and {count} new ones",
+                expected=f"{self.capacity} at most",
+                mend="make the cache longer: KVCache.empty(length=...).",
+            )
+            raise ValueError(text)
+        new = jnp.stack([jnp.asarray(keys), jnp.asarray(values)]).astype(self.tail.dtype)
+        length = self.length + count
+        if self.format == "fp8":
+            k, v = (own.put(x, self.length) for own, x in zip(self._codes, new, strict=True))
+            return dataclasses.replace(self, keys_=k, values_=v, length=length)
+        return self._grouped(new, count, length)
+
+    @property
+    def _codes(self) -> tuple[Any, Any]:
+        return self.keys_, self.values_
+
+    def _grouped(self, new: jax.Array, count: int, length: jax.Array) -> "KVCache":
+        """Writes tokens to the tail, and groups that are complete to the codes."""
+        room = -(-(_GROUP - 1 + count) // _GROUP) + 1  # groups that the tail and these may touch
+        padding = [(0, 0)] * 5
+        padding[2] = (0, room * _GROUP - _GROUP)
+        both = jnp.pad(self.tail, padding)
+        filled = self.length % _GROUP
+        both = lax.dynamic_update_slice(both, new, (0, 0, filled, 0, 0))
+        start = (filled + count) // _GROUP * _GROUP
+        tail = lax.dynamic_slice_in_dim(both, start, _GROUP, axis=2)
+        shape = *both.shape[1:2], room, _GROUP, *both.shape[3:]
+        keys, values = both.reshape(2, *shape)
+        bits, own = _BITS[self.format], self.values_.codes.shape[-2:]
+        keys = Groups.of(jnp.moveaxis(keys, 2, -1), bits)
+        values = Groups.of(values.reshape(*shape[:-1], own[0], -1), bits)
+        # Groups that are not complete are written too: the tail is read in their place.
+        places = self.length // _GROUP + jnp.arange(room, dtype=jnp.int32)
+        return dataclasses.replace(
+            self,
+            keys_=self.keys_.put(keys, places, 1),
+            values_=self.values_.put(values, places, 1),
+            tail=tail,
+            length=length,
+        )
+
+    @property
+    def keys(self) -> jax.Array:
+        """What the codes of keys stand for, [batch, capacity, heads, width]; 0 behind the last
+        token.
+        """
+        if self.format == "fp8":
+            return self._read(self.keys_.real(self.tail.dtype))
+        x = self.keys_.values(_BITS[self.format], _GROUP)
+        return self._read(self._with_tail(jnp.moveaxis(x, -1, 2), 0))
+
+    @property
+    def values(self) -> jax.Array:
+        """What the codes of values stand for, likewise."""
+        if self.format == "fp8":
+            return self._read(self.values_.real(self.tail.dtype))
+        x = self.values_.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
+        return self._read(self._with_tail(x.reshape(*x.shape[:-2], -1), 1))
+
+    def _with_tail(self, x: jax.Array, place: int) -> jax.Array:
+        """Returns all tokens, of groups [batch, groups, 32, heads, width]: the last in float."""
+        tokens = x.reshape(x.shape[0], -1, *x.shape[3:])
+        tokens = jnp.pad(tokens, ((0, 0), (0, _GROUP), (0, 0), (0, 0)))
+        start = self.length // _GROUP * _GROUP
+        tokens = lax.dynamic_update_slice_in_dim(tokens, self.tail[place], start, axis=1)
+        return tokens[:, : self.capacity]
+
+    def _read(self, x: jax.Array) -> jax.Array:
+        places = lax.broadcasted_iota(jnp.int32, (1, self.capacity, 1, 1), 1)
+        known = jnp.where(places < self.length, x, 0)
+        return jnp.where(self.length > self.capacity, jnp.nan, known).astype(x.dtype)
+
+    @called("KVCache.attend", "pass queries: cache.attend(queries).")
+    def attend(self, queries: jax.Array, *, scale: float | None = None) -> jax.Array:
+        """Returns causal attention of the last tokens over all of the cache.
+
+        Args:
+          queries: of the last tokens, [batch, tokens, heads, width]; heads are a multiple of those
+            of the cache, of which each serves as many neighbours.
+          scale: of products; `None` is `1 / sqrt(width)`.
+
+        Returns:
+          [batch, tokens, heads, width], of the dtype of the queries.
+
+        Raises:
+          ValueError: shapes do not fit.
+        """
+        shape = jnp.shape(queries)
+        batch, _, heads, width = self.tail.shape[1:]
+        require_that(
+            len(shape) == 4 and (shape[0], shape[3]) == (batch, width) and shape[2] % heads == 0,
+            error=ValueError,
+            function="KVCache.attend",
+            problem="`queries` do not fit the cache.",
+            given=f"shape {shape}",
+            expected=f"[{batch}, tokens, a multiple of {heads}, {width}]",
+            mend="give the queries of the tokens that were appended last.",
+        )
+        places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
+        seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
+        each = jnp.asarray(queries).astype(jnp.float32)
+        each = each.reshape(*shape[:2], heads, -1, width) * (scale or width**-0.5)
+        keys, values = (x.astype(jnp.float32) for x in (self.keys, self.values))
+        products = jnp.einsum("bthgw,blhw->bhgtl", each, keys)
+        parts = jax.nn.softmax(jnp.where(seen[None, None, None], products, -jnp.inf))
+        mixed = jnp.einsum("bhgtl,blhw->bthgw", parts, values)
+        return mixed.reshape(shape).astype(queries.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its arrays take."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    def __repr__(self) -> str:
+        length = int(self.length) if _compat.is_concrete(self.length) else "?"
+        return f"KVCache({self.format}, {length} of {self.capacity} tokens, {self.nbytes:,} bytes)"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """Numbers in fp8 [batch, tokens, heads, width], with a scale for each head [1, 1, heads, 1]."""
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @classmethod
+    def empty(cls, name: str, shape: tuple[int, ...], scale: Any) -> "_Scaled":
+        own = jnp.asarray(scale, jnp.float32)
+        require_that(
+            own.shape in ((), (shape[2],)),
+            error=ValueError,
+            function=name,
+            problem="`scales` do not fit the heads.",
+            given=f"a scale of shape {own.shape}",
+            expected=f"a number, or an array of shape ({shape[2]},)",
+            mend="give one for each head of keys, and of values.",
+        )
+        own = jnp.broadcast_to(own, (shape[2],)).reshape(1, 1, -1, 1)
+        return cls(jnp.zeros(shape, jnp.float8_e4m3fn), own)
+
+    def put(self, x: jax.Array, place: jax.Array) -> "_Scaled":
+        """Writes tokens, rounded; beyond the largest number of fp8 they are that."""
+        most = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        codes = jnp.clip(x.astype(jnp.float32) / self.scale, -most, most)
+        codes = codes.astype(jnp.float8_e4m3fn)
+        codes = lax.dynamic_update_slice_in_dim(self.codes, codes, place, axis=1)
+        return dataclasses.replace(self, codes=codes)
+
+    def real(self, dtype: DTypeLike) -> jax.Array:
+        """Returns the numbers."""
+        return (self.codes.astype(jnp.float32) * self.scale).astype(dtype)

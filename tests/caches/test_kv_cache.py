@@ -1,0 +1,194 @@
+"""Caches of keys and values, against NumPy; the same however tokens come."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+
+from ..arrays import on_device
+
+BATCH, HEADS, WIDTH, LENGTH = 2, 3, 64, 100
+BITS = {"int4": 4, "int2": 2}
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return on_device(RNG.normal(size=shape), dtype)
+
+
+def empty(format, **options):
+    sizes = {"batch": BATCH, "length": LENGTH, "heads": HEADS, "width": WIDTH}
+    return jqx.KVCache.empty(**{**sizes, "format": format, **options})
+
+
+def filled(cache, keys, values, parts):
+    """Appends tokens in parts of some sizes."""
+    start = 0
+    for n in parts:
+        cache = cache.append(keys[:, start : start + n], values[:, start : start + n])
+        start += n
+    return cache
+
+
+def rounded(x, axis, bits):
+    """Rounds to steps between the least and the largest along an axis, in float32 as the cache."""
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    step = ((high - low) / np.float32(2**bits - 1)).astype(np.float32)
+    return low + step * np.round((x - low) / np.where(step > 0, step, 1)).astype(np.float32)
+
+
+def oracle(keys, values, bits):
+    """Keys by channel and 32 tokens, values by token and 32 channels; the rest in float."""
+    k, v = np.array(keys), np.array(values)
+    whole = k.shape[1] // 32 * 32
+    parts = k[:, :whole].reshape(BATCH, whole // 32, 32, HEADS, WIDTH)
+    k[:, :whole] = rounded(parts, 2, bits).reshape(k[:, :whole].shape)
+    parts = v[:, :whole].reshape(BATCH, whole, HEADS, WIDTH // 32, 32)
+    v[:, :whole] = rounded(parts, -1, bits).reshape(v[:, :whole].shape)
+    return k, v
+
+
+@pytest.mark.parametrize("format", BITS)
+@pytest.mark.parametrize("count", [0, 5, 32, 70, 96, 100])
+def test_what_is_read_is_what_numpy_rounds(format, count):
+    keys, values = normal(2, BATCH, LENGTH, HEADS, WIDTH)
+    keys = keys.at[:, :, :, 3].mul(20)
+    cache = filled(empty(format), keys, values, [count] if count else [])
+    k, v = oracle(keys[:, :count], values[:, :count], BITS[format])
+    for found, expected in ((cache.keys, k), (cache.values, v)):
+        assert found.shape == (BATCH, LENGTH, HEADS, WIDTH)
+        last_bits = 2**-22 * np.abs(expected).max(initial=0)  # of the sum, of terms up to that
+        np.testing.assert_allclose(found[:, :count], expected, rtol=0, atol=last_bits)
+        assert not np.any(found[:, count:])
+    tail = count // 32 * 32
+    np.testing.assert_array_equal(cache.keys[:, tail:count], keys[:, tail:count])
+    assert int(cache.length) == count
+
+
+@pytest.mark.parametrize("format", [*BITS, "fp8"])
+def test_tokens_may_come_in_any_parts(format):
+    keys, values = normal(2, BATCH, LENGTH, HEADS, WIDTH)
+    append = jax.jit(jqx.KVCache.append)
+    whole = append(empty(format), keys, values)
+    for parts in ([1] * 100, [33, 31, 1, 35], [64, 36], [7] * 14 + [2]):
+        cache = empty(format)
+        start = 0
+        for n in parts:
+            cache = append(cache, *(x[:, start : start + n] for x in (keys, values)))
+            start += n
+        np.testing.assert_array_equal(cache.keys, whole.keys)
+        np.testing.assert_array_equal(cache.values, whole.values)
+
+
+@pytest.mark.parametrize("format", [*BITS, "fp8"])
+def test_a_decoder_scans_over_tokens_and_layers(format):
+    """Attention of the last tokens is that over what is read, causal, with groups of heads."""
+    layers, count = 2, 40
+    tokens = normal(layers, 3, BATCH, count, 2 * HEADS, WIDTH)
+    caches = jax.tree.map(lambda x: jnp.stack([x] * layers), empty(format))
+
+    def step(caches, token):
+        def layer(_, both):
+            cache, (q, k, v) = both
+            cache = cache.append(k[:, :, :HEADS], v[:, :, :HEADS])
+            return None, (cache, cache.attend(q))
+
+        _, (caches, out) = lax.scan(layer, None, (caches, token))
+        return caches, out
+
+    steps = jnp.moveaxis(tokens, 3, 0)[:, :, :, :, None]
+    caches, found = jax.jit(lambda c, x: lax.scan(step, c, x))(caches, steps)
+    for i in range(layers):
+        own = jax.tree.map(lambda x, i=i: x[i], caches)
+        prefilled = filled(empty(format), *tokens[i, 1:, :, :, :HEADS], [count])
+        np.testing.assert_array_equal(own.keys, prefilled.keys)
+        last = jax.nn.dot_product_attention(
+            tokens[i, 0, :, -3:], own.keys[:, :count], own.values[:, :count],
+            mask=(jnp.arange(count)[None] <= jnp.arange(count - 3, count)[:, None])[None, None],
+        )  # fmt: skip
+        np.testing.assert_allclose(own.attend(tokens[i, 0, :, -3:]), last, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[-1, i, :, 0], last[:, -1], rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_holds_each_of_its_numbers_times_the_scale_of_its_head():
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.nan_to_num(codes).reshape(1, 4, 1, 64)
+    scales = on_device([0.5, 4.0], jnp.float32)
+    x = on_device(np.concatenate([codes * 0.5, codes * 4], 2), jnp.float32)
+    cache = jqx.KVCache.empty(
+        batch=1, length=4, heads=2, width=64, format="fp8", scales=(scales, scales)
+    ).append(x, 100 * x)
+    np.testing.assert_array_equal(cache.keys, x)
+    most = np.array([448 * 0.5, 448 * 4], np.float32)[:, None]
+    assert (np.abs(cache.values) <= most).all()
+    large = np.abs(np.asarray(100 * x)) >= most
+    assert (np.abs(np.asarray(cache.values)) == most)[large].all()
+
+
+def test_bytes_are_those_of_the_codes():
+    sizes = {"batch": 1, "length": 512, "heads": 3, "width": 64}
+    exact = 2 * 512 * 3 * 64 * 4
+    found = {
+        x: jqx.KVCache.empty(format=x, **sizes).nbytes / exact for x in ("int4", "int2", "fp8")
+    }
+    assert found["int4"] <= 0.26 and found["int2"] <= 0.19 and found["fp8"] <= 0.2501
+    compiled = jax.jit(jqx.KVCache.append, donate_argnums=0).lower(
+        jqx.KVCache.empty(format="int2", **sizes), *normal(2, 1, 1, 3, 64)
+    ).compile()  # fmt: skip
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.9 * memory.output_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_floats_stay_what_they_are(dtype):
+    keys, values = normal(2, BATCH, 40, HEADS, WIDTH, dtype=dtype)
+    cache = empty("int4", dtype=dtype).append(keys, values)
+    assert cache.keys.dtype == cache.attend(keys).dtype == dtype
+    wide = [np.asarray(x, np.float32) for x in (keys, values)]
+    for found, expected in zip((cache.keys, cache.values), oracle(*wide, 4), strict=True):
+        assert np.abs(np.asarray(found[:, :40], np.float32) - expected).max() < 0.5
+
+
+def test_nan_and_infinity_make_their_group_nan():
+    keys, values = normal(2, BATCH, 32, HEADS, WIDTH)
+    cache = empty("int4").append(
+        keys.at[0, 3, 0, 5].set(jnp.nan), values.at[1, 4, 2, 40].set(jnp.inf)
+    )
+    k, v = (np.isnan(np.asarray(x)) for x in (cache.keys, cache.values))
+    assert k[0, :32, 0, 5].all() and k.sum() == 32
+    assert v[1, 4, 2, 32:].all() and v.sum() == 32
+
+
+def test_without_room_nothing_is_lost_silently():
+    token = normal(BATCH, 1, HEADS, WIDTH)
+    for format in (*BITS, "fp8"):
+        full = filled(empty(format, length=32), *[normal(BATCH, 32, HEADS, WIDTH)] * 2, [32])
+        with pytest.raises(ValueError, match=r"(?s)KVCache\.append: there is no room.*to mend:"):
+            full.append(token, token)
+        assert not np.isnan(full.attend(token)).any()
+        more = jax.jit(jqx.KVCache.append)(full, token, token)
+        assert np.isnan(more.attend(token)).all() and np.isnan(more.keys).all()
+
+
+def test_what_does_not_fit_is_refused():
+    cache, token = empty("int4"), normal(BATCH, 1, HEADS, WIDTH)
+    cases = (
+        (lambda: empty("int3"), ValueError, "unknown"),
+        (lambda: empty("int4", length=0), ValueError, "`length` is not positive"),
+        (lambda: empty("int4", heads=2.5), TypeError, "`heads`"),
+        (lambda: empty("int4", width=48), ValueError, "multiple of the size of a group"),
+        (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),
+        (lambda: empty("int4", scales=(1, 1)), ValueError, "no use"),
+        (lambda: empty("fp8", scales=(jnp.ones(2), 1)), ValueError, "do not fit the heads"),
+        (lambda: cache.append(token[0], token[0]), ValueError, "`keys` does not fit"),
+        (lambda: cache.append(token, token[:, :0]), ValueError, "`values` does not fit"),
+        (lambda: cache.attend(token[..., :32]), ValueError, "`queries` do not fit"),
+        (lambda: cache.attend(token[:, :, :2]), ValueError, "`queries` do not fit"),
+    )
+    for call, error, fact in cases:
+        with pytest.raises(error, match=rf"(?s)jqx\.KVCache\.\w+: .*{fact}.*to mend:"):
+            call()
