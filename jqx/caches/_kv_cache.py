@@ -16,7 +16,7 @@ from ._groups import Groups
 
 _BITS = {"int4": 4, "int2": 2}
 _FORMATS = (*_BITS, "fp8")
-_GROUP = 32
+_GROUP, _TAIL, _FIRST = 16, 32, 4
 
 
 @jax.tree_util.register_dataclass
@@ -25,22 +25,22 @@ class KVCache:
     """The keys and values that attention has seen, in few bits: a pytree, for `jit`, `scan` and
     `vmap`. Made by `KVCache.empty`, changed by `append`, read by `attend`.
 
-    In `"int4"` and `"int2"` keys have a least value and a step for each channel and 32 tokens,
-    values for each token and 32 channels: keys have channels of large values, values have not. The
-    tokens behind the last 32 that are complete stay in float. In `"fp8"` each value is one of
-    `float8_e4m3fn` times a scale for its head. Keys are quantized as they are given: give them with
-    their rotary embedding.
+    In `"int4"` and `"int2"` keys have a least value and a step (float16) for each channel and 16
+    tokens, values for each token and 16 channels: keys have channels of large values, values have
+    not. The last 16 to 31 tokens stay in float, and the first 4, which attention looks at from
+    everywhere. In `"fp8"` each value is one of `float8_e4m3fn` times a scale for its head. Keys are
+    quantized as they are given: give them with their rotary embedding.
 
     Attributes:
       keys_: codes of keys.
       values_: codes of values.
-      tail: keys and values of the last tokens, in float, [2, batch, 32, heads, width]; no tokens in
-        `"fp8"`.
+      first: keys and values of the first tokens, in float, [2, batch, 4, heads, width].
+      tail: those of the last ones, [2, batch, 32, heads, width]; both hold no tokens in `"fp8"`.
       length: how many tokens there are, int32.
       format: `"int4"`, `"int2"` or `"fp8"`.
       capacity: how many tokens there can be.
 
-    Source: Liu et al., arXiv:2402.02750 (KIVI).
+    Source: Liu et al., arXiv:2402.02750 (KIVI); the first tokens: Xiao et al., arXiv:2309.17453.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -48,7 +48,7 @@ class KVCache:
       >>> k, v, q = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 32))
       >>> cache = jax.jit(jqx.KVCache.append)(cache, k, v)
       >>> cache
-      KVCache(int4, 40 of 64 tokens, 22,532 bytes)
+      KVCache(int4, 40 of 64 tokens, 24,580 bytes)
       >>> exact = jax.nn.dot_product_attention(q, k, v, is_causal=True)
       >>> bool(jnp.abs(cache.attend(q) - exact).max() < 0.1)
       True
@@ -56,6 +56,7 @@ class KVCache:
 
     keys_: Any
     values_: Any
+    first: jax.Array
     tail: jax.Array
     length: jax.Array
     format: str = dataclasses.field(metadata={"static": True})
@@ -84,7 +85,7 @@ class KVCache:
           heads: of keys and values.
           width: of a head.
           format: `"int4"`, `"int2"` or `"fp8"`.
-          dtype: of what stays in float, and of the least values and steps.
+          dtype: of what stays in float.
           scales: of keys and of values in `"fp8"`, one for each head: arrays [heads] or numbers;
             `None` is 1.
 
@@ -120,8 +121,8 @@ class KVCache:
         if format == "fp8":
             shape = batch, length, heads, width
             keys, values = (_Scaled.empty(name, shape, x) for x in scales or (1, 1))
-            tail = jnp.zeros((2, batch, 0, heads, width), dtype)
-            return cls(keys, values, tail, count, format, length)
+            none = jnp.zeros((2, batch, 0, heads, width), dtype)
+            return cls(keys, values, none, none, count, format, length)
         require_that(
             scales is None,
             error=ValueError,
@@ -142,11 +143,10 @@ class KVCache:
             mend="pad the heads with zeros, or use format='fp8'.",
         )
         groups = -(-length // _GROUP)
-        keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits, dtype)
-        shape = batch, groups, _GROUP, heads, width // own, own
-        values = Groups.zeros(shape, bits, dtype)
-        tail = jnp.zeros((2, batch, _GROUP, heads, width), dtype)
-        return cls(keys, values, tail, count, format, length)
+        keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits)
+        values = Groups.zeros((batch, groups, _GROUP, heads, width // own, own), bits)
+        first, tail = (jnp.zeros((2, batch, n, heads, width), dtype) for n in (_FIRST, _TAIL))
+        return cls(keys, values, first, tail, count, format, length)
 
     @called("KVCache.append", "pass keys and values: cache.append(keys, values).")
     def append(self, keys: jax.Array, values: jax.Array) -> "KVCache":
@@ -195,30 +195,46 @@ class KVCache:
     def _codes(self) -> tuple[Any, Any]:
         return self.keys_, self.values_
 
+    @property
+    def _start(self) -> jax.Array:
+        """The place of the first token of the tail: how many tokens are read as codes."""
+        return jnp.maximum(self.length - (_TAIL - _GROUP), 0) // _GROUP * _GROUP
+
     def _grouped(self, new: jax.Array, count: int, length: jax.Array) -> "KVCache":
-        """Writes tokens to the tail, and groups that are complete to the codes."""
-        room = -(-(_GROUP - 1 + count) // _GROUP) + 1  # groups that the tail and these may touch
+        """Writes tokens to the tail, and groups that leave it to the codes."""
+        done = dataclasses.replace(self, length=length)
         padding = [(0, 0)] * 5
-        padding[2] = (0, room * _GROUP - _GROUP)
+        padding[2] = (0, count + _TAIL)
         both = jnp.pad(self.tail, padding)
-        filled = self.length % _GROUP
-        both = lax.dynamic_update_slice(both, new, (0, 0, filled, 0, 0))
-        start = (filled + count) // _GROUP * _GROUP
-        tail = lax.dynamic_slice_in_dim(both, start, _GROUP, axis=2)
-        shape = *both.shape[1:2], room, _GROUP, *both.shape[3:]
-        keys, values = both.reshape(2, *shape)
-        bits, own = _BITS[self.format], self.values_.codes.shape[-2:]
+        place, moved = self.length - self._start, done._start - self._start
+        both = lax.dynamic_update_slice_in_dim(both, new, place, axis=2)
+        tail = lax.dynamic_slice_in_dim(both, moved, _TAIL, axis=2)
+        earliest = self.length + jnp.arange(min(count, _FIRST), dtype=jnp.int32)
+        first = self.first.at[:, :, earliest].set(new[:, :, :_FIRST], mode="drop")
+        most = -(-count // _GROUP)
+        leaving = self._without_first(both)[:, :, : most * _GROUP]
+        keys, values = lax.cond(
+            moved > 0, self._written, lambda _: self._codes, leaving
+        )  # those that stay are written too, where others leave: the tail is read in their place
+        return dataclasses.replace(done, keys_=keys, values_=values, first=first, tail=tail)
+
+    def _written(self, tokens: jax.Array) -> tuple[Groups, Groups]:
+        """Returns the codes with those of the first tokens of the tail."""
+        bits, own = _BITS[self.format], self.values_.codes.shape[-2]
+        count = tokens.shape[2] // _GROUP
+        keys, values = tokens.reshape(2, tokens.shape[1], count, _GROUP, *tokens.shape[3:])
         keys = Groups.of(jnp.moveaxis(keys, 2, -1), bits)
-        values = Groups.of(values.reshape(*shape[:-1], own[0], -1), bits)
-        # Groups that are not complete are written too: the tail is read in their place.
-        places = self.length // _GROUP + jnp.arange(room, dtype=jnp.int32)
-        return dataclasses.replace(
-            self,
-            keys_=self.keys_.put(keys, places, 1),
-            values_=self.values_.put(values, places, 1),
-            tail=tail,
-            length=length,
-        )
+        values = Groups.of(values.reshape(*values.shape[:-1], own, -1), bits)
+        places = self._start // _GROUP + jnp.arange(count, dtype=jnp.int32)
+        return self.keys_.put(keys, places, 1), self.values_.put(values, places, 1)
+
+    def _without_first(self, tokens: jax.Array) -> jax.Array:
+        """Returns tokens behind those that have codes; those that are kept in float are the one
+        behind them, so that they do not widen the range of their group.
+        """
+        places = self._start + jnp.arange(tokens.shape[2], dtype=jnp.int32)
+        is_first = (places < _FIRST)[None, None, :, None, None]
+        return jnp.where(is_first, tokens[:, :, _FIRST : _FIRST + 1], tokens)
 
     @property
     def keys(self) -> jax.Array:
@@ -228,7 +244,7 @@ class KVCache:
         if self.format == "fp8":
             return self._read(self.keys_.real(self.tail.dtype))
         x = self.keys_.values(_BITS[self.format], _GROUP)
-        return self._read(self._with_tail(jnp.moveaxis(x, -1, 2), 0))
+        return self._read(self._in_float(jnp.moveaxis(x, -1, 2), 0))
 
     @property
     def values(self) -> jax.Array:
@@ -236,14 +252,16 @@ class KVCache:
         if self.format == "fp8":
             return self._read(self.values_.real(self.tail.dtype))
         x = self.values_.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
-        return self._read(self._with_tail(x.reshape(*x.shape[:-2], -1), 1))
+        return self._read(self._in_float(x.reshape(*x.shape[:-2], -1), 1))
 
-    def _with_tail(self, x: jax.Array, place: int) -> jax.Array:
-        """Returns all tokens, of groups [batch, groups, 32, heads, width]: the last in float."""
-        tokens = x.reshape(x.shape[0], -1, *x.shape[3:])
-        tokens = jnp.pad(tokens, ((0, 0), (0, _GROUP), (0, 0), (0, 0)))
-        start = self.length // _GROUP * _GROUP
-        tokens = lax.dynamic_update_slice_in_dim(tokens, self.tail[place], start, axis=1)
+    def _in_float(self, x: jax.Array, place: int) -> jax.Array:
+        """Returns all tokens, of groups [batch, groups, 16, heads, width]: the first and the last
+        as they were given.
+        """
+        tokens = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.tail.dtype)
+        tokens = jnp.pad(tokens, ((0, 0), (0, _TAIL), (0, 0), (0, 0)))
+        for own, start in ((self.tail, self._start), (self.first, 0)):
+            tokens = lax.dynamic_update_slice_in_dim(tokens, own[place], start, axis=1)
         return tokens[:, : self.capacity]
 
     def _read(self, x: jax.Array) -> jax.Array:

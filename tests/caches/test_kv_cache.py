@@ -34,26 +34,41 @@ def filled(cache, keys, values, parts):
     return cache
 
 
-def rounded(x, axis, bits):
-    """Rounds to steps between the least and the largest along an axis, in float32 as the cache."""
-    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
-    step = ((high - low) / np.float32(2**bits - 1)).astype(np.float32)
-    return low + step * np.round((x - low) / np.where(step > 0, step, 1)).astype(np.float32)
+def rounded(x, bits):
+    """Rounds groups along the last axis between two numbers of float16, the best of some ranges."""
+    x, best, least = x.astype(np.float32), None, None
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    for part in {4: (1,), 2: (1, 0.9, 0.8, 0.7)}[bits]:
+        cut = (high - low) * np.float32((1 - part) / 2)
+        step = ((high - low - 2 * cut) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+        first = (low + cut).astype(np.float16).astype(np.float32)
+        codes = np.clip(np.round((x - first) / np.where(step > 0, step, 1)), 0, 2**bits - 1)
+        own = first + step * codes
+        error = ((own - x) ** 2).sum(-1, keepdims=True)
+        best = own if best is None else np.where(error < least, own, best)
+        least = error if least is None else np.minimum(least, error)
+    return best
 
 
 def oracle(keys, values, bits):
-    """Keys by channel and 32 tokens, values by token and 32 channels; the rest in float."""
+    """Keys by channel and 16 tokens, values by token and 16 channels; the first and the last in
+    float.
+    """
     k, v = np.array(keys), np.array(values)
-    whole = k.shape[1] // 32 * 32
-    parts = k[:, :whole].reshape(BATCH, whole // 32, 32, HEADS, WIDTH)
-    k[:, :whole] = rounded(parts, 2, bits).reshape(k[:, :whole].shape)
-    parts = v[:, :whole].reshape(BATCH, whole, HEADS, WIDTH // 32, 32)
-    v[:, :whole] = rounded(parts, -1, bits).reshape(v[:, :whole].shape)
+    stop = max(k.shape[1] - 16, 0) // 16 * 16
+    if not stop:
+        return k, v
+    inner_k, inner_v = k[:, :stop].copy(), v[:, :stop].copy()
+    inner_k[:, :4], inner_v[:, :4] = k[:, 4:5], v[:, 4:5]
+    parts = np.moveaxis(inner_k.reshape(BATCH, -1, 16, HEADS, WIDTH), 2, -1)
+    k[:, 4:stop] = np.moveaxis(rounded(parts, bits), -1, 2).reshape(inner_k.shape)[:, 4:]
+    parts = inner_v.reshape(BATCH, stop, HEADS, WIDTH // 16, 16)
+    v[:, 4:stop] = rounded(parts, bits).reshape(inner_v.shape)[:, 4:]
     return k, v
 
 
 @pytest.mark.parametrize("format", BITS)
-@pytest.mark.parametrize("count", [0, 5, 32, 70, 96, 100])
+@pytest.mark.parametrize("count", [0, 3, 31, 32, 47, 70, 96, 100])
 def test_what_is_read_is_what_numpy_rounds(format, count):
     keys, values = normal(2, BATCH, LENGTH, HEADS, WIDTH)
     keys = keys.at[:, :, :, 3].mul(20)
@@ -61,11 +76,13 @@ def test_what_is_read_is_what_numpy_rounds(format, count):
     k, v = oracle(keys[:, :count], values[:, :count], BITS[format])
     for found, expected in ((cache.keys, k), (cache.values, v)):
         assert found.shape == (BATCH, LENGTH, HEADS, WIDTH)
-        last_bits = 2**-22 * np.abs(expected).max(initial=0)  # of the sum, of terms up to that
-        np.testing.assert_allclose(found[:, :count], expected, rtol=0, atol=last_bits)
+        # Two ranges may lose the same but for the last bits: then codes of a group may differ.
+        differ = np.abs(found[:, :count] - expected) > 2**-22 * np.abs(expected).max(initial=0)
+        assert differ.mean() < 1e-3 if count else True
         assert not np.any(found[:, count:])
-    tail = count // 32 * 32
-    np.testing.assert_array_equal(cache.keys[:, tail:count], keys[:, tail:count])
+    for start, stop in ((0, min(4, count)), (max(count - 16, 0), count)):
+        np.testing.assert_array_equal(cache.keys[:, start:stop], k[:, start:stop])
+        np.testing.assert_array_equal(k[:, start:stop], keys[:, start:stop])
     assert int(cache.length) == count
 
 
@@ -135,7 +152,7 @@ def test_bytes_are_those_of_the_codes():
     found = {
         x: jqx.KVCache.empty(format=x, **sizes).nbytes / exact for x in ("int4", "int2", "fp8")
     }
-    assert found["int4"] <= 0.26 and found["int2"] <= 0.19 and found["fp8"] <= 0.2501
+    assert found["int4"] <= 0.26 and found["int2"] <= 0.2 and found["fp8"] <= 0.2501
     compiled = jax.jit(jqx.KVCache.append, donate_argnums=0).lower(
         jqx.KVCache.empty(format="int2", **sizes), *normal(2, 1, 1, 3, 64)
     ).compile()  # fmt: skip
@@ -151,16 +168,16 @@ def test_narrow_floats_stay_what_they_are(dtype):
     wide = [np.asarray(x, np.float32) for x in (keys, values)]
     for found, expected in zip((cache.keys, cache.values), oracle(*wide, 4), strict=True):
         assert np.abs(np.asarray(found[:, :40], np.float32) - expected).max() < 0.5
+        np.testing.assert_array_equal(found[:, 24:40].astype(jnp.float32), expected[:, 24:])
 
 
-def test_nan_and_infinity_make_their_group_nan():
-    keys, values = normal(2, BATCH, 32, HEADS, WIDTH)
-    cache = empty("int4").append(
-        keys.at[0, 3, 0, 5].set(jnp.nan), values.at[1, 4, 2, 40].set(jnp.inf)
-    )
+def test_nan_infinity_and_what_float16_has_not_make_their_group_nan():
+    keys, values = normal(2, BATCH, 40, HEADS, WIDTH)
+    keys = keys.at[0, 5, 0, 5].set(jnp.nan).at[1, 12, 1, 7].set(1e6)
+    cache = empty("int4").append(keys, values.at[1, 4, 2, 40].set(jnp.inf))
     k, v = (np.isnan(np.asarray(x)) for x in (cache.keys, cache.values))
-    assert k[0, :32, 0, 5].all() and k.sum() == 32
-    assert v[1, 4, 2, 32:].all() and v.sum() == 32
+    assert k[0, 4:16, 0, 5].all() and k[1, 4:16, 1, 7].all() and k.sum() == 24
+    assert v[1, 4, 2, 32:48].all() and v.sum() == 16
 
 
 def test_without_room_nothing_is_lost_silently():
@@ -180,7 +197,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: empty("int3"), ValueError, "unknown"),
         (lambda: empty("int4", length=0), ValueError, "`length` is not positive"),
         (lambda: empty("int4", heads=2.5), TypeError, "`heads`"),
-        (lambda: empty("int4", width=48), ValueError, "multiple of the size of a group"),
+        (lambda: empty("int4", width=24), ValueError, "multiple of the size of a group"),
         (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),
         (lambda: empty("int4", scales=(1, 1)), ValueError, "no use"),
         (lambda: empty("fp8", scales=(jnp.ones(2), 1)), ValueError, "do not fit the heads"),
