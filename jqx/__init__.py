@@ -56,6 +56,7 @@ from .tensor import QTensor as QTensor
 from .tensor import Segments as Segments
 from .tensor import pack_for as pack_for
 from .transforms import ChannelMap as ChannelMap
+from .transforms import LowRank as LowRank
 from .transforms import Plan as Plan
 from .transforms import affines as affines
 from .transforms import calibrate as calibrate

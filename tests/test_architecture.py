@@ -203,17 +203,18 @@ PUBLIC = {
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
         dynamic_slice dynamic_update_slice pack_for KVCache
-        make_plan map_channels ChannelMap calibrate calibrate_batches merge_stats affines simulate
-        convert
+        make_plan map_channels ChannelMap LowRank calibrate calibrate_batches merge_stats affines
+        simulate convert
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
         algorithms calibrators diagnostics gradients interop numerics observers onednn presets
         tflite
     """,
     "algorithms": """
-        AlgorithmReport Awq AwqReport BiasCorrection BiasReport Chain Chosen Equalize Gptq
-        MatrixReport Memory Pair Pairs Rotate Rotation RotationReport ScaledTogether SiteShift
-        SmoothQuant awq bias_correction chain equalize find_pairs gptq rotate smooth_quant
+        AlgorithmReport Awq AwqReport BiasCorrection BiasReport Chain Chosen Compensation
+        CompensationReport Eora Equalize Gptq MatrixReport Memory Pair Pairs Rotate Rotation
+        RotationReport ScaledTogether SiteShift SmoothQuant
+        awq bias_correction chain eora equalize find_pairs gptq rotate smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average

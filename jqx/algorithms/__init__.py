@@ -16,6 +16,10 @@ from ._equalize import equalize as equalize
 from ._folds import Pair as Pair
 from ._gptq import Gptq as Gptq
 from ._gptq import gptq as gptq
+from ._low_rank import Compensation as Compensation
+from ._low_rank import CompensationReport as CompensationReport
+from ._low_rank import Eora as Eora
+from ._low_rank import eora as eora
 from ._memory import Memory as Memory
 from ._pairs import Pairs as Pairs
 from ._pairs import find_pairs as find_pairs

@@ -27,7 +27,7 @@ from ..ptq import Quantized, Unbound
 from ..ptq._shared import leaves_by_path
 from ..tensor import QTensor
 from ..tensor._shared import Values, check_version, record_from_json, to_json
-from ..transforms import ChannelMap, Plan
+from ..transforms import ChannelMap, LowRank, Plan
 from ..transforms._shared import Maps, as_maps
 from ._safetensors import stored_dtype
 from ._tree import describe, map_stored, parse, tensors_of
@@ -114,8 +114,14 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     return tree, text
 
 
-def _fields(x: ChannelMap) -> dict[str, Any]:
+def _fields(x: Any) -> dict[str, Any]:
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+
+
+_KINDS = {
+    frozenset(x.name for x in dataclasses.fields(kind)): kind for kind in (ChannelMap, LowRank)
+}
+"""Maps of channels, by the names of their fields."""
 
 
 def _maps(tree: Any) -> Maps:
@@ -126,12 +132,13 @@ def _maps(tree: Any) -> Maps:
     """
     fits = isinstance(tree, dict) and set(tree) == {"params", "maps"}
     _check(fits and isinstance(tree["maps"], dict), "a tree without maps of channels")
-    names = {field.name for field in dataclasses.fields(ChannelMap)}
     found = {}
     for key, each in tree["maps"].items():
-        fits = isinstance(each, list) and all(isinstance(x, dict) and set(x) == names for x in each)
-        _check(fits, f"no maps of channels at {key!r}")
-        found[key] = tuple(ChannelMap(**x) for x in each)
+        known = isinstance(each, list) and all(isinstance(x, dict) for x in each)
+        _check(
+            known and all(frozenset(x) in _KINDS for x in each), f"no maps of channels at {key!r}"
+        )
+        found[key] = tuple(_KINDS[frozenset(x)](**x) for x in each)
     return found
 
 

@@ -6,6 +6,7 @@ from ._calibrate import calibrate as calibrate
 from ._calibrate import merge_stats as merge_stats
 from ._calibrate_batches import calibrate_batches as calibrate_batches
 from ._channel_map import ChannelMap as ChannelMap
+from ._channel_map import LowRank as LowRank
 from ._convert import convert as convert
 from ._make_plan import make_plan as make_plan
 from ._map_channels import map_channels as map_channels

@@ -50,11 +50,58 @@ class ChannelMap:
             y = y + channels.spread(self.shift.astype(y.dtype), y.shape)
         return y.astype(x.dtype)
 
-    def parts(self) -> dict[str, Any]:
-        """Returns its arrays by name."""
-        named = {"scale": self.scale, "shift": self.shift}
-        named |= {f"factors/{i}": factor for i, factor in enumerate(self.factors)}
-        return {name: x for name, x in named.items() if x is not None}
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """What is added to the result of a product `x w` of an activation and a weight: `(x a) b`, two
+    narrow products. `x` has its maps behind it, as the weight sees it.
+
+    Attributes:
+      a: `[*loops, *batch, channels, rank]`.
+      b: `[*loops, *batch, rank, channels of the result]`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jnp.zeros((3, 2)), jnp.array([[1.0, 2.0, 3.0]])
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+      >>> own = jqx.LowRank(jnp.ones((3, 1)), jnp.array([[1.0, 10.0]]))
+      >>> jqx.map_channels(f, plan, {":dot_general:out": own})(w, x)
+      Array([[ 6., 60.]], dtype=float32)
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    def apply(
+        self, y: jax.Array, result: "Channels", x: jax.Array, operand: "Channels"
+    ) -> jax.Array:
+        """Returns the result of a product with the correction.
+
+        Args:
+          y: the result.
+          result: its channels.
+          x: the operand that is no weight.
+          operand: its channels.
+        """
+
+        def correct(y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+            stack = len(operand.batch)
+            free = [i for i in range(x.ndim) if i not in (*operand.batch, *operand.own)]
+            rows = x.transpose(*operand.batch, *free, *operand.own)
+            count = math.prod(rows.shape[stack + len(free) :])
+            rows = rows.reshape(*rows.shape[:stack], -1, count).astype(a.dtype)
+            low = jnp.matmul(jnp.matmul(rows, a), b)
+            low = low.reshape(
+                *(x.shape[i] for i in (*operand.batch, *free)), *(y.shape[i] for i in result.own)
+            )
+            others = [i for i in range(y.ndim) if i not in (*result.batch, *result.own)]
+            order = (*result.batch, *others, *result.own)
+            return y + low.transpose(sorted(range(y.ndim), key=order.__getitem__)).astype(y.dtype)
+
+        correct.__name__ = HIDDEN
+        return jax.jit(correct)(y, x, self.a, self.b)
 
 
 class Channels(NamedTuple):

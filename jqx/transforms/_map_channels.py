@@ -1,8 +1,9 @@
 """`map_channels`: a function with linear maps of channels at its contractions."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from .._checks import check_instance, require_that
 from .._compat import Eqn
 from .._errors import message
 from ._affines import some
-from ._channel_map import ChannelMap, Channels
+from ._channel_map import ChannelMap, Channels, LowRank
 from ._entries import observed_parts
 from ._find import Found, contractions
 from ._interpret import Rules, interpret
@@ -24,10 +25,11 @@ from ._trace import check_function, trace_call
 from ._weight import real_of
 from .primitives import Records
 
-Maps = Mapping[str, ChannelMap | Sequence[ChannelMap]]
+Map = ChannelMap | LowRank
+Maps = Mapping[str, Map | Sequence[Map]]
 """Maps by the key of an operand or a result, such as `w:dot_general:lhs`; several in order."""
 
-_SIDES = "lhs", "rhs"
+_NAME, _SIDES = "map_channels", ("lhs", "rhs")
 
 
 @called("map_channels", "call it in two steps: jqx.map_channels(f, plan, maps)(params, x).")
@@ -43,7 +45,8 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
       plan: a `Plan`.
       maps: what is done, by the key of an operand that is no weight, or of a result, of a site such
         as `layer0/w:dot_general:lhs`; of a contraction that the plan skips
-        `<path>:<op>~<place among skipped ones>:lhs`. Several are done in order.
+        `<path>:<op>~<place among skipped ones>:lhs`. Several are done in order. A `LowRank` is of
+        the result of a `dot_general` with a weight.
 
     Returns:
       A function of the arguments of `f` with its result.
@@ -65,7 +68,7 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
       >>> jqx.map_channels(f, plan, maps)(w, x)
       Array([[2.]], dtype=float32)
     """
-    name = "map_channels"
+    name = _NAME
     check_function(name, f)
     check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
     given = as_maps(name, maps)
@@ -98,6 +101,8 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
         call = trace_call(name, f, plan.parameters, args, kwargs)
         found = {item.address: item for item in contractions(call) if item.address}
         sites = [_site(plan, found, address, keys) for address, keys in wanted.items()]
+        for here in sites:
+            _check_loops(here.site, given)
         own = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
         by_address = {x.site.address: x for x in sites}
         rules = _Mapped(own, given, sites=by_address)  # type: ignore[arg-type]
@@ -108,7 +113,7 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
     return mapped
 
 
-def as_maps(function: str, maps: Any) -> dict[str, tuple[ChannelMap, ...]]:
+def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
     """Returns maps, several of each key, after checking that they are some."""
     mend = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
     check_instance(function, "maps", maps, Mapping, mend=mend)
@@ -118,7 +123,7 @@ def as_maps(function: str, maps: Any) -> dict[str, tuple[ChannelMap, ...]]:
     }
     for key, values in each.items():
         for value in values:
-            check_instance(function, f"maps[{key!r}]", value, ChannelMap, mend=mend)
+            check_instance(function, f"maps[{key!r}]", value, (ChannelMap, LowRank), mend=mend)
     return each
 
 
@@ -146,10 +151,13 @@ def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
 
 
 class _Here(NamedTuple):
-    """A contraction with maps: the operands that they are of, -1 the result, and their channels."""
+    """A contraction with maps: the operands that they are of, -1 the result, and their channels;
+    `factor` is the operand that a weight is multiplied by, `None` where that is not one.
+    """
 
     site: Site
     channels: Mapping[int, Channels]
+    factor: tuple[int, Channels] | None
 
 
 def _site(
@@ -158,20 +166,20 @@ def _site(
     """Returns what is mapped at an address of a call."""
     if address not in found:
         text = message(
-            "map_channels",
+            _NAME,
             "the plan was made for another function.",
             given=f"no contraction where {keys[min(keys)]!r} is",
             expected="the function that the plan was made for",
             mend="make the plan again with jqx.make_plan(f, policy)(*args).",
         )
         raise ValueError(text)
-    item = found[address]
+    item, first = found[address], keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
         require_that(
             origin is None or i not in keys,
             error=ValueError,
-            function="map_channels",
+            function=_NAME,
             problem="a map is of a weight.",
             given=repr(keys.get(i)),
             expected="an operand that is no weight, or a result",
@@ -179,21 +187,33 @@ def _site(
         )
         role = "activation" if origin is None else "weight"
         path = None if origin is None else origin.path
-        operands.append(Operand(role, None, keys.get(i, f"{keys[min(keys)]}/{i}"), path))
-    output_key = keys.get(-1, f"{keys[min(keys)]}/out")
-    own = tuple(operands)
-    site = Site(
-        address, item.path, item.scope, item.op, own, None, output_key, 0, item.loops, (), (), None
-    )
+        operands.append(Operand(role, None, keys.get(i, f"{first}/{i}"), path))
+    own, output = tuple(operands), keys.get(-1, f"{first}/out")
+    at = address, item.path, item.scope, item.op
+    site = Site(*at, own, None, output, 0, item.loops, (), (), None)
     weights = [i for i, origin in enumerate(item.origins) if origin is not None]
-    parts = observed_parts(site, item)
-    channels = {
-        i: Channels.of_operand(parts[i].about)
-        if i >= 0
-        else Channels.of_result(item.eqn, weights[0] if weights else len(operands) - 1)
-        for i in keys
-    }
-    return _Here(site, channels)
+    place = weights[0] if weights else len(operands) - 1
+    parts = [Channels.of_operand(part.about) for part in observed_parts(site, item)[:-1]]
+    parts.append(Channels.of_result(item.eqn, place))
+    is_product = item.op == "dot_general" and len(weights) == 1
+    factor = (1 - place, parts[1 - place]) if is_product else None
+    return _Here(site, {i: parts[i] for i in keys}, factor)
+
+
+def _check_loops(site: Site, maps: Mapping[str, Sequence[Map]]) -> None:
+    """Checks that maps have a leading axis for each scan over the weight of their site."""
+    loops = tuple(loop.length for loop in site.loops)
+    for key in set(site.keys) & set(maps):
+        for x in jax.tree.leaves(maps[key]):
+            require_that(
+                jnp.shape(x)[: len(loops)] == loops,
+                error=ValueError,
+                function=_NAME,
+                problem=f"a map of {key!r} does not step with its weight.",
+                given=f"an array of shape {jnp.shape(x)}",
+                expected=f"leading axes {loops}, one for each scan over the weight",
+                mend="repeat it: jnp.broadcast_to(x, (steps, *x.shape)).",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,50 +222,67 @@ class _Mapped(Rules):
 
     sites: Mapping[Address, _Here]
 
-    function: ClassVar[str | None] = None
-
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         here = self.sites[site.address]
-        values = [*map(real_of, operands)]
+        values = [jnp.asarray(real_of(x)) for x in operands]
+        maps: Mapping[str, Any] = self.affines
         for i, channels in here.channels.items():
-            if i >= 0:
-                values[i] = self._mapped(site.keys[i], values[i], channels)
+            for each in maps[site.keys[i]] if i >= 0 else ():
+                _check_fits(site.keys[i], each, channels, values[i], None)
+                values[i] = each.apply(values[i], channels)
         (result,) = _compat.bind(eqn, values)
-        if -1 in here.channels:
-            result = self._mapped(site.output_key, result, here.channels[-1])
+        for each in maps[site.output_key] if -1 in here.channels else ():
+            channels, factor = here.channels[-1], None
+            if here.factor is not None:
+                factor = values[here.factor[0]], here.factor[1]
+            _check_fits(site.output_key, each, channels, result, factor)
+            if isinstance(each, ChannelMap):
+                result = each.apply(result, channels)
+            elif factor is not None:
+                result = each.apply(result, channels, *factor)
         return result, {}
 
-    def _mapped(self, key: str, x: jax.Array, channels: Channels) -> jax.Array:
-        x = jnp.asarray(x)
-        for each in self.affines[key]:
-            _check_fits(key, each, channels, x)  # type: ignore[arg-type]
-            x = each.apply(x, channels)  # type: ignore[union-attr]
-        return x
 
-
-def _check_fits(key: str, each: ChannelMap, channels: Channels, x: jax.Array) -> None:
+def _check_fits(
+    key: str,
+    each: Map,
+    channels: Channels,
+    x: jax.Array,
+    factor: tuple[jax.Array, Channels] | None,
+) -> None:
     """Checks that a map is one of those channels."""
-    wanted = channels.shape(x.shape)
-    for name, own in each.parts().items():
-        shape = jnp.shape(own)
-        is_factor = name.startswith("factors")
-        size = 1
-        for factor in each.factors:
-            size *= jnp.shape(factor)[-1]
-        fits = (
-            len(shape) == 2 and shape[0] == shape[1] and wanted[-1] % size == 0
-            if is_factor
-            else shape == wanted
-        )
+    *stack, count = channels.shape(x.shape)
+    if isinstance(each, LowRank):
         require_that(
-            fits,
+            factor is not None,
             error=ValueError,
-            function="map_channels",
+            function=_NAME,
+            problem=f"there can be no LowRank at {key!r}.",
+            given="an operand, or the result of something else",
+            expected="the result of a dot_general with one weight",
+            mend="add it to the results of such contractions.",
+        )
+        assert factor is not None
+        rank, inputs = jnp.shape(each.b)[-2], factor[1].shape(factor[0].shape)
+        wanted: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
+        shapes = {"a": jnp.shape(each.a), "b": jnp.shape(each.b)}
+    else:
+        own = {"scale": each.scale, "shift": each.shift}
+        shapes = {name: jnp.shape(x) for name, x in own.items() if x is not None}
+        wanted: dict[str, Any] = dict.fromkeys(shapes, (*stack, count))
+        sizes = [jnp.shape(factor)[-1] for factor in each.factors]
+        fits = count % math.prod(sizes) == 0
+        for i, n in enumerate(sizes):
+            shapes[f"factors[{i}]"] = jnp.shape(each.factors[i])
+            wanted[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
+    for name, shape in shapes.items():
+        require_that(
+            shape == wanted[name],
+            error=ValueError,
+            function=_NAME,
             problem=f"a map of {key!r} does not fit its channels.",
             given=f"{name} of shape {shape}, in one step of the loops around it",
-            expected=f"square matrices whose sizes multiply to a divisor of {wanted[-1]}"
-            if is_factor
-            else f"{wanted}",
+            expected=str(wanted[name]),
             mend="give it the channels of that value, with a leading axis for each scan over the "
             "weight.",
         )

@@ -145,6 +145,38 @@ def test_rotations_are_kronecker_products_and_no_contractions_of_the_plan():
     assert 0 < error < 0.03
 
 
+def test_a_low_rank_product_is_added_in_the_axes_of_the_result():
+    """Of a stack of matrices, with the weight on either side, two axes of channels, in a scan."""
+
+    def f(p, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.einsum("ij,btj->bti", w, x)), None
+
+        x = lax.scan(layer, x, p["layers"])[0]
+        heads = jnp.einsum("btd,dhk->bthk", x, p["heads"])
+        return jnp.einsum("bthk,hkd->btd", heads, p["out"]), jnp.einsum(
+            "btd,bde->bte", x, p["stack"]
+        )
+
+    shapes = {"layers": (3, 6, 6), "heads": (6, 2, 4), "out": (2, 4, 6), "stack": (2, 6, 5)}
+    low = {"layers": ((3, 6, 2), (3, 2, 6)), "heads": ((6, 2), (2, 8)), "out": ((8, 2), (2, 6))}
+    low["stack"] = (2, 6, 2), (2, 2, 5)
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    x = normal(9, 2, 5, 6)
+    plan = jqx.make_plan(f, jqx.presets.w8a16())(params, x)
+    pairs = {
+        name: [normal(i, *shape) for i, shape in enumerate(both)] for name, both in low.items()
+    }
+    maps = {f"{name}:dot_general:out": jqx.LowRank(*pair) for name, pair in pairs.items()}
+    mapped = jqx.map_channels(f, plan, maps)
+    whole = {name: np.asarray(a) @ np.asarray(b) for name, (a, b) in pairs.items()}
+    whole["layers"] = whole["layers"].swapaxes(1, 2)
+    own = {name: params[name] + whole[name].reshape(shape) for name, shape in shapes.items()}
+    for a, b in zip(jax.jit(mapped)(params, x), f(own, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert jqx.make_plan(mapped, jqx.presets.w8a16())(params, x) == plan
+
+
 def test_a_scale_costs_no_pass_over_memory():
     """XLA joins it with the quantization of the operand: it is no operation of its own."""
     w, x = normal(0, 256, 256), normal(1, 512, 256)
@@ -176,9 +208,15 @@ def test_what_does_not_fit_is_refused():
         (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(jnp.ones((2, 3)))})(params, x),
          ValueError, r"shape \(3,\)"),
         (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(factors=(jnp.ones((2, 3, 3)),))})(
-            params, x), ValueError, "divisor of 4"),
+            params, x), ValueError, "a size that divides 4"),
         (lambda: jqx.map_channels(f, plan, {"v:dot_general~0:rhs": good})(params, x),
          ValueError, "of a weight"),
+        (lambda: jqx.map_channels(f, plan, {key: jqx.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))})(
+            params, x), ValueError, "does not step"),
+        (lambda: jqx.map_channels(f, plan, {key: jqx.LowRank(
+            jnp.ones((2, 4, 1)), jnp.ones((2, 1, 4)))})(params, x), ValueError, "no LowRank at"),
+        (lambda: jqx.map_channels(f, plan, {"v:dot_general~0:out": jqx.LowRank(
+            jnp.ones((4, 1)), jnp.ones((1, 3)))})(params, x), ValueError, r"\(1, 4\)"),
         (lambda: jqx.map_channels(lambda p, x: x @ p["v"], plan, {key: good})(
             {"v": params["v"]}, x), ValueError, "another function"),
     )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Low-rank compensation: what codes lose of a weight, as a product of two narrow matrices."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._calls import called
+from .._checks import check_integer, require_that
+from ..calibrators import Affine
+from ..observers import hessian
+from ..observers._shared import check_weight
+from ..transforms import LowRank, Plan, calibrate_batches, dequantize_params
+from ..transforms._shared import Chosen, arguments_of
+from ._channels import Met
+from ._folds import Folds
+from ._labels import Array
+from ._pairs import find_pairs
+
+_NAME = "algorithms.eora"
+_LEAST = 1e-10
+"""Part of the largest eigenvalue below which a direction has no inputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compensation:
+    """What a product of two narrow matrices makes good at a site, over all steps of its scans.
+
+    Attributes:
+      site: its name.
+      rank: of the product.
+      before: the squared error of the product of inputs and codes, per input.
+      after: with the compensation.
+      why: there is none.
+    """
+
+    site: str
+    rank: int
+    before: float = 0.0
+    after: float = 0.0
+    why: str = ""
+
+
+class CompensationReport(tuple[Compensation, ...]):
+    """The sites of a plan with their compensations. Prints as a table."""
+
+    def __str__(self) -> str:
+        lines = [f"{'rank':>6} {'before':>10} {'after':>10}  site"]
+        for x in self:
+            why = f" (none: {x.why})" if x.why else ""
+            lines.append(f"{x.rank:6} {x.before:10.4g} {x.after:10.4g}  {x.site}{why}")
+        return "\n".join(lines)
+
+
+@called("algorithms.eora", "options go by name, such as jqx.algorithms.eora(rank=64).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eora:
+    """Adds to each product with a quantized weight a product of two narrow matrices, `(x a) b`,
+    that makes good most of what codes lose, by the squared error over batches: an algorithm of
+    `jqx.ptq`, for codes that are chosen. It is the best of its rank: the singular vectors of the
+    lost weight in the space where inputs are white.
+
+    It is kept at the site (`jqx.Quantized.maps`), in float: `rank * (inputs + outputs)` numbers,
+    and as many multiplications a row. Convolutions, experts and lookups have none; the report says
+    so.
+
+    Attributes:
+      rank: of the product; that of the weight where it is less.
+      weight: how much rows count, as that of `jqx.observers.hessian`.
+
+    Raises:
+      TypeError: an option is not of its kind.
+      ValueError: `rank` is less than 1; when it runs, no site can have a compensation.
+
+    Source: Liu et al., arXiv:2410.21271 (EoRA); Zhang et al., arXiv:2410.06040 (QERA).
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+      >>> quantize = jqx.ptq(
+      ...     lambda w, x: x @ w, jqx.presets.w4a16(weight={"granularity": jqx.per_channel()}),
+      ...     jqx.algorithms.eora(rank=8), progress=False,
+      ... )
+      >>> bool(jnp.allclose(quantize(w, [x])(x), x @ w, atol=1e-4))
+      True
+    """
+
+    rank: int = 32
+    weight: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        require_that(
+            check_integer(_NAME, "rank", self.rank) > 0,
+            error=ValueError,
+            function=_NAME,
+            problem="`rank` is not positive.",
+            given=f"rank == {self.rank}",
+            expected="1 or more",
+            mend="leave it out: 32 is that of the paper for 4 bits.",
+        )
+        check_weight(_NAME, self.weight)
+
+    def correct(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        codes: Any,
+        affines: Mapping[str, Affine],
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+    ) -> Chosen:
+        """Returns the codes as they are, and what is added at sites."""
+        batches = list(batches)
+        folds = find_pairs(f, plan)(*arguments_of(plan, params, batches[0])).folds
+        mets = [x for x in folds.met if folds.weight(x) is not None]
+        own = [x for x in mets if x.site.op == "dot_general"]
+        sites = [x for x in plan.sites if {o.path is None for o in x.operands} == {True, False}]
+        require_that(
+            own,
+            error=ValueError,
+            function=_NAME,
+            problem="no site can have a compensation.",
+            given=", ".join(x.name for x in sites[:4]) or "no site with a weight",
+            expected="a product of an activation and a weight that is quantized and its own",
+            mend="leave this algorithm out.",
+        )
+        observer = hessian(weight=self.weight)
+        paths = {re.escape(_site_of(plan, x).path): observer for x in own}
+        stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
+        lost = _Lost(folds, params, dequantize_params(codes))
+        parts: dict[str, list[tuple[Met, Array, Array]]] = {}
+        errors: dict[str, Array] = {}
+        for met in own:
+            key, name = folds.key(met), folds.name(met)
+            seen = stats[f"{key}@{observer}"]
+            a, b, error = self._solved(lost.of(met), np.asarray(seen.products)[met.steps])
+            rows = max(float(np.max(np.asarray(seen.rows))), 1.0)
+            errors[name] = errors.get(name, np.zeros(2)) + error / rows
+            parts.setdefault(_site_of(plan, met).output_key, []).append((met, a, b))
+        maps = {key: _stacked(each) for key, each in parts.items()}
+        why = "its weight has another use, or it is no plain product"
+        report = CompensationReport(
+            Compensation(x.name, maps[x.output_key].a.shape[-1], *errors[x.name].tolist())
+            if x.name in errors
+            else Compensation(x.name, 0, why=why)
+            for x in sites
+        )
+        return Chosen(codes, report, maps)
+
+    def _solved(self, lost: Array, products: Array) -> tuple[Array, Array, Array]:
+        """Returns two matrices [*batch, channels, rank] and [*batch, rank, rows], and the squared
+        error before and after, of what a weight [*batch, rows, channels] has lost.
+        """
+        values, vectors = np.linalg.eigh(np.asarray(products, np.float64))
+        values = np.where(values > _LEAST * values[..., -1:], values, 0)
+        root = np.sqrt(values)[..., None, :]
+        inverse = np.divide(1, root, out=np.zeros_like(root), where=root > 0)
+        white = (lost @ vectors) * root
+        u, s, v = np.linalg.svd(white, full_matrices=False)
+        rank = min(self.rank, s.shape[-1])
+        half = np.sqrt(s[..., :rank])
+        b = np.swapaxes(u[..., :rank] * half[..., None, :], -1, -2)
+        a = vectors @ np.swapaxes(v[..., :rank, :] * half[..., :, None] * inverse, -1, -2)
+        return a, b, np.array([np.sum(s**2), np.sum(s[..., rank:] ** 2)])
+
+
+eora = Eora
+
+
+def _site_of(plan: Plan, met: Met) -> Any:
+    return plan.site_at(met.site.address) or met.site
+
+
+class _Lost:
+    """What codes lose of weights."""
+
+    def __init__(self, folds: Folds, params: Any, real: Any):
+        self._exact, self._real = folds.leaves(params), folds.leaves(real)
+
+    def of(self, met: Met) -> Array:
+        """Returns it of a site in one step, float64 [*batch, rows, channels]."""
+        exact, real = (
+            np.asarray(leaves[met.place], np.float64).ravel()[met.elements]
+            for leaves in (self._exact, self._real)
+        )
+        return exact - real
+
+
+def _stacked(parts: list[tuple[Met, Array, Array]]) -> LowRank:
+    """Returns the compensation of a site, of all steps of the scans around it."""
+    loops = tuple(loop.length for loop in parts[0][0].site.loops)
+    a, b = (np.zeros((*loops, *parts[0][i].shape), np.float32) for i in (1, 2))
+    for met, own_a, own_b in parts:
+        a[met.steps], b[met.steps] = own_a, own_b
+    return LowRank(jnp.asarray(a), jnp.asarray(b))

@@ -1,0 +1,109 @@
+"""Low-rank compensation: the best of its rank, by the inputs of a site."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import bias_correction, chain, eora, gptq, rotate
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+D, H, LAYERS = 16, 24, 2
+
+
+def normal(*shape):
+    return on_device(RNG.normal(size=shape), jnp.float32)
+
+
+INPUTS = normal(D, D) * on_device(np.exp(-np.arange(D) / 4), jnp.float32)[:, None]
+PARAMS = {
+    "up": normal(LAYERS, D, H),
+    "down": normal(LAYERS, H, D) / 9,
+    "stack": normal(2, D, 5),
+    "kernel": normal(3, 3, D, 4),
+}
+BATCHES = [normal(24, D) @ INPUTS, normal(16, D) @ INPUTS]
+POLICY = jqx.Policy({".*": "int2:channel"})
+
+
+def f(p, x):
+    """Perceptrons in a scan, a stack of matrices, and a convolution."""
+
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    x = lax.scan(layer, x, {"up": p["up"], "down": p["down"]})[0]
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    image = x.reshape(-1, 2, 2, D)
+    y = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
+    return jnp.einsum("bsk,bkn->bsn", x.reshape(2, -1, D), p["stack"]), y
+
+
+def quantized(algorithm):
+    return jqx.ptq(f, POLICY, algorithm, target=False, progress=False)(PARAMS, BATCHES)
+
+
+def test_the_error_is_that_of_the_best_matrix_of_its_rank():
+    found = quantized(eora(rank=4))
+    report = {x.site: x for x in found.details}
+    assert [(x.site.split(":")[0], x.rank) for x in found.details] == [
+        *(("up", 4), ("down", 4), ("kernel", 0), ("stack", 4)),
+    ]
+    assert "no plain product" in str(found.details)
+    # Of the first layer by NumPy: inputs, what is lost, and its singular values.
+    x = np.concatenate(BATCHES).astype(np.float64)
+    codes = np.asarray(found.params["up"].dequantize(), np.float64)[0]
+    lost = np.asarray(PARAMS["up"][0], np.float64) - codes
+    (low,) = found.maps["up:dot_general:out"]
+    a, b = np.asarray(low.a[0], np.float64), np.asarray(low.b[0], np.float64)
+    _, s, _ = np.linalg.svd(x @ lost, full_matrices=False)
+    error = ((x @ (lost - a @ b)) ** 2).sum()
+    np.testing.assert_allclose(error, (s[4:] ** 2).sum(), rtol=1e-3)
+    both = report["up:dot_general"]
+    assert both.after < 0.6 * both.before
+    whole = quantized(eora(rank=D))
+    for entry in whole.details:
+        assert entry.after <= 1e-6 * entry.before
+    exact, own = f(PARAMS, BATCHES[0])[0], whole(BATCHES[0])[0]
+    assert np.abs(exact - own).max() <= 1e-4 * np.abs(exact).max()
+
+
+def test_more_of_a_rank_loses_less_and_others_may_come_before():
+    def lost(algorithm):
+        exact, own = f(PARAMS, BATCHES[0])[0], quantized(algorithm)(BATCHES[0])[0]
+        return float(((exact - own) ** 2).mean())
+
+    errors = [lost(x) for x in (None, eora(rank=2), eora(rank=8))]
+    assert errors == sorted(errors, reverse=True) and errors[2] < 0.5 * errors[0]
+    algorithms = chain(rotate(), gptq(), eora(rank=4), bias_correction())
+    found = quantized(algorithms)
+    assert len(found.details) == 4
+    assert {type(x).__name__ for x in found.maps["up:dot_general:out"]} == {"LowRank", "ChannelMap"}
+    assert lost(algorithms) < errors[1]
+
+
+def test_rows_of_weight_0_are_left_out():
+    batches = [BATCHES[0].at[16:].mul(9)]
+    g, w = (lambda w, x: x @ w), PARAMS["up"][0]
+    masked = eora(rank=2, weight=lambda x: jnp.arange(x.shape[0]) < 16)
+    a = jqx.ptq(g, POLICY, masked, progress=False)(w, batches)
+    b = jqx.ptq(g, POLICY, eora(rank=2), progress=False)(w, [BATCHES[0][:16]])
+    (own,), (other,) = (x.maps[":dot_general:out"] for x in (a, b))
+    np.testing.assert_allclose(own.a @ own.b, other.a @ other.b, rtol=1e-3, atol=1e-4)
+
+
+def test_what_means_nothing_is_refused():
+    for make, error, fact in (
+        (lambda: eora(rank=0), ValueError, "1 or more"),
+        (lambda: eora(rank=2.5), TypeError, "`rank`"),
+        (lambda: eora(weight=3), TypeError, "`weight`"),
+    ):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.eora: .*{fact}.*to mend:"):
+            make()
+    g = lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 2], jnp.int32))  # noqa: E731
+    with pytest.raises(ValueError, match=r"(?s)eora: no site can have.*to mend:"):
+        jqx.ptq(g, jqx.presets.w8a16(), eora(), progress=False)(normal(2, D, 4), [normal(4, D)])
