@@ -10,7 +10,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..transforms import Plan
-from ..transforms._shared import Weight, is_array
+from ..transforms._shared import Site, Weight, is_array
 from ._channels import Follower, Met
 from ._labels import FIXED, Array
 
@@ -53,14 +53,17 @@ class Folds:
         self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
         self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
 
+    def site(self, met: Met) -> Site:
+        """The site of the plan; of one that the plan leaves in float, that of the plan of all."""
+        return self.plan.site_at(met.site.address) or met.site
+
     def key(self, met: Met) -> str:
         """The name of the operand that a site multiplies its weight by."""
-        known = self.plan.site_at(met.site.address) or met.site
-        return next(x.key for x in known.operands if x.path is None)
+        return next(x.key for x in self.site(met).operands if x.path is None)
 
     def name(self, met: Met) -> str:
         """The name of a site."""
-        return (self.plan.site_at(met.site.address) or met.site).name
+        return self.site(met).name
 
     def inputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""

@@ -130,7 +130,7 @@ class Eora:
             mend="leave this algorithm out.",
         )
         observer = hessian(weight=self.weight)
-        paths = {re.escape(_site_of(plan, x).path): observer for x in own}
+        paths = {re.escape(folds.site(x).path): observer for x in own}
         stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
         lost = _Lost(folds, params, dequantize_params(codes))
         parts: dict[str, list[tuple[Met, Array, Array]]] = {}
@@ -141,7 +141,7 @@ class Eora:
             a, b, error = self._solved(lost.of(met), np.asarray(seen.products)[met.steps])
             rows = max(float(np.max(np.asarray(seen.rows))), 1.0)
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
-            parts.setdefault(_site_of(plan, met).output_key, []).append((met, a, b))
+            parts.setdefault(folds.site(met).output_key, []).append((met, a, b))
         maps = {key: _stacked(each) for key, each in parts.items()}
         why = "its weight has another use, or it is no plain product"
         report = CompensationReport(
@@ -170,10 +170,6 @@ class Eora:
 
 
 eora = Eora
-
-
-def _site_of(plan: Plan, met: Met) -> Any:
-    return plan.site_at(met.site.address) or met.site
 
 
 class _Lost:

@@ -69,7 +69,7 @@ class Scaled:
         )
         stats = {}
         if observers:
-            paths = {re.escape(plan.site_at(x.site.address).path): observers for x in met}  # pyright: ignore
+            paths = {re.escape(folds.site(x).path): observers for x in met}
             stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
         leaves = folds.leaves(params)
         weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in met}
@@ -86,8 +86,8 @@ class Scaled:
 
     def rounds_operand(self, met: Met) -> bool:
         """Whether the plan quantizes what a site multiplies its weight by."""
-        site = self.folds.plan.site_at(met.site.address) or met.site
-        return any(x.path is None and x.spec is not None for x in site.operands)
+        operands = self.folds.site(met).operands
+        return any(x.path is None and x.spec is not None for x in operands)
 
     def observed(self, met: Met, observer: Observer) -> Any:
         """Returns what an observer has recorded of the operand of a site, in its step."""

@@ -225,3 +225,23 @@ def test_channels_are_scaled_in_modules():
         made = {"a/kernel:dot_general", "a/bias", f"{name}norm/mean", "norm/bias"}
         assert set(pair.before) == made
         assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
+    """A scale, a rotation, a low-rank product and a shift."""
+    module, model = Normed(), NormedModel(nnx.Rngs(0))
+    variables = module.init(jax.random.key(0), X)
+    of = jqx.algorithms
+    algorithms = of.smooth_quant(), of.rotate(), of.eora(rank=2), of.bias_correction()
+    both = (
+        (jqx.linen.ptq(module, W8A8, of.chain(*algorithms), **QUIET)(variables, [X]), module),
+        (jqx.nnx.ptq(model, W8A8, of.chain(*algorithms), **QUIET)([X]), model),
+    )
+    for door, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
+        exact = own.apply(variables, X) if door is jqx.linen else own(X)
+        assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
+        assert {key.rsplit(":", 1)[1] for key in quantized.maps} == {"lhs", "out"}
+        path = tmp_path / "model.safetensors"
+        jqx.save(path, quantized)
+        bound = door.bind(jqx.load(path), own)
+        np.testing.assert_array_equal(bound(X), quantized(X))
