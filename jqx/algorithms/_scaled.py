@@ -11,6 +11,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..observers import Observer
+from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import arguments_of
 from ._channels import Met
@@ -84,10 +85,9 @@ class Scaled:
         """Returns what the statistics of the operand of a site are called."""
         return f"{self.folds.key(met)}@{observer}"
 
-    def rounds_operand(self, met: Met) -> bool:
-        """Whether the plan quantizes what a site multiplies its weight by."""
-        operands = self.folds.site(met).operands
-        return any(x.path is None and x.spec is not None for x in operands)
+    def spec_of_operand(self, met: Met) -> QSpec | None:
+        """Returns how the plan quantizes what a site multiplies its weight by."""
+        return next(x.spec for x in self.folds.site(met).operands if x.path is None)
 
     def observed(self, met: Met, observer: Observer) -> Any:
         """Returns what an observer has recorded of the operand of a site, in its step."""

@@ -103,7 +103,8 @@ def test_scales_are_kept_where_nothing_takes_them():
     params = {name: normal(*shape) for name, shape in shapes.items()}
     params["experts"] = params["experts"] / OUTLIERS[None, :, None]
     plan = jqx.make_plan(g, W8A8)(params, TEST)
-    found, report, maps = smooth_quant().rewrite(g, plan, params, BATCHES, progress=False)
+    smooth = smooth_quant(strength=0.5)
+    found, report, maps = smooth.rewrite(g, plan, params, BATCHES, progress=False)
     assert "a:dot_general" in report.kept and "kept at the site: " in str(report)
     a, b, kernel, experts = (np.asarray(x.scale) for x in maps.values())
     np.testing.assert_array_equal(a, b)
@@ -130,6 +131,14 @@ def test_smooth_quant_is_the_formula_of_the_paper():
     scale = np.abs(h).max(0) ** 0.7 / largest**0.3
     np.testing.assert_allclose(found["gain"][0], own["gain"] / scale, rtol=1e-5)
     np.testing.assert_allclose(found["gate"][0], own["gate"] * scale[:, None], rtol=1e-5)
+
+
+def test_the_plan_decides_the_strength():
+    dynamic = jqx.presets.w8a8_dynamic()
+    for policy, strength in ((W8A8, 0.85), (dynamic, 0.5), (jqx.presets.w8a16(), 0.5)):
+        given = f, plan_of(policy), PARAMS, BATCHES
+        a, b = (x.rewrite(*given, progress=False) for x in (smooth_quant(), smooth_quant(strength)))
+        jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
 
 
 def test_rows_of_weight_0_are_left_out():
