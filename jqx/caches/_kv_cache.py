@@ -32,8 +32,8 @@ class KVCache:
     quantized as they are given: give them with their rotary embedding.
 
     Attributes:
-      keys_: codes of keys.
-      values_: codes of values.
+      key_codes: codes of keys.
+      value_codes: codes of values.
       first: keys and values of the first tokens, in float, [2, batch, 4, heads, width].
       tail: those of the last ones, [2, batch, 32, heads, width]; both hold no tokens in `"fp8"`.
       length: how many tokens there are, int32.
@@ -54,8 +54,8 @@ class KVCache:
       True
     """
 
-    keys_: Any
-    values_: Any
+    key_codes: Any
+    value_codes: Any
     first: jax.Array
     tail: jax.Array
     length: jax.Array
@@ -188,12 +188,12 @@ class KVCache:
         length = self.length + count
         if self.format == "fp8":
             k, v = (own.put(x, self.length) for own, x in zip(self._codes, new, strict=True))
-            return dataclasses.replace(self, keys_=k, values_=v, length=length)
+            return dataclasses.replace(self, key_codes=k, value_codes=v, length=length)
         return self._grouped(new, count, length)
 
     @property
     def _codes(self) -> tuple[Any, Any]:
-        return self.keys_, self.values_
+        return self.key_codes, self.value_codes
 
     @property
     def _start(self) -> jax.Array:
@@ -216,17 +216,17 @@ class KVCache:
         keys, values = lax.cond(
             moved > 0, self._written, lambda _: self._codes, leaving
         )  # those that stay are written too, where others leave: the tail is read in their place
-        return dataclasses.replace(done, keys_=keys, values_=values, first=first, tail=tail)
+        return dataclasses.replace(done, key_codes=keys, value_codes=values, first=first, tail=tail)
 
     def _written(self, tokens: jax.Array) -> tuple[Groups, Groups]:
         """Returns the codes with those of the first tokens of the tail."""
-        bits, own = _BITS[self.format], self.values_.codes.shape[-2]
+        bits, own = _BITS[self.format], self.value_codes.codes.shape[-2]
         count = tokens.shape[2] // _GROUP
         keys, values = tokens.reshape(2, tokens.shape[1], count, _GROUP, *tokens.shape[3:])
         keys = Groups.of(jnp.moveaxis(keys, 2, -1), bits)
         values = Groups.of(values.reshape(*values.shape[:-1], own, -1), bits)
         places = self._start // _GROUP + jnp.arange(count, dtype=jnp.int32)
-        return self.keys_.put(keys, places, 1), self.values_.put(values, places, 1)
+        return self.key_codes.put(keys, places, 1), self.value_codes.put(values, places, 1)
 
     def _without_first(self, tokens: jax.Array) -> jax.Array:
         """Returns tokens behind those that have codes; those that are kept in float are the one
@@ -242,16 +242,16 @@ class KVCache:
         token.
         """
         if self.format == "fp8":
-            return self._read(self.keys_.real(self.tail.dtype))
-        x = self.keys_.values(_BITS[self.format], _GROUP)
+            return self._read(self.key_codes.real(self.tail.dtype))
+        x = self.key_codes.values(_BITS[self.format], _GROUP)
         return self._read(self._in_float(jnp.moveaxis(x, -1, 2), 0))
 
     @property
     def values(self) -> jax.Array:
         """What the codes of values stand for, likewise."""
         if self.format == "fp8":
-            return self._read(self.values_.real(self.tail.dtype))
-        x = self.values_.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
+            return self._read(self.value_codes.real(self.tail.dtype))
+        x = self.value_codes.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
         return self._read(self._in_float(x.reshape(*x.shape[:-2], -1), 1))
 
     def _in_float(self, x: jax.Array, place: int) -> jax.Array:
@@ -279,7 +279,8 @@ class KVCache:
           scale: of products; `None` is `1 / sqrt(width)`.
 
         Returns:
-          [batch, tokens, heads, width], of the dtype of the queries.
+          [batch, tokens, heads, width], of the dtype of the queries; NaN for queries of more tokens
+          than there are.
 
         Raises:
           ValueError: shapes do not fit.

@@ -117,33 +117,33 @@ def ptq(
         plan = planned(*placed(places, values, inputs))
         run = getattr(rounding, "run", None)
         observers = None if run else observers_of(rounding)
-        stats, scales, reports, maps, mapped = None, {}, [], {}, f
+        stats, scales, reports, mapped = None, {}, [], Mapped(f, plan)
         if run or rewrites or corrections:
             every = list(every)
         for each in rewrites:
-            rewritten = as_chosen(each.rewrite(mapped, plan, values, every, progress=progress))
+            given = mapped.function, plan, values, every
+            rewritten = as_chosen(each.rewrite(*given, progress=progress))
             values, reports = rewritten.params, [*reports, rewritten.report]
-            maps = with_maps("ptq", maps, rewritten.maps)
-            mapped = map_channels(f, plan, maps) if maps else f
+            mapped = mapped.then(rewritten.maps)
         if plan.static_specs() or observers:
             stats = calibrate_batches(
-                mapped, plan, values, every, observers=observers, progress=progress
+                mapped.function, plan, values, every, observers=observers, progress=progress
             )
             scales = affines(plan, stats)
         if run:
-            chosen = as_chosen(run(mapped, plan, values, every, progress=progress))
+            chosen = as_chosen(run(mapped.function, plan, values, every, progress=progress))
         else:
             chosen = _chosen(plan, values, rounding, stats)
         codes = _checked(plan, chosen.params)
+        mapped = mapped.then(chosen.maps)
         reports += [] if rounding is None else [chosen.report]
         for each in corrections:
-            given = mapped, plan, values, codes, scales, every
+            given = mapped.function, plan, values, codes, scales, every
             corrected = as_chosen(each.correct(*given, progress=progress))
             codes, reports = _checked(plan, corrected.params), [*reports, corrected.report]
-            maps = with_maps("ptq", maps, corrected.maps)
-            mapped = map_channels(f, plan, maps) if maps else f
+            mapped = mapped.then(corrected.maps)
         found = report_of(plan, values, lambda: codes)
-        quantized = quantized_of(f, plan, scales, maps, codes, found, abstract(inputs), meant)
+        quantized = quantized_of(mapped, scales, codes, found, abstract(inputs), meant)
         details = reports[0] if len(reports) == 1 else tuple(reports)
         return dataclasses.replace(quantized, details=details or None)
 
@@ -161,22 +161,37 @@ def _checked(plan: Plan, chosen: Any) -> Any:
     return picked("ptq", chosen, rounded)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """A function with what algorithms do at its sites."""
+
+    f: Callable[..., Any]
+    plan: Plan
+    maps: Maps = dataclasses.field(default_factory=dict)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function with its maps."""
+        return map_channels(self.f, self.plan, self.maps) if self.maps else self.f
+
+    def then(self, maps: Maps) -> "Mapped":
+        """Returns the same with maps after those that it has."""
+        return Mapped(self.f, self.plan, with_maps("ptq", self.maps, maps))
+
+
 def quantized_of(
-    f: Callable[..., Any],
-    plan: Plan,
+    mapped: Mapped,
     scales: Mapping[str, Affine],
-    maps: Maps,
     codes: Any,
     found: Report,
     inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:
     """Returns a quantized function with its weights, laid out for a target."""
+    plan = mapped.plan
     laid_out = pack_for(codes, target) if target and plan.weights else codes
-    mapped = map_channels(f, plan, maps) if maps else f
-    return Quantized(
-        convert(mapped, plan, scales), laid_out, plan, scales, found, inputs, maps=maps
-    )
+    function = convert(mapped.function, plan, scales)
+    return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
 
 
 def check_whole(function: str, f: Any) -> None:

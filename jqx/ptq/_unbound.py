@@ -21,7 +21,7 @@ from ..transforms._shared import (
     is_quantized,
     placed,
 )
-from ._ptq import Target, check_whole, quantized_of, target_of
+from ._ptq import Mapped, Target, check_whole, quantized_of, target_of
 from ._quantized import Quantized, summary
 
 
@@ -83,8 +83,8 @@ class Unbound:
             mend = "bind the function that was quantized; of another, make a plan anew: jqx.ptq."
             given = placed(self.plan.params, params, self.inputs)
             check_function_of("bind", f, self.plan, given, mend)
-        known = self.plan, self.affines, self.maps
-        return quantized_of(f, *known, params, self.report, self.inputs, meant)
+        mapped = Mapped(f, self.plan, self.maps)
+        return quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
 
     def __repr__(self) -> str:
         return f"Unbound({summary(self.plan, self.report)})"

@@ -103,7 +103,7 @@ def parts_of(algorithm: Any) -> Parts:
     each = () if algorithm is None else getattr(algorithm, "algorithms", (algorithm,))
     rewrites = tuple(x for x in each if hasattr(x, "rewrite"))
     corrections = tuple(x for x in each if hasattr(x, "correct"))
-    rest = [x for x in each if x not in rewrites and x not in corrections]
+    rest = [x for x in each if not hasattr(x, "rewrite") and not hasattr(x, "correct")]
     return Parts(rewrites, rest[0] if rest else None, corrections)
 
 
@@ -118,8 +118,7 @@ class Chosen(NamedTuple):
     Attributes:
       params: the parameters, as of `Algorithm`.
       report: of any kind; `jqx.Quantized.details` has it.
-      maps: what is done with channels at sites, as `jqx.map_channels` takes it: of an algorithm
-        that rewrites parameters.
+      maps: what is done with channels at sites, as `jqx.map_channels` takes it.
     """
 
     params: Any
