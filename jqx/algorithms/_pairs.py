@@ -4,10 +4,11 @@ own weight, so that the function stays as it is. Found in the dataflow of any fu
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .._calls import called
 from .._checks import check_instance, require_that
+from .._errors import message
 from ..policy import Policy, Rule
 from ..transforms import Plan
 from ..transforms._shared import (
@@ -61,6 +62,20 @@ class Pairs:
         """Returns the same, of which scales are kept at the sites of these operands."""
         names = frozenset(key.rsplit(":", 1)[0] for key in keys)
         return dataclasses.replace(self, kept=names)
+
+    def refuse(self, function: str) -> NoReturn:
+        """Raises where there is nothing to scale, and says why."""
+        raise ValueError(
+            message(
+                function,
+                "no weight of the plan has channels that can be scaled.",
+                given="; ".join(f"{name}: {why}" for name, why in [*self.reasons.items()][:4]),
+                expected="a site behind a norm, or behind another weight and what commutes with "
+                "scales",
+                mend="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
+                "tells of all sites.",
+            )
+        )
 
     def fold(self, params: Any, scales: Mapping[str, Any]) -> Any:
         """Returns parameters of the same function whose sites see operands divided by scales.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import require_that
 from ..observers import Observer
 from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
@@ -58,16 +57,8 @@ class Scaled:
         met = [x for x in folds.met if folds.weight(x) is not None]
         scalable = [x for x in met if np.any(folds.inputs(x) > 0)]
         met = met if every else scalable
-        require_that(
-            met if every else scalable,
-            error=ValueError,
-            function=function,
-            problem="no weight of the plan has channels that can be scaled.",
-            given="; ".join(f"{name}: {why}" for name, why in [*pairs.reasons.items()][:4]),
-            expected="a site behind a norm, or behind another weight and what commutes with scales",
-            mend="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) tells of "
-            "all sites.",
-        )
+        if not met:
+            pairs.refuse(function)
         stats = {}
         if observers:
             paths = {re.escape(folds.site(x).path): observers for x in met}

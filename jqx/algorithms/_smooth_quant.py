@@ -101,6 +101,8 @@ class SmoothQuant:
         factors = 1 / _scale(strength, a, scaled.largest_weights())
         factors[0] = 1
         kept = _kept(strength, scaled, found, observer) if self.keep else Kept(folds)
+        if len(factors) == 1 and not kept.scales:
+            scaled.pairs.refuse("algorithms.smooth_quant")
         params = folds.folded(params, factors, kept.of)
         return Chosen(params, scaled.pairs.keeping(kept.scales), kept.maps())
 

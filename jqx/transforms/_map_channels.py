@@ -12,14 +12,14 @@ from .. import _compat
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._compat import Eqn
-from .._errors import message
 from ._affines import some
 from ._channel_map import ChannelMap, Channels, LowRank
 from ._entries import observed_parts
-from ._find import Found, contractions
+from ._find import Found
 from ._interpret import Rules, interpret
 from ._origin import Address
 from ._plan import Plan
+from ._plan_call import with_contractions
 from ._site import Operand, Site
 from ._trace import check_function, trace_call
 from ._weight import real_of
@@ -99,8 +99,9 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(name, f, plan.parameters, args, kwargs)
-        found = {item.address: item for item in contractions(call) if item.address}
-        sites = [_site(plan, found, address, keys) for address, keys in wanted.items()]
+        _, items = with_contractions(name, plan, call, plan.parameters)
+        found = {item.address: item for item in items if item.address}
+        sites = [_site(found[address], keys) for address, keys in wanted.items()]
         for here in sites:
             _check_loops(here.site, given)
         own = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
@@ -160,20 +161,9 @@ class _Here(NamedTuple):
     factor: tuple[int, Channels] | None
 
 
-def _site(
-    plan: Plan, found: Mapping[Address, Found], address: Address, keys: Mapping[int, str]
-) -> _Here:
-    """Returns what is mapped at an address of a call."""
-    if address not in found:
-        text = message(
-            _NAME,
-            "the plan was made for another function.",
-            given=f"no contraction where {keys[min(keys)]!r} is",
-            expected="the function that the plan was made for",
-            mend="make the plan again with jqx.make_plan(f, policy)(*args).",
-        )
-        raise ValueError(text)
-    item, first = found[address], keys[min(keys)]
+def _site(item: Found, keys: Mapping[int, str]) -> _Here:
+    """Returns what is mapped at a contraction."""
+    first = keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
         require_that(
@@ -189,7 +179,7 @@ def _site(
         path = None if origin is None else origin.path
         operands.append(Operand(role, None, keys.get(i, f"{first}/{i}"), path))
     own, output = tuple(operands), keys.get(-1, f"{first}/out")
-    at = address, item.path, item.scope, item.op
+    at = item.address, item.path, item.scope, item.op
     site = Site(*at, own, None, output, 0, item.loops, (), (), None)
     weights = [i for i, origin in enumerate(item.origins) if origin is not None]
     place = weights[0] if weights else len(operands) - 1
