@@ -53,6 +53,12 @@ class Folds:
         self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
         self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
 
+    @property
+    def sites(self) -> list[Site]:
+        """The sites of the plan of a weight and something else."""
+        kinds = {True, False}
+        return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
+
     def site(self, met: Met) -> Site:
         """The site of the plan; of one that the plan leaves in float, that of the plan of all."""
         return self.plan.site_at(met.site.address) or met.site
@@ -122,8 +128,8 @@ class Folds:
         paired = {name for _, consumers in found for name in consumers}
         reasons = {
             site.name: why.get(site.name, "its weight has another use, or is no plain matrix")
-            for site in self.plan.sites
-            if site.name not in paired and {x.path is None for x in site.operands} == {True, False}
+            for site in self.sites
+            if site.name not in paired
         }
         pairs = [Pair(before, after, count) for (before, after), count in found.items()]
         return tuple(pairs), reasons

@@ -43,6 +43,11 @@ def hadamard(n: int) -> Array:
     return found
 
 
+def orthogonal(n: int) -> Array:
+    """Returns a Hadamard matrix divided by the square root of its size, float64 [n, n]."""
+    return hadamard(n) / np.sqrt(n)
+
+
 @functools.cache
 def _made(n: int) -> Array | None:
     if n in (1, 2):

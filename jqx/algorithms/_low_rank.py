@@ -119,7 +119,7 @@ class Eora:
         folds = find_pairs(f, plan)(*arguments_of(plan, params, batches[0])).folds
         mets = [x for x in folds.met if folds.weight(x) is not None]
         own = [x for x in mets if x.site.op == "dot_general"]
-        sites = [x for x in plan.sites if {o.path is None for o in x.operands} == {True, False}]
+        sites = folds.sites
         require_that(
             own,
             error=ValueError,
@@ -181,7 +181,7 @@ class _Lost:
     def of(self, met: Met) -> Array:
         """Returns it of a site in one step, float64 [*batch, rows, channels]."""
         exact, real = (
-            np.asarray(leaves[met.place], np.float64).ravel()[met.elements]
+            np.asarray(leaves[met.place]).ravel()[met.elements].astype(np.float64)
             for leaves in (self._exact, self._real)
         )
         return exact - real

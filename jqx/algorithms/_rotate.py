@@ -14,7 +14,7 @@ from ..transforms import ChannelMap, Plan
 from ..transforms._shared import Chosen, arguments_of
 from ._channels import Met
 from ._folds import Folds
-from ._hadamard import factors_of, hadamard, largest_block
+from ._hadamard import factors_of, largest_block, orthogonal
 from ._labels import Array
 from ._pairs import find_pairs
 
@@ -132,10 +132,10 @@ class Rotate:
             if sizes:
                 signs = signs_of(count, self.seed)
                 turned.rotate(met, signs, sizes)
-                maps[folds.key(met)] = _map(met, signs, sizes)
-        sites = [x for x in plan.sites if {o.path is None for o in x.operands} == {True, False}]
+                if folds.key(met) not in maps:  # one for all steps
+                    maps[folds.key(met)] = _map(met, signs, sizes)
         why = "its weight has another use, or is no plain matrix"
-        report = [found.get(x.name, Rotation(x.name, 0, (), why)) for x in sites]
+        report = [found.get(x.name, Rotation(x.name, 0, (), why)) for x in folds.sites]
         require_that(
             maps,
             error=ValueError,
@@ -184,7 +184,7 @@ def _map(met: Met, signs: Array, sizes: Sequence[int]) -> ChannelMap:
     groups = 1 if met.about.patches is None else met.about.patches.groups
     stack = met.inputs.shape[:-1] if met.site.op == "dot_general" else ()
     scale = np.broadcast_to(np.tile(signs, groups), (*steps, *stack, groups * len(signs)))
-    factors = [hadamard(n) / np.sqrt(n) for n in sizes]
+    factors = map(orthogonal, sizes)
     return ChannelMap(
         scale=jnp.asarray(scale, jnp.float32),
         factors=tuple(
@@ -211,9 +211,7 @@ class _Turned:
         blocks = w.reshape(*w.shape[:-1], -1, *sizes)
         for i, n in enumerate(sizes):
             axis = i - len(sizes)
-            blocks = np.moveaxis(
-                np.moveaxis(blocks, axis, -1) @ (hadamard(n) / np.sqrt(n)), -1, axis
-            )
+            blocks = np.moveaxis(np.moveaxis(blocks, axis, -1) @ orthogonal(n), -1, axis)
         flat[elements] = np.moveaxis(blocks.reshape(w.shape), -1, -2).reshape(elements.shape)
 
     def params(self) -> Any:

@@ -92,7 +92,7 @@ class KVCache:
         Raises:
           TypeError: a size is no integer, or `dtype` is not of floats.
           ValueError: a size is not positive, `format` is unknown, `width` has a part of a group of
-            32 channels, or `scales` are given without use or do not fit.
+            16 channels, or `scales` are given without use or do not fit.
         """
         name = "KVCache.empty"
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
@@ -299,7 +299,8 @@ class KVCache:
         places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
         seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
         each = jnp.asarray(queries).astype(jnp.float32)
-        each = each.reshape(*shape[:2], heads, -1, width) * (scale or width**-0.5)
+        by = width**-0.5 if scale is None else scale
+        each = each.reshape(*shape[:2], heads, -1, width) * by
         keys, values = (x.astype(jnp.float32) for x in (self.keys, self.values))
         products = jnp.einsum("bthgw,blhw->bhgtl", each, keys)
         parts = jax.nn.softmax(jnp.where(seen[None, None, None], products, -jnp.inf))

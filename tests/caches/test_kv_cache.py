@@ -136,6 +136,15 @@ def test_a_decoder_scans_over_tokens_and_layers(format):
         np.testing.assert_allclose(found[-1, i, :, 0], last[:, -1], rtol=1e-5, atol=1e-5)
 
 
+def test_the_scale_of_products_may_be_any_number():
+    keys, values = normal(2, BATCH, 8, HEADS, WIDTH)
+    cache = empty("int4").append(keys, values)
+    alike = np.asarray(values).mean(1, keepdims=True)  # products of 0 weigh all tokens alike
+    np.testing.assert_allclose(cache.attend(keys[:, -1:], scale=0.0), alike, rtol=1e-5, atol=1e-6)
+    plain = cache.attend(keys[:, -1:])
+    np.testing.assert_array_equal(cache.attend(keys[:, -1:], scale=WIDTH**-0.5), plain)
+
+
 def test_fp8_holds_each_of_its_numbers_times_the_scale_of_its_head():
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     codes = np.nan_to_num(codes).reshape(1, 4, 1, 64)
