@@ -211,15 +211,17 @@ PUBLIC = {
         tflite
     """,
     "algorithms": """
-        AlgorithmReport Awq AwqReport BiasCorrection BiasReport Chain Chosen Compensation
+        AdaRound AlgorithmReport AutoRound Awq AwqReport BiasCorrection BiasReport BlockReport
+        BlocksReport Chain Chosen Compensation
         CompensationReport Eora Equalize Gptq MatrixReport Memory Pair Pairs Rotate Rotation
         RotationReport ScaledTogether SiteShift SmoothQuant
-        awq bias_correction chain eora equalize find_pairs gptq rotate smooth_quant
+        adaround auto_round awq bias_correction chain eora equalize find_pairs gptq rotate
+        smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
         AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse
-        Percentile percentile Rms rms
+        Percentile percentile Rms rms Ceil ceil FourOverSix four_over_six
     """,
     "diagnostics": """
         compare Comparison SiteError explain Explanation Explained lowering Lowering Contraction

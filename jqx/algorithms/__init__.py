@@ -1,6 +1,10 @@
 """Algorithms that choose the codes of weights, where rounding to nearest is not enough."""
 
 from ..transforms._shared import Chosen as Chosen
+from ._adaround import AdaRound as AdaRound
+from ._adaround import adaround as adaround
+from ._auto_round import AutoRound as AutoRound
+from ._auto_round import auto_round as auto_round
 from ._awq import Awq as Awq
 from ._awq import AwqReport as AwqReport
 from ._awq import ScaledTogether as ScaledTogether
@@ -24,6 +28,8 @@ from ._memory import Memory as Memory
 from ._pairs import Pairs as Pairs
 from ._pairs import find_pairs as find_pairs
 from ._report import AlgorithmReport as AlgorithmReport
+from ._report import BlockReport as BlockReport
+from ._report import BlocksReport as BlocksReport
 from ._report import MatrixReport as MatrixReport
 from ._rotate import Rotate as Rotate
 from ._rotate import Rotation as Rotation

@@ -31,7 +31,7 @@ class Chain:
     def __init__(self, *algorithms: Any) -> None:
         name = "algorithms.chain"
         for i, algorithm in enumerate(algorithms):
-            is_one = callable(algorithm) or _kind(algorithm) != 1
+            is_one = callable(algorithm) or hasattr(algorithm, "run") or _kind(algorithm) != 1
             require_that(
                 is_one and not isinstance(algorithm, (type, Chain)),
                 error=TypeError,

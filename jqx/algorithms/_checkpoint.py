@@ -8,7 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +143,7 @@ class Solver(Protocol):
     Attributes:
       weight: how much the rows of inputs count, of what a batch has; or `None`.
       observers: what is recorded of the sites of weights that are chosen before all others.
+      unsupported: what becomes of weights of which that cannot be.
     """
 
     @property
@@ -150,6 +151,9 @@ class Solver(Protocol):
 
     @property
     def observers(self) -> Mapping[str, Any]: ...
+
+    @property
+    def unsupported(self) -> Literal["error", "round"]: ...
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns the spec by whose calibrator scales are found."""

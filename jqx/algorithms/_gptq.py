@@ -22,10 +22,11 @@ from ..transforms._shared import Chosen, Weight
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Order, carried_over, corrected, factor
 from ._grids import Grids, Group
-from ._layers import calls_of, layer_by_layer
-from ._matrices import Matrix, alike_of, matrices_of, stacked
+from ._layers import layer_by_layer
+from ._matrices import Matrix, alike_of, matrices_of, stacked, unknown
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
+from ._traced import calls_of
 
 Array = np.ndarray
 
@@ -35,6 +36,7 @@ _CHOICES = {
     "groups": ("static", "dynamic"),
     "propagation": tuple(_STRENGTH),
     "ill_conditioned": ("error", "round"),
+    "unsupported": ("error", "round"),
 }
 
 
@@ -69,6 +71,11 @@ class Gptq:
       strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
       ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
         NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
+      unsupported: what becomes of a weight whose inputs cannot be known, such as a table that is
+        looked up, or one inside of a `shard_map`: likewise.
+      least_inputs: how many inputs a matrix must have been given, for each of its columns; with
+        fewer it is rounded to nearest, and the report shows no damping. An expert that few tokens
+        have reached is chosen by what these have in common: 1 leaves it alone.
       weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`: a function
         of what a batch has, such as `lambda tokens: tokens != 0` where 0 is padding; `None` counts
         all alike.
@@ -105,6 +112,8 @@ class Gptq:
     propagation: Literal["none", "qep", "gptaq"] = "none"
     strength: float | None = None
     ill_conditioned: Literal["error", "round"] = "error"
+    unsupported: Literal["error", "round"] = "error"
+    least_inputs: float = 0.0
     weight: Callable[..., Any] | None = None
     offload: bool = False
     checkpoint: Path | None = None
@@ -122,18 +131,20 @@ class Gptq:
                 expected=f"one of {', '.join(map(repr, choices))}",
                 mend="pass one of these.",
             )
-        for field, least, value in (
-            ("damping", 1e-12, self.damping),
-            ("strength", 0, self.strength),
+        for field, least, most, expected in (
+            ("damping", 1e-12, 1, "a number above 0 and up to 1"),
+            ("strength", 0, 1, "a number from 0 to 1"),
+            ("least_inputs", 0, 1e9, "a number, 0 or more"),
         ):
+            value = getattr(self, field)
             require_that(
                 (value is None and field == "strength")
-                or (isinstance(value, (int, float)) and least <= value <= 1),
+                or (isinstance(value, (int, float)) and least <= value <= most),
                 error=ValueError,
                 function=name,
                 problem=f"`{field}` is out of range.",
                 given=f"{field} == {shown(value)}",
-                expected="a number above 0 and up to 1" if least else "a number from 0 to 1",
+                expected=expected,
                 mend="leave it out: the default is that of the literature.",
             )
         if self.calibrator is not None:
@@ -178,8 +189,14 @@ class Gptq:
         plan.map_weights(lambda weight, x: leaves.setdefault(weight.path, x), params)
         codes: dict[str, QTensor] = {}
         for group in Group.of_plan(plan, {path: x.size for path, x in leaves.items()}):
-            grids = Grids.of_group(group, leaves, self.spec_of)
-            for alike in alike_of(matrices_of("algorithms.gptq", plan, group, stats or {})):
+            grids, every = Grids.of_group(group, leaves, self.spec_of), []
+            try:
+                every = matrices_of("algorithms.gptq", plan, group, stats or {})
+            except NotImplementedError:
+                if self.unsupported == "error":
+                    raise
+                entries.append(unknown(plan, group, leaves[next(iter(group.sizes))].shape))
+            for alike in alike_of(every):
                 given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
                 entries.extend(chosen(checkpoint, self, *given))
             codes |= grids.quantized()
@@ -243,12 +260,17 @@ class Gptq:
             matrix.hessian[np.ix_(order, order)]
             for matrix, order in zip(matrices, stack.order, strict=True)
         )
-        found = [factor(own, self.damping) for own in hessians]
+        few = [x.rows < self.least_inputs * len(x.hessian) for x in matrices]
+        found = [
+            None if is_left else factor(own, self.damping)
+            for own, is_left in zip(hessians, few, strict=True)
+        ]
         good = [i for i, own in enumerate(found) if own is not None]
         bad = [i for i, own in enumerate(found) if own is None]
         rounded = np.empty_like(stack.w)
-        if bad:
-            self._refuse(matrices[bad[0]])
+        for i in bad:
+            if not few[i]:
+                self._refuse(matrices[i])
         if good:
             solvable = [matrices[i] for i in good], stack.of_some(good), [found[i] for i in good]
             rounded[good] = self._rounded(*solvable)

@@ -2,7 +2,6 @@
 their weights quantized.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,31 +13,25 @@ import numpy as np
 from .._files import Path
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
-    Address,
-    Call,
     Chosen,
     Site,
     TracedOnce,
-    arguments_of,
-    as_plan,
     contractions,
-    count_arguments,
     observed_parts,
     progress_bar,
     tell,
-    trace_call,
-    weights_of,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
-from ._elements import Elements, elements_of_sites
-from ._grids import Grids, Group
-from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked
+from ._elements import Elements
+from ._grids import Group
+from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._once import sites_once
 from ._report import AlgorithmReport, MatrixReport
-from ._sequential import Frame, Inputs, Stream, Walk
-from ._stages import Scope, Steps, whole
+from ._sequential import Inputs, Stream, Walk
+from ._stages import Steps
 from ._sums import Sums
+from ._traced import Traced, quantized
 
 Array = np.ndarray
 
@@ -75,18 +68,13 @@ def layer_by_layer(
       progress: whether to show a bar.
     """
     every, f = list(batches), TracedOnce(f)
-    calls = calls_of(f, plan, params, every, solver.weight)
-    first = calls[0]
-    known = None if checkpoint is None else Checkpoint(checkpoint, made_of(plan, solver, calls))
-    sizes = {
-        path: leaf.size
-        for path, leaf in zip(first.paths, first.leaves, strict=True)
-        if path is not None
-    }
-    groups = Group.of_plan(plan, sizes)
-    elements = elements_of_sites(f, plan, groups, params, every[0])
+    traced = Traced.of(f, plan, params, every, solver.weight)
+    first, groups, elements = traced.calls[0], traced.groups, traced.elements
+    known = None
+    if checkpoint is not None:
+        known = Checkpoint(checkpoint, made_of(plan, solver, traced.calls))
     once = sites_once(plan, groups, first.jaxpr, elements)
-    scopes = _scopes(plan, calls, once)
+    scopes = traced.scopes(lambda site: site.address in once)
     found = {item.address: item for item in contractions(first) if item.address}
     parts = {
         site.address: {x.about.role: x for x in observed_parts(site, found[site.address])}
@@ -109,15 +97,13 @@ def layer_by_layer(
     bar = progress_bar("quantize", "matrix", total=count) if progress else None
     tell(bar, f"quantize: {memory}")
 
-    originals = {
-        place: leaf
-        for place, (path, leaf) in enumerate(zip(first.paths, first.leaves, strict=True))
-        if path is not None
-    }
-    weights = _Weights(solver, plan, groups, originals, first.paths, known, bar)
-    observers = solver.observers[".*"]
-    for matrices, group in _shared(f, plan, groups, params, every, rest, observers, progress):
-        weights.choose(lambda own=matrices: own, stacked(matrices), group)
+    weights = _Weights(solver, traced, known, bar)
+    for matrices, group in _shared(solver, f, plan, groups, params, every, rest, progress):
+        if matrices:
+            weights.choose(lambda own=matrices: own, stacked(matrices), group)
+        else:
+            shape = traced.originals[traced.places[next(iter(group.sizes))]].shape
+            weights.entries.append(unknown(plan, group, shape))
     inputs = Sums()
 
     def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
@@ -133,48 +119,16 @@ def layer_by_layer(
                 found.append(Matrix(*own))
             return found
 
-        group = next(x for x in groups if plan.weights_in(site)[0] in x.sizes)
+        group = traced.group_of(plan.weights_in(site)[0])
         weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
 
-    streams = [Stream(x, offload) for x in (weights.current, originals)[: 1 + beside]]
-    frames = []
-    for call, scope in zip(calls, scopes, strict=True):
-        given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
-        values = {var: x for var, x, path in given if path is None}
-        frames.append([Frame(scope, stream, values) for stream in streams])
-    Walk(plan, at_site).go(frames)
+    streams = [Stream(x, offload) for x in (weights.current, traced.originals)[: 1 + beside]]
+    Walk(plan, at_site).go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
     report = AlgorithmReport(tuple(weights.entries), memory)
-    return Chosen(weights.quantized(params), report)
-
-
-def calls_of(
-    f: Any, plan: Plan, params: Any, batches: Iterable[Any], weight: Any = None
-) -> list[Call]:
-    """Returns a function as it is traced for each batch; with a weight it is said of the values of
-    a batch how much they count.
-    """
-    found = []
-    for batch in batches:
-        arguments = arguments_of(plan, params, batch)
-        call = trace_call("ptq", f, plan.parameters, arguments, {})
-        if weight is not None:
-            counts = weights_of("ptq", weight, plan.params, arguments, {})
-            leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
-            call = dataclasses.replace(call, leaves=leaves)
-        found.append(call)
-    return found
-
-
-def _scopes(plan: Plan, calls: Sequence[Call], once: set[Address]) -> list[Scope]:
-    """Returns the scope of each call; calls of one kind have one."""
-    found: dict[int, Scope] = {}
-    for call in calls:
-        if id(call.jaxpr) not in found:
-            as_plan("ptq", plan, call, plan.parameters)  # its sites are those of the plan
-            found[id(call.jaxpr)] = whole(plan, call, lambda site: site.address in once)
-    return [found[id(call.jaxpr)] for call in calls]
+    weights.close()
+    return Chosen(quantized(plan, params, weights.grids), report)
 
 
 def _is_weighted(plan: Plan, site: Site) -> bool:
@@ -192,27 +146,15 @@ class _Weights:
     """The weights on the way: those that are chosen on their grids, all others in float.
 
     Attributes:
+      grids: of all weights.
       current: the leaves of the parameters, by place.
       entries: what is to be reported.
     """
 
-    def __init__(
-        self,
-        solver: Solver,
-        plan: Plan,
-        groups: Sequence[Group],
-        originals: Mapping[int, Any],
-        paths: Sequence[str | None],
-        checkpoint: Checkpoint | None,
-        bar: Any,
-    ):
-        self._solver, self._plan, self._checkpoint, self._bar = solver, plan, checkpoint, bar
-        self._places = {str(paths[place]): place for place in originals}
-        leaves = {path: originals[place] for path, place in self._places.items()}
-        self._grids = {
-            group.path: Grids.of_group(group, leaves, solver.spec_of) for group in groups
-        }
-        self.current = dict(originals)
+    def __init__(self, solver: Solver, traced: Traced, checkpoint: Checkpoint | None, bar: Any):
+        self._solver, self._checkpoint, self._bar = solver, checkpoint, bar
+        self._places, self.grids = traced.places, traced.grids(solver.spec_of)
+        self.current = dict(traced.originals)
         self.entries: list[MatrixReport] = []
 
     def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
@@ -223,7 +165,7 @@ class _Weights:
           where: their places, [matrices, rows, columns].
           group: whose they are.
         """
-        grids, known, solver = self._grids[group.path], self._checkpoint, self._solver
+        grids, known, solver = self.grids[group.path], self._checkpoint, self._solver
         self.entries += chosen(known, solver, matrices, where, grids, group.whole)
         start = 0
         for path, size in group.sizes.items():
@@ -253,35 +195,41 @@ class _Weights:
                     )
                     self.entries.append(report)
 
-    def quantized(self, params: Any) -> Any:
-        """Returns the parameters with all weights quantized."""
+    def close(self) -> None:
+        """Closes the bar."""
         if self._bar is not None:
             self._bar.close()
-        codes = {path: q for grids in self._grids.values() for path, q in grids.quantized().items()}
-        return self._plan.map_weights(lambda weight, _: codes[weight.path], params)
 
 
 def _shared(
+    solver: Solver,
     f: Any,
     plan: Plan,
     groups: Sequence[Group],
     params: Any,
     batches: list[Any],
     rest: list[Site],
-    observers: Any,
     progress: bool,
 ) -> Iterable[tuple[list[Matrix], Group]]:
-    """Yields the matrices that are not of a site that runs once, with the sums over their uses."""
+    """Yields the matrices that are not of a site that runs once, with the sums over their uses;
+    none of a weight that they are not known of.
+    """
     if not rest:
         return
-    patterns = {re.escape(site.path): observers for site in rest}
+    patterns = {re.escape(site.path): solver.observers[".*"] for site in rest}
     stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
     used = {path for site in rest for path in plan.weights_in(site)}
     for group in groups:
         if used.isdisjoint(group.sizes):
             continue
-        every = matrices_of("algorithms.gptq", plan, group, stats)
+        try:
+            every = matrices_of("algorithms.gptq", plan, group, stats)
+        except NotImplementedError:
+            if solver.unsupported == "error":
+                raise
+            yield [], group
+            continue
         for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
             yield alike, group
 

@@ -1,6 +1,7 @@
 """A weight as the matrices that sites multiply by, each with the Hessian of its inputs."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ..transforms import Plan
 from ..transforms._shared import Site
 from ._factor import objective
 from ._grids import Group
-from ._report import name_of
+from ._report import MatrixReport, name_of
 
 Array = np.ndarray
 
@@ -101,6 +102,15 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
             found[own.tobytes()] = new
     _check_apart(function, group.path, list(found.values()))
     return list(found.values())
+
+
+def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
+    """Returns what is reported of weights whose matrices are not known: rounded to nearest."""
+    sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
+    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
+    return MatrixReport(
+        tuple(sites), (), (), group.path, (rows, columns), 0.0, 0.0, None, 0, 0, 0, 0.0
+    )
 
 
 def stacked(matrices: Sequence[Matrix]) -> Array:

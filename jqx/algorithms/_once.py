@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import FORMS, Address, addressed
+from ..transforms._shared import FORMS, REMAT, Address, addressed
 from ._decisions import body_of
 from ._elements import Elements
 from ._grids import Group
@@ -19,34 +19,50 @@ def sites_once(
     """Returns the addresses of the sites that run once for each part of their weight: all scans
     around step over it, and no other site multiplies by the same elements.
     """
-    apart = _apart(plan, groups, elements)
-    found: set[Address] = set()
+    alone = {site.address: site.address for site in plan.sites}
+    return apart(plan, groups, elements, alone) & {*bodies_of(plan, jaxpr)}
 
-    def look(jaxpr: Any, address: Address, scans: tuple[Address, ...]) -> None:
+
+def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
+    """Returns the sites with a weight over which all scans around them step, each with the
+    innermost body of a scan or of `jax.checkpoint` around it, or `None`.
+    """
+    found: dict[Address, Address | None] = {}
+
+    def look(
+        jaxpr: Any, address: Address, scans: tuple[Address, ...], around: Address | None
+    ) -> None:
         body, _ = _compat.open_jaxpr(jaxpr)
         for here, eqn, marked in addressed(body, address):
             site, name = plan.site_at(here), eqn.primitive.name
             if site is not None:
                 weights = sum(x.path is not None for x in site.operands)
                 loops = tuple(loop.address for loop in site.loops)
-                if here in apart and weights == 1 and loops == scans:
-                    found.add(here)
+                if weights == 1 and loops == scans:
+                    found[here] = around
             elif not marked or name in ("while", "shard_map"):
                 continue
             elif name == "cond":
                 for i, branch in enumerate(eqn.params["branches"]):
-                    look(branch, (*here, i), scans)
+                    look(branch, (*here, i), scans, around)
             elif name == "scan":
-                look(eqn.params["jaxpr"], here, (*scans, here))
+                look(eqn.params["jaxpr"], here, (*scans, here), here)
             elif name in FORMS:
-                look(body_of(eqn), here, scans)
+                look(body_of(eqn), here, scans, here if name in REMAT else around)
 
-    look(jaxpr, (), ())
+    look(jaxpr, (), (), None)
     return found
 
 
-def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Elements]) -> set[Address]:
-    """Returns the addresses of the sites that share no element of their weight with another."""
+def apart(
+    plan: Plan,
+    groups: Sequence[Group],
+    elements: Mapping[str, Elements],
+    labels: Mapping[Address, Any],
+) -> set[Address]:
+    """Returns the addresses of the sites that share no element of their weight with one of another
+    label.
+    """
     found: set[Address] = set()
     for group in groups:
         mine = [
@@ -59,7 +75,8 @@ def _apart(plan: Plan, groups: Sequence[Group], elements: Mapping[str, Elements]
         if not known or len(known) < len(mine):
             continue
         uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)
-        for _, own in known:
-            uses[own] += 1
+        for label in dict.fromkeys(labels.get(here) for here, _ in known):
+            parts = [own.ravel() for here, own in known if labels.get(here) == label]
+            uses[np.unique(np.concatenate(parts))] += 1
         found |= {here for here, own in known if np.all(uses[own] == 1)}
     return found

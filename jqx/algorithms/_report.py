@@ -1,4 +1,4 @@
-"""What an algorithm reports of the matrices of weights."""
+"""What an algorithm reports of the matrices of weights, and of blocks."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -118,3 +118,55 @@ def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
         f"{kept:,}",
         f"{seconds:.2f}",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockReport:
+    """One block.
+
+    Attributes:
+      sites: the names of its sites.
+      step: the number of the step in each scan around it, such as a layer.
+      before: what rounding to nearest loses: of each result of the block the squared error relative
+        to its squares, summed; over batches the mean.
+      after: what is lost in the end.
+      best: after how many steps that was found; 0 is rounding to nearest.
+      seconds: how long it took.
+    """
+
+    sites: tuple[str, ...]
+    step: tuple[int, ...]
+    before: float
+    after: float
+    best: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksReport(Sequence[BlockReport]):
+    """The entries of all blocks, in the order in which they were learned. Prints as a table.
+
+    Attributes:
+      entries: of each block one.
+      nearest: the names of sites whose weights were rounded to nearest, with the reason.
+    """
+
+    entries: tuple[BlockReport, ...]
+    nearest: tuple[tuple[str, str], ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __str__(self) -> str:
+        lines = [f"{'before':>10} {'after':>10} {'best':>6} {'seconds':>8}  block"]
+        for x in self.entries:
+            more = f" and {len(x.sites) - 1} more" if len(x.sites) > 1 else ""
+            lines.append(
+                f"{x.before:10.4g} {x.after:10.4g} {x.best:6} {x.seconds:8.2f}  "
+                f"{name_of(x.sites[:1], x.step)}{more}"
+            )
+        lines += [f"rounded to nearest: {name}, {reason}" for name, reason in self.nearest]
+        return "\n".join(lines)

@@ -18,10 +18,13 @@ from .. import _compat
 from .._compat import Eqn
 from ..transforms import Plan
 from ..transforms._shared import Address, Call, Site, addressed, followed
+from ._blocks import Group, grouped
 from ._decisions import Decisions, body_of
 
 Params = Mapping[int, Any]
-"""The leaves of the parameters, by their place among the operands of the jaxpr."""
+"""The leaves of the parameters, by their place among the operands of the jaxpr; some `Replaced`,
+where a function is traced.
+"""
 
 Steps = tuple[Any, ...]
 """The number of the step in each scan around that the host steps through, from the outermost."""
@@ -32,10 +35,10 @@ class Stage:
     """What is run at once.
 
     Attributes:
-      kind: `run` for equations that are jitted together; `site`, `inline`, `scan` or `branch` for
-        one equation.
+      kind: `run` for equations that are jitted together, `block` for those of a block; `site`,
+        `inline`, `scan` or `branch` for one equation.
       eqns: the equations.
-      here: the address of a single one.
+      inside: the addresses of those that are sites, or hold some.
       reads: the values of batches that it reads, each once.
       gives: the values of batches that it defines and others read.
       last: those that nothing reads after it.
@@ -43,10 +46,15 @@ class Stage:
 
     kind: str
     eqns: tuple[Eqn, ...]
-    here: Address
+    inside: tuple[Address, ...]
     reads: tuple[Any, ...]
     gives: tuple[Any, ...]
     last: tuple[Any, ...]
+
+    @property
+    def here(self) -> Address:
+        """The address of a single equation."""
+        return self.inside[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +70,43 @@ class Source:
     scope: "Scope | None"
     atom: Any
     stepped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A leaf of the parameters with other values at an index of its first axes.
+
+    Attributes:
+      leaf: as it was.
+      values: the others.
+      own: which of these count; `None` where all do.
+      index: where they stand.
+      stepped: whether the index is that of the steps of scans around.
+    """
+
+    leaf: jax.Array
+    values: jax.Array
+    own: jax.Array | None
+    index: tuple[Any, ...]
+    stepped: bool
+
+    def whole(self) -> jax.Array:
+        """Returns the leaf."""
+        values, more = self.values.astype(self.leaf.dtype), (1,) * len(self.index)
+        start = [*self.index, *[0] * values.ndim]
+        if self.own is not None:
+            held = lax.dynamic_slice(self.leaf, start, (*more, *values.shape))
+            values = jnp.where(self.own, values, held.reshape(values.shape))
+        if not self.index:
+            return values
+        return lax.dynamic_update_slice(self.leaf, values.reshape(*more, *values.shape), start)
+
+    def step(self, depth: int) -> jax.Array | None:
+        """Returns what a scan over it sees in this step, without making the whole; `None` where
+        that takes more than the values.
+        """
+        alone = self.stepped and self.own is None and (depth, len(self.index)) == (1, 1)
+        return self.values.astype(self.leaf.dtype) if alone else None
 
 
 class Scope:
@@ -82,8 +127,10 @@ class Scope:
         address: Address = (),
         depth: int = 0,
         own: Callable[[Site], bool] = lambda site: True,
+        blocks: Mapping[Address, Any] | None = None,
     ):
         self.plan, self.jaxpr, self.depth, self.own = plan, jaxpr, depth, own
+        self._blocks = {} if blocks is None else blocks
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self._sources = dict(sources)
         self._made: dict[Any, Eqn] = {}
@@ -99,7 +146,7 @@ class Scope:
     def _staged(self, address: Address) -> list[Stage]:
         # Before, between and behind the others a stage of what is jitted, empty or not: functions
         # that were traced for other batches have as many stages.
-        groups: list[tuple[str, list[Eqn], Address]] = [("run", [], address)]
+        groups: list[Group] = [("run", [], ())]
         for here, eqn, marked in addressed(self.jaxpr, address):
             if not any(map(self.is_of_batch, eqn.invars)) and not eqn.effects:
                 self._made.update(dict.fromkeys(eqn.outvars, eqn))
@@ -108,10 +155,12 @@ class Scope:
             if kind == "run":
                 groups[-1][1].append(eqn)
             else:
-                groups += [(kind, [eqn], here), ("run", [], here)]
+                groups += [(kind, [eqn], (here,)), ("run", [], ())]
         needed = set(filter(self.is_of_batch, self.jaxpr.outvars))
+        if self._blocks:
+            groups = grouped(groups, self._label, address, self.is_of_batch, needed)
         stages: list[Stage] = []
-        for kind, eqns, here in reversed(groups):
+        for kind, eqns, entered in reversed(groups):
             defined = [var for eqn in eqns for var in eqn.outvars]
             inside = set(defined)
             read = [
@@ -121,7 +170,7 @@ class Scope:
             gives = tuple(var for var in defined if var in needed)
             last = tuple(x for x in reads if x not in needed)
             needed = (needed - inside) | set(reads)
-            stages.append(Stage(kind, tuple(eqns), here, reads, gives, last))
+            stages.append(Stage(kind, tuple(eqns), entered, reads, gives, last))
         return stages[::-1]
 
     def _kind(self, eqn: Eqn, here: Address) -> str:
@@ -138,8 +187,21 @@ class Scope:
             return "branch"
         return "run" if name in ("while", "shard_map") else "inline"
 
+    def _label(self, kind: str, here: Address) -> Any:
+        """Returns the block that an equation is part of as a whole; `None` where there is none."""
+        n = len(here)
+        sites = [x for x in self.plan.sites if x.address[:n] == here and self.own(x)]
+        labels = {self._blocks[x.address] for x in sites}
+        stepped = any(len(x.loops) > self.depth for x in sites)
+        is_whole = kind in ("site", "inline") and len(labels) == 1 and not stepped
+        return labels.pop() if is_whole else None
+
     def read(self, atom: Any, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
         """Returns a value that is made of parameters alone; traceable."""
+        found = self._read(atom, params, steps, memo)
+        return found.whole() if isinstance(found, Replaced) else found
+
+    def _read(self, atom: Any, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
         if _compat.is_literal(atom):
             return atom.val
         key = (id(self), atom)
@@ -160,9 +222,14 @@ class Scope:
     def _from(self, source: Source, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
         if source.scope is None:
             return params[source.atom]
-        value = source.scope.read(source.atom, params, steps, memo)
+        value = source.scope._read(source.atom, params, steps, memo)
         if not source.stepped:
             return value
+        if isinstance(value, Replaced):
+            step = value.step(self.depth)
+            if step is not None:
+                return step
+            value = value.whole()
         return lax.dynamic_index_in_dim(value, steps[self.depth - 1], keepdims=False)
 
     def run(
@@ -196,6 +263,8 @@ class Scope:
                 env.update(zip(eqn.outvars, results, strict=True))
             return [env[var] for var in stage.gives], decisions.made
 
+        if any(isinstance(x, Replaced) for x in params.values()):
+            return evaluate(params, steps, list(given), decided)
         key = "run", id(stage), tells
         return self.jitted(key, evaluate)(params, steps, list(given), decided)
 
@@ -254,7 +323,8 @@ class Scope:
                 elif i not in changing:
                     sources[var] = Source(self, atom, steps is not None and i in steps)
             depth = self.depth + (steps is not None)
-            scope = Scope(self.plan, inner, consts, sources, address, depth, self.own)
+            known = self.plan, inner, consts, sources, address, depth, self.own, self._blocks
+            scope = Scope(*known)
             self._inner[address] = scope, operands
         return self._inner[address]
 
@@ -264,11 +334,18 @@ Operands = Mapping[Any, Any]
 that they are."""
 
 
-def whole(plan: Plan, call: Call, own: Callable[[Site], bool]) -> Scope:
-    """Returns the scope of a call; `own` says which sites are stages."""
+def whole(
+    plan: Plan,
+    call: Call,
+    own: Callable[[Site], bool],
+    blocks: Mapping[Address, Any] | None = None,
+) -> Scope:
+    """Returns the scope of a call; `own` says which sites are stages, or parts of blocks, by their
+    address.
+    """
     sources = {
         var: Source(None, place)
         for place, (var, path) in enumerate(zip(call.jaxpr.invars, call.paths, strict=True))
         if path is not None
     }
-    return Scope(plan, call.jaxpr, call.consts, sources, own=own)
+    return Scope(plan, call.jaxpr, call.consts, sources, own=own, blocks=blocks)

@@ -25,6 +25,10 @@ from ._percentile import Percentile as Percentile
 from ._percentile import percentile as percentile
 from ._rms import Rms as Rms
 from ._rms import rms as rms
+from ._scale_rules import Ceil as Ceil
+from ._scale_rules import FourOverSix as FourOverSix
+from ._scale_rules import ceil as ceil
+from ._scale_rules import four_over_six as four_over_six
 
 __getattr__ = _renamed(
     __name__,

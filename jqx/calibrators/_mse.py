@@ -12,6 +12,7 @@ al., arXiv:2210.17323).
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +75,7 @@ class Mse(FromHistogram):
         return poisoned(self._search(points_of(x, spec), spec), look_at(x, spec).nans)
 
     def _search(self, points: Points, spec: Affinity) -> Affine:
-        low, high = points.low, points.high
-
-        def affine(factor: jax.Array) -> Affine:
-            return cover(low * factor, high * factor, spec)
-
-        def step(best: tuple[jax.Array, jax.Array], factor: jax.Array):
-            error = points.loss(affine(factor), spec, self._cost)
-            better = error < best[1]
-            return (jnp.where(better, factor, best[0]), jnp.where(better, error, best[1])), None
-
-        one = jnp.ones_like(low)
-        start = one, points.loss(affine(one), spec, self._cost)
-        (factor, _), _ = lax.scan(step, start, jnp.asarray(self._factors(spec)))
-        return affine(factor)
+        return searched(points, spec, self._factors(spec), self._cost)
 
     def _cost(self, error: jax.Array) -> jax.Array:
         return jnp.square(error) if self.norm == 2 else jnp.abs(error) ** self.norm
@@ -102,6 +90,29 @@ class Mse(FromHistogram):
     def __str__(self) -> str:
         power = f", norm={self.norm}" if self.norm != 2 else ""
         return "mse" if self == mse else f"mse({self.candidates}, {self.least}{power})"
+
+
+def searched(
+    points: Points,
+    spec: Affinity,
+    factors: np.ndarray,
+    cost: Callable[[jax.Array], jax.Array],
+) -> Affine:
+    """Returns the affine of least error: that of the whole range, or of it times a factor."""
+    low, high = points.low, points.high
+
+    def affine(factor: jax.Array) -> Affine:
+        return cover(low * factor, high * factor, spec)
+
+    def step(best: tuple[jax.Array, jax.Array], factor: jax.Array):
+        error = points.loss(affine(factor), spec, cost)
+        better = error < best[1]
+        return (jnp.where(better, factor, best[0]), jnp.where(better, error, best[1])), None
+
+    one = jnp.ones_like(low)
+    start = one, points.loss(affine(one), spec, cost)
+    (factor, _), _ = lax.scan(step, start, jnp.asarray(factors))
+    return affine(factor)
 
 
 mse = Mse()

@@ -25,6 +25,7 @@ from ._calibrate_batches import progress_bar as progress_bar
 from ._calibrate_batches import tell as tell
 from ._channel_map import Channels as Channels
 from ._counted import alike as alike
+from ._counted import counts_of as counts_of
 from ._counted import is_counted as is_counted
 from ._counted import spread as spread
 from ._counted import value_of as value_of
@@ -75,5 +76,6 @@ from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of
 from .primitives import CONTRACTIONS as CONTRACTIONS
 from .primitives import FORMS as FORMS
+from .primitives import REMAT as REMAT
 from .primitives import SHARDINGS as SHARDINGS
 from .primitives import Records as Records

@@ -327,6 +327,8 @@ def test_a_bar_shows_how_many_matrices_are_done(capsys):
         ({"groups": None}, "'static', 'dynamic'"),
         ({"propagation": "gptq"}, "'none', 'qep', 'gptaq'"),
         ({"ill_conditioned": "ignore"}, "'error', 'round'"),
+        ({"unsupported": "skip"}, "'error', 'round'"),
+        ({"least_inputs": -1}, "0 or more"),
         ({"damping": 0}, "above 0"),
         ({"damping": "1%"}, "above 0"),
         ({"propagation": "qep", "strength": 2.0}, "from 0 to 1"),
@@ -366,6 +368,11 @@ def test_experts_are_chosen_by_the_rows_that_reach_them():
     equal = np.asarray(chosen.params["w"].values) == np.asarray(nearest.values)
     assert equal[1].all() and not equal[0].all() and not equal[2].all()
     assert all(entry.after <= entry.before for entry in chosen.report)
+    few = 130 / PARAMS["layers"].shape[1]  # inputs for each column: the third expert has 112
+    chosen = gptq(least_inputs=few).run(experts, plan, params, BATCHES, progress=False)
+    equal = np.asarray(chosen.params["w"].values) == np.asarray(nearest.values)
+    assert equal[1:].all() and not equal[0].all()
+    assert [entry.damping is None for entry in chosen.report] == [False, True, True]
 
 
 def kernels(p, x):
@@ -416,6 +423,12 @@ def test_what_has_no_hessian_is_an_error_that_names_the_weight(name):
         gptq().run(f, plan, params, BATCHES, progress=False)
     assert f"'{next(iter(params))}" in str(info.value)
     assert fact in str(info.value)
+    nearest = jqx.quantize_params(params, plan)["w"]
+    for way in ({}, {"sequential": False}):
+        chosen = gptq(unsupported="round", **way).run(f, plan, params, BATCHES, progress=False)
+        assert jnp.array_equal(chosen.params["w"].codes, nearest.codes)
+        (entry,) = chosen.report
+        assert entry.damping is None and "rounded" in str(chosen.report) and entry.path == "w"
 
 
 def test_scales_that_rows_share_cannot_be_found_on_the_way():

@@ -1,0 +1,344 @@
+"""AdaRound: for each weight which of its two neighbours on the grid it becomes, learned."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._calls import called
+from .._checks import check_instance, check_integer, require_that, shown
+from .._errors import message
+from .._files import Path, as_path
+from ..calibrators import Calibrator
+from ..numerics import format_of
+from ..numerics._shared import RoundMode
+from ..observers import hessian, places
+from ..observers._shared import check_weight
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import Chosen, Weight
+from ._factor import corrected
+from ._grids import Grids
+from ._layers import layer_by_layer
+from ._matrices import Matrix
+from ._report import MatrixReport
+from ._stack import Stack, parted
+
+Array = np.ndarray
+
+_DAMPING = 0.01
+"""That of the correction for inputs that have lost something."""
+
+_STRETCH = 0.1
+"""How far the sigmoid reaches beyond 0 and 1, so that it gets there."""
+
+_FREE = 0.2
+"""The part of the steps in which nothing pulls towards a neighbour."""
+
+_BETA = (20.0, 2.0)
+"""The exponent of that pull, at its first step and at its last."""
+
+_MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
+"""Those of Adam."""
+
+
+@called("algorithms.adaround", "options go by name: adaround(steps=500).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaRound:
+    """Learns for each weight which of its two neighbours on the grid it becomes: an algorithm of
+    `jqx.ptq`, made for convolutions.
+
+    Each weight begins where it is, between both. A sigmoid says how near it is to either; Adam
+    moves it to lessen the squared error of the product over the inputs, `tr((W - Q) H (W - Q)')`
+    with `H` the sum of `x x'`, and after a fifth of the steps a growing pull lets it choose. Then
+    choices are changed as long as a single one lessens the error of its row. As the loss depends on
+    the inputs by `H` alone, steps read none of them. Sites are taken layer after
+    layer as by `gptq`, and reported likewise: a row that ends with more than rounding to nearest
+    costs is rounded to nearest. Scales stay.
+
+    Attributes:
+      steps: how many there are for each matrix.
+      learning_rate: of Adam.
+      pull: how much the pull counts beside what is lost, relative to rounding to nearest.
+      propagation: `"qep"` corrects a weight for what its inputs have lost before it is rounded;
+        `"none"` does not.
+      strength: how much of that, 0 to 1.
+      calibrator: finds the scales; `None` takes that of each spec.
+      unsupported: as that of `gptq`.
+      weight: how much the rows of inputs count, as that of `jqx.observers.hessian`.
+      offload: whether values of batches are kept on the host between sites.
+      checkpoint: a folder for what is chosen already, as that of `gptq`.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: a field is out of range; when it runs, inputs are not finite.
+
+    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization",
+    arXiv:2004.10568, equation 20 for the loss; Adam: Kingma and Ba, arXiv:1412.6980.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda w, x: x @ w
+      >>> w = jax.random.normal(jax.random.key(0), (64, 8))
+      >>> x = jax.random.normal(jax.random.key(1), (256, 8)) @ jnp.ones((8, 64)) + 0.1
+      >>> algorithm = jqx.algorithms.adaround(steps=500)
+      >>> quantize = jqx.ptq(f, jqx.Policy({".*": "int4"}), algorithm, progress=False)
+      >>> entry = quantize(w, [x]).details[0]
+      >>> entry.after < 0.1 * entry.before
+      True
+    """
+
+    steps: int = 1000
+    learning_rate: float = 0.03
+    pull: float = 1.0
+    propagation: Literal["none", "qep"] = "qep"
+    strength: float = 0.5
+    calibrator: Calibrator | None = None
+    unsupported: Literal["error", "round"] = "error"
+    weight: Callable[..., Any] | None = None
+    offload: bool = False
+    checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        name = "algorithms.adaround"
+        check_integer(name, "steps", self.steps)
+        for field, least, most in (
+            ("steps", 1, 1e9),
+            ("learning_rate", 1e-9, 10),
+            ("pull", 0, 1e9),
+            ("strength", 0, 1),
+        ):
+            value = getattr(self, field)
+            require_that(
+                isinstance(value, (int, float)) and least <= value <= most,
+                error=ValueError,
+                function=name,
+                problem=f"`{field}` is out of range.",
+                given=f"{field} == {shown(value)}",
+                expected=f"a number from {least:g} to {most:g}",
+                mend="leave it out for the default.",
+            )
+        for field, choices in (("propagation", ("none", "qep")), ("unsupported", _WHAT)):
+            require_that(
+                getattr(self, field) in choices,
+                error=ValueError,
+                function=name,
+                problem=f"`{field}` is unknown.",
+                given=f"{field} == {shown(getattr(self, field))}",
+                expected=f"one of {', '.join(map(repr, choices))}",
+                mend="pass one of these.",
+            )
+        if self.calibrator is not None:
+            mend = "pass for example jqx.calibrators.mse."
+            check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+        if self.checkpoint is not None:
+            as_path(name, self.checkpoint)
+        check_weight(name, self.weight)
+
+    @property
+    def observers(self) -> Mapping[str, Any]:
+        """What is recorded of sites whose weights are chosen before all others."""
+        return {".*": (hessian(weight=self.weight), places)}
+
+    def run(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+    ) -> Chosen:
+        """Returns the parameters with the codes that were learned, and a report."""
+        return layer_by_layer(
+            dataclasses.replace(self, offload=False, checkpoint=None),
+            f,
+            plan,
+            params,
+            batches,
+            beside=self.propagation != "none",
+            offload=self.offload,
+            checkpoint=self.checkpoint,
+            progress=progress,
+        )
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns a spec with the calibrator that finds scales."""
+        if self.calibrator is None:
+            return spec
+        return dataclasses.replace(spec, calibrator=self.calibrator)
+
+    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
+        """Rounds the elements of matrices of one shape, in place, and returns what is to be
+        reported of each.
+        """
+        found: list[MatrixReport] = []
+        for part in parted(matrices):
+            found += self._solve(part, grids, weight)
+        return found
+
+    def _solve(
+        self, matrices: Sequence[Matrix], grids: Grids, weight: Weight
+    ) -> list[MatrixReport]:
+        start = time.perf_counter()
+        stack = Stack.of(matrices, grids, self.spec_of(weight.spec), "given")
+        for matrix in matrices:
+            _check(matrix)
+        goal = np.stack(
+            [self._goal(w, matrix) for w, matrix in zip(stack.w, matrices, strict=True)]
+        )
+        products = np.stack([x.hessian for x in matrices]).astype(np.float32)
+        learned = np.asarray(
+            _learned(
+                goal.astype(np.float32),
+                products,
+                *grids.at(stack.label),
+                spec=stack.spec,
+                options=(self.steps, self.learning_rate, self.pull),
+            )
+        )
+        nearest = stack.nearest()
+        found = []
+        for i, matrix in enumerate(matrices):
+            before, after = (matrix.loss(stack.w[i], x[i]) for x in (nearest, learned))
+            worse = ~(after <= before)
+            grids.write(matrix.places, np.where(worse[:, None], nearest[i], learned[i]))
+            found.append(
+                MatrixReport(
+                    sites=matrix.sites,
+                    step=matrix.step,
+                    at=matrix.at,
+                    path=weight.path,
+                    shape=(matrix.places.shape[0], matrix.places.shape[1]),
+                    before=float(before.sum()) / max(matrix.rows, 1),
+                    after=float(np.where(worse, before, after).sum()) / max(matrix.rows, 1),
+                    damping=0.0,
+                    inputs=matrix.rows,
+                    dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
+                    kept=int(worse.sum()),
+                    seconds=0.0,
+                )
+            )
+        seconds = (time.perf_counter() - start) / len(matrices)
+        return [dataclasses.replace(x, seconds=seconds) for x in found]
+
+    def _goal(self, w: Array, matrix: Matrix) -> Array:
+        """Returns what a matrix is to come near."""
+        if matrix.drift is None:
+            return w
+        return corrected(w, matrix.hessian, matrix.drift.cross, self.strength, _DAMPING)
+
+
+_WHAT = ("error", "round")
+
+
+def _check(matrix: Matrix) -> None:
+    bad = int(np.sum(~np.isfinite(matrix.hessian)))
+    if not bad:
+        return
+    raise ValueError(
+        message(
+            "algorithms.adaround",
+            f"the inputs of {matrix.name} are not finite.",
+            given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of their "
+            "products are no numbers",
+            expected="inputs without NaN and infinities",
+            mend="calibrate on other batches.",
+        )
+    )
+
+
+def _up(v: jax.Array) -> jax.Array:
+    """Returns how near numbers are to the neighbour above, 0 to 1."""
+    return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
+
+
+@partial(jax.jit, static_argnames=("spec", "options"))
+def _learned(
+    w: jax.Array,
+    products: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    *,
+    spec: QSpec,
+    options: tuple[int, float, float],
+) -> jax.Array:
+    """Returns matrices [matrices, rows, columns] on the grids of their elements."""
+    steps, rate, pull = options
+    form = format_of(spec.qtype)
+    zero = jnp.float32(0) if zero_point is None else zero_point.astype(np.float32)
+    exact = jnp.where(scale > 0, w / jnp.where(scale > 0, scale, 1), 0) + zero
+    exact = jnp.clip(exact, form.low, form.high)
+    down, up = (form.round(exact, mode) for mode in (RoundMode.DOWN, RoundMode.UP))
+    gap = up - down
+    part = jnp.where(gap > 0, (exact - down) / jnp.where(gap > 0, gap, 1), 0.5)
+    inner = (part + _STRETCH) / (1 + 2 * _STRETCH)
+    start = jnp.log(inner) - jnp.log1p(-inner)
+
+    def values(part: jax.Array) -> jax.Array:
+        return (down + gap * part - zero) * scale
+
+    def lost(part: jax.Array) -> jax.Array:
+        error = w - values(part)
+        return jnp.sum(jnp.einsum("nrk,nkj->nrj", error, products) * error, -1, keepdims=True)
+
+    before = lost((part >= 0.5).astype(np.float32))
+    unit = jnp.where(before > 0, 1 / jnp.where(before > 0, before, 1), 0)
+
+    def loss(v: jax.Array, k: jax.Array) -> jax.Array:
+        done = k / steps
+        along = jnp.maximum(done - _FREE, 0) / (1 - _FREE)
+        beta = _BETA[0] + (_BETA[1] - _BETA[0]) * along
+        h = _up(v)
+        undecided = jnp.mean(1 - jnp.abs(2 * h - 1) ** beta, -1, keepdims=True)
+        return jnp.sum(unit * lost(h) + jnp.where(done < _FREE, 0, pull) * undecided)
+
+    def step(k: jax.Array, state: Any) -> Any:
+        v, first, second = state
+        slope = jax.grad(loss)(v, k.astype(np.float32))
+        (a, b), at = _MOMENTS, k.astype(np.float32) + 1
+        first, second = a * first + (1 - a) * slope, b * second + (1 - b) * slope**2
+        moved = (first / (1 - a**at)) / (jnp.sqrt(second / (1 - b**at)) + _EPSILON)
+        return v - rate * moved, first, second
+
+    none = jnp.zeros_like(start)
+    v, _, _ = jax.lax.fori_loop(0, steps, step, (start, none, none))
+    h = (_up(v) >= 0.5).astype(np.float32)
+    nearest = (part >= 0.5).astype(np.float32)
+    h = jnp.where(lost(h) <= lost(nearest), h, nearest)
+    return values(_descended(h, gap * scale, w - values(h), products))
+
+
+def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Array) -> jax.Array:
+    """Returns choices of neighbours of which no single one, made the other way, would lose less: in
+    each row the best is changed, one after another.
+    """
+    diagonal = jnp.diagonal(products, axis1=1, axis2=2)[:, None]
+
+    def change(state: Any) -> Any:
+        h, slope, i, _ = state
+        move = gap * (1 - 2 * h)
+        gain = move * (2 * slope - move * diagonal)
+        at = jnp.argmax(gain, -1, keepdims=True)
+        # What rounding of sums alone would bring is no gain.
+        gained = jnp.take_along_axis(gain, at, -1) > 1e-6 * jnp.sum(
+            gap**2 * diagonal, -1, keepdims=True
+        )
+        chosen = (jnp.arange(h.shape[-1])[None, None] == at) & gained
+        moved = jnp.sum(jnp.where(chosen, move, 0), -1, keepdims=True)
+        rows = jnp.take_along_axis(products, at, 1)
+        return jnp.where(chosen, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
+
+    def goes_on(state: Any) -> jax.Array:
+        return state[3] & (state[2] < 4 * h.shape[-1])
+
+    slope = jnp.einsum("nrk,nkj->nrj", error, products)
+    return jax.lax.while_loop(goes_on, change, (h, slope, 0, jnp.bool_(True)))[0]
+
+
+adaround = AdaRound

@@ -1,0 +1,323 @@
+"""Blocks one after another: how their weights are rounded is learned by what they return."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from .._errors import message
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import (
+    Address,
+    Chosen,
+    Site,
+    TracedOnce,
+    counts_of,
+    is_counted,
+    progress_bar,
+    value_of,
+)
+from ._blocks import labels_of
+from ._grids import Grids
+from ._once import apart, bodies_of
+from ._report import BlockReport, BlocksReport, name_of
+from ._sequential import Pairs, Stream, Walk, on_device
+from ._shifts import Shifts, moved, nearest, rounded
+from ._stages import Replaced, Scope, Stage, Steps
+from ._tiles import Given, Tile
+from ._traced import Traced, quantized
+
+Array = np.ndarray
+
+_FUNCTION = "algorithms.auto_round"
+
+_CHECKS = 8
+"""How often it is looked how much is lost, after the start."""
+
+
+class Options(Protocol):
+    """How blocks are learned: those of `auto_round`."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def learning_rate(self) -> float | None: ...
+    @property
+    def blocks(self) -> str | None: ...
+    @property
+    def ranges(self) -> bool: ...
+    @property
+    def weight(self) -> Callable[..., Any] | None: ...
+    @property
+    def offload(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns a spec with the calibrator that finds the first ranges."""
+        ...
+
+
+def learned(
+    options: Options,
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    progress: bool = False,
+) -> Chosen:
+    """Returns the parameters with codes that are learned block after block.
+
+    Args:
+      options: how.
+      f: the function.
+      plan: the plan.
+      params: its parameters, in float.
+      batches: as in `calibrate_batches`; all are held.
+      progress: whether to show a bar.
+    """
+    every = list(batches)
+    traced = Traced.of(TracedOnce(f), plan, params, every, options.weight)
+    bodies = bodies_of(plan, traced.calls[0].jaxpr)
+    sites = [site for site in plan.sites if site.address in bodies]
+    labels = labels_of(sites, bodies, options.blocks)
+    require_that(
+        options.blocks is None or any(label != here for here, label in labels.items()),
+        error=ValueError,
+        function=_FUNCTION,
+        problem="`blocks` finds nothing.",
+        given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
+        expected="a pattern that is found in paths of weights",
+        mend="print the plan: it shows all paths.",
+    )
+    own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
+    walk = _Learning(options, traced, own)
+    scopes = traced.scopes(lambda site: site.address in own, labels)
+    streams = [Stream(x, options.offload) for x in (walk.current, traced.originals)]
+    walk.bar = progress_bar("auto_round", "block") if progress else None
+    walk.go(traced.frames(scopes, streams))
+    if walk.bar is not None:
+        walk.bar.close()
+    report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
+    return Chosen(quantized(plan, params, walk.grids), report)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Block:
+    """A block in one step of the scans around it.
+
+    Attributes:
+      stages: as each batch has it, with its scope.
+      steps: the numbers of the steps.
+      tiles: of its weights.
+      inputs: what it reads, of each batch, as it is kept.
+      targets: what it returns in float, likewise.
+      decided: the integers that it makes of floats.
+    """
+
+    stages: list[tuple[Stage, Scope]]
+    steps: Steps
+    tiles: list[Tile]
+    inputs: list[list[Any]]
+    targets: list[list[Any]]
+    decided: list[Any]
+
+    @property
+    def given(self) -> list[Given]:
+        """The numbers of its tiles."""
+        return [tile.given for tile in self.tiles]
+
+
+class _Learning(Walk):
+    """Runs blocks with weights in float and learned ones, and learns these.
+
+    Attributes:
+      current: the leaves of the parameters as they are at each stage, by place.
+      grids: of all weights.
+      entries: what is to be reported.
+      bar: shows how many blocks are done, or `None`.
+    """
+
+    def __init__(self, options: Options, traced: Traced, own: set[Address]):
+        super().__init__(traced.plan, self._alone)
+        self._kinds["block"] = self._block
+        self._options, self._traced, self._own = options, traced, own
+        self.current, self.grids = dict(traced.originals), traced.grids(options.spec_of)
+        self.entries: list[BlockReport] = []
+        self.bar: Any = None
+        self._programs: dict[Any, Any] = {}
+
+    def nearest(self) -> Iterable[tuple[str, str]]:
+        """Yields the sites whose weights were rounded to nearest, with the reason."""
+        reached = {name for entry in self.entries for name in entry.sites}
+        for site in self.plan.sites:
+            if not any(self.plan.weight_at(x.path) for x in site.operands):
+                continue
+            if site.address not in self._own:
+                yield site.name, "whose weight other blocks or steps of a loop share"
+            elif site.name not in reached:
+                yield site.name, "which no batch has reached"
+
+    def _alone(self, *_: Any) -> None:
+        """Blocks have all sites."""
+        raise AssertionError
+
+    def _block(self, pairs: Pairs, steps: Steps) -> None:
+        start, sites = time.perf_counter(), self._sites(pairs[0][0])
+        block = self._prepared(pairs, steps, self._tiles(sites, steps))
+        entry, found = self._learned(block)
+        for tile, one in zip(block.tiles, found, strict=True):
+            values, affine = rounded(tile.rounding, tile.given, one)
+            tile.write(np.asarray(values), affine)
+            leaf, mask = self.current[tile.place], tile.given.own
+            self.current[tile.place] = Replaced(leaf, values, mask, tile.index, False).whole()
+        for (stage, (own, exact)), target in zip(pairs, block.targets, strict=True):
+            own.run(stage, steps)
+            exact.put(stage, list(map(on_device, target)))
+        names, seconds = tuple(site.name for site in sites), time.perf_counter() - start
+        self.entries.append(BlockReport(names, steps, *entry, seconds))
+        if self.bar is not None:
+            self.bar.update()
+
+    def _learned(self, block: _Block) -> tuple[tuple[float, float, int], list[Shifts]]:
+        """Returns what rounding to nearest loses, the least that was found, after how many steps,
+        and what was learned then.
+        """
+        count, ranges = self._options.steps, self._options.ranges
+        batches, rng = len(block.stages), np.random.default_rng(self._options.seed)
+        # That many that looking at them takes no more than half as long as the steps.
+        checked = rng.permutation(batches)[: max(count // (2 * _CHECKS), 1)].tolist()
+
+        def lost(found: list[Shifts]) -> float:
+            return float(np.mean([self._call("lost", block, i, found) for i in checked]))
+
+        found = [nearest(tile.rounding, tile.given, ranges) for tile in block.tiles]
+        before = best = lost(found)
+        kept, at, order = found, 0, []
+        rate = self._options.learning_rate or 1 / count
+        for k in range(1, count + 1):
+            order = order or rng.permutation(batches).tolist()
+            length = rate * (1 - (k - 1) / count)
+            found = self._call("step", block, order.pop(), found, length)
+            if k % max(count // _CHECKS, 1) == 0:
+                now = lost(found)
+                if now < best:
+                    best, kept, at = now, found, k
+        return (before, best, at), kept
+
+    def _sites(self, stage: Stage) -> list[Site]:
+        return [
+            site
+            for site in self.plan.sites
+            if site.address in self._own
+            and any(site.address[: len(here)] == here for here in stage.inside)
+        ]
+
+    def _tiles(self, sites: Sequence[Site], steps: Steps) -> list[Tile]:
+        """Returns the parts of weights that some sites multiply by."""
+        numbers: dict[str, list[Array]] = {}
+        for site in sites:
+            for operand in site.operands:
+                if operand.path is not None:
+                    path = self._traced.group_of(self.plan.weights_in(site)[0]).path
+                    own = self._traced.elements[operand.key][steps]
+                    numbers.setdefault(path, []).append(own.ravel())
+        tiles = []
+        for path, each in numbers.items():
+            grids: Grids = self.grids[path]
+            every = np.concatenate(each)
+            for part in grids.parts:
+                mine = part.elements
+                own = every[(every >= mine.start) & (every < mine.stop)]
+                if own.size:
+                    tiles.append(Tile.of(self._traced.places[part.path], grids, part, own))
+        return tiles
+
+    def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
+        """Runs the block in float, with what it decides on the inputs that it is learned on."""
+        block = _Block([], steps, tiles, [], [], [])
+        for stage, (own, exact) in pairs:
+            read = [own.values[x] for x in stage.reads]
+            given = list(map(on_device, read))
+            _, made = own.scope.run(stage, self.current, steps, given, None, True)
+            floats = [on_device(exact.values[x]) for x in stage.reads]
+            results, _ = own.scope.run(stage, exact.stream.params, steps, floats, made)
+            block.stages.append((stage, own.scope))
+            block.inputs.append(read)
+            block.targets.append(list(map(exact.stream.kept, results)))
+            block.decided.append(made)
+        return block
+
+    def _call(self, name: str, block: _Block, i: int, *given: Any) -> Any:
+        """Calls a program on one batch."""
+        stage, scope = block.stages[i]
+        values = (list(map(on_device, x[i])) for x in (block.inputs, block.targets))
+        at = [tile.index for tile in block.tiles], block.steps
+        program = self._program(name, block, stage, scope)
+        values = (block.given, self.current, at, (*values, block.decided[i]), *given)
+        try:
+            return program(*values)
+        except ValueError as error:
+            if "differentiation" not in str(error):
+                raise
+            raise ValueError(self._refusal(block, error)) from error
+
+    def _refusal(self, block: _Block, error: Exception) -> str:
+        sites = [site.name for site in self._sites(block.stages[0][0])]
+        return message(
+            _FUNCTION,
+            "a block cannot be differentiated.",
+            given=f"the block of {name_of(sites[:1], block.steps)}: {error}",
+            expected="no loop of unknown length in a block",
+            mend="name smaller blocks, such as blocks='.*', which takes each weight by itself.",
+        )
+
+    def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
+        """Returns what is lost on a batch, or a step, compiled once for all that are alike."""
+        kinds = [(x.place, x.rounding, x.index == tuple(block.steps)) for x in block.tiles]
+        key = name, id(stage), tuple(kinds)
+        if key in self._programs:
+            return self._programs[key]
+
+        def lost(given: Any, params: Any, at: Any, batch: Any, found: list[Shifts]) -> jax.Array:
+            indices, steps = at
+            own = dict(params)
+            each = zip(kinds, given, indices, found, strict=True)
+            for (place, rounding, stepped), x, index, one in each:
+                values, _ = rounded(rounding, x, one)
+                where = steps if stepped else index
+                own[place] = Replaced(own[place], values, x.own, where, stepped)
+            inputs, targets, decided = batch
+            results, _ = scope.run(stage, own, steps, inputs, decided)
+            return _distance(results, targets)
+
+        def step(*given: Any) -> list[Shifts]:
+            *values, found, rate = given
+            return moved(found, jax.grad(partial(lost, *values))(found), rate)
+
+        self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
+        return self._programs[key]
+
+
+def _distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
+    """Returns the squared errors of results relative to their squares, summed."""
+    total = jnp.float32(0)
+    for x, y in zip(results, targets, strict=True):
+        if not jnp.issubdtype(value_of(y).dtype, jnp.floating):
+            continue
+        a, b = (value_of(z).astype(np.float32) for z in (x, y))
+        count = jnp.float32(1)
+        if is_counted(x):
+            count = counts_of(x)
+            count = jnp.where(jnp.isfinite(count), count, 0)
+        norm = jnp.sum(count * b**2)
+        total += jnp.sum(count * (a - b) ** 2) / jnp.where(norm > 0, norm, 1)
+    return total

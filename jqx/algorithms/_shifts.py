@@ -1,0 +1,75 @@
+"""Shifts before rounding, and factors of ranges: what is learned by signs of gradients."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..calibrators import Affine
+from ..gradients import straight_through
+from ._tiles import Given, Rounding
+
+_LEAST = 0.05
+"""What a range may shrink to, relative to what it was."""
+
+
+class Shifts(NamedTuple):
+    """What is learned of a tile.
+
+    Attributes:
+      shift: what is added to each number before it is rounded, in steps of the grid.
+      low: what the lower end of each range is multiplied by; `None` where there is one scale for
+        both ends, or ranges stay.
+      high: the upper end, or both; `None` where ranges stay.
+    """
+
+    shift: jax.Array
+    low: jax.Array | None
+    high: jax.Array | None
+
+
+def nearest(rounding: Rounding, given: Given, ranges: bool) -> Shifts:
+    """Returns what rounds to nearest; `ranges` says whether these may be learned."""
+    high = jnp.ones_like(given.scale) if ranges and rounding.ranges else None
+    low = None if given.zero_point is None else high
+    return Shifts(jnp.zeros_like(given.x), low, high)
+
+
+def rounded(rounding: Rounding, given: Given, found: Shifts) -> tuple[jax.Array, Affine]:
+    """Returns the numbers of a tile as they are rounded, whose gradient passes that by, and their
+    scales and zero points.
+    """
+    affine = _affine(rounding, given, found)
+    exact = rounding.in_steps(given.x, affine)
+    moved = rounding.groups.split(found.shift) * rounding.step(exact.x, exact.zero)
+    moved = rounding.clipped(exact.x + moved, exact.zero)
+    whole = rounding.on_grid(moved, exact.zero)
+    return rounding.groups.join(straight_through(whole, moved) * exact.scale), affine
+
+
+def moved(found: list[Shifts], slope: Any, rate: jax.Array) -> list[Shifts]:
+    """Returns what is learned after a step of a length against the signs of a gradient."""
+
+    def limited(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.clip(x, _LEAST, 1)
+
+    steps = jax.tree.map(lambda x, d: x - rate * jnp.sign(d), found, slope)
+    return [x._replace(low=limited(x.low), high=limited(x.high)) for x in steps]
+
+
+def _affine(rounding: Rounding, given: Given, found: Shifts) -> Affine:
+    """Returns scales and zero points, float32; differentiable."""
+    scale, zero_point, form = given.scale, given.zero_point, rounding.form
+    if found.high is None:
+        return Affine(scale, zero_point)  # pyright: ignore
+    if found.low is None:
+        return Affine(rounding.kept(scale * found.high), None)
+    assert zero_point is not None
+    low, high = (
+        scale * (end - zero_point) * factor
+        for end, factor in ((form.low, found.low), (form.high, found.high))
+    )
+    scale = rounding.kept((high - low) / (form.high - form.low))
+    place = form.low - low / jnp.where(scale > 0, scale, 1)
+    whole = jnp.clip(jnp.round(place), form.low, form.high)
+    return Affine(scale, straight_through(whole, place))

@@ -1,0 +1,110 @@
+"""A function as it is traced for batches, with the weights that its plan quantizes."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import (
+    Address,
+    Call,
+    Site,
+    TracedOnce,
+    arguments_of,
+    as_plan,
+    count_arguments,
+    trace_call,
+    weights_of,
+)
+from ._elements import Elements, elements_of_sites
+from ._grids import Grids, Group
+from ._sequential import Frame, Stream
+from ._stages import Scope, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function as it is traced for batches.
+
+    Attributes:
+      plan: the plan.
+      calls: of each batch.
+      originals: the leaves of the parameters, by their place among the operands.
+      places: where they stand, by path.
+      groups: the weights.
+      elements: which of their elements each site multiplies by, by the key of its operand.
+    """
+
+    plan: Plan
+    calls: list[Call]
+    originals: Mapping[int, Any]
+    places: Mapping[str, int]
+    groups: list[Group]
+    elements: Mapping[str, Elements]
+
+    @classmethod
+    def of(
+        cls, f: TracedOnce, plan: Plan, params: Any, batches: Sequence[Any], weight: Any
+    ) -> "Traced":
+        """Traces a function; `weight` says how much the rows of batches count."""
+        calls = calls_of(f, plan, params, batches, weight)
+        first = calls[0]
+        places = {path: i for i, path in enumerate(first.paths) if path is not None}
+        originals = {i: first.leaves[i] for i in places.values()}
+        groups = Group.of_plan(plan, {path: originals[i].size for path, i in places.items()})
+        elements = elements_of_sites(f, plan, groups, params, batches[0])
+        return cls(plan, calls, originals, places, groups, elements)
+
+    def grids(self, spec_of: Callable[[QSpec], QSpec]) -> dict[str, Grids]:
+        """Returns the grids of all weights, rounded to nearest, by the paths of their groups."""
+        leaves = {path: self.originals[place] for path, place in self.places.items()}
+        return {group.path: Grids.of_group(group, leaves, spec_of) for group in self.groups}
+
+    def group_of(self, path: str) -> Group:
+        """Returns the weights that one is joined with."""
+        return next(x for x in self.groups if path in x.sizes)
+
+    def scopes(
+        self, own: Callable[[Site], bool], blocks: Mapping[Address, Any] | None = None
+    ) -> list[Scope]:
+        """Returns the scope of each call; calls of one kind have one."""
+        found: dict[int, Scope] = {}
+        for call in self.calls:
+            if id(call.jaxpr) not in found:
+                as_plan("ptq", self.plan, call, self.plan.parameters)  # its sites are the plan's
+                found[id(call.jaxpr)] = whole(self.plan, call, own, blocks)
+        return [found[id(call.jaxpr)] for call in self.calls]
+
+    def frames(self, scopes: Sequence[Scope], streams: Sequence[Stream]) -> list[list[Frame]]:
+        """Returns each batch in all streams, before anything has run."""
+        frames = []
+        for call, scope in zip(self.calls, scopes, strict=True):
+            given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
+            values = {var: x for var, x, path in given if path is None}
+            frames.append([Frame(scope, stream, values) for stream in streams])
+        return frames
+
+
+def calls_of(
+    f: Any, plan: Plan, params: Any, batches: Iterable[Any], weight: Any = None
+) -> list[Call]:
+    """Returns a function as it is traced for each batch; with a weight it is said of the values of
+    a batch how much they count.
+    """
+    found = []
+    for batch in batches:
+        arguments = arguments_of(plan, params, batch)
+        call = trace_call("ptq", f, plan.parameters, arguments, {})
+        if weight is not None:
+            counts = weights_of("ptq", weight, plan.params, arguments, {})
+            leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
+            call = dataclasses.replace(call, leaves=leaves)
+        found.append(call)
+    return found
+
+
+def quantized(plan: Plan, params: Any, grids: Mapping[str, Grids]) -> Any:
+    """Returns the parameters with all weights as the codes on their grids."""
+    codes = {path: q for own in grids.values() for path, q in own.quantized().items()}
+    return plan.map_weights(lambda weight, _: codes[weight.path], params)
