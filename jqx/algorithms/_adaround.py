@@ -25,7 +25,7 @@ from ..transforms._shared import Chosen, Weight
 from ._factor import corrected
 from ._grids import Grids
 from ._layers import layer_by_layer
-from ._matrices import Matrix
+from ._matrices import Matrix, settled
 from ._report import MatrixReport
 from ._stack import Stack, parted
 
@@ -202,30 +202,12 @@ class AdaRound:
                 options=(self.steps, self.learning_rate, self.pull),
             )
         )
-        nearest = stack.nearest()
-        found = []
-        for i, matrix in enumerate(matrices):
-            before, after = (matrix.loss(stack.w[i], x[i]) for x in (nearest, learned))
-            worse = ~(after <= before)
-            grids.write(matrix.places, np.where(worse[:, None], nearest[i], learned[i]))
-            found.append(
-                MatrixReport(
-                    sites=matrix.sites,
-                    step=matrix.step,
-                    at=matrix.at,
-                    path=weight.path,
-                    shape=(matrix.places.shape[0], matrix.places.shape[1]),
-                    before=float(before.sum()) / max(matrix.rows, 1),
-                    after=float(np.where(worse, before, after).sum()) / max(matrix.rows, 1),
-                    damping=0.0,
-                    inputs=matrix.rows,
-                    dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
-                    kept=int(worse.sum()),
-                    seconds=0.0,
-                )
-            )
-        seconds = (time.perf_counter() - start) / len(matrices)
-        return [dataclasses.replace(x, seconds=seconds) for x in found]
+        none = [0.0] * len(matrices)
+        rounded, entries = settled(
+            matrices, weight.path, stack.w, stack.nearest(), learned, none, start
+        )
+        grids.write(stack.places, rounded)
+        return entries
 
     def _goal(self, w: Array, matrix: Matrix) -> Array:
         """Returns what a matrix is to come near."""
@@ -272,7 +254,7 @@ def _learned(
     steps, rate, pull = options
     form = format_of(spec.qtype)
     zero = jnp.float32(0) if zero_point is None else zero_point.astype(np.float32)
-    exact = jnp.where(scale > 0, w / jnp.where(scale > 0, scale, 1), 0) + zero
+    exact = jnp.where(scale != 0, w / jnp.where(scale != 0, scale, 1), 0) + zero
     exact = jnp.clip(exact, form.low, form.high)
     down, up = (form.round(exact, mode) for mode in (RoundMode.DOWN, RoundMode.UP))
     gap = up - down

@@ -4,7 +4,7 @@ before it have cost.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Order, carried_over, corrected, factor
 from ._grids import Grids, Group
 from ._layers import layer_by_layer
-from ._matrices import Matrix, alike_of, matrices_of, stacked, unknown
+from ._matrices import Matrix, alike_of, matrices_of, settled, stacked, unknown
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
 from ._traced import calls_of
@@ -252,7 +252,7 @@ class Gptq:
 
     def _solve(
         self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> Iterator[MatrixReport]:
+    ) -> list[MatrixReport]:
         start = time.perf_counter()
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
@@ -276,30 +276,10 @@ class Gptq:
             rounded[good] = self._rounded(*solvable)
         nearest = stack.nearest()  # with scales that may have been found on the way
         rounded[bad] = nearest[bad]
-        lost = [
-            (matrix.loss(w, x), matrix.loss(w, y))
-            for matrix, w, x, y in zip(matrices, stack.w, nearest, rounded, strict=True)
-        ]
-        worse = np.array([~(after <= before) for before, after in lost])
-        rounded[worse] = nearest[worse]
+        damping = [None if own is None else own.damping for own in found]
+        rounded, entries = settled(matrices, path, stack.w, nearest, rounded, damping, start)
         grids.write(stack.places, rounded)
-        seconds = (time.perf_counter() - start) / len(matrices)
-        for matrix, own, kept, (before, after) in zip(matrices, found, worse, lost, strict=True):
-            total = max(matrix.rows, 1)
-            yield MatrixReport(
-                sites=matrix.sites,
-                step=matrix.step,
-                at=matrix.at,
-                path=path,
-                shape=(matrix.places.shape[0], matrix.places.shape[1]),
-                before=float(before.sum()) / total,
-                after=float(np.where(kept, before, after).sum()) / total,
-                damping=None if own is None else own.damping,
-                inputs=matrix.rows,
-                dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
-                kept=int(kept.sum()),
-                seconds=seconds,
-            )
+        return entries
 
     def _rounded(self, matrices: Sequence[Matrix], stack: Stack, found: list[Any]) -> Array:
         strength = _STRENGTH[self.propagation] if self.strength is None else self.strength

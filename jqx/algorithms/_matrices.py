@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,53 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
             found[own.tobytes()] = new
     _check_apart(function, group.path, list(found.values()))
     return list(found.values())
+
+
+def settled(
+    matrices: Sequence[Matrix],
+    path: str,
+    w: Array,
+    nearest: Array,
+    rounded: Array,
+    damping: Sequence[float | None],
+    start: float,
+) -> tuple[Array, list[MatrixReport]]:
+    """Returns matrices as they are rounded, a row to nearest where that loses less, and what is to
+    be reported of each.
+
+    Args:
+      matrices: of one shape.
+      path: of their weight.
+      w: their values, [matrices, rows, columns].
+      nearest: rounded to nearest.
+      rounded: as they were chosen.
+      damping: of the Hessian of each.
+      start: when this began, by `time.perf_counter`.
+    """
+    lost = [
+        (matrix.loss(x, y), matrix.loss(x, z))
+        for matrix, x, y, z in zip(matrices, w, nearest, rounded, strict=True)
+    ]
+    worse = np.array([~(after <= before) for before, after in lost])
+    seconds = (time.perf_counter() - start) / len(matrices)
+    entries = [
+        MatrixReport(
+            sites=matrix.sites,
+            step=matrix.step,
+            at=matrix.at,
+            path=path,
+            shape=(matrix.places.shape[0], matrix.places.shape[1]),
+            before=float(before.sum()) / max(matrix.rows, 1),
+            after=float(np.where(kept, before, after).sum()) / max(matrix.rows, 1),
+            damping=own,
+            inputs=matrix.rows,
+            dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
+            kept=int(kept.sum()),
+            seconds=seconds,
+        )
+        for matrix, own, kept, (before, after) in zip(matrices, damping, worse, lost, strict=True)
+    ]
+    return np.where(worse[..., None], nearest, rounded), entries
 
 
 def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:

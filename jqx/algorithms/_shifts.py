@@ -70,6 +70,6 @@ def _affine(rounding: Rounding, given: Given, found: Shifts) -> Affine:
         for end, factor in ((form.low, found.low), (form.high, found.high))
     )
     scale = rounding.kept((high - low) / (form.high - form.low))
-    place = form.low - low / jnp.where(scale > 0, scale, 1)
+    place = form.low - low / jnp.where(scale != 0, scale, 1)
     whole = jnp.clip(jnp.round(place), form.low, form.high)
     return Affine(scale, straight_through(whole, place))

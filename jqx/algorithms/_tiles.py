@@ -75,7 +75,7 @@ class Rounding:
         zero = jnp.zeros_like(scale)
         if affine.zero_point is not None:
             zero = self.groups.split_scale(affine.zero_point)
-        exact = jnp.where(scale > 0, self.groups.split(x) / jnp.where(scale > 0, scale, 1), 0)
+        exact = jnp.where(scale != 0, self.groups.split(x) / jnp.where(scale != 0, scale, 1), 0)
         return InSteps(exact, zero, scale)
 
     def clipped(self, x: jax.Array, zero: jax.Array) -> jax.Array:

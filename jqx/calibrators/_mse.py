@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from .._added import added
-from ..numerics import Block, format_of
+from .._checks import check_instance
+from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
 from ._arguments import check_count, check_number
 from ._calibrator import Affine, Affinity, look_at, poisoned
@@ -46,15 +47,19 @@ class Mse(FromHistogram):
       least: the smallest factor, above 0 and at most 1.
       norm: the power of the error, from 1 to 16: 2 is the squared error; more, such as the 2.4 that
         is usual under GPTQ, clips less.
+      signed: whether scales below 0 are tried too, which turn the range round. Integers have one
+        more code below 0 than above, so the larger end of the values may take it: in int4 a step is
+        smaller by an eighth. For weights: some kernels of other libraries take no such scale.
 
     Raises:
-      TypeError: a field is not a number.
+      TypeError: a field is not a number, or `signed` no bool.
       ValueError: it is out of range.
     """
 
     candidates: int = 100
     least: float = 0.1
     norm: float = added(2.0)
+    signed: bool = added(False)
 
     def __post_init__(self) -> None:
         name = "calibrators.Mse"
@@ -65,6 +70,8 @@ class Mse(FromHistogram):
         object.__setattr__(self, "least", least)
         norm = check_number(name, "norm", self.norm, lambda v: 1 <= v <= 16, "from 1 to 16")
         object.__setattr__(self, "norm", norm)
+        mend = "pass signed=True or signed=False."
+        check_instance(name, "signed", self.signed, bool, mend=mend)
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point of least expected error under the histogram."""
@@ -85,10 +92,15 @@ class Mse(FromHistogram):
         shrinking = np.linspace(1, self.least, self.candidates)[1:]
         form = format_of(spec.qtype)
         rounds_down = isinstance(form, Block) and form.scale_qtype == E8M0
-        return np.append(shrinking, [2.0] * rounds_down).astype(np.float32)
+        found = np.append(shrinking, [2.0] * rounds_down)
+        if self.signed and isinstance(form, Integer) and spec.symmetric and -form.low > form.high:
+            found = np.append(found, form.high / -form.low)
+            found = np.concatenate([found, -found, [-1.0]])
+        return found.astype(np.float32)
 
     def __str__(self) -> str:
         power = f", norm={self.norm}" if self.norm != 2 else ""
+        power += ", signed" if self.signed else ""
         return "mse" if self == mse else f"mse({self.candidates}, {self.least}{power})"
 
 
@@ -98,11 +110,17 @@ def searched(
     factors: np.ndarray,
     cost: Callable[[jax.Array], jax.Array],
 ) -> Affine:
-    """Returns the affine of least error: that of the whole range, or of it times a factor."""
-    low, high = points.low, points.high
+    """Returns the affine of least error: that of the whole range, or of it times a factor; a factor
+    below 0 turns the range round.
+    """
+    low, high, turns = points.low, points.high, bool(np.any(factors < 0))
 
     def affine(factor: jax.Array) -> Affine:
-        return cover(low * factor, high * factor, spec)
+        if not turns:
+            return cover(low * factor, high * factor, spec)
+        size = jnp.abs(factor)
+        scale, zero_point = cover(low * size, high * size, spec)
+        return Affine(jnp.where(factor < 0, -scale, scale), zero_point)
 
     def step(best: tuple[jax.Array, jax.Array], factor: jax.Array):
         error = points.loss(affine(factor), spec, cost)

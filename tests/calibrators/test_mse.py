@@ -60,6 +60,34 @@ def test_the_error_may_be_of_another_power():
     assert factors == sorted(factors) and factors[0] < factors[-1]
 
 
+@pytest.mark.parametrize("qtype", ["int4", "int2", nf4, mxfp4], ids=str)
+def test_a_signed_scale_lets_the_larger_end_take_the_code_that_has_no_opposite(qtype):
+    """By enumeration of factors and signs; formats of even ranges have the scales they had."""
+    x = draw((64, 32), seed=7)
+    spec = jqx.QSpec(qtype, jqx.per_block({0: 1, 1: 32}), calibrator=Mse(20, 0.5, signed=True))
+    plain = jqx.QSpec(qtype, spec.granularity, calibrator=Mse(20, 0.5))
+    found, before = (np.float64(fit(x, own).scale.astype(np.float32)) for own in (spec, plain))
+    if qtype in (nf4, mxfp4):
+        np.testing.assert_array_equal(found, before)
+        return
+    low, high = {"int4": (-8, 7), "int2": (-2, 1)}[qtype]
+    wide = np.float64(x)
+    largest = np.abs(wide).max(1, keepdims=True)
+    sizes = [*np.linspace(1, 0.5, 20), high / -low]
+    every = np.array([sign * size * largest / high for sign in (1, -1) for size in sizes])
+    error = [((np.clip(np.rint(wide / s), low, high) * s - wide) ** 2).sum(1) for s in every]
+    real = np.float64(quantized(x, fit, spec))
+    own = ((real - wide) ** 2).sum(1)
+    np.testing.assert_allclose(own, np.min(error, 0), rtol=1e-4)
+    assert (found < 0).sum() > 10 and (found > 0).sum() > 10
+    q = jqx.QTensor.quantize(jnp.asarray(x), spec)
+    assert own.sum() < 0.95 * ((np.float64(quantized(x, fit, plain)) - wide) ** 2).sum()
+    y = draw((5, 32), seed=8)
+    for laid_out in (q, jqx.pack_for(q, "cpu")):
+        product = jqx.einsum("bk,nk->bn", jnp.asarray(y), laid_out)
+        np.testing.assert_allclose(product, np.float64(y) @ real.T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("qtype, symmetric", [("int4", True), ("uint4", False), (nf4, True)])
 def test_each_scale_is_searched_by_itself(qtype, symmetric):
     x = draw(SHAPE, seed=1)
