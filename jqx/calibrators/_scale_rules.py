@@ -28,11 +28,8 @@ from ._points import Points, points_in, points_of
 
 @dataclasses.dataclass(frozen=True)
 class Ceil(AbsMax):
-    """Takes the least power of two at which nothing is clipped: for formats whose scales are powers
-    of two, MX.
-
-    Raises:
-      ValueError: when it is used, the scales of the format are none.
+    """Takes the least scale at which nothing is clipped: a power of two where the format keeps
+    those, as MX does; for all others that of `absmax`.
     """
 
     def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
@@ -70,10 +67,10 @@ class FourOverSix(FromHistogram):
 
 
 def _up(largest: jax.Array, spec: Affinity) -> Affine:
-    form = format_of(spec.qtype)
-    _check("ceil", spec, isinstance(form, Block) and form.scale_qtype == E8M0, "mxfp4")
-    down = cover(-largest, largest, spec).scale.astype(jnp.float32)
-    clips = largest > down * jnp.float32(form.high)
+    found, form = cover(-largest, largest, spec), format_of(spec.qtype)
+    if not isinstance(form, Block) or form.scale_qtype != E8M0:
+        return found
+    clips = largest > found.scale.astype(jnp.float32) * jnp.float32(form.high)
     wide = jnp.where(clips, 2 * largest, largest)
     return cover(-wide, wide, spec)
 
@@ -81,20 +78,16 @@ def _up(largest: jax.Array, spec: Affinity) -> Affine:
 def _either(points: Points, spec: Affinity) -> Affine:
     form = format_of(spec.qtype)
     fits = isinstance(form, Block) and form.scale_qtype != E8M0 and form.elements.high == 6
-    _check("four_over_six", spec, fits, "nvfp4")
-    return searched(points, spec, np.array([1.5], np.float32), jnp.square)
-
-
-def _check(name: str, spec: Affinity, fits: bool, example: str) -> None:
     require_that(
         fits,
         error=ValueError,
-        function=f"calibrators.{name}",
+        function="calibrators.four_over_six",
         problem="the format has other scales.",
-        given=f"qtype {format_of(spec.qtype).name}",
-        expected=f"such as jqx.numerics.{example}",
+        given=f"qtype {form.name}",
+        expected="such as jqx.numerics.nvfp4",
         mend="take another calibrator for it, such as jqx.calibrators.mse.",
     )
+    return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 
 
 ceil = Ceil()

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from ..calibrators import ceil
 from ..calibrators._shared import per_channel, per_group, per_tensor
 from ..numerics import mxfp8_e4m3
 from ..policy import Policy
@@ -47,7 +48,8 @@ def mxfp8(
     """Returns a policy of MXFP8 weights and activations: float8_e4m3fn in blocks of 32 along the
     axes that a contraction sums over, each block with a power of two for a scale.
 
-    Scales of activations are found from the values at hand, as the format means them to be. Where
+    Scales of activations are found from the values at hand, as the format means them to be. The
+    powers of two are rounded up (`jqx.calibrators.ceil`), so that nothing is clipped. Where
     32 does not divide an axis, the last block is smaller; all are in a kernel of 3x3 taps.
 
     Example:
@@ -55,6 +57,7 @@ def mxfp8(
       >>> str(jqx.presets.mxfp8().rules[0].activation)
       'mxfp8_e4m3 per_group(32, tail=True) dynamic'
     """
-    weights = QSpec(mxfp8_e4m3, per_group(mxfp8_e4m3.size, tail=True))
-    activations = QSpec(mxfp8_e4m3, weights.granularity, dynamic=True)
+    blocks = per_group(mxfp8_e4m3.size, tail=True)
+    weights = QSpec(mxfp8_e4m3, blocks, calibrator=ceil)
+    activations = QSpec(mxfp8_e4m3, blocks, calibrator=ceil, dynamic=True)
     return policy("mxfp8", path, exclude, weights, activations, tables, weight, activation)

@@ -18,8 +18,13 @@ def test_the_specs_of_a_preset_quantize_a_matrix_product(preset):
     weight = jqx.QTensor.quantize(w, rule.weight.resolve(rank=2, kept=(1,)))
     assert weight.scale.shape == (1, 4)
     operand = x
-    # Each operand is off by half a step at most: xq wq - x w = x (wq - w) + (xq - x) wq.
-    off = np.abs(as_float64(x)).sum(1, keepdims=True) * as_float64(weight.scale) / 2
+    # Numbers in range are off by half a step at most: xq wq - x w = x (wq - w) + (xq - x) wq.
+    step, lost = as_float64(weight.scale), np.abs(reals(weight) - as_float64(w))
+    form = jqx.numerics.format_of(weight.qtype)
+    inside = (w / step > form.low - 0.5) & (w / step < form.high + 0.5)
+    assert np.all(lost[inside] <= (np.abs(step) / 2 * (1 + 1e-6) + 0 * lost)[inside])
+    assert inside.all() or rule.weight.calibrator != jqx.calibrators.absmax
+    off = np.abs(as_float64(x)) @ lost
     if rule.activation is not None:
         operand = jqx.QTensor.quantize(x, rule.activation.resolve(rank=2, kept=(0,)))
         assert operand.scale.shape == ((3, 1) if rule.activation.dynamic else (1, 1))

@@ -1,5 +1,6 @@
 """What holds for every preset."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -80,7 +81,7 @@ def test_fields_of_the_weights_are_replaced_and_the_others_kept(preset):
 def test_fields_of_the_activations_are_replaced_and_the_others_kept(preset):
     (rule,) = preset(activation={"qtype": jnp.uint8, "symmetric": False}).rules
     weight, kept = PRESETS[preset]
-    expected = jqx.QSpec(jnp.uint8, kept.granularity, False, dynamic=kept.dynamic)
+    expected = dataclasses.replace(kept, qtype=jnp.uint8, symmetric=False)
     assert (rule.weight, rule.activation) == (weight, expected)
 
 
@@ -130,7 +131,7 @@ def test_refinements_of_one_call_do_not_reach_the_next(preset):
 def test_a_format_without_blocks_keeps_the_granularity(preset):
     for qtype in (jqx.numerics.int3, jnp.float8_e4m3fn, jqx.numerics.nf4):
         (rule,) = preset(weight={"qtype": qtype}).rules
-        assert rule.weight == jqx.QSpec(qtype, PRESETS[preset][0].granularity)
+        assert rule.weight == dataclasses.replace(PRESETS[preset][0], qtype=qtype)
 
 
 @each([preset for preset in PRESETS if str(PRESETS[preset][0].granularity) == "per_channel"])
@@ -148,9 +149,11 @@ def test_blocks_are_of_the_size_that_is_asked_for(preset):
     weight = PRESETS[preset][0]
     assert preset(block=BLOCKS[preset]) == preset()
     (rule,) = preset(block=16, weight={"qtype": jqx.numerics.nvfp4}).rules
-    assert rule.weight == jqx.QSpec(jqx.numerics.nvfp4, jqx.per_group(16, tail=True))
+    granularity = jqx.per_group(16, tail=True)
+    nvfp4 = dataclasses.replace(weight, qtype=jqx.numerics.nvfp4, granularity=granularity)
+    assert rule.weight == nvfp4
     (rule,) = preset(weight={"granularity": jqx.per_channel()}).rules
-    assert rule.weight == jqx.QSpec(weight.qtype, jqx.per_channel())
+    assert rule.weight == dataclasses.replace(weight, granularity=jqx.per_channel())
     with pytest.raises(ValueError, match=f"presets.{preset.__name__}: .*both say who shares"):
         preset(block=16, weight={"granularity": jqx.per_channel()})
     with pytest.raises(ValueError, match="a group has no elements"):
