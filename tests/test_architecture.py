@@ -213,9 +213,9 @@ PUBLIC = {
     "algorithms": """
         AdaRound AlgorithmReport AutoRound Awq AwqReport BiasCorrection BiasReport BlockReport
         BlocksReport Chain Chosen Compensation
-        CompensationReport Eora Equalize Gptq MatrixReport Memory Pair Pairs Rotate Rotation
+        CompensationReport Eora Equalize Gptq Loftq MatrixReport Memory Pair Pairs Rotate Rotation
         RotationReport ScaledTogether SiteShift SmoothQuant
-        adaround auto_round awq bias_correction chain eora equalize find_pairs gptq rotate
+        adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq rotate
         smooth_quant
     """,
     "calibrators": """

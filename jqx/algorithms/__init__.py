@@ -20,6 +20,8 @@ from ._equalize import equalize as equalize
 from ._folds import Pair as Pair
 from ._gptq import Gptq as Gptq
 from ._gptq import gptq as gptq
+from ._loftq import Loftq as Loftq
+from ._loftq import loftq as loftq
 from ._low_rank import Compensation as Compensation
 from ._low_rank import CompensationReport as CompensationReport
 from ._low_rank import Eora as Eora

@@ -116,19 +116,8 @@ class Eora:
     ) -> Chosen:
         """Returns the codes as they are, and what is added at sites."""
         batches = list(batches)
-        folds = find_pairs(f, plan)(*arguments_of(plan, params, batches[0])).folds
-        mets = [x for x in folds.met if folds.weight(x) is not None]
-        own = [x for x in mets if x.site.op == "dot_general"]
+        folds, own = compensated(_NAME, f, plan, params, batches[0])
         sites = folds.sites
-        require_that(
-            own,
-            error=ValueError,
-            function=_NAME,
-            problem="no site can have a compensation.",
-            given=", ".join(x.name for x in sites[:4]) or "no site with a weight",
-            expected="a product of an activation and a weight that is quantized and its own",
-            mend="leave this algorithm out.",
-        )
         observer = hessian(weight=self.weight)
         paths = {re.escape(folds.site(x).path): observer for x in own}
         stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
@@ -142,7 +131,7 @@ class Eora:
             rows = max(float(np.max(np.asarray(seen.rows))), 1.0)
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
             parts.setdefault(folds.site(met).output_key, []).append((met, a, b))
-        maps = {key: _stacked(each) for key, each in parts.items()}
+        maps = {key: in_steps(each) for key, each in parts.items()}
         why = "its weight has another use, or it is no plain product"
         report = CompensationReport(
             Compensation(x.name, maps[x.output_key].a.shape[-1], *errors[x.name].tolist())
@@ -172,6 +161,27 @@ class Eora:
 eora = Eora
 
 
+def compensated(
+    function: str, f: Callable[..., Any], plan: Plan, params: Any, batch: Any
+) -> tuple[Folds, list[Met]]:
+    """Returns the sites that can have a product of narrow matrices, in each step of their scans:
+    plain products whose weight has no other use.
+    """
+    folds = find_pairs(f, plan)(*arguments_of(plan, params, batch)).folds
+    mets = [x for x in folds.met if folds.weight(x) is not None]
+    own = [x for x in mets if x.site.op == "dot_general"]
+    require_that(
+        own,
+        error=ValueError,
+        function=function,
+        problem="no site can have a compensation.",
+        given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
+        expected="a product of an activation and a weight that is quantized and its own",
+        mend="leave this algorithm out.",
+    )
+    return folds, own
+
+
 class _Lost:
     """What codes lose of weights."""
 
@@ -187,7 +197,15 @@ class _Lost:
         return exact - real
 
 
-def _stacked(parts: list[tuple[Met, Array, Array]]) -> LowRank:
+def without(leaf: Any, parts: list[tuple[Met, Array, Array]]) -> jnp.ndarray:
+    """Returns a weight less the products of narrow matrices."""
+    found = np.array(leaf, np.float64)
+    for met, a, b in parts:
+        found.reshape(-1)[met.elements] -= np.swapaxes(a @ b, -1, -2)
+    return jnp.asarray(found, leaf.dtype)
+
+
+def in_steps(parts: list[tuple[Met, Array, Array]]) -> LowRank:
     """Returns the compensation of a site, of all steps of the scans around it."""
     loops = tuple(loop.length for loop in parts[0][0].site.loops)
     a, b = (np.zeros((*loops, *parts[0][i].shape), np.float32) for i in (1, 2))

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.algorithms import bias_correction, chain, eora, gptq, rotate
+from jqx.algorithms import bias_correction, chain, eora, gptq, loftq, rotate
 
 from ..arrays import on_device
 
@@ -104,3 +104,30 @@ def test_what_means_nothing_is_refused():
     g = lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 2], jnp.int32))  # noqa: E731
     with pytest.raises(ValueError, match=r"(?s)eora: no site can have.*to mend:"):
         jqx.ptq(g, jqx.presets.w8a16(), eora(), progress=False)(normal(2, D, 4), [normal(4, D)])
+
+
+def test_loftq_makes_the_sum_of_codes_and_products_the_weight():
+    losses = []
+    for rounds in (1, 6):
+        found = quantized(loftq(rank=4, rounds=rounds))
+        report = {x.site.split(":")[0]: x for x in found.details}
+        assert set(report) == {"up", "down", "stack"}
+        real = jqx.dequantize_params(found.params)
+        for name, entry in report.items():
+            exact, codes = (np.asarray(tree[name], np.float64) for tree in (PARAMS, real))
+            (low,) = found.maps[f"{name}:dot_general:out"]
+            product = np.asarray(low.a, np.float64) @ np.asarray(low.b, np.float64)
+            after = ((exact - codes - product) ** 2).sum()
+            np.testing.assert_allclose(after, entry.after, rtol=1e-3)
+            s = np.linalg.svd(exact - codes, compute_uv=False)
+            np.testing.assert_allclose(after, (s[..., 4:] ** 2).sum(), rtol=1e-3)
+        losses.append(sum(x.after for x in report.values()))
+        if rounds == 1:  # codes are those of rounding to nearest
+            nearest = quantized(None).params
+            for name in report:
+                assert jnp.array_equal(found.params[name].codes, nearest[name].codes)
+                lost = np.asarray(PARAMS[name]) - np.asarray(nearest[name].dequantize())
+                np.testing.assert_allclose(report[name].before, (lost**2).sum(), rtol=1e-3)
+    assert losses[1] < losses[0]
+    with pytest.raises(ValueError, match="loftq: `rounds` is not positive"):
+        loftq(rounds=0)

@@ -85,7 +85,8 @@ def test_a_histogram_shows_the_grid_of_one_tensor(capsys, source, picture, drawn
     assert name == "histogram" and fields == {"title": "embed.weight"}
     real = np.asarray(q.dequantize())
     assert np.array_equal(x, real) == first
-    blocks = jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 32}, tail=True))
+    (rule,) = jqx.presets.w4a16().rules
+    blocks = rule.weight.resolve(rank=2, kept=(0,))
     x = on_device(torch_weights()["embed.weight"])
     np.testing.assert_array_equal(real, jqx.QTensor.quantize(x, blocks).dequantize())
 

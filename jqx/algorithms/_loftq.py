@@ -1,0 +1,121 @@
+"""LoftQ: codes and products of two narrow matrices, in turns, so that their sum is the weight."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .._calls import called
+from .._checks import check_integer, require_that
+from ..transforms import Plan, dequantize_params, quantize_params
+from ..transforms._shared import Chosen
+from ._channels import Met
+from ._labels import Array
+from ._low_rank import Compensation, CompensationReport, compensated, in_steps, without
+
+_NAME = "algorithms.loftq"
+
+
+@called("algorithms.loftq", "options go by name, such as jqx.algorithms.loftq(rank=64).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loftq:
+    """Makes of each weight codes and a product of two narrow matrices, so that their sum is near
+    it: an algorithm of `jqx.ptq` that needs no data. In turns, codes are rounded from the weight
+    less the product, and the product is the best of its rank for the weight less what codes stand
+    for; of each weight the best turn is kept. It is where fine-tuning of narrow matrices beside
+    codes begins (QLoRA); `eora` knows the inputs, and loses less without training.
+
+    The product is kept at its site, as that of `eora`: `quantized.maps` has it, for adapters too.
+
+    Attributes:
+      rank: of the product; that of the weight where it is less.
+      rounds: how many turns there are; with 1 codes are those of rounding to nearest.
+
+    Raises:
+      TypeError: an option is not of its kind.
+      ValueError: an option is less than 1; when it runs, no site can have such a product.
+
+    Source: Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models",
+    arXiv:2310.08659.
+
+    Example:
+      >>> import jqx, jax
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 32, 32))
+      >>> f, policy = lambda w, x: x @ w, jqx.Policy({".*": "int2:channel"})
+      >>> quantize = jqx.ptq(f, policy, jqx.algorithms.loftq(rank=8), progress=False)
+      >>> entry = quantize(w, [x]).details[0]
+      >>> entry.after < 0.6 * entry.before
+      True
+    """
+
+    rank: int = 32
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for field in ("rank", "rounds"):
+            require_that(
+                check_integer(_NAME, field, getattr(self, field)) > 0,
+                error=ValueError,
+                function=_NAME,
+                problem=f"`{field}` is not positive.",
+                given=f"{field} == {getattr(self, field)}",
+                expected="1 or more",
+                mend="leave it out for the default.",
+            )
+
+    def run(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+    ) -> Chosen:
+        """Returns parameters of which rounding makes the codes, and what is added at sites."""
+        folds, own = compensated(_NAME, f, plan, params, next(iter(batches)))
+        of_place: dict[int, list[Met]] = {}
+        for met in own:
+            of_place.setdefault(met.place, []).append(met)
+        exact, leaves = folds.leaves(params), folds.leaves(params)
+        before: dict[int, float] = {}
+        best: dict[int, tuple[float, Any, list[tuple[Met, Array, Array]]]] = {}
+        for _ in range(self.rounds):
+            codes = quantize_params(folds.with_leaves(params, leaves), plan)
+            real = folds.leaves(dequantize_params(codes))
+            for place, mets in of_place.items():
+                error, found = 0.0, []
+                lost = np.asarray(exact[place], np.float64) - np.asarray(real[place], np.float64)
+                before.setdefault(place, float(np.sum(lost**2)))
+                for met in mets:
+                    a, b = self._narrow(own_lost := lost.ravel()[met.elements])
+                    product = np.swapaxes(a @ b, -1, -2)
+                    error += float(np.sum((own_lost - product) ** 2))
+                    found.append((met, a, b))
+                if place not in best or error < best[place][0]:
+                    best[place] = error, leaves[place], found
+                leaves[place] = without(exact[place], found)
+        kept = {**exact, **{place: leaf for place, (_, leaf, _) in best.items()}}
+        maps, entries = {}, []
+        for place, (error, _, found) in best.items():
+            parts: dict[str, list[tuple[Met, Array, Array]]] = {}
+            for one in found:
+                parts.setdefault(folds.site(one[0]).output_key, []).append(one)
+            maps |= {key: in_steps(each) for key, each in parts.items()}
+            name, rank = folds.name(found[0][0]), found[0][1].shape[-1]
+            entries.append(Compensation(name, rank, before[place], error))
+        return Chosen(folds.with_leaves(params, kept), CompensationReport(entries), maps)
+
+    def _narrow(self, lost: Array) -> tuple[Array, Array]:
+        """Returns two matrices whose product is the best of its rank, [*batch, channels, rank] and
+        [*batch, rank, rows], of one [*batch, rows, channels].
+        """
+        u, s, v = np.linalg.svd(lost, full_matrices=False)
+        rank = min(self.rank, s.shape[-1])
+        half = np.sqrt(s[..., :rank])
+        b = np.swapaxes(u[..., :rank] * half[..., None, :], -1, -2)
+        return np.swapaxes(v[..., :rank, :] * half[..., :, None], -1, -2), b
+
+
+loftq = Loftq
