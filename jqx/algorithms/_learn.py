@@ -154,6 +154,19 @@ class _Learning(Walk):
         self.entries: list[BlockReport] = []
         self.bar: Any = None
         self._programs: dict[Any, Any] = {}
+        # What is not learned is rounded already where a block is given its inputs.
+        for site in self.plan.sites:
+            if site.address not in own:
+                for path in self.plan.weights_in(site):
+                    self._round(path)
+
+    def _round(self, path: str) -> None:
+        grids = self.grids[self._traced.group_of(path).path]
+        part = next(x for x in grids.parts if x.path == path)
+        place, own = self._traced.places[path], part.elements
+        leaf = self._traced.originals[place]
+        values = grids.values(np.arange(own.start, own.stop)).reshape(leaf.shape)
+        self.current[place] = jnp.asarray(values, leaf.dtype)
 
     def nearest(self) -> Iterable[tuple[str, str]]:
         """Yields the sites whose weights were rounded to nearest, with the reason."""
@@ -201,6 +214,8 @@ class _Learning(Walk):
 
         found = [nearest(tile.rounding, tile.given, ranges) for tile in block.tiles]
         before = best = lost(found)
+        if not np.isfinite(before):
+            raise ValueError(self._no_number(block, before))
         kept, at, order = found, 0, []
         rate = self._options.learning_rate or 1 / count
         for k in range(1, count + 1):
@@ -270,14 +285,26 @@ class _Learning(Walk):
                 raise
             raise ValueError(self._refusal(block, error)) from error
 
-    def _refusal(self, block: _Block, error: Exception) -> str:
+    def _name(self, block: _Block) -> str:
         sites = [site.name for site in self._sites(block.stages[0][0])]
+        return f"the block of {name_of(sites[:1], block.steps)}"
+
+    def _refusal(self, block: _Block, error: Exception) -> str:
         return message(
             _FUNCTION,
             "a block cannot be differentiated.",
-            given=f"the block of {name_of(sites[:1], block.steps)}: {error}",
+            given=f"{self._name(block)}: {error}",
             expected="no loop of unknown length in a block",
             mend="name smaller blocks, such as blocks='.*', which takes each weight by itself.",
+        )
+
+    def _no_number(self, block: _Block, lost: float) -> str:
+        return message(
+            _FUNCTION,
+            f"what {self._name(block)} loses is no number.",
+            given=f"a loss of {lost} on {len(block.stages)} batches",
+            expected="results that are finite",
+            mend="learn from other batches.",
         )
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:

@@ -153,6 +153,25 @@ def test_a_body_of_remat_is_a_block_and_shared_weights_are_told():
     assert jnp.array_equal(found.params["shared"].codes, nearest.codes)
 
 
+def test_inputs_are_made_by_rounded_weights_also_where_these_are_not_learned():
+    """By the loss of the last block: of inputs from codes, on float targets."""
+
+    def f(p, x):
+        h = jnp.tanh(x @ p["shared"])
+        return jax.nn.relu(jnp.tanh(h @ p["shared"]) @ p["w"])
+
+    params = {"shared": normal(D, D) / 6, "w": normal(D, 8)}
+    found = ptq(f, INT3, auto_round(steps=40), params)
+    real = jqx.dequantize_params(found.params)
+    lost = []
+    for x in BATCHES:
+        y, z = (np.asarray(f(p, x), np.float64) for p in (params, real))
+        lost.append(((y - z) ** 2).sum() / (y**2).sum())
+    np.testing.assert_allclose(found.details[0].after, np.mean(lost), rtol=1e-4)
+    with pytest.raises(ValueError, match=r"the block of w:dot_general loses is no number"):
+        ptq(f, INT3, auto_round(steps=4), params, [BATCHES[0] * jnp.nan])
+
+
 def test_rows_that_do_not_count_change_nothing():
     f = lambda w, x, mask: jax.nn.relu(x @ w)  # noqa: E731
     w, mask = normal(D, 8), jnp.arange(24) < 18
