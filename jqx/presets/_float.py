@@ -55,7 +55,7 @@ def mxfp8(
     Example:
       >>> import jqx
       >>> str(jqx.presets.mxfp8().rules[0].activation)
-      'mxfp8_e4m3 per_group(32, tail=True) dynamic'
+      'mxfp8_e4m3 per_group(32, tail=True) ceil dynamic'
     """
     blocks = per_group(mxfp8_e4m3.size, tail=True)
     weights = QSpec(mxfp8_e4m3, blocks, calibrator=ceil)

@@ -90,7 +90,7 @@ def w4a16(
     Example:
       >>> import jqx
       >>> str(jqx.presets.w4a16(block=128).rules[0].weight)
-      'int4 per_group(128, tail=True)'
+      'int4 per_group(128, tail=True) mse(2, 0.8, signed)'
     """
     return policy(
         "w4a16",
