@@ -23,7 +23,7 @@ from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Chosen, Weight
 from ._factor import corrected
-from ._grids import Grids
+from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
 from ._matrices import Matrix, settled
 from ._report import MatrixReport
@@ -169,9 +169,7 @@ class AdaRound:
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns a spec with the calibrator that finds scales."""
-        if self.calibrator is None:
-            return spec
-        return dataclasses.replace(spec, calibrator=self.calibrator)
+        return calibrated(spec, self.calibrator)
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
         """Rounds the elements of matrices of one shape, in place, and returns what is to be

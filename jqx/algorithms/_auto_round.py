@@ -11,6 +11,7 @@ from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Chosen
+from ._grids import calibrated
 from ._learn import learned
 
 
@@ -99,9 +100,7 @@ class AutoRound:
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns a spec with the calibrator that finds the first ranges."""
-        if self.calibrator is None:
-            return spec
-        return dataclasses.replace(spec, calibrator=self.calibrator)
+        return calibrated(spec, self.calibrator)
 
     def run(
         self,

@@ -21,7 +21,7 @@ from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Order, carried_over, corrected, factor
-from ._grids import Grids, Group
+from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
 from ._matrices import Matrix, alike_of, matrices_of, settled, stacked, unknown
 from ._report import AlgorithmReport, MatrixReport
@@ -238,9 +238,7 @@ class Gptq:
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns a spec with the calibrator that finds scales."""
-        if self.calibrator is None:
-            return spec
-        return dataclasses.replace(spec, calibrator=self.calibrator)
+        return calibrated(spec, self.calibrator)
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
         """Rounds the elements of matrices of one shape, in place, and returns what is to be

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators import Affine
+from ..calibrators import Affine, Calibrator
 from ..numerics._shared import E8M0
 from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
@@ -246,6 +246,11 @@ class Grids:
             parts = {"values": codes, "scale": scale, "zero_point": zero_point}
             found[part.path] = dataclasses.replace(kind, **parts)
         return found
+
+
+def calibrated(spec: QSpec, calibrator: Calibrator | None) -> QSpec:
+    """Returns a spec with a calibrator in the place of its own, where there is one."""
+    return spec if calibrator is None else dataclasses.replace(spec, calibrator=calibrator)
 
 
 def _like(x: Array, kind: Any) -> jax.Array:

@@ -274,12 +274,14 @@ class _Learning(Walk):
     def _call(self, name: str, block: _Block, i: int, *given: Any) -> Any:
         """Calls a program on one batch."""
         stage, scope = block.stages[i]
-        values = (list(map(on_device, x[i])) for x in (block.inputs, block.targets))
+        inputs, targets = (list(map(on_device, x[i])) for x in (block.inputs, block.targets))
         at = [tile.index for tile in block.tiles], block.steps
-        program = self._program(name, block, stage, scope)
-        values = (block.given, self.current, at, (*values, block.decided[i]), *given)
+        program, batch = (
+            self._program(name, block, stage, scope),
+            (inputs, targets, block.decided[i]),
+        )
         try:
-            return program(*values)
+            return program(block.given, self.current, at, batch, *given)
         except ValueError as error:
             if "differentiation" not in str(error):
                 raise

@@ -12,7 +12,7 @@ from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import Chosen
 from ._channels import Met
 from ._labels import Array
-from ._low_rank import Compensation, CompensationReport, compensated, in_steps, without
+from ._low_rank import Compensation, CompensationReport, compensated, in_steps, narrow, without
 
 _NAME = "algorithms.loftq"
 
@@ -89,9 +89,8 @@ class Loftq:
                 lost = np.asarray(exact[place], np.float64) - np.asarray(real[place], np.float64)
                 before.setdefault(place, float(np.sum(lost**2)))
                 for met in mets:
-                    a, b = self._narrow(own_lost := lost.ravel()[met.elements])
-                    product = np.swapaxes(a @ b, -1, -2)
-                    error += float(np.sum((own_lost - product) ** 2))
+                    a, b, s = narrow(lost.ravel()[met.elements], self.rank)
+                    error += float(np.sum(s[..., a.shape[-1] :] ** 2))
                     found.append((met, a, b))
                 if place not in best or error < best[place][0]:
                     best[place] = error, leaves[place], found
@@ -106,16 +105,6 @@ class Loftq:
             name, rank = folds.name(found[0][0]), found[0][1].shape[-1]
             entries.append(Compensation(name, rank, before[place], error))
         return Chosen(folds.with_leaves(params, kept), CompensationReport(entries), maps)
-
-    def _narrow(self, lost: Array) -> tuple[Array, Array]:
-        """Returns two matrices whose product is the best of its rank, [*batch, channels, rank] and
-        [*batch, rank, rows], of one [*batch, rows, channels].
-        """
-        u, s, v = np.linalg.svd(lost, full_matrices=False)
-        rank = min(self.rank, s.shape[-1])
-        half = np.sqrt(s[..., :rank])
-        b = np.swapaxes(u[..., :rank] * half[..., None, :], -1, -2)
-        return np.swapaxes(v[..., :rank, :] * half[..., :, None], -1, -2), b
 
 
 loftq = Loftq

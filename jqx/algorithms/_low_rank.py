@@ -149,16 +149,24 @@ class Eora:
         values = np.where(values > _LEAST * values[..., -1:], values, 0)
         root = np.sqrt(values)[..., None, :]
         inverse = np.divide(1, root, out=np.zeros_like(root), where=root > 0)
-        white = (lost @ vectors) * root
-        u, s, v = np.linalg.svd(white, full_matrices=False)
-        rank = min(self.rank, s.shape[-1])
-        half = np.sqrt(s[..., :rank])
-        b = np.swapaxes(u[..., :rank] * half[..., None, :], -1, -2)
-        a = vectors @ np.swapaxes(v[..., :rank, :] * half[..., :, None] * inverse, -1, -2)
-        return a, b, np.array([np.sum(s**2), np.sum(s[..., rank:] ** 2)])
+        a, b, s = narrow((lost @ vectors) * root, self.rank)
+        rest = s[..., a.shape[-1] :]
+        a = vectors @ (a * np.swapaxes(inverse, -1, -2))
+        return a, b, np.array([np.sum(s**2), np.sum(rest**2)])
 
 
 eora = Eora
+
+
+def narrow(x: Array, rank: int) -> tuple[Array, Array, Array]:
+    """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] whose product is the best
+    of its rank, transposed, of one [*batch, rows, channels], and the singular values of that.
+    """
+    u, s, v = np.linalg.svd(x, full_matrices=False)
+    rank = min(rank, s.shape[-1])
+    half = np.sqrt(s[..., :rank])
+    a = np.swapaxes(v[..., :rank, :] * half[..., :, None], -1, -2)
+    return a, np.swapaxes(u[..., :rank] * half[..., None, :], -1, -2), s
 
 
 def compensated(
