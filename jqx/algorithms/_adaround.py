@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,7 @@ class AdaRound:
     weight: Callable[..., Any] | None = None
     offload: bool = False
     checkpoint: Path | None = None
+    function: ClassVar[str] = "algorithms.adaround"
 
     def __post_init__(self) -> None:
         name = "algorithms.adaround"

@@ -8,7 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,10 @@ class Solver(Protocol):
       weight: how much the rows of inputs count, of what a batch has; or `None`.
       observers: what is recorded of the sites of weights that are chosen before all others.
       unsupported: what becomes of weights of which that cannot be.
+      function: what errors are said of.
     """
+
+    function: ClassVar[str]
 
     @property
     def weight(self) -> Callable[..., Any] | None: ...

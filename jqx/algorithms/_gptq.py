@@ -5,7 +5,7 @@ before it have cost.
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -117,6 +117,7 @@ class Gptq:
     weight: Callable[..., Any] | None = None
     offload: bool = False
     checkpoint: Path | None = None
+    function: ClassVar[str] = "algorithms.gptq"
 
     def __post_init__(self) -> None:
         name = "algorithms.gptq"

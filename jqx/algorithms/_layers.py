@@ -224,7 +224,7 @@ def _shared(
         if used.isdisjoint(group.sizes):
             continue
         try:
-            every = matrices_of("algorithms.gptq", plan, group, stats)
+            every = matrices_of(solver.function, plan, group, stats)
         except NotImplementedError:
             if solver.unsupported == "error":
                 raise

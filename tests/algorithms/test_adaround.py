@@ -111,3 +111,11 @@ def test_inputs_that_are_no_numbers_are_an_error():
     with pytest.raises(ValueError, match="the inputs of head:dot_general are not finite"):
         g = lambda p, x: x @ p["head"]  # noqa: E731
         ptq(g, INT3, adaround(steps=2), {"head": PARAMS["head"]}, [BATCHES[0] * jnp.nan])
+
+
+def test_a_weight_that_no_matrix_is_known_of_is_an_error_of_its_own():
+    def g(w, x):
+        return x @ w + x @ w.T
+
+    with pytest.raises(NotImplementedError, match=r"algorithms.adaround: (.|\n)+different ways"):
+        ptq(g, INT3, adaround(steps=2), normal(D, D))
