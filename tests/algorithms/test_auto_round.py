@@ -114,7 +114,7 @@ def test_blocks_are_what_a_pattern_names():
     found = ptq(unrolled, INT3, auto_round(steps=60, blocks=r"layers/\d"), params)
     assert [len(x.sites) for x in found.details] == [2] * LAYERS + [1]
     # The block ends behind the sum: it is the body of the scan, and learns the same, but for signs
-    # of gradients near 0, which the order of sums decides; 60 steps are not enough for all of them.
+    # of gradients near 0, which the order of sums decides.
     scanned = ptq(decoder, INT3, auto_round(steps=60), STACKED)
     for own, other in zip(found.details, scanned.details, strict=True):
         np.testing.assert_allclose(own.before, other.before, rtol=0.1)
