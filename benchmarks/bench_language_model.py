@@ -48,9 +48,10 @@ from _language_peers import HERE, llama, peer, written
 import jqx
 
 PARTS = ("schemes", "peers", "decode", "layer")
+NEAREST = jqx.algorithms.nearest()
 GPTQ, MSE = jqx.algorithms.gptq, jqx.calibrators.Mse(norm=4)
 CHOSEN = {
-    "rounded": None,
+    "rounded": NEAREST,
     "GPTQ": GPTQ(),
     "GPTQ, mse": GPTQ(calibrator=MSE),
     "GPTQ, qep": GPTQ(propagation="qep"),
@@ -195,11 +196,11 @@ def measure_peers(
             print("  ".join(rows[-1]), flush=True)
         return {"part": "peers", "library": library, "scheme": name, "codes": way, **answer}
 
-    ways = {"rounded": None, "GPTQ": GPTQ(), "GPTQ, mse, qep": None}
+    ways = {"rounded": NEAREST, "GPTQ": GPTQ(), "GPTQ, mse, qep": None}
     ways["GPTQ, mse, qep"] = CHOSEN["GPTQ, mse, qep"]
     for name in wanted:
         for way, algorithm in ways.items():
-            if name == "float32" and algorithm is not None:
+            if name == "float32" and algorithm is not NEAREST:
                 continue
             peak, start = Peak(), time.perf_counter()
             done = given.quantized(OWN[name], algorithm)

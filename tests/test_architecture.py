@@ -213,10 +213,10 @@ PUBLIC = {
     "algorithms": """
         AdaRound AlgorithmReport AutoRound Awq AwqReport BiasCorrection BiasReport BlockReport
         BlocksReport Chain Chosen Compensation
-        CompensationReport Eora Equalize Gptq Loftq MatrixReport Memory Pair Pairs Rotate Rotation
-        RotationReport ScaledTogether SiteShift SmoothQuant
-        adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq rotate
-        smooth_quant
+        CompensationReport Eora Equalize Gptq Loftq MatrixReport Memory Nearest Pair Pairs Rotate
+        Rotation RotationReport ScaledTogether SiteShift SmoothQuant
+        adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest
+        rotate smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average

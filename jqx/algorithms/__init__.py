@@ -27,6 +27,8 @@ from ._low_rank import CompensationReport as CompensationReport
 from ._low_rank import Eora as Eora
 from ._low_rank import eora as eora
 from ._memory import Memory as Memory
+from ._nearest import Nearest as Nearest
+from ._nearest import nearest as nearest
 from ._pairs import Pairs as Pairs
 from ._pairs import find_pairs as find_pairs
 from ._report import AlgorithmReport as AlgorithmReport

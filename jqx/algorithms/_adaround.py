@@ -17,7 +17,6 @@ from .._files import Path, as_path
 from ..calibrators import Calibrator
 from ..numerics import format_of
 from ..numerics._shared import RoundMode
-from ..observers import hessian, places
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
@@ -25,7 +24,7 @@ from ..transforms._shared import Chosen, Weight
 from ._factor import corrected
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
-from ._matrices import Matrix, settled
+from ._matrices import Matrix, Unsupported, observers_of, settled
 from ._report import MatrixReport
 from ._stack import Stack, parted
 
@@ -99,7 +98,7 @@ class AdaRound:
     propagation: Literal["none", "qep"] = "qep"
     strength: float = 0.5
     calibrator: Calibrator | None = None
-    unsupported: Literal["error", "round"] = "error"
+    unsupported: Unsupported = "error"
     weight: Callable[..., Any] | None = None
     offload: bool = False
     checkpoint: Path | None = None
@@ -144,7 +143,7 @@ class AdaRound:
     @property
     def observers(self) -> Mapping[str, Any]:
         """What is recorded of sites whose weights are chosen before all others."""
-        return {".*": (hessian(weight=self.weight), places)}
+        return observers_of(self.weight, self.unsupported)
 
     def run(
         self,

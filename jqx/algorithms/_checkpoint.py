@@ -8,7 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Call, Weight, is_array
 from ._grids import Grids
-from ._matrices import Matrix
+from ._matrices import Matrix, Unsupported
 from ._report import MatrixReport
 
 Array = np.ndarray
@@ -156,7 +156,7 @@ class Solver(Protocol):
     def observers(self) -> Mapping[str, Any]: ...
 
     @property
-    def unsupported(self) -> Literal["error", "round"]: ...
+    def unsupported(self) -> Unsupported: ...
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns the spec by whose calibrator scales are found."""

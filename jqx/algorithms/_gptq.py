@@ -14,7 +14,6 @@ from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._files import Path, as_path
 from ..calibrators import Calibrator
-from ..observers import hessian, places
 from ..observers._shared import check_weight
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, calibrate_batches
@@ -23,7 +22,16 @@ from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
-from ._matrices import Matrix, alike_of, matrices_of, settled, stacked, unknown
+from ._matrices import (
+    Matrix,
+    Unsupported,
+    alike_of,
+    matrices_of,
+    observers_of,
+    settled,
+    stacked,
+    unknown,
+)
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
 from ._traced import calls_of
@@ -112,7 +120,7 @@ class Gptq:
     propagation: Literal["none", "qep", "gptaq"] = "none"
     strength: float | None = None
     ill_conditioned: Literal["error", "round"] = "error"
-    unsupported: Literal["error", "round"] = "error"
+    unsupported: Unsupported = "error"
     least_inputs: float = 0.0
     weight: Callable[..., Any] | None = None
     offload: bool = False
@@ -176,7 +184,7 @@ class Gptq:
     @property
     def observers(self) -> Mapping[str, Any]:
         """What `calibrate_batches` is to record for one pass."""
-        return {".*": (hessian(weight=self.weight), places)}
+        return observers_of(self.weight, self.unsupported)
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
         """Returns the parameters with codes chosen by statistics of float inputs, in one pass."""
@@ -233,8 +241,10 @@ class Gptq:
             known = Checkpoint(
                 folder, made_of(plan, solver, calls_of(f, plan, params, batches, self.weight))
             )
-        observers = self.observers
-        stats = calibrate_batches(f, plan, params, batches, observers=observers, progress=progress)
+        stats, observers = {}, self.observers
+        if any(x.path is None for site in plan.sites for x in site.operands):
+            given = f, plan, params, batches
+            stats = calibrate_batches(*given, observers=observers, progress=progress)
         return solver._one_pass(plan, params, stats, known)
 
     def spec_of(self, spec: QSpec) -> QSpec:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .._files import Path
+from ..observers._shared import has_rows
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
     Chosen,
@@ -73,20 +74,28 @@ def layer_by_layer(
     known = None
     if checkpoint is not None:
         known = Checkpoint(checkpoint, made_of(plan, solver, traced.calls))
-    once = sites_once(plan, groups, first.jaxpr, elements)
-    scopes = traced.scopes(lambda site: site.address in once)
     found = {item.address: item for item in contractions(first) if item.address}
     parts = {
         site.address: {x.about.role: x for x in observed_parts(site, found[site.address])}
         for site in plan.sites
     }
+
+    def is_known(site: Site) -> bool:
+        """Whether a site has inputs whose sums are known; if not, that is reported, or an error."""
+        activation = parts[site.address].get("activation")
+        is_refused = solver.unsupported == "error"
+        return activation is not None and (is_refused or has_rows(activation.about))
+
+    once = sites_once(plan, groups, first.jaxpr, elements)
+    once = {here for here in once if is_known(plan.site_at(here))}  # pyright: ignore
+    scopes = traced.scopes(lambda site: site.address in once)
     rest = [site for site in plan.sites if site.address not in once and _is_weighted(plan, site)]
     memory = Memory(
         weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of)
         + sum(x.nbytes for x in elements.values()),
         statistics=max(
             *(bytes_of_sums(parts[here]["activation"], beside) for here in once),
-            sum(_bytes_of_all(site, parts[site.address]) for site in rest),
+            sum(_bytes_of_all(site, parts[site.address]) for site in rest if is_known(site)),
             0,
         ),
         activations=bytes_of_activations(scopes, 1 + beside)
@@ -98,7 +107,9 @@ def layer_by_layer(
     tell(bar, f"quantize: {memory}")
 
     weights = _Weights(solver, traced, known, bar)
-    for matrices, group in _shared(solver, f, plan, groups, params, every, rest, progress):
+    for matrices, group in _shared(
+        solver, f, plan, groups, params, every, rest, is_known, progress
+    ):
         if matrices:
             weights.choose(lambda own=matrices: own, stacked(matrices), group)
         else:
@@ -209,6 +220,7 @@ def _shared(
     params: Any,
     batches: list[Any],
     rest: list[Site],
+    is_known: Callable[[Site], bool],
     progress: bool,
 ) -> Iterable[tuple[list[Matrix], Group]]:
     """Yields the matrices that are not of a site that runs once, with the sums over their uses;
@@ -216,8 +228,10 @@ def _shared(
     """
     if not rest:
         return
-    patterns = {re.escape(site.path): solver.observers[".*"] for site in rest}
-    stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
+    patterns = {re.escape(site.path): solver.observers[".*"] for site in rest if is_known(site)}
+    stats = {}
+    if patterns:
+        stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
     used = {path for site in rest for path in plan.weights_in(site)}
     for group in groups:

@@ -17,6 +17,7 @@ from ..transforms import Plan
 from ..transforms._shared import (
     Address,
     Chosen,
+    Inapplicable,
     Site,
     TracedOnce,
     counts_of,
@@ -215,7 +216,7 @@ class _Learning(Walk):
         found = [nearest(tile.rounding, tile.given, ranges) for tile in block.tiles]
         before = best = lost(found)
         if not np.isfinite(before):
-            raise ValueError(self._no_number(block, before))
+            raise Inapplicable(self._no_number(block, before))
         kept, at, order = found, 0, []
         rate = self._options.learning_rate or 1 / count
         for k in range(1, count + 1):
@@ -285,7 +286,7 @@ class _Learning(Walk):
         except ValueError as error:
             if "differentiation" not in str(error):
                 raise
-            raise ValueError(self._refusal(block, error)) from error
+            raise Inapplicable(self._refusal(block, error)) from error
 
     def _name(self, block: _Block) -> str:
         sites = [site.name for site in self._sites(block.stages[0][0])]

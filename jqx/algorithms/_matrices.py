@@ -4,12 +4,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .._errors import message
-from ..observers import hessian, places
+from ..observers import Hessian, ObservedSite, hessian, places
+from ..observers._shared import Weight, has_rows
 from ..transforms import Plan
 from ..transforms._shared import Site
 from ._factor import objective
@@ -17,6 +18,9 @@ from ._grids import Group
 from ._report import MatrixReport, name_of
 
 Array = np.ndarray
+
+Unsupported = Literal["error", "round"]
+"""What becomes of a weight whose inputs cannot be known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,23 @@ class Drift(NamedTuple):
 
     cross: Array
     own: Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WhereKnown(Hessian):
+    """The Hessian of what has one: sites whose rows are not those of their operand have none."""
+
+    def looks_at(self, site: ObservedSite) -> bool:
+        return super().looks_at(site) and has_rows(site)
+
+    def __str__(self) -> str:
+        return str(hessian)
+
+
+def observers_of(weight: Weight | None, unsupported: Unsupported) -> Mapping[str, Any]:
+    """Returns what is recorded of all sites, for `matrices_of`."""
+    observed = hessian if unsupported == "error" else _WhereKnown()
+    return {".*": (observed(weight=weight), places)}
 
 
 def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any]) -> list[Matrix]:

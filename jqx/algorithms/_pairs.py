@@ -12,6 +12,7 @@ from .._errors import message
 from ..policy import Policy, Rule
 from ..transforms import Plan
 from ..transforms._shared import (
+    Inapplicable,
     as_plan,
     check_function,
     plan_call,
@@ -65,7 +66,7 @@ class Pairs:
 
     def refuse(self, function: str) -> NoReturn:
         """Raises where there is nothing to scale, and says why."""
-        raise ValueError(
+        raise Inapplicable(
             message(
                 function,
                 "no weight of the plan has channels that can be scaled.",

@@ -11,7 +11,7 @@ import numpy as np
 from .._calls import called
 from .._checks import check_integer, require_that
 from ..transforms import ChannelMap, Plan
-from ..transforms._shared import Chosen, arguments_of
+from ..transforms._shared import Chosen, Inapplicable, arguments_of
 from ._channels import Met
 from ._folds import Folds
 from ._hadamard import factors_of, largest_block, orthogonal
@@ -82,7 +82,7 @@ class Rotate:
       >>> import jqx, jax.numpy as jnp
       >>> f, w = lambda w, x: x @ w, jnp.array([[1.0], [1.0], [0.0], [1.0]])
       >>> x = jnp.array([[0.4, 0.4, 7.0, 0.4]])
-      >>> for algorithm in (None, jqx.algorithms.rotate()):
+      >>> for algorithm in (jqx.algorithms.nearest(), jqx.algorithms.rotate()):
       ...     quantize = jqx.ptq(f, jqx.presets.w4a4(), algorithm, progress=False)
       ...     print(quantize(w, [x])(x).round(1))
       [[0.]]
@@ -138,7 +138,7 @@ class Rotate:
         report = [found.get(x.name, Rotation(x.name, 0, (), why)) for x in folds.sites]
         require_that(
             maps,
-            error=ValueError,
+            error=Inapplicable,
             function=_NAME,
             problem="no site can be rotated.",
             given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
@@ -154,7 +154,7 @@ class Rotate:
             return factors_of(block) if block > 1 else ()
         require_that(
             count % self.block == 0,
-            error=ValueError,
+            error=Inapplicable,
             function=_NAME,
             problem="`block` does not divide the channels of a site.",
             given=f"block == {self.block}, and {count} channels at {name!r}",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._added import added
 from .._calls import called
 from .._checks import require_that
 from ..transforms import Plan, quantize_params
@@ -25,6 +26,7 @@ class Report(Tabular):
       sites: how many contractions are quantized.
       skipped: how many are not.
       macs: share of the multiply-adds that is quantized; NaN where a size was symbolic.
+      codes: the algorithm of `jqx.ptq` that chose the codes; empty where that is not known.
     """
 
     weights: tuple[WeightError, ...]
@@ -32,6 +34,7 @@ class Report(Tabular):
     sites: int
     skipped: int
     macs: float
+    codes: str = added("")
 
     @property
     def bytes_before(self) -> int:
@@ -83,6 +86,8 @@ class Report(Tabular):
         footer += f"; {self.sites} of {count} contractions quantized"
         if not math.isnan(self.macs):
             footer += f", {100 * self.macs:.1f} % of the multiply-adds"
+        if self.codes:
+            footer += f"\ncodes: {self.codes}"
         return Table(head, tuple(rows), footer, texts=2)
 
     def to_dict(self) -> dict[str, Any]:

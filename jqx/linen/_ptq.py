@@ -13,7 +13,7 @@ from .._errors import message
 from ..policy import Policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
-from ..ptq._shared import Target
+from ..ptq._shared import Effort, Target, check_effort
 from ._state import State
 
 Variables = Mapping[str, Any]
@@ -25,6 +25,7 @@ def ptq(
     policy: Policy,
     algorithm: Algorithm | None = None,
     *,
+    effort: Effort | None = None,
     target: Target = None,
     progress: bool = True,
     **kwargs: Any,
@@ -40,6 +41,7 @@ def ptq(
       module: any float module, bound to nothing.
       policy: what is quantized; paths are those in `variables["params"]`.
       algorithm: as in `jqx.ptq`; its `params` are the variables.
+      effort: as in `jqx.ptq`.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: of every call, as for `module.apply`, such as `method=`, `mutable=`, `rngs=` and
@@ -66,6 +68,7 @@ def ptq(
       >>> bool(jnp.allclose(y, module.apply(variables, x), atol=0.02))
       True
     """
+    check_effort("linen.ptq", effort, algorithm)
     function = _applied("linen.ptq", module, kwargs)
 
     def quantize(variables: Variables, batches: Iterable[Any]) -> Quantized:
@@ -82,8 +85,8 @@ def ptq(
             mend="pass what module.init returns, or {'params': params}.",
         )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
-        options: Any = {"names": names, "target": target, "progress": progress}
-        return ptq_of_function(function, policy, algorithm, **options)(plain, batches)
+        options: Any = {"effort": effort, "target": target, "progress": progress}
+        return ptq_of_function(function, policy, algorithm, names=names, **options)(plain, batches)
 
     return quantize
 

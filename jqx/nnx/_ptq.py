@@ -11,7 +11,7 @@ from .._checks import check_instance, require_that
 from ..policy import Policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
-from ..ptq._shared import Target
+from ..ptq._shared import Effort, Target, check_effort
 from ._pure import leaves_by_path, values, was_written, with_values
 from ._quantize import check_float
 
@@ -22,6 +22,7 @@ def ptq(
     policy: Policy,
     algorithm: Algorithm | None = None,
     *,
+    effort: Effort | None = None,
     method: str = "__call__",
     target: Target = None,
     progress: bool = True,
@@ -40,6 +41,7 @@ def ptq(
       policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
       algorithm: as in `jqx.ptq`; its `params` are those nested dicts.
       method: name of the method that is called.
+      effort: as in `jqx.ptq`.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call. Calls may give others.
@@ -64,6 +66,7 @@ def ptq(
       >>> bool(jnp.allclose(jax.jit(quantized.function)(quantized.params, x), model(x), atol=0.02))
       True
     """
+    check_effort("nnx.ptq", effort, algorithm)
     check_float("nnx.ptq", model)
 
     def quantize(batches: Iterable[Any]) -> Quantized:
@@ -73,8 +76,10 @@ def ptq(
             for path, variable in nnx.to_flat_state(state)
             if not isinstance(variable, nnx.Param)
         }
-        options: Any = {"names": names, "target": target, "progress": progress}
-        return ptq_of_function(function, policy, algorithm, **options)(values(state), batches)
+        options: Any = {"effort": effort, "target": target, "progress": progress}
+        return ptq_of_function(function, policy, algorithm, names=names, **options)(
+            values(state), batches
+        )
 
     return quantize
 

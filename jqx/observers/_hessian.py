@@ -97,9 +97,14 @@ def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
     return jax.ops.segment_sum(weights, site.expert_of_rows(len(x)), site.experts)
 
 
+def has_rows(site: ObservedSite) -> bool:
+    """Whether the rows of a site are those of its operand."""
+    return site.op in ("dot_general", "ragged_dot") or site.patches is not None
+
+
 def check_rows(function: str, site: ObservedSite) -> None:
     """Raises where the rows of a site are not those of its operand."""
-    if site.op in ("dot_general", "ragged_dot") or site.patches is not None:
+    if has_rows(site):
         return
     raise NotImplementedError(
         message(

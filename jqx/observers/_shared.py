@@ -6,6 +6,7 @@ from ._cross import BOTH as BOTH
 from ._cross import CrossStats as CrossStats
 from ._hessian import HessianStats as HessianStats
 from ._hessian import gram as gram
+from ._hessian import has_rows as has_rows
 from ._mean import MeanStats as MeanStats
 from ._observer import Patches as Patches
 from ._observer import Weight as Weight

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -32,7 +32,6 @@ from ..transforms._shared import (
     Chosen,
     Maps,
     Names,
-    as_chosen,
     as_params,
     check_algorithm,
     check_arguments,
@@ -44,6 +43,7 @@ from ..transforms._shared import (
     placed,
     with_maps,
 )
+from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -56,6 +56,7 @@ def ptq(
     policy: Policy,
     algorithm: Algorithm | None = None,
     *,
+    effort: Effort | None = None,
     params: int | tuple[int, ...] = 0,
     names: Names = None,
     target: Target = None,
@@ -72,7 +73,11 @@ def ptq(
     Args:
       f: a function of arrays and pytrees of arrays.
       policy: what is quantized, and how, such as `jqx.presets.w8a8()`.
-      algorithm: chooses the codes of weights, see `jqx.Algorithm`; `None` rounds to nearest.
+      algorithm: chooses the codes of weights, see `jqx.Algorithm`, such as
+        `jqx.algorithms.nearest()`, which rounds them. `None` takes what measured best for formats
+        such as those of the plan: `report.codes` says what.
+      effort: how long that may take, of a model of some ten million weights on a few cores:
+        `"seconds"` (also `None`), `"minutes"` or `"hours"`.
       params: position, or positions, of the arguments of `f` that hold weights.
       names: of weights, as in `make_plan`.
       target: `"cpu"`, `"gpu"` or `"tpu"`, for which weights are laid out; `None` means
@@ -86,7 +91,8 @@ def ptq(
 
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or `batches` is no list of batches.
-      ValueError: there is no batch, `target` is unknown, or a step refuses what it is given.
+      ValueError: there is no batch, `target` or `effort` is unknown, `effort` stands beside an
+        algorithm, or a step refuses what it is given.
 
     Gradient: none; weights are codes.
 
@@ -105,7 +111,7 @@ def ptq(
     mend = "pass for example jqx.presets.w8a8()."
     check_instance("ptq", "policy", policy, Policy, mend=mend)
     check_algorithm("ptq", algorithm, of_functions=True)
-    rewrites, rounding, corrections = parts_of(algorithm)
+    check_effort("ptq", effort, algorithm)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     def quantize(values: Any, batches: Iterable[Any]) -> Quantized:
@@ -114,45 +120,74 @@ def ptq(
         inputs = first if isinstance(first, tuple) else (first,)
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, values)
-        plan = planned(*placed(places, values, inputs))
-        run = getattr(rounding, "run", None)
-        observers = None if run else observers_of(rounding)
-        stats, scales, reports, mapped = None, {}, [], Mapped(f, plan)
-        if run or rewrites or corrections:
-            every = list(every)
-        for each in rewrites:
-            given = mapped.function, plan, values, every
-            rewritten = as_chosen(each.rewrite(*given, progress=progress))
-            values, reports = rewritten.params, [*reports, rewritten.report]
-            mapped = mapped.then(rewritten.maps)
-        if plan.static_specs() or observers:
-            stats = calibrate_batches(
-                mapped.function, plan, values, every, observers=observers, progress=progress
-            )
-            scales = affines(plan, stats)
-        if run:
-            chosen = as_chosen(run(mapped.function, plan, values, every, progress=progress))
-        else:
-            chosen = _chosen(plan, values, rounding, stats)
-        codes = _checked(plan, chosen.params)
-        mapped = mapped.then(chosen.maps)
-        reports += [] if rounding is None else [chosen.report]
-        for each in corrections:
-            given = mapped.function, plan, values, codes, scales, every
-            corrected = as_chosen(each.correct(*given, progress=progress))
-            codes, reports = _checked(plan, corrected.params), [*reports, corrected.report]
-            mapped = mapped.then(corrected.maps)
-        found = report_of(plan, values, lambda: codes)
-        quantized = quantized_of(mapped, scales, codes, found, abstract(inputs), meant)
+        arguments = placed(places, values, inputs)
+        plan = planned(*arguments)
+        choice = Choice(algorithm)
+        if algorithm is None:
+            choice = default_of(plan, effort or "seconds")
+            if choice.reads_batches:
+                every = list(every)
+                choice = fitted(choice, f, plan, arguments, len(every))
+        done = _carried_out(choice, Mapped(f, plan), values, every, progress)
+        found = report_of(plan, done.values, lambda: done.codes)
+        found = dataclasses.replace(found, codes=str(choice))
+        given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
+        reports = [x for x in done.reports if x is not None]
         details = reports[0] if len(reports) == 1 else tuple(reports)
-        return dataclasses.replace(quantized, details=details or None)
+        return dataclasses.replace(quantized_of(*given), details=details or None)
 
     return quantize
 
 
-def _chosen(plan: Plan, values: Any, algorithm: Algorithm | None, stats: Any) -> Chosen:
-    """Returns the parameters as an algorithm chooses them, by statistics."""
-    return Chosen(values, None) if algorithm is None else as_chosen(algorithm(plan, values, stats))
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """What algorithms have made of a function: the weights in float, their codes, the scales of
+    activations, what is done at sites, and what they report.
+    """
+
+    values: Any
+    codes: Any
+    scales: Mapping[str, Affine]
+    mapped: "Mapped"
+    reports: Sequence[Any]
+
+
+def _carried_out(
+    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], progress: bool
+) -> _Done:
+    """Runs algorithms: those that rewrite weights, what chooses codes, and what corrects these."""
+    rewrites, rounding, corrections = parts_of(choice.algorithm)
+    plan, run = mapped.plan, hasattr(rounding, "run")
+    observers = None if run else observers_of(rounding)
+    stats, scales, reports = None, {}, []
+    if run or rewrites or corrections:
+        batches = list(batches)
+    for each in rewrites:
+        given = mapped.function, plan, values, batches
+        chosen = choice.attempt(each, each.rewrite, *given, progress=progress)
+        if chosen is not None:
+            values, mapped = chosen.params, mapped.then(chosen.maps)
+            reports.append(chosen.report)
+    if plan.static_specs() or observers:
+        given = mapped.function, plan, values, batches
+        stats = calibrate_batches(*given, observers=observers, progress=progress)
+        scales = affines(plan, stats)
+    chosen = None
+    if run:
+        given = mapped.function, plan, values, batches
+        chosen = choice.choose(rounding, *given, progress=progress)
+    elif rounding is not None:
+        chosen = choice.attempt(rounding, rounding, plan, values, stats)
+    chosen = Chosen(values, None) if chosen is None else chosen
+    codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
+    reports.append(chosen.report)
+    for each in corrections:
+        given = mapped.function, plan, values, codes, scales, batches
+        chosen = choice.attempt(each, each.correct, *given, progress=progress)
+        if chosen is not None:
+            codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
+            reports.append(chosen.report)
+    return _Done(values, codes, scales, mapped, reports)
 
 
 def _checked(plan: Plan, chosen: Any) -> Any:

@@ -11,6 +11,10 @@ from ._plan import Plan
 from ._trace import is_quantized
 
 
+class Inapplicable(ValueError):
+    """An algorithm finds nothing in a function that it could do."""
+
+
 class Algorithm(Protocol):
     """Chooses the codes of the weights of a plan, or other weights that round better.
 

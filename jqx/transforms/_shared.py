@@ -3,6 +3,7 @@
 from ._affines import GivenAffines as GivenAffines
 from ._algorithm import Algorithm as Algorithm
 from ._algorithm import Chosen as Chosen
+from ._algorithm import Inapplicable as Inapplicable
 from ._algorithm import as_chosen as as_chosen
 from ._algorithm import check_algorithm as check_algorithm
 from ._algorithm import observers_of as observers_of

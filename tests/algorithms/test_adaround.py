@@ -13,7 +13,7 @@ from jqx.algorithms import adaround
 
 from ..arrays import on_device
 
-RNG = np.random.default_rng(0)
+RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D = 8
 
 
@@ -34,7 +34,7 @@ def test_rows_are_near_the_best_of_all_choices(scheme):
     """Of 2**8 ways to round a row of 8 weights, by enumeration."""
     w = normal(D, 12)
     found = ptq(lambda w, x: x @ w, jqx.Policy({".*": scheme}), adaround(steps=600), w)
-    nearest = ptq(lambda w, x: x @ w, jqx.Policy({".*": scheme}), None, w).params
+    nearest = ptq(lambda w, x: x @ w, jqx.Policy({".*": scheme}), NEAREST, w).params
     x, w = np.concatenate(BATCHES).astype(np.float64), np.asarray(w, np.float64)
 
     def lost(q):
@@ -82,7 +82,7 @@ def test_it_goes_through_convolutions_scans_and_checkpoints(tmp_path):
     assert len(names) == D + 2 + 1 and "stack:dot_general[1]" in names
     x = normal(64, D) @ MIXED
     losses = []
-    for own in (found, ptq(f, INT3, None, PARAMS)):
+    for own in (found, ptq(f, INT3, NEAREST, PARAMS)):
         losses.append(float(jnp.sum((own.function(own.params, x) - f(PARAMS, x)) ** 2)))
     assert losses[0] < losses[1]
     before, after = (sum(getattr(x, name) for x in found.details) for name in ("before", "after"))

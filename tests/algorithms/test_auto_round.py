@@ -11,7 +11,7 @@ from jqx.algorithms import auto_round, chain, gptq, smooth_quant
 
 from ..arrays import on_device
 
-RNG = np.random.default_rng(0)
+RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D, LAYERS = 32, 3
 
 
@@ -48,7 +48,7 @@ def test_codes_lose_what_the_report_says():
     params = {name: normal(D, 16) for name in FORMATS}
     policy = jqx.Policy(FORMATS)
     found = ptq(sites, policy, auto_round(steps=100), params)
-    nearest = ptq(sites, policy, None, params)
+    nearest = ptq(sites, policy, NEAREST, params)
     lost = {}
     for key, params_of in (("after", found.params), ("before", nearest.params)):
         real = jqx.dequantize_params(params_of)
@@ -98,7 +98,7 @@ def test_bodies_of_scans_are_blocks_and_each_step_has_its_own_codes():
     assert not found.details.nearest
     for entry in found.details:
         assert entry.after < 0.6 * entry.before and entry.best > 0
-    losses = [error(decoder, ptq(decoder, INT3, x, STACKED), STACKED) for x in (None, gptq())]
+    losses = [error(decoder, ptq(decoder, INT3, x, STACKED), STACKED) for x in (NEAREST, gptq())]
     assert error(decoder, found, STACKED) < 0.8 * min(losses)
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_better_stays_rounded_to_nearest():
     f, w = lambda w, x: x @ w, normal(D, 8)
     found = ptq(f, INT3, auto_round(steps=8, learning_rate=1.0, ranges=False), w)
     (entry,) = found.details
-    nearest = ptq(f, INT3, None, w).params
+    nearest = ptq(f, INT3, NEAREST, w).params
     assert entry.best == 0 and entry.after == entry.before
     assert jnp.array_equal(found.params.codes, nearest.codes)
 
@@ -150,7 +150,7 @@ def test_a_body_of_remat_is_a_block_and_shared_weights_are_told():
     ((name, reason),) = found.details.nearest
     assert name.startswith("shared:") and "share" in reason
     assert f"rounded to nearest: {name}" in str(found.details)
-    nearest = ptq(f, INT3, None, params).params["shared"]
+    nearest = ptq(f, INT3, NEAREST, params).params["shared"]
     assert jnp.array_equal(found.params["shared"].codes, nearest.codes)
 
 

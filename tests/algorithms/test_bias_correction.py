@@ -11,7 +11,7 @@ from jqx.algorithms import bias_correction, chain, gptq, smooth_quant
 
 from ..arrays import on_device
 
-RNG = np.random.default_rng(0)
+RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D, H, LAYERS = 8, 12, 3
 
 
@@ -75,7 +75,7 @@ def test_results_have_the_means_of_float(count):
     """To the last bits of one batch, and nearly of several: each has other means."""
     batches = BATCHES[:count]
     rows = [len(x) for x in batches]
-    plain, corrected = (quantized(batches, x) for x in (None, bias_correction()))
+    plain, corrected = (quantized(batches, x) for x in (NEAREST, bias_correction()))
 
     def over_batches(g):
         g = jax.jit(g)

@@ -11,7 +11,7 @@ from jqx.algorithms import bias_correction, chain, eora, gptq, loftq, rotate
 
 from ..arrays import on_device
 
-RNG = np.random.default_rng(0)
+RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D, H, LAYERS = 16, 24, 2
 
 
@@ -75,7 +75,7 @@ def test_the_error_is_that_of_the_best_matrix_of_its_rank():
 def test_more_of_a_rank_loses_less_and_others_may_come_before():
     algorithms = chain(rotate(), gptq(), eora(rank=4), bias_correction())
     exact = f(PARAMS, BATCHES[0])[0]
-    found = [quantized(x) for x in (None, eora(rank=2), eora(rank=8), algorithms)]
+    found = [quantized(x) for x in (NEAREST, eora(rank=2), eora(rank=8), algorithms)]
     errors = [float(((exact - x(BATCHES[0])[0]) ** 2).mean()) for x in found]
     assert errors[:3] == sorted(errors[:3], reverse=True) and errors[2] < 0.5 * errors[0]
     assert errors[3] < errors[1] and len(found[3].details) == 4
@@ -123,7 +123,7 @@ def test_loftq_makes_the_sum_of_codes_and_products_the_weight():
             np.testing.assert_allclose(after, (s[..., 4:] ** 2).sum(), rtol=1e-3)
         losses.append(sum(x.after for x in report.values()))
         if rounds == 1:  # codes are those of rounding to nearest
-            nearest = quantized(None).params
+            nearest = quantized(NEAREST).params
             for name in report:
                 assert jnp.array_equal(found.params[name].codes, nearest[name].codes)
                 lost = np.asarray(PARAMS[name]) - np.asarray(nearest[name].dequantize())

@@ -15,7 +15,7 @@ from jqx.algorithms import awq, chain, equalize, find_pairs, gptq, smooth_quant
 
 from ..arrays import on_device
 
-RNG = np.random.default_rng(0)
+RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D, H, LAYERS = 16, 24, 2
 W8A8, W4 = jqx.presets.w8a8(), jqx.Policy({".*": "int4:group=8:asymmetric"})
 
@@ -83,7 +83,7 @@ def test_the_function_stays_as_it_is(name):
 
 
 def test_activations_with_outliers_lose_less_after_smooth_quant():
-    plain, smooth = (lost(W8A8, x)[0] for x in (None, smooth_quant()))
+    plain, smooth = (lost(W8A8, x)[0] for x in (NEAREST, smooth_quant()))
     assert smooth < 0.5 * plain
 
 
@@ -175,7 +175,7 @@ def test_equalized_channels_have_one_range_in_both_weights():
 
 
 def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
-    (plain, _), (scaled, quantized) = (lost(W4, x) for x in (None, awq(clip=False)))
+    (plain, _), (scaled, quantized) = (lost(W4, x) for x in (NEAREST, awq(clip=False)))
     assert scaled < 0.8 * plain
     report = quantized.details
     assert len(report) == 2 * LAYERS and all(entry.after <= entry.before for entry in report)

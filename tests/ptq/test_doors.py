@@ -17,7 +17,7 @@ from ..contractions.oracles import gamma
 
 X = jax.random.normal(jax.random.key(1), (4, 16))
 W8A8 = jqx.presets.w8a8()
-QUIET = {"progress": False}
+QUIET, NEAREST = {"progress": False}, jqx.algorithms.nearest()
 PARTS = r"jqx\.[a-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
 
 
@@ -63,14 +63,14 @@ def same(a, b):
 def linen():
     module = Net()
     variables = module.init(jax.random.key(0), X)
-    return module, variables, jqx.linen.ptq(module, W8A8, **QUIET)(variables, [X, 2 * X])
+    return module, variables, jqx.linen.ptq(module, W8A8, NEAREST, **QUIET)(variables, [X, 2 * X])
 
 
 @pytest.fixture(scope="module")
 def model():
     model = Model(nnx.Rngs(0))
     model.eval()
-    return model, jqx.nnx.ptq(model, W8A8, **QUIET)([X, 2 * X])
+    return model, jqx.nnx.ptq(model, W8A8, NEAREST, **QUIET)([X, 2 * X])
 
 
 def test_linen_has_the_numbers_of_its_door(linen):
@@ -97,7 +97,7 @@ def test_linen_is_ptq_of_apply(linen):
     assert [w.path for w in quantized.plan.weights] == ["hidden/kernel", "out/kernel"]
     assert [skip.op for skip in quantized.plan.skipped] == ["dot_general"]
     names = {"params": "", "batch_stats": None, "constants": None}
-    other = jqx.ptq(module.apply, W8A8, names=names, **QUIET)(variables, [X, 2 * X])
+    other = jqx.ptq(module.apply, W8A8, NEAREST, names=names, **QUIET)(variables, [X, 2 * X])
     assert other.plan == quantized.plan and str(other.report) == str(quantized.report)
     same(quantized.params, other.params)
     same(quantized.affines, other.affines)
@@ -105,7 +105,7 @@ def test_linen_is_ptq_of_apply(linen):
 
 def test_calls_take_what_apply_takes(linen):
     module, variables, quantized = linen
-    doubled = jqx.linen.ptq(module, W8A8, method="twice", target=False, **QUIET)
+    doubled = jqx.linen.ptq(module, W8A8, NEAREST, method="twice", target=False, **QUIET)
     found = doubled({"params": variables["params"], **variables}, [X, 2 * X])
     assert found.params["params"]["out"]["kernel"].layout is None
     same(found(X), 2 * quantized(X))  # twice a float is exact

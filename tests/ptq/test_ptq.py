@@ -1,5 +1,7 @@
 """The one call is its steps, one after another."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,8 @@ def test_it_is_its_steps():
     found = jqx.ptq(f, W8A8, progress=False)(PARAMS, (batch for batch in batches))
     plan = jqx.make_plan(f, W8A8)(PARAMS, X)
     affines = jqx.affines(plan, jqx.calibrate_batches(f, plan, PARAMS, batches, progress=False))
-    assert found.plan == plan and str(found.report) == str(jqx.report(plan, PARAMS))
+    assert found.plan == plan
+    assert dataclasses.replace(found.report, codes="") == jqx.report(plan, PARAMS)
     assert_equal(found.affines, affines)
     q = jqx.quantize_params(PARAMS, plan, target=jax.default_backend())
     assert_equal(found.params, q)

@@ -107,7 +107,7 @@ def plain(algorithm, policy=POLICY):
 
 
 def test_an_algorithm_asks_for_statistics_of_functions_and_modules():
-    nearest, better = plain(None), plain(Corrected())
+    nearest, better = plain(jqx.algorithms.nearest()), plain(Corrected())
     gram = sum(np.float64(x).T @ x for x in BATCHES)
     want = corrected(W, gram, np.asarray(nearest.params["w"].scale))
     found = np.asarray(better.params["w"].values, np.float64)
@@ -133,7 +133,7 @@ def test_an_algorithm_asks_for_statistics_of_functions_and_modules():
 
 def test_scales_of_activations_are_calibrated_beside():
     policy = jqx.Policy([jqx.Rule(weight="int4:channel", activation="int8")])
-    found, nearest = plain(Corrected(), policy), plain(None, policy)
+    found, nearest = plain(Corrected(), policy), plain(jqx.algorithms.nearest(), policy)
     assert set(found.affines) == {"w:dot_general:lhs", "v:dot_general:lhs"}
     for key, affine in nearest.affines.items():
         np.testing.assert_array_equal(found.affines[key].scale, affine.scale)

@@ -1,0 +1,31 @@
+"""Rounding to nearest: said outright, where `ptq` would choose an algorithm by itself."""
+
+import dataclasses
+from typing import Any
+
+from .._calls import called
+from ..transforms import Plan
+
+
+@called("algorithms.nearest", "it has no options: jqx.algorithms.nearest().")
+@dataclasses.dataclass(frozen=True)
+class Nearest:
+    """Rounds weights to nearest, and changes nothing else: an algorithm of `jqx.ptq`, which without
+    one takes what measured best for the plan.
+
+    It reads batches only where activations have static scales.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f, policy = lambda w, x: x @ w, jqx.Policy({".*": "int4"})
+      >>> quantize = jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)
+      >>> quantize(jnp.array([[7.0], [2.4]]), [jnp.ones((1, 2))]).params.dequantize()[:, 0]
+      Array([7., 2.], dtype=float32)
+    """
+
+    def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
+        """Returns the parameters as they are; what is not chosen is rounded."""
+        return params
+
+
+nearest = Nearest

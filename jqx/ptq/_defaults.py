@@ -1,0 +1,189 @@
+"""What `ptq` does with weights where no algorithm is given: what measured best for such a plan."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+from .._checks import require_that, shown
+from ..algorithms import Gptq, auto_round, chain, gptq, nearest, rotate, smooth_quant
+from ..algorithms._shared import bodies_of
+from ..numerics import Block, Integer, format_of
+from ..numerics._shared import E8M0
+from ..tensor import QSpec
+from ..transforms import Plan
+from ..transforms._shared import Inapplicable, Site, as_chosen, trace_call
+
+Effort = Literal["seconds", "minutes", "hours"]
+"""How long an algorithm may take that is chosen for a plan, of a model of some ten million weights
+on a few cores.
+"""
+
+_FEW_BITS = 4
+_NUMBERED = r"^.*?\d+"
+"""Finds what paths of weights have up to their first number: the same in all of a layer."""
+
+_GPTQ = gptq(
+    damping=0.05,
+    propagation="qep",
+    ill_conditioned="round",
+    unsupported="round",
+    least_inputs=1,
+)
+
+
+def check_effort(function: str, effort: Any, algorithm: Any) -> None:
+    """Checks that an effort is one, and that no algorithm stands beside it."""
+    require_that(
+        effort is None or effort in get_args(Effort),
+        error=ValueError,
+        function=function,
+        problem="`effort` is unknown.",
+        given=f"effort == {shown(effort)}",
+        expected=f"one of {', '.join(map(repr, get_args(Effort)))}",
+        mend="leave it out for 'seconds'.",
+    )
+    require_that(
+        effort is None or algorithm is None,
+        error=ValueError,
+        function=function,
+        problem="`effort` and `algorithm` exclude each other.",
+        given=f"effort == {effort!r} and {described(algorithm)}",
+        expected="an algorithm, or how long the one that the plan calls for may take",
+        mend="leave one of them out.",
+    )
+
+
+@dataclasses.dataclass
+class Choice:
+    """What is done with the weights of a plan.
+
+    Attributes:
+      algorithm: which algorithm.
+      effort: at which it was chosen; `None` where the user has named it.
+      instead: what chooses codes where the function is beyond the algorithm.
+      notes: what it leaves out, and why.
+    """
+
+    algorithm: Any
+    effort: Effort | None = None
+    instead: Gptq | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def reads_batches(self) -> bool:
+        """Whether it looks at all batches."""
+        return self.algorithm != nearest()
+
+    def attempt(self, part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a part of the algorithm returns, as `Chosen`. Where nobody has named it, and
+        it has nothing to do in the function, or does not know it: `None`, and a note.
+        """
+        try:
+            return as_chosen(run(*args, **kwargs))
+        except (Inapplicable, NotImplementedError) as error:
+            if self.effort is None:
+                raise
+            self.notes.append(f"without {described(part)}: {str(error).splitlines()[0]}")
+            return None
+
+    def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns what chooses codes by the function and batches, or what is tried instead."""
+        chosen = self.attempt(rounding, rounding.run, *args, **kwargs)
+        if chosen is None and self.instead is not None:
+            self.notes.append(f"{described(self.instead)} in its place")
+            chosen = self.attempt(self.instead, self.instead.run, *args, **kwargs)
+        return chosen
+
+    def __str__(self) -> str:
+        by = "" if self.effort is None else f" (effort={self.effort!r})"
+        return "; ".join([described(self.algorithm) + by, *self.notes])
+
+
+def default_of(plan: Plan, effort: Effort) -> Choice:
+    """Returns what measured best for the formats of a plan, whatever its batches are."""
+    pairs = [pair for site in plan.sites if (pair := _specs(plan, site)) is not None]
+    read = [spec for _, spec in pairs if spec is not None]
+    few = [_form(spec) for spec in read if _form(spec).bits <= _FEW_BITS]
+    sizes = {form.size for form in few if isinstance(form, Block) and form.scale_qtype == E8M0}
+    parts: list[Any] = []
+    if any(not isinstance(form, Block) for form in few):
+        parts.append(rotate())
+    elif sizes:
+        parts.append(rotate(block=min(sizes)))
+    elif any(isinstance(_form(spec), Integer) for spec in read):
+        parts.append(smooth_quant())
+    few = any(_form(weight).bits <= _FEW_BITS for weight, _ in pairs)
+    if few and effort == "hours":
+        is_flat = not any(site.loops for site in plan.sites)
+        is_numbered = any(re.search(_NUMBERED, site.path) for site in plan.sites)
+        parts.append(auto_round(blocks=_NUMBERED if is_flat and is_numbered else None))
+    elif few or (pairs and effort != "seconds"):
+        parts.append(_GPTQ)
+    return Choice(_joined(parts), effort, _GPTQ if few and effort == "hours" else None)
+
+
+def fitted(
+    choice: Choice, f: Callable[..., Any], plan: Plan, args: Sequence[Any], batches: int
+) -> Choice:
+    """Returns a choice, without what looks at inputs where there are fewer of them than channels at
+    every site: what these have in common by chance is not to choose codes.
+
+    Args:
+      choice: for the plan.
+      f: the function.
+      plan: the plan.
+      args: of the function, with the first batch.
+      batches: how many there are.
+    """
+    call = trace_call("ptq", f, plan.parameters, args, {})
+    once, most = bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
+    for site in plan.sites:
+        if _specs(plan, site) is None:
+            continue
+        if site.macs is None or site.address not in once:
+            return choice
+        weight = next(i for i, x in enumerate(site.operands) if x.path is not None)
+        sizes = math.prod(map(int, site.shapes[weight])), math.prod(map(int, site.result))
+        inputs, channels = (site.macs / max(size, 1) for size in sizes)
+        most = max(most, (batches * inputs / channels, batches * inputs, channels))
+    if most[0] >= 1:
+        return choice
+    parts = getattr(choice.algorithm, "algorithms", (choice.algorithm,))
+    kept = [part for part in parts if isinstance(part, rotate)]
+    left = described(_joined([part for part in parts if part not in kept]))
+    note = f"{most[1]:.0f} inputs of {most[2]:.0f} channels are too few for {left}"
+    return Choice(_joined(kept), choice.effort, notes=[note])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Returns algorithms as one."""
+    return chain(*parts) if len(parts) > 1 else parts[0] if parts else nearest()
+
+
+def described(algorithm: Any) -> str:
+    """Returns an algorithm as it is called, with the options that are not its defaults."""
+    parts = getattr(algorithm, "algorithms", None)
+    if parts is not None:
+        return ", ".join(map(described, parts))
+    if not dataclasses.is_dataclass(algorithm):
+        return getattr(algorithm, "__name__", type(algorithm).__name__)
+    name = getattr(algorithm, "function", type(algorithm).__name__).rpartition(".")[2]
+    options = (
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(algorithm)
+        if (value := getattr(algorithm, field.name)) != field.default
+    )
+    return f"{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}({', '.join(options)})"
+
+
+def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:
+    """Returns the specs of the weight of a site and of what it is multiplied by."""
+    weights = [x for operand in site.operands if (x := plan.weight_at(operand.path)) is not None]
+    others = [operand for operand in site.operands if operand.path is None]
+    return (weights[0].spec, others[0].spec) if weights and others else None
+
+
+def _form(spec: QSpec) -> Any:
+    return format_of(spec.qtype)
