@@ -202,3 +202,8 @@ def _is_number(cell: str) -> bool:
 def write_json(path: Path, facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
     """Writes the environment and one record per variant."""
     path.write_text(json.dumps({"environment": facts, "records": records}, indent=1) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records that a file has, none where there is no file."""
+    return json.loads(path.read_text())["records"] if path.exists() else []

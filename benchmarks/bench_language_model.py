@@ -1,13 +1,16 @@
 """What does quantization cost a language model, how good is GPTQ, and how fast is decoding, on CPU?
 
     python benchmarks/bench_language_model.py [--parts schemes peers decode layer] [--schemes W4]
-        [--quick] [--torch-python PATH] [--nncf-python PATH] [--llama-python PATH] [--json PATH]
+        [--only ROW ...] [--quick] [--torch-python PATH] [--nncf-python PATH]
+        [--llama-python PATH] [--json PATH]
 
 The pretrained SmolLM2-135M-Instruct of `examples/smollm2.py`, in four parts. Linear layers are
 quantized, nothing else.
 
 schemes: perplexity of 8 x 512 tokens, each row by itself, of codes that are rounded to nearest or
 chosen by GPTQ on 8 x 512 others; with scales of least error, and with errors propagated.
+`--only "W4 per channel, GPTQ"` measures such rows alone; it writes them to `--json` beside what is
+there, and prints the table of all that is there.
 peers: GPTQ of llm-compressor and NNCF on the same weights and tokens, with each library's defaults.
 128 does not divide the width of 576: jqx makes the last group of a column smaller, NNCF takes
 smaller groups for these layers, llm-compressor refuses; so groups are of 64.
@@ -36,7 +39,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _harness import ForeignLoad, environment, print_environment, print_table, threads, write_json
+from _harness import (
+    ForeignLoad,
+    environment,
+    print_environment,
+    print_table,
+    read_records,
+    threads,
+    write_json,
+)
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -122,16 +133,15 @@ class Given:
         return smollm2.perplexity(done.function, done.params, self.model.config, self.evaluation)
 
 
-def measure_schemes(given: Given, chosen: list[str]) -> Iterator[dict[str, Any]]:
-    """Prints perplexity, size, time and memory of each scheme."""
+def measure_schemes(given: Given, chosen: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields perplexity, size, time and memory of each scheme, and prints them on the way."""
     print(
         f"\nperplexity of {given.evaluation.shape} tokens, {given.calibration.shape} to calibrate"
     )
-    head = ["scheme", "codes", "perplexity", "goal", "MB", "quantize s", "read s", "peak MB"]
-    rows = []
     for scheme in schemes():
         for way, goal in scheme.goals.items():
-            if not any(part in f"{scheme.name}, {way}" for part in chosen):
+            name = f"{scheme.name}, {way}"
+            if not (name in only if only else any(part in name for part in chosen)):
                 continue
             peak, start = Peak(), time.perf_counter()
             done = given.quantized(scheme.policy, CHOSEN[way])
@@ -151,17 +161,30 @@ def measure_schemes(given: Given, chosen: list[str]) -> Iterator[dict[str, Any]]
             if done.details is not None:
                 record["rows_kept"] = sum(x.kept for x in done.details)
                 record["damping"] = max(x.damping or np.inf for x in done.details)
-            told = [f"{found:.3f}", "-" if goal is None else f"{goal:.2f}"]
-            told += [f"{x:.1f}" for x in (record["stored_mb"], *taken)]
-            rows.append([scheme.name, way, *told, f"{record['peak_mb']:.0f}"])
-            print("  ".join(rows[-1]), flush=True)
+            print("  ".join(_cells(record)), flush=True)
             yield record
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    goal = "-" if record["goal"] is None else f"{record['goal']:.2f}"
+    sizes = [f"{x:.1f}" for x in (record["stored_mb"], *record["seconds"])]
+    found = [f"{record['perplexity']:.3f}", goal, *sizes, f"{record['peak_mb']:.0f}"]
+    return [record["scheme"], record["codes"], *found]
+
+
+def print_schemes(records: Sequence[dict[str, Any]]) -> None:
+    """Prints the table of schemes, in its order, and which goals are met."""
+    order = [(scheme.name, way) for scheme in schemes() for way in scheme.goals]
+    own = [x for x in records if x["part"] == "schemes"]
+    own.sort(key=lambda x: order.index((x["scheme"], x["codes"])))
     print()
-    print_table(head, rows)
-    for name, way, found, goal, *_ in rows:
-        if goal != "-":
-            verdict = "met" if float(found) <= float(goal) else "MISSED"
-            print(f"{verdict}: {name}, {way}: {found}, at most {goal}")
+    head = ["scheme", "codes", "perplexity", "goal", "MB", "quantize s", "read s", "peak MB"]
+    print_table(head, list(map(_cells, own)))
+    for x in own:
+        if x["goal"] is not None:
+            verdict = "met" if round(x["perplexity"], 3) <= x["goal"] else "MISSED"
+            told = f"{x['perplexity']:.3f}, at most {x['goal']:.2f}"
+            print(f"{verdict}: {x['scheme']}, {x['codes']}: {told}")
 
 
 PEER_SCHEMES = {
@@ -299,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--schemes", nargs="+", default=[""], help="parts of names of rows")
+    parser.add_argument("--only", nargs="+", default=[], help="rows of schemes, by name")
     parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, few turns")
     parser.add_argument("--turns", type=int, default=30, help="of each form that decodes")
     parser.add_argument("--large", action="store_true", help="also measure 11008 columns, in 10 GB")
@@ -309,10 +333,16 @@ def main() -> None:
     args = parser.parse_args()
     facts, load, records = environment(), ForeignLoad(), []
     print_environment(facts)
+    known = read_records(args.json) if args.only and args.json else []
+    if args.only:
+        args.parts = ["schemes"]
     if {*args.parts} - {"layer"}:
         given = Given.read(args.quick)
         if "schemes" in args.parts:
-            records += measure_schemes(given, args.schemes)
+            records += measure_schemes(given, args.schemes, args.only)
+            new = {(x["scheme"], x["codes"]) for x in records}
+            records += [x for x in known if (x.get("scheme"), x.get("codes")) not in new]
+            print_schemes(records)
         if "peers" in args.parts:
             pythons = {"llm-compressor": args.torch_python, "NNCF": args.nncf_python}
             records += measure_peers(given, pythons, args.schemes)
