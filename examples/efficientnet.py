@@ -27,7 +27,7 @@ from PIL import Image
 
 import jqx
 import jqx.nnx
-from jqx.algorithms import gptq, nearest
+from jqx.algorithms import bias_correction, chain, equalize, gptq, nearest
 
 WEIGHTS = "models/efficientnet-lite0-57934424.pth"
 CROPS = Path(__file__).parent / "data" / "lite0_crops.json"
@@ -256,6 +256,12 @@ TABLE = [
     Row("float32", jqx.Policy([]), 1.0),
     Row("W8, one scale a channel", jqx.Policy({".*": "int8"}), 0.885),
     Row("W8, one scale a tensor", jqx.Policy({".*": "int8:tensor"}), 0.490),
+    Row(
+        "the same, equalized",
+        jqx.Policy({".*": "int8:tensor"}),
+        0.904,
+        chain(equalize(), bias_correction()),
+    ),
     Row("W6, one scale a channel", jqx.Policy({".*": "int6"}), 0.519),
     Row("W4, one scale a channel", jqx.Policy({".*": "int4"}), 0.106),
     # Sums of products that another processor rounds in another way change some of the codes.

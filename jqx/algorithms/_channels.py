@@ -31,8 +31,8 @@ from ..transforms._shared import (
 )
 from ._decisions import body_of
 from ._elements import Elements
-from ._label_rules import RULES, VIEWED, channels_of, gathered, moved, product
-from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Leaf, Value, step_of, told
+from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
+from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, told
 from ._stages import Steps
 
 _MOST = 256
@@ -190,16 +190,7 @@ class Follower:
             found = self._view_of_leaf(eqn, given)
             if found is not None:
                 return found
-        rule = RULES.get(name)
-        values = [self.labelled(x, told(eqn)) for x in given]
-        if all(x.is_fixed for x in values):
-            labels = {int(x.labels.item()) for x in values}
-            label = FREE if rule is not None and labels == {FREE} else FIXED
-            why = told(eqn) if rule is None else next((x.why for x in values if x.why), "")
-            return [Labelled.fixed(v.aval.shape, why, label) for v in eqn.outvars]
-        if rule is None:
-            return self.labels.stop_at(eqn, values)
-        return rule(self.labels, eqn, values, given)
+        return evaluated(self.labels, eqn, [self.labelled(x, told(eqn)) for x in given], given)
 
     def labelled(self, x: Value, use: str) -> Labelled:
         """Returns a value with labels; each element of a parameter has its own."""
@@ -381,11 +372,10 @@ def followed_through(*args: Any) -> Follower:
     while True:
         follower = Follower(*args, fixed=fixed)
         follower.follow(args[-1])
-        numbers, why = follower.labels.solved(choices=False)
-        known = fixed is not None and np.array_equal(numbers == 0, fixed[0])
+        before, fixed = fixed, follower.labels.fixed()
+        known = before is not None and np.array_equal(before[0], fixed[0])
         if known or not follower.labels.has_choices:
             return follower
-        fixed = numbers == 0, why
 
 
 def _names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:

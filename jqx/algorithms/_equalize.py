@@ -10,6 +10,7 @@ from .._calls import called
 from .._checks import require_that, shown
 from ..transforms import Plan
 from ..transforms._shared import Chosen
+from ._clips import at_most_one, clips_of
 from ._labels import Array
 from ._scaled import Scaled
 
@@ -25,6 +26,11 @@ class Equalize:
     changes weights and leaves the function as it is. It needs no data, and is for plans with one
     scale for all channels of a weight.
 
+    Behind a ReLU that is clipped by constants, such as ReLU6, channels are scaled with their clips:
+    these are kept at the sites that read them (`jqx.Quantized.maps`), a minimum for each channel
+    that XLA joins with the ReLU. The clip of the function stays, so factors of such channels are
+    made 1 at most; all of a weight are divided by one number, which one scale does not notice.
+
     Channels that a gain or a table makes are left as they are: these are not quantized. The report
     is `Pairs`.
 
@@ -35,7 +41,7 @@ class Equalize:
     Raises:
       ValueError: `steps` is no positive integer; when it runs, nothing can be scaled.
 
-    Source: Nagel et al., arXiv:1906.04721, section 4.1.
+    Source: Nagel et al., arXiv:1906.04721, section 4.1. They take ReLU for ReLU6.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -69,9 +75,9 @@ class Equalize:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled."""
-        first = [next(iter(batches))]
-        scaled = Scaled.of("algorithms.equalize", f, plan, params, first, (), progress)
+        """Returns the parameters with their channels scaled, and what is clipped at sites."""
+        given = f, plan, params, [next(iter(batches))], (), progress
+        scaled = Scaled.of("algorithms.equalize", *given, clipped=True)
         folds = scaled.folds
         leaves = folds.leaves(params)
         mets = [x for x in folds.met if folds.weight(x) is not None]
@@ -99,7 +105,8 @@ class Equalize:
                 factors[own] *= np.sqrt(read[own] / made[own])
             if np.max(np.abs(np.log(factors / before))) < _STILL:
                 break
-        return Chosen(folds.folded(params, factors), scaled.pairs)
+        factors = at_most_one(folds, factors)
+        return Chosen(folds.folded(params, factors), scaled.pairs, clips_of(folds, factors))
 
 
 def _groups(count: int, inputs: list[Array]) -> list[Array]:

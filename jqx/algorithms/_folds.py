@@ -1,5 +1,6 @@
 """Which factor each element of the parameters takes, where channels are scaled."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,11 +24,14 @@ class Pair:
       before: what makes the channels: paths of gains, biases and tables, names of sites.
       after: names of the sites that sum over them.
       channels: how many factors there are, of all steps of scans together.
+      clipped: whether a constant limits what a site sums over, such as the 6 of ReLU6: then sites
+        need a clip for each channel.
     """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     channels: int
+    clipped: bool = False
 
 
 class Folds:
@@ -37,12 +41,19 @@ class Folds:
       met: the sites that are met, one for each step of the scans around them.
       numbers: for each label the number of its factor; 0 where that is 1.
       count: how many factors there are, that of the number 0 among them.
+      is_clipped: by number, whether values with that factor are clipped somewhere: then it is 1 at
+        most.
     """
 
     def __init__(self, plan: Plan, follower: Follower):
         self.plan, self.met = plan, follower.met
         self.numbers, self._why = follower.labels.solved()
         self.count = int(self.numbers.max(initial=0)) + 1
+        every = np.arange(len(self.numbers))
+        self._limits = follower.labels.limits(every)
+        self.is_clipped = np.zeros(self.count, bool)
+        self.is_clipped[self.numbers[np.isfinite(self._limits)]] = True
+        self.is_clipped[0] = False
         self._names = [str(name) for name in follower.names]
         self._shapes = follower.shapes
         self._places = [i for i, name in enumerate(follower.names) if name is not None]
@@ -78,6 +89,23 @@ class Folds:
     def outputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the rows of a site, [*batch, rows]."""
         return self._numbers(met.outputs)
+
+    def limits(self, met: Met) -> Array:
+        """Returns what the channels of a site are at most, [*batch, channels]; infinity where they
+        have no factor or are not clipped.
+        """
+        limits = self._limits[np.maximum(met.inputs, FIXED)]
+        return np.where(self.inputs(met) > 0, limits, np.inf)
+
+    def without_clips(self) -> "Folds":
+        """Returns the same, without factors for what is clipped."""
+        found = copy.copy(self)
+        is_clipped = self.is_clipped[self.numbers]
+        labels = np.flatnonzero(is_clipped).tolist()
+        found._why = {**self._why, **dict.fromkeys(labels, "it is clipped by a constant")}
+        found.numbers = np.where(is_clipped, 0, self.numbers)
+        found.is_clipped = np.zeros_like(self.is_clipped)
+        return found
 
     def _numbers(self, labels: Array) -> Array:
         return np.where(labels > FIXED, self.numbers[labels], 0)
@@ -119,19 +147,19 @@ class Folds:
             add(before, met.outputs, self.name(met))
         for place, labels in self._made:
             add(before, labels, self._names[place])
-        found: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        found: dict[tuple[tuple[str, ...], tuple[str, ...], bool], int] = {}
         for number, consumers in after.items():
             if number and number in before:
-                key = tuple(before[number]), tuple(consumers)
+                key = tuple(before[number]), tuple(consumers), bool(self.is_clipped[number])
                 found[key] = found.get(key, 0) + 1
         why = {self.name(met): self.why(met) for met in reversed(self.met)}
-        paired = {name for _, consumers in found for name in consumers}
+        paired = {name for _, consumers, _ in found for name in consumers}
         reasons = {
             site.name: why.get(site.name, "its weight has another use, or is no plain matrix")
             for site in self.sites
             if site.name not in paired
         }
-        pairs = [Pair(before, after, count) for (before, after), count in found.items()]
+        pairs = [Pair(*key[:2], count, key[2]) for key, count in found.items()]
         return tuple(pairs), reasons
 
     def leaves(self, params: Any) -> dict[int, Any]:

@@ -2,6 +2,7 @@
 One without a rule fixes what it reads.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
-from ._labels import FREE, Array, Known, Labelled, Labels, Value, told
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, told
 
 Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
 
@@ -39,11 +40,32 @@ def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
     reason = told(eqn, f"{name} with what keeps its values,")
     if name in ("max", "min", "clamp") and any(isinstance(x, Known) for x in given):
         reason = told(eqn, f"{name} with a constant")
+        clip = _clip_of(name, given)
+        if clip is not None and np.all(clip[1] > 0):
+            return [f.clipped(values[clip[0]], clip[1])]
+        if clip is not None:
+            reason = told(eqn, f"{name} with a constant that is not positive")
     labels = np.full((1,) * len(shape), FREE, np.int32)
     for x in values:
         own = x.labels.reshape((1,) * len(shape)) if not x.shape else x.labels
         labels = f.join(labels, own, reason)
-    return [Labelled.of(labels, shape)]
+    found = Labelled.of(labels, shape)
+    return [dataclasses.replace(found, why=reason if found.is_fixed else "")]
+
+
+def _clip_of(name: str, given: Sequence[Value]) -> tuple[int, Array] | None:
+    """Returns which operand is limited from above by a constant, and by which."""
+    if name == "max" or (name == "clamp" and not _is_free(given[0])):
+        return None
+    place = 1 if name == "clamp" or isinstance(given[0], Known) else 0
+    limit = given[2 if name == "clamp" else 1 - place]
+    if not isinstance(limit, Known) or _is_free(limit):
+        return None
+    return place, np.asarray(limit.value, np.float64)
+
+
+def _is_free(x: Value) -> bool:
+    return isinstance(x, Known) and x.label == FREE
 
 
 def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
@@ -153,6 +175,7 @@ def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
     """A product of values, such as of attention's weights and the values: one takes the factor."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     a, b = values
+    f.stop_clipped(values, told(eqn, "a product of what is clipped"))
     if not a.is_fixed and not b.is_fixed:
         return f.stop_at(eqn, [a, b], "a product of two values")[0]
     place = 0 if b.is_fixed else 1
@@ -197,3 +220,28 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along),
     **dict.fromkeys(VIEWED, _viewed),
 }
+_CLIPPED = {*VIEWED, *_SAME} - {"neg", "abs"} | {"gt", "ge", "lt", "le", "select_n"}
+_CLIPPED |= {"max", "min", "clamp", "reduce_max", "cummax", "reduce_window_max"}
+"""Of values that are clipped these return values with the same clips."""
+
+
+def evaluated(
+    f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Sequence[Value]
+) -> Sequence[Labelled]:
+    """Returns the results of an equation that holds neither a site nor a function."""
+    name = eqn.primitive.name
+    rule = RULES.get(name)
+    if all(x.is_fixed for x in values):
+        labels = {int(x.labels.item()) for x in values}
+        label = FREE if rule is not None and labels == {FREE} else FIXED
+        why = told(eqn) if rule is None else next((x.why for x in values if x.why), "")
+        return [Labelled.fixed(v.aval.shape, why, label) for v in eqn.outvars]
+    if rule is None:
+        return f.stop_at(eqn, values)
+    if name not in _CLIPPED or (f.has_clips and any(map(_has_infinity, given))):
+        f.stop_clipped(values, told(eqn, f"{name} of what is clipped"))
+    return rule(f, eqn, values, given)
+
+
+def _has_infinity(x: Value) -> bool:
+    return isinstance(x, Known) and bool(np.any(np.asarray(x.value) == np.inf))

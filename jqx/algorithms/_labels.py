@@ -65,11 +65,7 @@ class Labelled:
     @classmethod
     def of(cls, labels: Array, shape: Sequence[int]) -> "Labelled":
         """Drops what repeats."""
-        for axis in range(labels.ndim):
-            first = labels[(slice(None),) * axis + (slice(1),)]
-            if labels.shape[axis] > 1 and np.all(labels == first):
-                labels = np.ascontiguousarray(first)
-        return cls(labels, tuple(shape))
+        return cls(narrowed(labels), tuple(shape))
 
     @classmethod
     def fixed(cls, shape: Sequence[int], why: str = "", label: int = FIXED) -> "Labelled":
@@ -99,6 +95,15 @@ class Labelled:
 Value = Known | Leaf | Labelled
 
 
+def narrowed(x: Array) -> Array:
+    """Returns an array of size 1 along the axes where all is alike."""
+    for axis in range(x.ndim):
+        first = x[(slice(None),) * axis + (slice(1),)]
+        if x.shape[axis] > 1 and np.all(x == first):
+            x = np.ascontiguousarray(first)
+    return x
+
+
 def step_of(x: Value, i: int) -> Value:
     """Returns what a step of a scan sees of a value."""
     if isinstance(x, Known):
@@ -118,16 +123,18 @@ class Stop:
 
 
 class Labels:
-    """All labels of a function.
+    """All labels of a function. Values that are clipped have labels of their own, with the factors
+    of those that they had before.
 
     Args:
       fixed: which of them are known to have no factor, whatever becomes of products of two values
-        that may have one, and why.
+        that may have one, and why, as `fixed` of another pass returns it.
     """
 
     def __init__(self, fixed: "tuple[Array, dict[int, str]] | None" = None):
         self._fixed, self._why = fixed or (None, {})
         self._count = 1
+        self._clipped, self._limits = np.empty(0, np.int32), np.empty(0)
         self._pairs: list[tuple[Array, Array]] = []
         self._stops: list[Stop] = []
 
@@ -135,6 +142,11 @@ class Labels:
     def has_choices(self) -> bool:
         """Whether there are products of two values of which each might have taken a factor."""
         return any(stop.is_choice for stop in self._stops)
+
+    @property
+    def has_clips(self) -> bool:
+        """Whether any value is clipped."""
+        return len(self._clipped) > 0
 
     def new(self, count: int) -> Array:
         """Returns labels that nothing has."""
@@ -145,9 +157,44 @@ class Labels:
         """Returns a value of new labels, but for those that are known as fixed."""
         if self._fixed is None:
             return Labelled.of(labels, shape)
-        first = int(labels.flat[0]) if labels.size else FIXED
-        own = np.where(self._fixed[labels], FIXED, labels)
+        places = self._place(labels)
+        first = int(places.flat[0]) if labels.size else FIXED
+        own = np.where(self._fixed[places], FIXED, labels)
         return dataclasses.replace(Labelled.of(own, shape), why=self._why.get(first, ""))
+
+    def _place(self, labels: Array) -> Array:
+        """Returns the place of labels among those of values that are not clipped: the same in each
+        pass, whatever is fixed.
+        """
+        return labels - np.searchsorted(self._clipped, labels).astype(np.int32)
+
+    def limits(self, labels: Array) -> Array:
+        """Returns what values of these labels are at most, infinity where they are not clipped."""
+        if not self.has_clips:
+            return np.full(labels.shape, np.inf)
+        place = np.minimum(np.searchsorted(self._clipped, labels), len(self._clipped) - 1)
+        return np.where(self._clipped[place] == labels, self._limits[place], np.inf)
+
+    def clipped(self, x: Labelled, limit: Array) -> Labelled:
+        """Returns a value that is at most a limit, which is scaled as it is."""
+        limit = narrowed(limit.reshape(limit.shape or (1,) * len(x.shape)))
+        labels, limits = np.broadcast_arrays(x.labels, limit)
+        limits = np.minimum(limits, self.limits(labels))
+        own = (labels > FIXED) & np.isfinite(limits)
+        both = np.stack([labels[own].astype(np.float64), limits[own]])
+        (before, limits), where = np.unique(both, axis=1, return_inverse=True)
+        new = self.new(len(before))
+        self._clipped = np.concatenate([self._clipped, new])
+        self._limits = np.concatenate([self._limits, limits])
+        self.join_labels(before.astype(np.int32), new)
+        found = labels.copy()
+        found[own] = new[where.ravel()]
+        return Labelled.of(found, x.shape)
+
+    def stop_clipped(self, values: Sequence[Labelled], reason: str) -> None:
+        """Fixes what is clipped."""
+        for x in values if self.has_clips else ():
+            self.stop_labels(x.labels[np.isfinite(self.limits(x.labels))], reason)
 
     def stop(self, x: Labelled, reason: str, is_choice: bool = False) -> None:
         """Fixes what cannot have a factor."""
@@ -175,6 +222,8 @@ class Labels:
             self.stop_labels(pairs[:, (pairs == FIXED).any(0)], reason)
             both = pairs[:, (pairs != FIXED).all(0)]
             self.join_labels(*both)
+            apart = self.limits(both[0]) != self.limits(both[1])
+            self.stop_labels(both[:, apart], f"{reason} where one is clipped and another not")
         return np.where(a == FREE, b, a)
 
     def join_labels(self, a: Array, b: Array) -> None:
@@ -196,11 +245,22 @@ class Labels:
         is_fixed = np.zeros(found.max() + 1, bool)
         is_fixed[[*why, found[FIXED]]] = True
         if self._fixed is not None:
-            is_fixed[found[self._fixed]] = True
+            is_fixed[found[self._unclipped()[self._fixed]]] = True
         numbers = np.cumsum(~is_fixed) * ~is_fixed
         fixed = np.flatnonzero(is_fixed[found])[1:]
-        told = {int(x): why.get(int(found[x])) or self._why.get(int(x), "") for x in fixed}
+        known = zip(fixed.tolist(), self._place(fixed).tolist(), strict=True)
+        told = {x: why.get(int(found[x])) or self._why.get(place, "") for x, place in known}
         return numbers[found], told
+
+    def _unclipped(self) -> Array:
+        """Returns the labels of values that are not clipped."""
+        return np.delete(np.arange(self._count), self._clipped)
+
+    def fixed(self) -> "tuple[Array, dict[int, str]]":
+        """Returns which labels have no factor whatever is chosen, and why, for another pass."""
+        numbers, why = self.solved(choices=False)
+        own = self._unclipped()
+        return numbers[own] == 0, {i: why[x] for i, x in enumerate(own.tolist()) if x in why}
 
 
 def told(eqn: Eqn, what: str = "") -> str:

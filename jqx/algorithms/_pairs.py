@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._errors import message
 from ..policy import Policy, Rule
-from ..transforms import Plan
+from ..transforms import ChannelMap, Plan
 from ..transforms._shared import (
     Inapplicable,
     as_plan,
@@ -19,6 +21,7 @@ from ..transforms._shared import (
     trace_call,
 )
 from ._channels import followed_through
+from ._clips import clips_of
 from ._elements import elements_of_sites
 from ._folds import Folds, Pair
 from ._grids import Group
@@ -51,7 +54,10 @@ class Pairs:
         return len(self.pairs)
 
     def __str__(self) -> str:
-        rows = [(", ".join(x.after), str(x.channels), " + ".join(x.before)) for x in self]
+        rows = [
+            (", ".join(x.after), str(x.channels), " + ".join(x.before) + ", clipped" * x.clipped)
+            for x in self
+        ]
         for name, why in self.reasons.items():
             what = "kept at the site" if name in self.kept else "none"
             rows.append((name, "-", f"{what}: {why}"))
@@ -63,6 +69,11 @@ class Pairs:
         """Returns the same, of which scales are kept at the sites of these operands."""
         names = frozenset(key.rsplit(":", 1)[0] for key in keys)
         return dataclasses.replace(self, kept=names)
+
+    def without_clips(self) -> "Pairs":
+        """Returns the same without the pairs that are clipped."""
+        folds = self.folds.without_clips()
+        return Pairs(*folds.pairs(), folds=folds) if self.folds.is_clipped.any() else self
 
     def refuse(self, function: str) -> NoReturn:
         """Raises where there is nothing to scale, and says why."""
@@ -89,9 +100,53 @@ class Pairs:
 
         Raises:
           ValueError: a key is unknown, a scale has another shape or is not positive, a channel that
-            has no pair has one, or sites that share a channel have different ones.
+            has no pair has one, sites that share a channel have different ones, or a channel is
+            clipped, which takes `fold_with_maps`.
         """
-        return self.folds.folded(params, self.folds.factors("algorithms.find_pairs", scales))
+        factors = self.folds.factors("algorithms.find_pairs", scales)
+        clips = clips_of(self.folds, factors)
+        require_that(
+            not clips,
+            error=ValueError,
+            function="algorithms.find_pairs",
+            problem="parameters alone cannot take `scales`: channels are clipped by a constant.",
+            given=f"scales other than 1 of channels of {', '.join(sorted(clips)[:4])}",
+            expected="scales of pairs that are not clipped",
+            mend="call params, maps = pairs.fold_with_maps(params, scales), and "
+            "jqx.map_channels(f, plan, maps)(params, x).",
+        )
+        return self.folds.folded(params, factors)
+
+    def fold_with_maps(
+        self, params: Any, scales: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, ChannelMap]]:
+        """Returns parameters whose sites see operands divided by scales, and the maps with which
+        the function is the same, of pairs that are clipped too: `jqx.map_channels(f, plan, maps)`
+        of these parameters is `f` of the old ones.
+
+        The clip of the function stays where it is. Of channels that are divided by `s`, the clip at
+        their sites is `limit / s`; so `s` is 1 or more.
+
+        Args:
+          params: as in `fold`.
+          scales: as in `fold`; 1 or more where channels are clipped. One factor for all channels of
+            a pair changes nothing in how its weights round, so any scales can be made such.
+
+        Raises:
+          ValueError: as in `fold`, or a clipped channel is divided by less than 1.
+        """
+        factors = self.folds.factors("algorithms.find_pairs", scales)
+        least = 1 / np.max(factors, where=self.folds.is_clipped, initial=1.0)
+        require_that(
+            least == 1,
+            error=ValueError,
+            function="algorithms.find_pairs",
+            problem="a clipped channel is divided by less than 1.",
+            given=f"{least:.6g}",
+            expected="1 or more: the clip of the function stays, and would be too tight",
+            mend="multiply all scales of the pair by one number.",
+        )
+        return self.folds.folded(params, factors), clips_of(self.folds, factors)
 
 
 @called("algorithms.find_pairs", "call it in two steps: find_pairs(f, plan)(params, x).")
@@ -106,6 +161,11 @@ def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
     attention's weighted sums of values, of which heads that share keys and values share factors.
     It cannot where a nonlinear function is on the way, a norm over the channels, a result of the
     function, or another use of a weight. Scans are gone through step by step.
+
+    A ReLU that is clipped by positive constants, such as ReLU6, commutes with scales whose clips
+    are scaled too: such pairs are "clipped" in the table, and take `Pairs.fold_with_maps`. From the
+    clip to the sites there may be views, maxima and choices alone: a mean, or a sum with something
+    else, is not clipped where its members are.
 
     Nothing is registered by architecture: pairs are found in the traced function.
 

@@ -48,11 +48,13 @@ class Scaled:
         observers: tuple[Observer, ...],
         progress: bool,
         every: bool = False,
+        clipped: bool = False,
     ) -> "Scaled":
         """Finds the pairs of a function, and observes their sites on batches; with `every` those
-        of all sites that the plan quantizes the weight of.
+        of all sites that the plan quantizes the weight of, with `clipped` those of clipped pairs.
         """
         pairs = find_pairs(f, plan)(*arguments_of(plan, params, batches[0]))
+        pairs = pairs if clipped else pairs.without_clips()
         folds = pairs.folds
         met = [x for x in folds.met if folds.weight(x) is not None]
         scalable = [x for x in met if np.any(folds.inputs(x) > 0)]

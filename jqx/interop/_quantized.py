@@ -11,6 +11,7 @@ Numbers are `{"dtype": ..., "shape": ..., "numbers": ...}`; those of files are e
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
-from .._added import added
+from .._added import added, unwritten
 from .._checks import as_dtype, require_that
 from .._errors import nesting
 from ..calibrators import Affine
@@ -115,13 +116,17 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
 
 
 def _fields(x: Any) -> dict[str, Any]:
-    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    found = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    return {k: v for k, v in found.items() if v is not None or k not in unwritten(type(x))}
 
 
-_KINDS = {
-    frozenset(x.name for x in dataclasses.fields(kind)): kind for kind in (ChannelMap, LowRank)
-}
-"""Maps of channels, by the names of their fields."""
+def _kind(names: Iterable[str]) -> type | None:
+    """Returns which map of channels has fields of these names."""
+    for kind in (ChannelMap, LowRank):
+        known = {x.name for x in dataclasses.fields(kind)}
+        if known - unwritten(kind).keys() <= set(names) <= known:
+            return kind
+    return None
 
 
 def _maps(tree: Any) -> Maps:
@@ -135,10 +140,9 @@ def _maps(tree: Any) -> Maps:
     found = {}
     for key, each in tree["maps"].items():
         known = isinstance(each, list) and all(isinstance(x, dict) for x in each)
-        _check(
-            known and all(frozenset(x) in _KINDS for x in each), f"no maps of channels at {key!r}"
-        )
-        found[key] = tuple(_KINDS[frozenset(x)](**x) for x in each)
+        kinds = [_kind(x) for x in each] if known else [None]
+        _check(None not in kinds, f"no maps of channels at {key!r}")
+        found[key] = tuple(kind(**x) for kind, x in zip(kinds, each, strict=True) if kind)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A linear map of the channels of a value: what algorithms keep at sites."""
+"""A map of the channels of a value: what algorithms keep at sites."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._added import added
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ._find import HIDDEN
@@ -18,7 +19,7 @@ from .primitives import CONTRACTIONS
 @dataclasses.dataclass(frozen=True)
 class ChannelMap:
     """What is done with the channels of an operand of a contraction, or of its result:
-    `(x * scale) @ rotation + shift`, each part where it is given.
+    `min((x * scale) @ rotation + shift, clip)`, each part where it is given.
 
     An operand has the channels that are summed over, a result those that the weight makes. Leading
     axes `loops` are the scans that step over the weight, as `jqx.observers` have them.
@@ -28,6 +29,7 @@ class ChannelMap:
       factors: square matrices `[*loops, n, n]`; the rotation is their Kronecker product, on blocks
         of so many channels, one after another. None of them is no rotation.
       shift: as `scale`.
+      clip: the largest that a channel may be, as `scale`; NaN stays.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -38,6 +40,7 @@ class ChannelMap:
     scale: jax.Array | None = None
     factors: tuple[jax.Array, ...] = ()
     shift: jax.Array | None = None
+    clip: jax.Array | None = added(None)  # noqa: RUF009
 
     def apply(self, x: jax.Array, channels: "Channels") -> jax.Array:
         """Returns a value with its channels mapped, in its own dtype."""
@@ -48,6 +51,8 @@ class ChannelMap:
             y = channels.rotated(y, [factor.astype(y.dtype) for factor in self.factors])
         if self.shift is not None:
             y = y + channels.spread(self.shift.astype(y.dtype), y.shape)
+        if self.clip is not None:
+            y = jnp.minimum(y, channels.spread(self.clip.astype(y.dtype), y.shape))
         return y.astype(x.dtype)
 
 

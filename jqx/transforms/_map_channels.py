@@ -1,4 +1,4 @@
-"""`map_channels`: a function with linear maps of channels at its contractions."""
+"""`map_channels`: a function with maps of channels at its contractions."""
 
 import dataclasses
 import math
@@ -257,7 +257,7 @@ def _check_fits(
         wanted: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
         shapes = {"a": jnp.shape(each.a), "b": jnp.shape(each.b)}
     else:
-        own = {"scale": each.scale, "shift": each.shift}
+        own = {"scale": each.scale, "shift": each.shift, "clip": each.clip}
         shapes = {name: jnp.shape(x) for name, x in own.items() if x is not None}
         wanted: dict[str, Any] = dict.fromkeys(shapes, (*stack, count))
         sizes = [jnp.shape(factor)[-1] for factor in each.factors]

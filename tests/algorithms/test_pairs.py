@@ -223,7 +223,7 @@ def a_part_of_a_gain(p, x):
 
 
 def with_a_constant(p, x):
-    return jnp.minimum(x @ p["a"], 6.0) @ p["b"]
+    return jnp.maximum(x @ p["a"], 1.0) @ p["b"]
 
 
 def in_between(p, x):
@@ -263,7 +263,7 @@ CASES = {
     in_many_steps: "a scan of 300 steps",
     while_it_holds: "while",
     a_part_of_a_gain: "a part of it is not seen here",
-    with_a_constant: "min with a constant",
+    with_a_constant: "max with a constant",
     in_between: "it is a result of the function",
     joined: {"c b": ("a c", 6)},
     two_factors: "the other factor of a product takes it",

@@ -15,6 +15,7 @@ from jax import lax
 
 import jqx
 from jqx.calibrators import AbsMax
+from jqx.interop._quantized import _fields as fields_of_map
 
 from ..arrays import normal
 
@@ -53,6 +54,18 @@ def saved(tmp_path_factory):
     quantized = quantized_of()
     jqx.save(path, quantized)
     return path, quantized
+
+
+def test_a_clip_is_a_field_of_files_where_there_is_one(tmp_path):
+    """Maps without one are stored as before there were clips."""
+    (site,) = (x for x in jqx.make_plan(f, POLICY)(PARAMS, X).sites if "static" in x.path)
+    (key,) = (x.key for x in site.operands if x.path is None)
+    quantized = jqx.ptq(f, POLICY, progress=False)(PARAMS, [X])
+    assert set(fields_of_map(jqx.ChannelMap())) == {"scale", "factors", "shift"}
+    for clip in (None, jnp.full(X.shape[-1], 0.5)):
+        maps = {key: (jqx.ChannelMap(scale=jnp.ones(X.shape[-1]), clip=clip),)}
+        jqx.save(tmp_path / "x", dataclasses.replace(quantized, maps=maps))
+        same(dict(jqx.load(tmp_path / "x").maps), maps)
 
 
 def test_maps_of_channels_are_saved(tmp_path):

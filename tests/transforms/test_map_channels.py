@@ -16,13 +16,14 @@ from .forms import ALL, FORMS, WHILES, K, function, rows, together, weights
 SCALE = on_device(2.0 ** np.array([1, 0, -1, 2, 0, 1]), jnp.float32)
 ROTATION = on_device([[1, 1], [1, -1]], jnp.float32)
 SHIFT = on_device([1, 0, -2, 0, 3, 0], jnp.float32)
+CLIP = on_device([1, np.inf, 0.5, 2, -1, 0], jnp.float32)
 
 
 def by_hand(x, w):
-    """A product whose left operand is scaled, and rotated in blocks of two, and its result moved.
-    All is exact in float32.
+    """A product whose left operand is scaled and clipped, and rotated in blocks of two, and its
+    result moved. All is exact in float32.
     """
-    y = (x * SCALE[None]).reshape(-1, K // 2, 2) @ ROTATION[None]
+    y = jnp.minimum(x * SCALE[None], CLIP[None]).reshape(-1, K // 2, 2) @ ROTATION[None]
     return y.reshape(x.shape) @ w + SHIFT.reshape((1,) * (jnp.ndim(x) - 1) + (K,))
 
 
@@ -37,7 +38,10 @@ def maps_of(plan):
         steps = tuple(loop.length for loop in site.loops)
         each = lambda x, steps=steps: jnp.broadcast_to(x, (*steps, *x.shape))  # noqa: E731
         (key,) = (x.key for x in site.operands if x.path is None)
-        scale, rotation = jqx.ChannelMap(each(SCALE)), jqx.ChannelMap(factors=(each(ROTATION),))
+        scale, rotation = (
+            jqx.ChannelMap(each(SCALE), clip=each(CLIP)),
+            jqx.ChannelMap(factors=(each(ROTATION),)),
+        )
         found[key] = scale, rotation
         found[site.output_key] = jqx.ChannelMap(shift=each(SHIFT))
     return found
@@ -207,6 +211,8 @@ def test_what_does_not_fit_is_refused():
         (lambda: jqx.map_channels(f, split, {key_of(split): good}), NotImplementedError, "splits"),
         (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(jnp.ones((2, 3)))})(params, x),
          ValueError, r"shape \(3,\)"),
+        (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(clip=jnp.ones((2, 5)))})(params, x),
+         ValueError, r"clip of shape \(5,\)"),
         (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(factors=(jnp.ones((2, 3, 3)),))})(
             params, x), ValueError, "a size that divides 4"),
         (lambda: jqx.map_channels(f, plan, {"v:dot_general~0:rhs": good})(params, x),
