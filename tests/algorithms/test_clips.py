@@ -241,6 +241,63 @@ def test_smooth_quant_and_awq_leave_clipped_pairs_alone():
         awq(clip=False).rewrite(f, plan, TWO, [X], progress=False)
 
 
+def test_least_values_are_absorbed_where_nothing_pads():
+    """In steps of a scan, groups, patches and behind a clip: the function stays as it is."""
+    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+    def conv(x, w, pad, **options):
+        return lax.conv_general_dilated(x, w, (1, 1), pad, **numbers, **options)
+
+    def f(p, x):
+        layer = lambda x, w: (jax.nn.sigmoid(x @ w["a"]) @ w["b"], None)  # noqa: E731
+        x = lax.scan(layer, x, p["layers"])[0]
+        h = jax.nn.relu6(conv(x.reshape(-1, 4, 4, D), p["same"], "SAME") + 3.0)
+        h = jax.nn.relu6(conv(h, p["valid"], "VALID", feature_group_count=2) + 3.0)
+        return jnp.einsum("bhwc,hcd->bhwd", h, p["stack"])
+
+    shapes = {"same": (3, 3, D, D), "valid": (3, 3, D // 2, D), "stack": (2, D, 3)}
+    params = {name: normal(*shape) / 50 for name, shape in shapes.items()}
+    params["layers"] = {"a": normal(2, D, D), "b": normal(2, D, D)}
+    x, policy = normal(32, D), jqx.presets.w8a8()
+    plan = jqx.make_plan(f, policy)(params, x)
+    given = f, plan, params, [x[:16], x[16:]]
+    found = equalize().rewrite(*given, progress=False)
+    shapes = {k: m.shift.shape for k, m in found.maps.items() if m.shift is not None}
+    expected = {
+        "layers/b:dot_general:lhs": (2, D),
+        "layers/b:dot_general:out": (2, D),
+        "valid:conv_general_dilated:lhs": (D,),
+        "valid:conv_general_dilated:out": (D,),
+        "stack:dot_general:rhs": (2, D),
+        "stack:dot_general:out": (2, 3),
+    }
+    assert expected.items() <= shapes.items() and not any("same" in key for key in shapes)
+    mapped = jqx.map_channels(f, plan, found.maps)
+    for own in (x, 9 * normal(16, D)):  # seen, and not seen
+        a, b = jax.jit(lambda p, q, x: (f(p, x), mapped(q, x)))(params, found.params, own)
+        # float32: sums of 72 products, from which sums of the same size were taken
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    weights = jqx.make_plan(f, jqx.presets.w8a16())(params, x)
+    for own, algorithm in ((plan, equalize(absorb=False)), (weights, equalize())):
+        maps = algorithm.rewrite(f, own, params, [x], progress=False).maps
+        assert all(m.shift is None for m in maps.values())
+    with pytest.raises(TypeError, match=r"(?s)equalize: .*absorb.+to mend:"):
+        equalize(absorb=2)
+
+
+def test_a_channel_that_hardly_changes_loses_less_when_its_least_value_is_absorbed():
+    f = behind(lambda h, x: h + jnp.float32([99] + [0] * (D - 1))[None])
+    policy, exact = jqx.presets.w8a8(), f(TWO, X)
+
+    def lost(algorithm):
+        quantized = jqx.ptq(f, policy, algorithm, progress=False)(TWO, [X])
+        return float(np.mean((quantized(X) - exact) ** 2))
+
+    assert lost(equalize()) < lost(None) / 10
+    with pytest.raises(ValueError, match=r"(?s)equalize: no weight .+to mend:"):
+        lost(equalize(absorb=False))
+
+
 def wild(f, params, x):
     """Parameters whose channels differ in range by a factor of thousands."""
     plan = jqx.make_plan(f, POLICY)(params, x)

@@ -1,0 +1,93 @@
+"""Absorption: what all values of a channel are at least goes to the result of the site that reads
+them, so that their range is smaller.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..observers import ObservedSite, Observer
+from ..transforms import ChannelMap
+from ._channels import Met
+from ._kept import most
+from ._labels import Array
+from ._scaled import Scaled
+
+
+class LeastStats(NamedTuple):
+    """The least value of each channel, float32, of the rank of the operand; infinity of none."""
+
+    least: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Least(Observer):
+    """The least value of each channel of an activation that a weight is multiplied by."""
+
+    def looks_at(self, site: ObservedSite) -> bool:
+        return super().looks_at(site) and site.experts is None
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> LeastStats:
+        reduced = site.reduced(len(operand.shape))
+        shape = [1 if axis in reduced else n for axis, n in enumerate(operand.shape)]
+        return LeastStats(jnp.full(shape, jnp.inf, jnp.float32))
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> LeastStats:
+        axes = site.reduced(x.ndim)
+        return LeastStats(x.astype(jnp.float32).min(axes, keepdims=True, initial=jnp.inf))
+
+    def merge(self, a: LeastStats, b: LeastStats) -> LeastStats:
+        return LeastStats(jnp.minimum(a.least, b.least))
+
+
+def absorbed(
+    scaled: Scaled, params: Any, factors: Array, clips: dict[str, ChannelMap]
+) -> dict[str, ChannelMap]:
+    """Returns maps that take from channels what they are at least, where that is more than 0, clip
+    what is left, and add to results what is missing there.
+
+    Args:
+      scaled: has the least values of all sites, as they were before channels were scaled.
+      params: the parameters, scaled.
+      factors: by number.
+      clips: of scaled channels, by key.
+    """
+    folds, leaves = scaled.folds, scaled.folds.leaves(params)
+    taken: dict[str, Array] = {}
+    given: dict[str, Array] = {}
+    for met in scaled.met:
+        if not absorbs(scaled, met):
+            continue
+        (least,) = scaled.observed(met, Least())
+        least = scaled.per_channel(met, np.where(np.isfinite(least), np.maximum(least, 0), 0))
+        least = least * factors[folds.inputs(met)]
+        if not np.any(least):
+            continue
+        w = np.asarray(leaves[met.place], np.float64).ravel()[met.elements]
+        missing = np.sum(w * least[..., None, :], axis=-1)
+        missing = missing.ravel() if met.about.patches is not None else missing
+        loops = tuple(loop.length for loop in met.site.loops)
+        ends = (taken, folds.key(met), most(met, least)), (given, met.site.output_key, missing)
+        for found, key, x in ends:
+            found.setdefault(key, np.zeros((*loops, *x.shape)))[met.steps] = x
+    maps = dict(clips)
+    for key, x in taken.items():
+        clip = clips[key].clip if key in clips else None
+        shift = jnp.asarray(-x, jnp.float32)
+        maps[key] = ChannelMap(shift=shift, clip=None if clip is None else clip + shift)
+    shifts = {key: ChannelMap(shift=jnp.asarray(x, jnp.float32)) for key, x in given.items()}
+    return maps | shifts
+
+
+def absorbs(scaled: Scaled, met: Met) -> bool:
+    """Whether a site has a quantized operand that may move: nothing pads it with zeros."""
+    if met.site.op == "ragged_dot" or scaled.spec_of_operand(met) is None:
+        return False
+    patches = met.about.patches
+    if patches is None:
+        return True
+    is_padded = any(n > 0 for ends in patches.padding for n in ends)
+    return not is_padded and all(n == 1 for n in patches.lhs_dilation)
