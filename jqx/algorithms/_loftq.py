@@ -26,7 +26,8 @@ class Loftq:
     for; of each weight the best turn is kept. It is where fine-tuning of narrow matrices beside
     codes begins (QLoRA); `eora` knows the inputs, and loses less without training.
 
-    The product is kept at its site, as that of `eora`: `quantized.maps` has it, for adapters too.
+    The product is kept at its site, as that of `eora`, in `quantized.maps`; `jqx.linen.init_lora`
+    and `jqx.nnx.init_lora` make adapters of it, which are trained.
 
     Attributes:
       rank: of the product; that of the weight where it is less.

@@ -1,6 +1,7 @@
 """Flax linen: quantized layers, contractions to inject into Flax's own, whole modules."""
 
 from ..modules import Mode as Mode
+from ._init_lora import init_lora as init_lora
 from ._injected import ConvGeneralDilated as ConvGeneralDilated
 from ._injected import DotGeneral as DotGeneral
 from ._injected import promote_dtype as promote_dtype

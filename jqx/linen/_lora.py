@@ -26,6 +26,7 @@ class LoRADense(Quantized, nn.Dense, kw_only=True):
     The adapters `a` (inputs, rank) and `b` (rank, features), zeros at first, are in the collection
     `lora`; gradients with respect to that alone train them. The base is in `params`, after
     `convert` in `qparams`: train adapters over codes in `Mode.SIMULATE`, which dequantizes them.
+    `init_lora` starts them from what `jqx.algorithms.loftq` or `eora` has found.
 
     Attributes:
       rank: of the adapters.

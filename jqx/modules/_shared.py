@@ -1,5 +1,9 @@
 """What other folders of jqx import from this one, and users do not."""
 
+from ._adapters import Adapter as Adapter
+from ._adapters import by_path as by_path
+from ._adapters import check_same_parameters as check_same_parameters
+from ._adapters import initial_adapters as initial_adapters
 from ._entries import flatten as flatten
 from ._entries import nest as nest
 from ._entries import overlay as overlay

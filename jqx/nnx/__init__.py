@@ -5,6 +5,7 @@ from ._convert import convert as convert
 from ._convert import fix_scales as fix_scales
 from ._convert import learn_scales as learn_scales
 from ._convert import make_plan as make_plan
+from ._init_lora import init_lora as init_lora
 from ._injected import ConvGeneralDilated as ConvGeneralDilated
 from ._injected import DotGeneral as DotGeneral
 from ._injected import promote_dtype as promote_dtype

@@ -90,7 +90,7 @@ def convert(
                 codes[id(variable)] = QParam(value)
     for part, new in parts:
         _fix(part, new.get("scales", {}), Mode.CONVERT)
-    _replace(model, codes)
+    replace(model, codes)
 
 
 def fix_scales(
@@ -277,10 +277,10 @@ def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
     """Returns the weights of a quantized module, each with its path."""
     _, state, _ = nnx.split((part, []), is_coded, ...)
     paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
-    return [(path, _variable(part, path)) for path in paths]
+    return [(path, variable_at(part, path)) for path in paths]
 
 
-def _variable(node: Any, path: Path) -> nnx.Variable[Any]:
+def variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
     for key in path:
         node = getattr(node, str(key)) if isinstance(node, nnx.Pytree) else node[key]
     return node
@@ -327,7 +327,7 @@ def _at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _replace(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
+def replace(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
     """Replaces variables, wherever the model refers to them."""
 
     def replaced(x: Any) -> Any:

@@ -22,6 +22,7 @@ class LoRALinear(Quantized, nnx.Linear):
     `nnx.LoRAParam`; gradients with respect to those, `nnx.grad(..., argnums=nnx.DiffState(0,
     nnx.LoRAParam))`, train them alone. The base may be 4-bit codes in training: after `convert` it
     is a `QParam`. Set `Mode.SIMULATE` then, which dequantizes the codes and has all gradients.
+    `init_lora` starts adapters from what `jqx.algorithms.loftq` or `eora` has found.
 
     Args:
       in_features: of `nnx.Linear`.

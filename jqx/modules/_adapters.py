@@ -1,0 +1,193 @@
+"""Adapters that start from what an algorithm has found beside codes."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+from jax.typing import DTypeLike
+
+from .._checks import require_that
+from ..transforms import LowRank, Plan
+from ..transforms._shared import Maps, as_maps, is_whole
+
+
+class Adapter(NamedTuple):
+    """What a layer with adapters has.
+
+    Attributes:
+      rank: of the adapters.
+      alpha: the layer adds `alpha / rank * x a b`.
+      a: shape of the first, `[..., inputs, rank]`.
+      b: shape of the second, `[..., rank, features]`.
+      dtype: of both.
+    """
+
+    rank: int
+    alpha: float
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    dtype: DTypeLike
+
+
+def initial_adapters(
+    function: str, plan: Plan, maps: Maps, layers: Mapping[str, Adapter]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns the initial values of adapters, by the paths of their layers: of each `a` and `b`
+    such that what the layer adds is what the maps add.
+
+    Raises:
+      ValueError: a map is no product of two narrow matrices beside a layer, a layer has no such
+        product, or it does not fit.
+    """
+    require_that(
+        layers,
+        error=ValueError,
+        function=function,
+        problem="the module has no layer with adapters.",
+        given="no LoRADense or LoRALinear",
+        expected="one for each weight with a compensation",
+        mend="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
+    )
+    found = _products(function, plan, maps)
+    missing = sorted(set(layers) - set(found))
+    require_that(
+        not missing,
+        error=ValueError,
+        function=function,
+        problem="layers with adapters have no compensation.",
+        given=f"none for {_some(missing)}",
+        expected=f"one for each of {len(layers)} layers",
+        mend="quantize their kernels with jqx.algorithms.loftq or eora, by a policy that covers "
+        "them; or take layers without adapters there.",
+    )
+    more = sorted(set(found) - set(layers))
+    require_that(
+        not more,
+        error=ValueError,
+        function=function,
+        problem="weights with a compensation are in no layer with adapters.",
+        given=_some(more),
+        expected=f"the kernels of {_some(sorted(layers))}",
+        mend="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
+    )
+    return {path: _scaled(function, path, found[path], layers[path]) for path in layers}
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of nested dicts, quantized weights whole, by path."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=is_whole)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def check_same_parameters(
+    function: str, wanted: Mapping[str, Any], given: Mapping[str, Any], parts: Collection[str]
+) -> None:
+    """Checks that quantized parameters are those of a module, and that each quantized one is inside
+    of one of its parts that take codes.
+    """
+    shapes, own = ({path: jnp.shape(x) for path, x in each.items()} for each in (wanted, given))
+    differ = [path for path in (*shapes, *own) if shapes.get(path) != own.get(path)]
+    first = differ[0] if differ else ""
+    require_that(
+        not differ,
+        error=ValueError,
+        function=function,
+        problem="`quantized` has not the parameters of the module.",
+        given=f"{first!r} of shape {own.get(first)}",
+        expected=f"shape {shapes.get(first)}",
+        mend="quantize the module with layers of Flax in the place of those with adapters, by the "
+        "same names.",
+    )
+    codes = [path for path, x in given.items() if is_whole(x)]
+    left = [path for path in codes if not any(above in parts for above in _above(path))]
+    require_that(
+        not left,
+        error=ValueError,
+        function=function,
+        problem="quantized weights are in no layer that takes codes.",
+        given=_some(left),
+        expected="layers of jqx.linen or jqx.nnx",
+        mend="make those layers quantized ones, or leave them out of the policy of ptq.",
+    )
+
+
+def _above(path: str) -> Iterator[str]:
+    """The paths of all modules around a parameter."""
+    parts = path.split("/")[:-1]
+    for i in range(len(parts) + 1):
+        yield "/".join(parts[:i])
+
+
+def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
+    """Returns the products of narrow matrices by the path of the layer whose kernel they are of."""
+    kernels = {
+        site.output_key: site.path[: -len("kernel")].removesuffix("/")
+        for site in plan.sites
+        if site.path.split("/")[-1] == "kernel"
+    }
+    found = {}
+    for key, values in as_maps(function, maps).items():
+        is_product = len(values) == 1 and isinstance(values[0], LowRank)
+        require_that(
+            is_product and key in kernels,
+            error=ValueError,
+            function=function,
+            problem="an adapter cannot hold what is kept at a site.",
+            given=f"{', '.join(type(x).__name__ for x in values)} at {key!r}",
+            expected="one LowRank, at the result of a product with a parameter `kernel`",
+            mend="quantize with loftq or eora alone, or after algorithms that keep nothing at "
+            "sites.",
+        )
+        (value,) = values
+        assert isinstance(value, LowRank)
+        found[kernels[key]] = value
+    return found
+
+
+def _scaled(
+    function: str, path: str, product: LowRank, layer: Adapter
+) -> tuple[jax.Array, jax.Array]:
+    """Returns both matrices of a product, each with half of what undoes `alpha / rank`."""
+    a, b = jnp.asarray(product.a), jnp.asarray(product.b)
+    rank, whole = a.shape[-1], min(a.shape[-2], b.shape[-1])
+    require_that(
+        rank == layer.rank or rank == whole < layer.rank,
+        error=ValueError,
+        function=function,
+        problem=f"the adapters of {path!r} have another rank than its compensation.",
+        given=f"rank {layer.rank}, and a product of rank {rank}",
+        expected="one rank",
+        mend=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
+    )
+    wide = [(0, 0)] * (a.ndim - 1)
+    a = jnp.pad(a, [*wide, (0, layer.rank - rank)])
+    b = jnp.pad(b, [*wide[:-1], (0, layer.rank - rank), (0, 0)])
+    require_that(
+        (a.shape, b.shape) == (layer.a, layer.b),
+        error=ValueError,
+        function=function,
+        problem=f"the compensation of {path!r} does not fit its adapters.",
+        given=f"matrices {a.shape} and {b.shape}",
+        expected=f"{layer.a} and {layer.b}",
+        mend="pass what was quantized from the same module, with Dense or Linear in the place of "
+        "layers with adapters.",
+    )
+    require_that(
+        layer.alpha,
+        error=ValueError,
+        function=function,
+        problem=f"the adapters of {path!r} add nothing.",
+        given="alpha == 0",
+        expected="another alpha",
+        mend="make the layer with alpha=1.",
+    )
+    root = (layer.rank / abs(layer.alpha)) ** 0.5
+    sign = 1 if layer.alpha > 0 else -1
+    return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return ", ".join(map(repr, paths[:4])) + more
