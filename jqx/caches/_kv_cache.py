@@ -106,15 +106,7 @@ class KVCache:
                 expected="1 or more",
                 mend="pass the sizes of keys.",
             )
-        require_that(
-            format in _FORMATS,
-            error=ValueError,
-            function=name,
-            problem="`format` is unknown.",
-            given=f"format == {shown(format)}",
-            expected=f"one of {', '.join(map(repr, _FORMATS))}",
-            mend="pass one of these.",
-        )
+        check_format(name, "format", format)
         dtype = as_dtype(name, "dtype", dtype)
         check_real(name, "`dtype`", dtype)
         count = jnp.zeros((), jnp.int32)
@@ -315,6 +307,19 @@ class KVCache:
     def __repr__(self) -> str:
         length = int(self.length) if _compat.is_concrete(self.length) else "?"
         return f"KVCache({self.format}, {length} of {self.capacity} tokens, {self.nbytes:,} bytes)"
+
+
+def check_format(function: str, argument: str, format: Any) -> None:
+    """Checks the name of a format of caches."""
+    require_that(
+        isinstance(format, str) and format in _FORMATS,
+        error=ValueError,
+        function=function,
+        problem=f"`{argument}` is unknown.",
+        given=f"{argument} == {shown(format)}",
+        expected=f"one of {', '.join(map(repr, _FORMATS))}",
+        mend="pass one of these.",
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import linen as nn
 
+from . import _attention
 from ._quantized import Quantized
 
 
@@ -70,18 +71,43 @@ class Embed(Quantized, nn.Embed):
         return self._q_evaluate("attend", query)
 
 
-class MultiHeadDotProductAttention(Quantized, nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(Quantized, _attention.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention`, quantized; see `Dense`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
     scores and mixing are products of activations, which a rule without `weight=` covers.
+
+    With `decode=True`, `cache="int4"`, `"int2"` or `"fp8"` keeps keys and values as a
+    `jqx.KVCache`, where Flax has three arrays: at `kv_cache` in the collection `cache`, made by
+    `init` on inputs of the whole length. A call appends one token or several, each of which sees
+    those up to itself, and of these what the mask `[batch, heads, tokens, whole length]` leaves.
+    Tokens beyond the length give NaN. Without `decode`, such as in training, there is no cache.
+
+    Attributes:
+      cache: format of the cache; `None` is Flax's own, of arrays.
+
+    Raises:
+      ValueError: `cache` is unknown; inputs have several axes of sequences, or heads a width that
+        the format has no groups for; the collection holds a cache of another format.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> layer = jqx.linen.MultiHeadDotProductAttention(
+      ...     2, decode=True, cache="int4", policy=jqx.presets.w8a16(), mode=jqx.linen.Mode.FLOAT
+      ... )
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 64, 32)))
+      >>> variables["cache"]["kv_cache"]
+      KVCache(int4, 0 of 64 tokens, 12,292 bytes)
+      >>> y, new = layer.apply(variables, jnp.ones((1, 1, 32)), mutable=["cache"])
+      >>> new["cache"]["kv_cache"].length
+      Array(1, dtype=int32)
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._q_evaluate("__call__", *args, **kwargs)
 
 
-class MultiHeadAttention(Quantized, nn.MultiHeadAttention):
+class MultiHeadAttention(Quantized, _attention.MultiHeadAttention):
     """`flax.linen.MultiHeadAttention`, quantized; see `MultiHeadDotProductAttention`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

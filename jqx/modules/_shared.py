@@ -4,6 +4,9 @@ from ._adapters import Adapter as Adapter
 from ._adapters import by_path as by_path
 from ._adapters import check_same_parameters as check_same_parameters
 from ._adapters import initial_adapters as initial_adapters
+from ._cached_attention import check_cache as check_cache
+from ._cached_attention import empty_cache as empty_cache
+from ._cached_attention import with_cache as with_cache
 from ._entries import flatten as flatten
 from ._entries import nest as nest
 from ._entries import overlay as overlay

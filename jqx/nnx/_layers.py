@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import nnx
 
+from ._attention import CachedAttention
 from ._quantized import Quantized
 
 
@@ -114,11 +115,22 @@ class Embed(Quantized, nnx.Embed):
         return self._q_evaluate("attend", *args, **kwargs)
 
 
-class MultiHeadAttention(Quantized, nnx.MultiHeadAttention):
+class MultiHeadAttention(Quantized, CachedAttention):
     """`flax.nnx.MultiHeadAttention`, quantized; see `Linear`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
     scores and mixing are products of activations, which a rule without `weight=` covers.
+
+    `cache="int4"`, `"int2"` or `"fp8"` makes the cache of calls with `decode=True` a `jqx.KVCache`,
+    the value of the `nnx.Cache` that `init_cache((batch, length, features))` sets as `kv_cache`,
+    where Flax has three arrays. Such a call appends one token or several, each of which sees those
+    up to itself, and of these what the mask `[batch, heads, tokens, length]` leaves. Tokens beyond
+    the length give NaN. Without `decode`, such as in training, there is no cache.
+
+    Raises:
+      ValueError: `cache` is unknown; a call decodes before `init_cache`; inputs have several axes
+        of sequences, or heads a width that the format has no groups for; the cache was replaced by
+        one of another format.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -127,6 +139,11 @@ class MultiHeadAttention(Quantized, nnx.MultiHeadAttention):
       >>> layer = jqx.nnx.MultiHeadAttention(2, 4, decode=False, **options)
       >>> layer(jnp.ones((1, 3, 4))).shape
       (1, 3, 4)
+      >>> layer = jqx.nnx.MultiHeadAttention(2, 32, decode=True, cache="int4", **options)
+      >>> layer.init_cache((1, 64, 32))
+      >>> y = layer(jnp.ones((1, 1, 32)))
+      >>> layer.kv_cache.get_value()
+      KVCache(int4, 1 of 64 tokens, 12,292 bytes)
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,159 @@
+"""Attention of linen that decodes over a `jqx.KVCache`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jqx
+import jqx.linen
+from jqx.linen import Mode
+
+from ..arrays import normal
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 48, 64, 2
+POLICY = jqx.presets.w8a16()
+X = normal(0, BATCH, LENGTH, WIDTH)
+MASK = (jnp.arange(LENGTH) % 5 != 2)[None, None, None]
+KINDS = (jqx.linen.MultiHeadDotProductAttention, jqx.linen.MultiHeadAttention)
+EXACT = {"int4": 0.06, "int2": 0.4, "fp8": 0.06}
+"""Of the largest result, what caches may lose: 3 to 4 bits of keys and values, and 2."""
+
+
+def attention(format, mode=Mode.FLOAT, kind=KINDS[1], **options):
+    options = {"decode": True, "normalize_qk": True, **options}
+    return kind(HEADS, cache=format, policy=POLICY, mode=mode, **options)
+
+
+def variables(layer):
+    return layer.init(jax.random.key(0), X)
+
+
+def tokens(layer, known, x=X, mask=MASK):
+    """Results of a layer for one token after another, and the cache behind them."""
+    fixed = {name: tree for name, tree in known.items() if name != "cache"}
+
+    def step(cache, x):
+        out, new = layer.apply({**fixed, "cache": cache}, x[:, None], mask=mask, mutable=["cache"])
+        return new["cache"], out[:, 0]
+
+    cache, out = jax.jit(lambda cache, x: jax.lax.scan(step, cache, x))(
+        known["cache"], x.swapaxes(0, 1)
+    )
+    return out.swapaxes(0, 1), cache
+
+
+@pytest.mark.parametrize("format", EXACT)
+def test_tokens_in_a_scan_agree_with_attention_over_all_of_them(format):
+    layer = attention(format)
+    known = variables(layer)
+    assert list(known["cache"]) == ["kv_cache"]
+    assert int(known["cache"]["kv_cache"].length) == 0
+    out, cache = tokens(layer, known)
+    own = jqx.KVCache.empty(
+        batch=BATCH, length=LENGTH, heads=HEADS, width=WIDTH // HEADS, format=format
+    )
+    assert cache["kv_cache"].nbytes == own.nbytes and int(cache["kv_cache"].length) == LENGTH
+    plain = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=True)
+    mask = MASK & jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool))
+    exact = plain.apply({"params": known["params"]}, X, mask=mask)
+    error = jnp.abs(out - exact).max() / jnp.abs(exact).max()
+    assert 0 < error < EXACT[format]
+    assert jnp.allclose(out[:, :16], exact[:, :16], atol=1e-5) or format == "fp8"
+
+
+def test_it_is_attention_by_hand_over_append_and_what_is_read():
+    """To the bit of Flax's attention over what the cache reads; of `attend`, to float32."""
+    layer = attention("int4", kind=KINDS[0])
+    known = variables(layer)
+    p = known["params"]
+
+    def project(name, x):
+        return jnp.einsum("btd,dhw->bthw", x, p[name]["kernel"])
+
+    norm = {name: nn.LayerNorm(use_bias=False).bind({"params": p[name]}) for name in LAYERS}
+
+    @jax.jit
+    def step(cache, x):
+        query = norm["query_ln"](project("query", x))
+        cache = cache.append(norm["key_ln"](project("key", x)), project("value", x))
+        seen = (jnp.arange(LENGTH) < cache.length)[None, None, None]
+        one = nn.dot_product_attention(query, cache.keys, cache.values, mask=seen)
+        both = (one, cache.attend(query))
+        return cache, [jnp.einsum("bthw,hwd->btd", y, p["out"]["kernel"]) for y in both]
+
+    @jax.jit
+    def own_step(cache, x):
+        out, new = layer.apply({**known, "cache": cache}, x, mutable=["cache"])
+        return new["cache"], out
+
+    hand, cache = known["cache"]["kv_cache"], known["cache"]
+    for i in range(36):
+        hand, (one, other) = step(hand, X[:, i : i + 1])
+        cache, out = own_step(cache, X[:, i : i + 1])
+        assert (out == one).all()
+        assert jnp.abs(out - other).max() <= 2.0**-20 * jnp.abs(out).max()
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), hand, cache["kv_cache"]))
+
+
+LAYERS = ("query_ln", "key_ln")
+
+
+def test_modes_agree_and_several_tokens_are_causal():
+    simulated, integers = (attention("int4", mode) for mode in (Mode.SIMULATE, Mode.CONVERT))
+    known = variables(simulated)
+    converted = jqx.linen.convert(integers, known, X[:, :1])
+    assert int(converted["cache"]["kv_cache"].length) == 0
+    a, cache = tokens(simulated, known)
+    b, other = tokens(integers, converted)
+    assert jnp.abs(a - b).max() <= 2.0**-16 * jnp.abs(a).max()
+    assert jax.tree.structure(cache) == jax.tree.structure(other)
+    # Up to 31 tokens are in float: however they come, they give the same.
+    float_ = attention("int4")
+    out, new = float_.apply(known, X[:, :20], mask=MASK, mutable=["cache"])
+    single, last = tokens(float_, known, X[:, :20], MASK.astype(jnp.float32))
+    assert jnp.abs(out - single).max() <= 2.0**-18 * jnp.abs(out).max()
+    assert int(new["cache"]["kv_cache"].length) == int(last["kv_cache"].length) == 20
+
+
+def test_without_decode_or_a_format_it_is_the_layer_of_flax():
+    plain = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=True, decode=True)
+    known = plain.init(jax.random.key(0), X)
+    for format, decode in ((None, True), ("int4", False)):
+        layer = attention(format, decode=decode)
+        own = variables(layer)
+        names = {"cached_key", "cached_value", "cache_index"} if decode else set()
+        assert set(own.get("cache", {})) == names
+        x = X[:, :1] if decode else X
+        expected = plain.clone(decode=decode).apply(known, x, mutable=["cache"])
+        assert (layer.apply(own, x, mutable=["cache"])[0] == expected[0]).all()
+
+
+def test_what_does_not_fit_is_refused():
+    layer = attention("int4")
+    known = variables(layer)
+    state = {"params": known["params"]}
+    for run, error, facts in (
+        (lambda: attention("int8"), ValueError, "`cache` is unknown|'int8'|'fp8'"),
+        (lambda: attention(4), ValueError, "`cache` is unknown|4"),
+        (lambda: layer.init(jax.random.key(0), X[None]), ValueError, "one axis of sequences"),
+        (
+            lambda: attention("fp8").apply(known, X[:, :1], mutable=["cache"]),
+            ValueError,
+            "another format|'int4'|cache='fp8'",
+        ),
+        (
+            lambda: layer.apply({**state, "cache": {"kv_cache": X}}, X[:, :1], mutable=["cache"]),
+            TypeError,
+            "not a KVCache",
+        ),
+        (
+            lambda: layer.apply(known, X[:, :1].repeat(49, 1), mutable=["cache"]),
+            ValueError,
+            "there is no room|49 new",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            run()
+        text = str(caught.value)
+        assert "to mend: " in text and all(fact in text for fact in facts.split("|")), text
