@@ -8,7 +8,9 @@ largest magnitude, divided by that of the element's largest number:
 NVFP4: blocks of 16 of e2m1, the scale in e4m3 with one float32 scale for the tensor.
 
 Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6.3; NVIDIA, "Pretraining
-Large Language Models with NVFP4", arXiv:2509.25149, appendix B.
+Large Language Models with NVFP4", arXiv:2509.25149, appendix B; for a unit of 4/3 Egiazarian et
+al., "Bridging the Gap Between Promise and Performance for Microscaling FP4 Quantization",
+arXiv:2509.23202.
 """
 
 import dataclasses
@@ -40,18 +42,21 @@ class Block(QType):
       label: the name of the format.
       scale_qtype: float8_e8m0fnu, for scales by the rule above, or another minifloat dtype, whose
         scales are relative to one float32 scale of the tensor, or of each of those stacked in it.
-      unit: a power of two that multiplies the elements; 2**-6 makes an int8 the fixed-point number
-        of MXINT8.
+      unit: a number that multiplies the elements, one for all of a tensor; 2**-6 makes an int8 the
+        fixed-point number of MXINT8. With 4/3 elements of e2m1 end at 8 times a power of two, which
+        the rule above never clips: the 3/4 rule of MR-GPTQ, which no MXFP4 file can hold.
 
     Raises:
       TypeError: a field is not of its kind.
-      ValueError: `size` is below 1, or `unit` is no power of two from 2**-64 to 2**64.
+      ValueError: `size` is below 1, or `unit` is not from 2**-64 to 2**64.
 
     Example:
       >>> import jqx, jax.numpy as jnp
       >>> x = jnp.linspace(-1.0, 1.0, 64).reshape(1, 64)
       >>> jqx.QTensor.quantize(x, jqx.QSpec(jqx.numerics.mxfp4, jqx.per_block({1: 32}))).scale
       Array([[0.25, 0.25]], dtype=float8_e8m0fnu)
+      >>> jqx.numerics.Block(jnp.float4_e2m1fn, 32, "mxfp4_wide", unit=4 / 3).high
+      8.0
     """
 
     element: DTypeLike | QType
@@ -66,7 +71,7 @@ class Block(QType):
         object.__setattr__(self, "size", check_integer(function, "size", self.size))
         check_instance(function, "label", self.label, str, mend="pass a name, such as 'mine'.")
         check_instance(
-            function, "unit", self.unit, (int, float), mend="pass a power of two, such as 1.0."
+            function, "unit", self.unit, (int, float), mend="pass a number, such as 1.0."
         )
         scale = as_qtype(function, "scale_qtype", self.scale_qtype, "Scale")
         object.__setattr__(self, "scale_qtype", scale)
@@ -90,12 +95,12 @@ class Block(QType):
         )
         fits = 2.0**-64 <= self.unit <= 2.0**64 and not isinstance(self.unit, bool)
         require_that(
-            1 <= self.size < 2**31 and fits and math.frexp(self.unit)[0] == 0.5,
+            1 <= self.size < 2**31 and fits,
             error=ValueError,
             function=function,
             problem="there is no such block format.",
             given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
-            expected="a size of 1 or more, and a power of two as unit, 2**-64 to 2**64",
+            expected="a size of 1 or more, and a unit from 2**-64 to 2**64",
             mend="pass for example size=32.",
         )
 
@@ -141,7 +146,8 @@ class Block(QType):
         """Returns the scale of a block: by the rule of MX in E8M0, else `largest / high`."""
         if self.two_level:
             return super().scale_of(largest)
-        exponent = exponent_of(largest) - (math.frexp(self.high)[1] - 1)
+        own = math.frexp(self.elements.high)[1] + math.frexp(self.unit)[1] - 2
+        exponent = exponent_of(largest) - own
         code = jnp.where(jnp.isnan(largest), 255, jnp.clip(exponent + 127, 0, 254))
         return lax.bitcast_convert_type(code.astype(jnp.uint8), E8M0)
 

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jqx
 from jqx import RoundMode, numerics
 from jqx.numerics import Block, Integer, float6_e2m3fn, float6_e3m2fn, mxfp4, mxint8, nf4, nvfp4
 from jqx.numerics._shared import E8M0
@@ -155,6 +156,38 @@ def test_a_block_format_of_ones_own_takes_any_element():
         np.testing.assert_array_equal(ours.decode(ours.encode(y, mode)), expected)
 
 
+@pytest.mark.parametrize("exponent", [-40, 0, 31])
+def test_a_unit_of_four_thirds_clips_nothing(exponent, tmp_path):
+    """The 3/4 rule: the scale is that of MXFP4, and its largest number 8 scales, not 6."""
+    wide = Block(jnp.float4_e2m1fn, 32, "mxfp4_wide", unit=4 / 3)
+    rng, powers = np.random.default_rng(0), np.exp2(np.arange(-3, 4))[:, None]
+    x = np.float32(rng.normal(size=(7, 32)) * powers * 2.0**exponent)
+    x[0, 3] = np.float32(2.0 ** (exponent + 3)) * np.float32(1 - 2**-24)  # as near 8 as there is
+    spec = jqx.QSpec(wide, jqx.per_block({0: 1, 1: 32}))
+    found = jax.jit(lambda x: jqx.QTensor.quantize(x, spec))(on_device(x, jnp.float32))
+    scale = np.exp2(np.frexp(np.abs(x).max(1, keepdims=True))[1] - 3.0)
+    np.testing.assert_array_equal(found.scale.astype(jnp.float32), scale)
+    exact = x.astype(np.float64) / (scale * (4 / 3))
+    assert np.abs(exact).max() <= 6
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = numbers[np.abs(np.abs(exact)[..., None] - numbers).argmin(-1)] * np.sign(exact)
+    real = np.asarray(found.dequantize(), np.float64)
+    # One rounding of 4/3 to float32, and one of its product with a number.
+    np.testing.assert_allclose(real, nearest * scale * (4 / 3), rtol=2.0**-22)
+    same = jqx.calibrators.Affine(found.scale)
+    other = jqx.QTensor.quantize(found.dequantize(), spec, same)
+    np.testing.assert_array_equal(other.dequantize(), found.dequantize())
+    y = on_device(rng.normal(size=(3, 32)), jnp.float32)
+    product = jqx.dot_general(y, found, (((1,), (1,)), ((), ())))
+    expected = np.asarray(y, np.float64) @ real.T
+    # Sums of 32 products in float32.
+    bound = 2.0**-20 * (np.abs(np.asarray(y, np.float64)) @ np.abs(real.T))
+    assert (np.abs(product - expected) <= bound).all()
+    jqx.save(path := tmp_path / "wide.safetensors", {"x": found})
+    loaded = jqx.load(path)["x"]
+    assert loaded.qtype == wide and (loaded.dequantize() == found.dequantize()).all()
+
+
 def test_equal_block_formats_are_one_value_however_they_are_written():
     assert Block("int8", np.int64(32)) == Block(jnp.int8, 32) == Block(Integer(8), 32)
     assert hash(Block("int8", np.int64(32))) == hash(Block(jnp.int8, 32))
@@ -171,7 +204,7 @@ PARTS = r"jqx\.numerics\.Block: .*{}.*\n  given:    .*{}.*\n  expected: .+\n  to
     [
         ({"size": 0}, "size == 0, unit == 1.0"),
         ({"size": -4}, "size == -4, unit == 1.0"),
-        ({"unit": 0.75}, "size == 32, unit == 0.75"),
+        ({"unit": 2.0**65}, "size == 32, unit == 3.6893488147419103e+19"),
         ({"unit": 0.0}, "unit == 0.0"),
         ({"unit": -0.5}, "unit == -0.5"),
         ({"unit": float("inf")}, "unit == inf"),
