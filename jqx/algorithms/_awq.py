@@ -21,6 +21,7 @@ from ..transforms._shared import Chosen, quantize_weight
 from ._channels import Met
 from ._factor import objective
 from ._grids import Grids
+from ._kept import Unpaired
 from ._labels import Array
 from ._scaled import Scaled
 
@@ -39,6 +40,7 @@ class ScaledTogether:
       duo: whether the weights were divided by their own magnitude.
       before: the squared error of the products of rounding to nearest, per input.
       after: the same after scaling.
+      kept: whether part of the scale is kept at the sites, since nothing before takes it.
     """
 
     sites: tuple[str, ...]
@@ -46,16 +48,17 @@ class ScaledTogether:
     duo: bool
     before: float
     after: float
+    kept: bool = False
 
 
 class AwqReport(tuple[ScaledTogether, ...]):
     """What was scaled, entry by entry. Prints as a table."""
 
     def __str__(self) -> str:
-        lines = [f"{'ratio':>6} {'duo':>4} {'before':>10} {'after':>10}  sites"]
+        lines = [f"{'ratio':>6} {'duo':>4} {'kept':>4} {'before':>10} {'after':>10}  sites"]
         lines += [
-            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {x.before:10.4g} {x.after:10.4g}  "
-            f"{', '.join(x.sites)}"
+            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {'yes' if x.kept else 'no':>4} "
+            f"{x.before:10.4g} {x.after:10.4g}  {', '.join(x.sites)}"
             for x in self
         ]
         return "\n".join(lines)
@@ -71,13 +74,17 @@ class Awq:
     channels together; leaving the weights as they are is among what is tried. Then ranges of
     weights are clipped, by the same error.
 
-    The division is folded into what makes the channels, as `find_pairs` finds it. A site that has
-    no pair is clipped alone.
+    The division is folded into what makes the channels, as `find_pairs` finds it. Where channels
+    have no pair it is kept at the site, where that loses less than leaving the weights as they are:
+    a product at run time, one for all sites that read the value, which XLA joins with what makes
+    it, or with its quantization.
 
     Attributes:
       steps: how many ratios are tried, from 0 to 1, and parts of a range, from all to a half.
       duo: whether to try each ratio without `w` too.
       clip: whether ranges are clipped.
+      keep: whether scales are kept at sites where nothing takes them; without it such channels are
+        left as they are, and nothing is computed at run time that was not before.
       weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`.
 
     Raises:
@@ -96,6 +103,7 @@ class Awq:
     steps: int = 20
     duo: bool = True
     clip: bool = True
+    keep: bool = True
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +117,7 @@ class Awq:
             expected="an integer from 2",
             mend="leave it out: 20 is that of the paper.",
         )
-        check_flags(name, duo=self.duo, clip=self.clip)
+        check_flags(name, duo=self.duo, clip=self.clip, keep=self.keep)
         check_weight(name, self.weight)
 
     def rewrite(
@@ -121,21 +129,29 @@ class Awq:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled and their ranges clipped."""
+        """Returns the parameters with their channels scaled and their ranges clipped, and what is
+        kept at sites.
+        """
         observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
         given = f, plan, params, list(batches), observers, progress
-        scaled = Scaled.of("algorithms.awq", *given, every=self.clip)
+        scaled = Scaled.of("algorithms.awq", *given, every=self.clip or self.keep)
+        unpaired = Unpaired(scaled, observers[1], scaled.met if self.keep else ())
         relative = _relative(scaled)
-        sites = [_Site.of(scaled, met, observers, relative[met.place]) for met in scaled.met]
-        factors, report = self._scales(scaled, sites)
-        params = scaled.folds.folded(params, factors)
+        sites = [
+            _Site.of(scaled, met, observers, relative[met.place], unpaired.numbers(met))
+            for met in scaled.met
+        ]
+        factors, report = self._scales(scaled, sites, unpaired.count)
+        kept = unpaired.kept(factors)
+        params = scaled.folds.folded(params, factors, kept.of)
         if self.clip:
             params = self._clipped(scaled, sites, params, factors)
-        return Chosen(params, report)
+        return Chosen(params, report, kept.maps())
 
-    def _scales(self, scaled: Scaled, sites: Sequence["_Site"]) -> tuple[Array, AwqReport]:
-        """Returns the factors of least error."""
-        count = scaled.folds.count
+    def _scales(
+        self, scaled: Scaled, sites: Sequence["_Site"], count: int
+    ) -> tuple[Array, AwqReport]:
+        """Returns the factors of least error, by number."""
         a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
         together = _together(count, sites)
         best = before = np.full(together.max() + 1, np.inf)
@@ -159,15 +175,19 @@ class Awq:
             factors = np.where(better[together], 1 / scale, factors)
         factors[0] = 1
         names = [[] for _ in best]
-        rows = np.ones(len(best))
+        rows, kept = np.ones(len(best)), np.zeros(len(best), bool)
         for site in sites:
             where = together[site.numbers.max()]
             names[where].append(f"{site.name}{list(site.met.steps) or ''}")
             rows[where] = max(site.rows, 1)
-        known = zip(names, ratios, duos, before / rows, best / rows, strict=True)
+            own = site.numbers[site.numbers >= scaled.folds.count]
+            kept[where] |= np.any(factors[own] != 1)
+        known = zip(names, ratios, duos, before / rows, best / rows, kept, strict=True)
         entries = [
-            ScaledTogether(tuple(own), float(ratio), bool(duo), *map(float, errors))
-            for own, ratio, duo, *errors in [*known][1:]
+            ScaledTogether(
+                tuple(own), float(ratio), bool(duo), float(lost), float(after), bool(is_kept)
+            )
+            for own, ratio, duo, lost, after, is_kept in [*known][1:]
         ]
         return factors, AwqReport(entries)
 
@@ -224,7 +244,7 @@ class _Site:
       spec: how its weight is rounded.
       shape: that of the weight, all steps of it.
       elements: the numbers of its elements, [*batch, rows, channels].
-      numbers: of the factors of its channels, [*batch, channels].
+      numbers: of the factors of its channels, [*batch, channels], 0 where there is none.
       w: its values, [*batch, rows, channels].
       products: the sum of products of its inputs, [*batch, channels, channels].
       inputs: the mean magnitude of each channel of these, [*batch, channels].
@@ -245,7 +265,9 @@ class _Site:
     rows: float
 
     @classmethod
-    def of(cls, scaled: Scaled, met: Met, observers: Any, relative: Array) -> "_Site":
+    def of(
+        cls, scaled: Scaled, met: Met, observers: Any, relative: Array, numbers: Array
+    ) -> "_Site":
         folds = scaled.folds
         weight = folds.weight(met)
         assert weight is not None
@@ -258,7 +280,7 @@ class _Site:
             weight.spec,
             folds.shape(met),
             elements,
-            folds.inputs(met),
+            numbers,
             scaled.weights[met.place][elements],
             np.asarray(seen.products, np.float32),
             scaled.per_channel(met, means.total / rows),

@@ -1,14 +1,17 @@
 """Scales that are kept at sites: of channels that nothing before them can take the scale of."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..observers import Observer
 from ..transforms import ChannelMap
 from ._channels import Met
 from ._folds import Folds
 from ._labels import Array
+from ._scaled import Scaled
 
 
 class Kept:
@@ -35,11 +38,7 @@ class Kept:
         key = self._folds.key(met)
         if key not in self.scales:
             return np.ones(met.inputs.shape)
-        own = self.scales[key][met.steps]
-        if met.about.patches is not None:
-            taps = int(np.prod(met.about.patches.kernel))
-            return np.repeat(own, taps).reshape(met.inputs.shape)
-        return np.broadcast_to(own, met.inputs.shape)
+        return _spread(met, self.scales[key][met.steps])
 
     def maps(self) -> dict[str, ChannelMap]:
         """Returns them as maps of sites."""
@@ -49,6 +48,47 @@ class Kept:
             for key, x in found
             if np.any(x != 1)
         }
+
+
+class Unpaired:
+    """Numbers of factors for channels without a pair, behind those that pairs have: one for each
+    channel of each value that sites read.
+    """
+
+    def __init__(self, scaled: Scaled, observer: Observer, mets: Sequence[Met]):
+        self._folds, self.count = scaled.folds, scaled.folds.count
+        self._values: list[tuple[list[Met], Array]] = []
+        self._numbers: dict[int, Array] = {}
+        for each in read_together(scaled, observer, mets):
+            own = most(each[0], np.zeros(each[0].inputs.shape))
+            channels = self.count + np.arange(own.size).reshape(own.shape)
+            self._values.append((each, channels))
+            self._numbers |= {id(met): channels for met in each}
+            self.count += own.size
+
+    def numbers(self, met: Met) -> Array:
+        """Returns the numbers of all channels of a site, [*batch, channels]."""
+        paired = self._folds.inputs(met)
+        if id(met) not in self._numbers:
+            return paired
+        is_paired = _spread(met, least(met, paired) > 0)
+        return np.where(is_paired, paired, _spread(met, self._numbers[id(met)]))
+
+    def kept(self, factors: Array) -> Kept:
+        """Returns what is kept at sites, of factors by number."""
+        kept = Kept(self._folds)
+        for mets, channels in self._values:
+            kept.divide(mets, 1 / factors[channels])
+        return kept
+
+
+def read_together(scaled: Scaled, observer: Observer, mets: Iterable[Met]) -> list[list[Met]]:
+    """Returns sites by the value that they read, in its step."""
+    together: dict[Any, list[Met]] = {}
+    for met in mets:
+        value = id(scaled.stats[scaled.name(met, observer)]), met.steps
+        together.setdefault(value, []).append(met)
+    return list(together.values())
 
 
 def most(met: Met, x: Array) -> Array:
@@ -62,3 +102,11 @@ def most(met: Met, x: Array) -> Array:
 def least(met: Met, x: Array) -> Array:
     """Returns the least, likewise."""
     return -most(met, -x)
+
+
+def _spread(met: Met, own: Array) -> Array:
+    """Returns what each channel of an operand has, for each channel of a site."""
+    if met.about.patches is not None:
+        taps = int(np.prod(met.about.patches.kernel))
+        return np.repeat(own, taps).reshape(met.inputs.shape)
+    return np.broadcast_to(own, met.inputs.shape)

@@ -13,7 +13,7 @@ from ..observers._shared import check_weight
 from ..transforms import Plan
 from ..transforms._shared import Chosen
 from ._channels import Met
-from ._kept import Kept, most
+from ._kept import Kept, most, read_together
 from ._labels import Array
 from ._scaled import Scaled
 
@@ -120,16 +120,13 @@ def _kept(
     strength: float, scaled: Scaled, found: Sequence[tuple[Met, Array]], observer: Observer
 ) -> Kept:
     """Returns the scales of channels without a pair, one for all sites that read a value."""
-    together: dict[Any, list[tuple[Met, Array]]] = {}
-    for met, largest in found:
-        if scaled.spec_of_operand(met) is not None:
-            value = id(scaled.stats[scaled.name(met, observer)]), met.steps
-            together.setdefault(value, []).append((met, largest))
+    largest = {id(met): x for met, x in found}
+    quantized = [met for met, _ in found if scaled.spec_of_operand(met) is not None]
     kept = Kept(scaled.folds)
-    for each in together.values():
-        a = np.maximum.reduce([most(met, largest) for met, largest in each])
-        w = np.maximum.reduce([most(met, scaled.largest_weight(met)) for met, _ in each])
-        kept.divide([met for met, _ in each], _scale(strength, a, w))
+    for mets in read_together(scaled, observer, quantized):
+        a = np.maximum.reduce([most(met, largest[id(met)]) for met in mets])
+        w = np.maximum.reduce([most(met, scaled.largest_weight(met)) for met in mets])
+        kept.divide(mets, _scale(strength, a, w))
     return kept
 
 

@@ -64,8 +64,9 @@ REWRITES = {
     "smooth_quant of activations": smooth_quant(strength=1.0, keep=False),
     "smooth_quant and what is kept": smooth_quant(),
     "equalize": equalize(),
-    "awq": awq(clip=False, steps=5),
-    "awq without duo": awq(clip=False, duo=False, steps=3),
+    "awq": awq(clip=False, steps=5, keep=False),
+    "awq without duo": awq(clip=False, duo=False, steps=3, keep=False),
+    "awq and what is kept": awq(clip=False, steps=5),
 }
 
 
@@ -77,7 +78,7 @@ def test_the_function_stays_as_it_is(name):
     assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
     changed = {key for key in PARAMS if (np.asarray(PARAMS[key]) != np.asarray(found[key])).any()}
     gains = set() if name == "equalize" else {"gain", "gate"}
-    kept = {"head"} if name == "smooth_quant and what is kept" else set()
+    kept = {"head"} if "and what is kept" in name else set()
     assert changed == {"up", "down"} | gains | kept
     assert set(maps) == {f"{path}:dot_general:lhs" for path in kept}
 
@@ -121,6 +122,44 @@ def test_scales_are_kept_where_nothing_takes_them():
     weights = jqx.make_plan(g, W4)(params, TEST)
     with pytest.raises(ValueError, match=r"(?s)smooth_quant: no weight .+a:dot_general: tanh"):
         smooth_quant().rewrite(g, weights, params, BATCHES, progress=False)
+
+
+def test_awq_keeps_scales_where_nothing_takes_them():
+    """Also for weights alone; the report says so, and the error is that of the products."""
+
+    def g(p, x):
+        h = jnp.tanh(x) * OUTLIERS[None]
+        y = jnp.sin(h @ p["a"]) + jnp.sin(h @ p["b"])
+        image = y.reshape(-1, 4, 4, H // 2 // 4) ** 3
+        sizes = jnp.array([x.shape[0] // 4, x.shape[0] - x.shape[0] // 4], jnp.int32)
+        options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        z = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
+        return z, lax.ragged_dot(h, p["experts"], sizes)
+
+    shapes = {"a": (D, 2 * H), "b": (D, 2 * H), "kernel": (3, 3, 3, 6), "experts": (2, D, 4)}
+    params = {name: normal(*shape) for name, shape in shapes.items()}
+    plan = jqx.make_plan(g, jqx.Policy({".*": "int3:channel"}))(params, TEST)
+    given = g, plan, params, BATCHES
+    found, report, maps = awq(clip=False, steps=6).rewrite(*given, progress=False)
+    by_site = {site: entry for entry in report for site in entry.sites}
+    assert by_site["a:dot_general"].kept and "yes" in str(report).splitlines()[1]
+    kept = {key: np.asarray(x.scale) for key, x in maps.items()}
+    np.testing.assert_array_equal(kept["a:dot_general:lhs"], kept["b:dot_general:lhs"])
+    assert {x.shape for x in kept.values()} <= {(D,), (3,)} and len(kept) >= 3
+    own, other = g(params, TEST), jqx.map_channels(g, plan, maps)(found, TEST)
+    for x, y in zip(own, other, strict=True):
+        assert np.abs(x - y).max() <= 1e-5 * np.abs(x).max()
+    # The error after scaling is that of the products, by NumPy.
+    h = np.tanh(np.concatenate(BATCHES)) * OUTLIERS * kept["a:dot_general:lhs"]
+    codes = jqx.dequantize_params(jqx.quantize_params(found, plan))
+    entry, error = by_site["a:dot_general"], 0.0
+    assert entry.sites == ("a:dot_general", "b:dot_general")
+    for path in "ab":
+        error += ((h @ (np.asarray(codes[path]) - np.asarray(found[path]))) ** 2).sum() / len(h)
+    np.testing.assert_allclose(entry.after, error, rtol=1e-4)
+    assert entry.after < 0.8 * entry.before
+    with pytest.raises(ValueError, match=r"(?s)awq: no weight .+a:dot_general: tanh"):
+        awq(clip=False, keep=False).rewrite(*given, progress=False)
 
 
 def test_smooth_quant_is_the_formula_of_the_paper():
@@ -175,10 +214,12 @@ def test_equalized_channels_have_one_range_in_both_weights():
 
 
 def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
-    (plain, _), (scaled, quantized) = (lost(W4, x) for x in (NEAREST, awq(clip=False)))
+    algorithm = awq(clip=False, keep=False)
+    (plain, _), (scaled, quantized) = (lost(W4, x) for x in (NEAREST, algorithm))
     assert scaled < 0.8 * plain
     report = quantized.details
     assert len(report) == 2 * LAYERS and all(entry.after <= entry.before for entry in report)
+    assert lost(W4, awq(clip=False))[0] < scaled and not any(entry.kept for entry in report)
     sites = [entry.sites for entry in report if entry.ratio > 0]
     assert ("gate:dot_general[0]", "up:dot_general[0]") in [tuple(sorted(x)) for x in sites]
     assert len(str(report).splitlines()) == len(report) + 1
@@ -234,6 +275,7 @@ def test_what_means_nothing_is_refused():
         (lambda: equalize(steps=0), ValueError, "1 or more"),
         (lambda: awq(steps=1), ValueError, "from 2"),
         (lambda: awq(clip=1), TypeError, "truth value"),
+        (lambda: awq(keep=None), TypeError, "`keep`"),
         (lambda: chain(), ValueError, "there is none"),
         (lambda: chain(gptq(), awq()), ValueError, "not in order"),
         (lambda: chain(3), TypeError, "argument 0"),
@@ -251,6 +293,6 @@ def test_a_function_without_pairs_is_an_error_that_says_why():
         return jnp.tanh(x @ p["a"]) @ p["b"]
 
     params = {"a": normal(D, H), "b": normal(H, 4)}
-    for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False)):
+    for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False, keep=False)):
         with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+to mend:"):
             jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)
