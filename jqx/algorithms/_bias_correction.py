@@ -33,6 +33,7 @@ from ..transforms._shared import (
     trace_call,
     value_of,
 )
+from ._biases import into_biases
 from ._decisions import body_of
 
 
@@ -73,7 +74,9 @@ class BiasCorrection:
     A site in a `while` or a `cond`, or in a scan that does not step over its weight, is corrected
     for all its steps alike, and what follows it in this pass is not: the report says what is left.
 
-    A shift is added at its site (`jqx.Quantized.maps`); XLA joins it with what follows.
+    A shift is folded into the bias that is added to the result, a parameter of float32 or wider
+    that is read nowhere else. Where there is none it is added at its site (`jqx.Quantized.maps`);
+    XLA joins it with what follows.
 
     Attributes:
       weight: how much rows count, as that of `jqx.observers.mean`.
@@ -109,7 +112,7 @@ class BiasCorrection:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the codes as they are, and what is added at sites."""
+        """Returns the codes as they are, biases with what they take, and what is added at sites."""
         sites = [site for site in plan.sites if _is_corrected(site)]
         require_that(
             sites,
@@ -151,7 +154,8 @@ class BiasCorrection:
             for site in sites
             for key in [site.output_key]
         )
-        return Chosen(codes, report, maps)
+        params, left = into_biases(plan, call, codes, batches[0], shifts)
+        return Chosen(params, report, {key: maps[key] for key in left})
 
 
 bias_correction = BiasCorrection

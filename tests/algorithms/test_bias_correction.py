@@ -151,6 +151,131 @@ def test_rows_of_weight_0_are_left_out():
     assert all(x.after <= 1e-4 * x.before for x in a.details)
 
 
+BIASED = {
+    "up": {"kernel": normal(LAYERS, D, H), "bias": normal(LAYERS, H)},
+    "down": {"kernel": normal(LAYERS, H, D) / 4, "bias": normal(LAYERS, D)},
+    "heads": {"kernel": normal(D, 2, 4), "bias": normal(2, 4)},
+    "out": {"kernel": normal(2, 4, D), "bias": normal(D)},
+    "conv": {"kernel": normal(3, 3, 2, 4), "bias": normal(4)},
+    "stack": {"kernel": normal(2, D, 5), "bias": normal(2, 5)},
+}
+
+
+def biased(p, x):
+    """All kinds of biases: of steps of a scan, of heads, behind a sum, of a stack of matrices."""
+
+    def dense(p, x):
+        return x @ p["kernel"] + p["bias"][None]
+
+    def layer(x, p):
+        return x + jax.nn.relu(dense(p["up"], x)) @ p["down"]["kernel"] + p["down"]["bias"][None], 0
+
+    x = lax.scan(layer, x, {name: p[name] for name in ("up", "down")})[0]
+    h = jnp.einsum("bd,dhk->bhk", x, p["heads"]["kernel"]) + p["heads"]["bias"][None]
+    h = jnp.einsum("bhk,hkd->bd", jax.nn.relu(h), p["out"]["kernel"])
+    x = x + jax.jit(lambda h, bias: h + bias.reshape(1, -1))(h, p["out"]["bias"])
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    image = x.reshape(-1, 2, 2, 2)
+    y = lax.conv_general_dilated(image, p["conv"]["kernel"], (1, 1), "SAME", **options)
+    y = y + p["conv"]["bias"][None, None, None]
+    z = jnp.einsum("bsk,bkn->bsn", x.reshape(2, -1, D), p["stack"]["kernel"])
+    return y, z + p["stack"]["bias"][:, None]
+
+
+def additions(function, *args):
+    """How many additions a function has, those in functions inside of it too."""
+
+    def count(jaxpr):
+        inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(dict(eqn.params), is_leaf=is_one)]
+        own = sum(eqn.primitive.name == "add" for eqn in jaxpr.eqns)
+        return own + sum(count(getattr(x, "jaxpr", x)) for x in inner if is_one(x))
+
+    def is_one(x):
+        return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+    return count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def test_biases_take_shifts():
+    """Nothing is added at run time, and the function is that with shifts at its sites."""
+    policy = jqx.Policy({".*kernel": "int3"})
+    batches = BATCHES[:1]
+    plain, found = (
+        jqx.ptq(biased, policy, x, target=False, progress=False)(BIASED, batches)
+        for x in (None, bias_correction())
+    )
+    assert found.maps == {} and len(found.details) == len(BIASED)
+    exact, own, before = biased(BIASED, *batches), found(*batches), plain(*batches)
+    for axes, x, y, z in zip(((0, 1, 2), (1,)), exact, own, before, strict=True):
+        lost = np.abs(x.mean(axes) - z.mean(axes)).max()
+        assert np.abs(x.mean(axes) - y.mean(axes)).max() <= 1e-5 * lost
+    changed = {
+        name
+        for name, leaves in BIASED.items()
+        if (np.asarray(leaves["bias"]) != np.asarray(found.params[name]["bias"])).any()
+    }
+    assert changed == set(BIASED)
+    shifts = {
+        f"{name}/kernel:{op}:out": jqx.ChannelMap(
+            shift=(found.params[name]["bias"] - BIASED[name]["bias"]).reshape(shape)
+        )
+        for name, op, shape in (
+            *((name, "dot_general", (LAYERS, -1)) for name in ("up", "down")),
+            *((name, "dot_general", (-1,)) for name in ("heads", "out")),
+            ("conv", "conv_general_dilated", (-1,)),
+            ("stack", "dot_general", (2, 5)),
+        )
+    }
+    real = jqx.dequantize_params(plain.params)
+    mapped = jax.jit(jqx.map_channels(biased, found.plan, shifts))(real, *batches)
+    folded = jax.jit(biased)(jqx.dequantize_params(found.params), *batches)
+    for x, y in zip(mapped, folded, strict=True):
+        assert np.abs(x - y).max() <= 1e-6 * np.abs(x).max()
+    counts = [additions(x.function, x.params, *batches) for x in (plain, found)]
+    assert counts[0] == counts[1]
+    assert additions(biased, BIASED, *batches) == additions(
+        jqx.map_channels(biased, found.plan, found.maps), BIASED, *batches
+    )
+
+
+def test_a_bias_with_another_use_takes_nothing():
+    names = ("twice", "result", "half", "shared", "own", "number")
+    params = {name: normal(D, D) for name in names}
+    params["shared"], params["own"] = normal(2, D, D) / 9, normal(D, D) / 9
+    biases = {name: normal(D) for name in names}
+    biases |= {
+        "half": biases["half"].astype(jnp.bfloat16),
+        "number": normal(1),
+        "own": normal(2, D),
+    }
+    policy = jqx.Policy({"0/.*": "int3"})
+
+    def g(p, x):
+        w, b = p
+        x = x @ w["twice"] + b["twice"][None] + jnp.tanh(b["twice"])[None]
+        y = x @ w["result"]
+        x = y + b["result"][None] + jnp.tanh(y)
+        x = x @ w["half"] + b["half"].astype(jnp.float32)[None]
+        x = lax.scan(lambda x, w: (x @ w + b["shared"][None], 0), x, w["shared"])[0]
+        x = lax.scan(lambda x, b: (x @ w["own"] + b[None], 0), x, b["own"])[0]
+        return x @ w["number"] + b["number"][None]
+
+    given = (params, biases)
+    found = jqx.ptq(g, policy, bias_correction(), progress=False)(given, BATCHES[:1])
+    assert {key.split(":")[0] for key in found.maps} == {
+        f"0/{name}" for name in names if name != "own"
+    }
+    for name in names:
+        delta = np.asarray(found.params[1][name] - biases[name], np.float32)
+        assert (delta != 0).any() == (name == "own")
+    # A weight that all steps share has one shift, which the biases of all steps take.
+    np.testing.assert_allclose(delta_of(found, biases, 0), delta_of(found, biases, 1), atol=1e-6)
+
+
+def delta_of(found, biases, step):
+    return found.params[1]["own"][step] - biases["own"][step]
+
+
 def test_it_is_the_last_of_a_chain():
     policy = jqx.Policy([jqx.Rule(".*", weight="int3", activation="int8")])
     g = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]  # noqa: E731

@@ -1,0 +1,231 @@
+"""Biases that take the shifts of results: parameters that are added to nothing else, found in the
+dataflow.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Eqn
+from ..transforms import Plan
+from ..transforms._shared import (
+    CONTRACTIONS,
+    FORMS,
+    Address,
+    Call,
+    Channels,
+    Site,
+    addressed,
+    arguments_of,
+    is_array,
+    is_quantized,
+)
+from ._decisions import body_of
+from ._labels import Array
+
+
+class _Elements(NamedTuple):
+    """A parameter seen through views.
+
+    Attributes:
+      place: of the parameter among the operands.
+      numbers: of its elements, [steps of each scan around, *shape].
+    """
+
+    place: int
+    numbers: Array
+
+
+class _Results(NamedTuple):
+    """A sum with results of sites, each with its channels."""
+
+    parts: tuple[tuple[Site, Channels], ...]
+
+
+class _Met(NamedTuple):
+    """A bias that is added to results of sites, inside of some scans."""
+
+    bias: _Elements
+    parts: tuple[tuple[Site, Channels], ...]
+    loops: tuple[Address, ...]
+    dtype: Any
+
+
+def into_biases(
+    plan: Plan, call: Call, codes: Any, batch: Any, shifts: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Returns parameters whose biases have taken the shifts that they can, and the shifts that are
+    left, by the key of the result.
+
+    A bias takes a shift where it is a parameter of float32 or wider that the plan leaves as it is,
+    and is read once: where it is added to the result of the site, or to a sum that nothing else
+    reads.
+
+    Args:
+      plan: of the function.
+      call: the function as it is traced for a batch.
+      codes: the parameters.
+      batch: that batch.
+      shifts: what is to be added to results, as `ChannelMap.shift`.
+    """
+    walk = _Walk(plan, set(shifts))
+    known = [
+        None if path is None else _Elements(i, np.arange(x.size).reshape(x.shape))
+        for i, (x, path) in enumerate(zip(call.leaves, call.paths, strict=True))
+    ]
+    walk.body(call.jaxpr, (), known, ())
+    arguments = arguments_of(plan, codes, batch)
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=is_quantized)
+    places = [i for i, x in enumerate(leaves) if is_array(x)]
+    left = dict(shifts)
+    for met in walk.found:
+        leaf = leaves[places[met.bias.place]]
+        if is_quantized(leaf) or leaf.dtype != met.dtype or jnp.finfo(leaf.dtype).bits < 32:
+            continue
+        total = sum(_taken(met, part, shifts[part[0].output_key]) for part in met.parts)
+        delta = _delta(met, np.asarray(total), leaf.size)
+        if delta is not None:
+            own = np.asarray(leaf, np.float64) + delta.reshape(leaf.shape)
+            leaves[places[met.bias.place]] = jnp.asarray(own, leaf.dtype)
+            for site, _ in met.parts:
+                del left[site.output_key]
+    filled = tree.unflatten(leaves)
+    if isinstance(plan.params, int):
+        return filled[plan.params], left
+    return tuple(filled[i] for i in plan.params), left
+
+
+def _taken(met: _Met, part: tuple[Site, Channels], shift: Any) -> Array:
+    """Returns a shift in the axes of the sum, behind those of the scans around; size 1 where it is
+    the same for all.
+    """
+    site, channels = part
+    x, shape = np.asarray(shift, np.float64), met.bias.numbers.shape
+    own = [loop.address for loop in site.loops]
+    steps = [n if here in own else 1 for here, n in zip(met.loops, shape, strict=False)]
+    rows = x.reshape(-1, *x.shape[len(own) :])
+    spread = np.stack([channels.spread(row, shape[len(met.loops) :]) for row in rows])
+    return spread.reshape(*steps, *spread.shape[1:])
+
+
+def _delta(met: _Met, shift: Array, size: int) -> Array | None:
+    """Returns what the elements of a bias take, or `None` where one would take two things."""
+    numbers = met.bias.numbers
+    repeated = [n > 1 and not step for n, step in zip(numbers.shape, numbers.strides, strict=True)]
+    alike = [n == 1 for n in shift.shape]
+    numbers = numbers[
+        tuple(slice(1) if a and b else slice(None) for a, b in zip(repeated, alike, strict=True))
+    ]
+    wanted, delta = np.broadcast_to(shift, numbers.shape), np.zeros(size)
+    delta[numbers] = wanted
+    return delta if np.array_equal(delta[numbers], wanted) else None
+
+
+class _Walk:
+    """Passes parameters and results through a function, as far as each is read once."""
+
+    def __init__(self, plan: Plan, wanted: set[str]):
+        self._plan, self._wanted = plan, wanted
+        self.found: list[_Met] = []
+
+    def body(
+        self, jaxpr: Any, address: Address, known: Sequence[Any], loops: tuple[Address, ...]
+    ) -> list[Any]:
+        """Returns what the results of a body are."""
+        body, _ = _compat.open_jaxpr(jaxpr)
+        read = [*(x for eqn in body.eqns for x in eqn.invars), *body.outvars]
+        uses = Counter(x for x in read if not _compat.is_literal(x))
+        env = dict(zip(body.invars, known, strict=True))
+
+        def of(x: Any) -> Any:
+            return None if _compat.is_literal(x) or uses[x] > 1 else env.get(x)
+
+        for here, eqn, marked in addressed(body, address):
+            given = [of(x) for x in eqn.invars]
+            results = self._results(here, eqn, marked, given, loops)
+            env.update(zip(eqn.outvars, results, strict=False))
+        return [of(x) for x in body.outvars]
+
+    def _results(
+        self,
+        here: Address,
+        eqn: Eqn,
+        marked: bool,
+        given: list[Any],
+        loops: tuple[Address, ...],
+    ) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            site = self._plan.site_at(here) if marked else None
+            if site is None or site.output_key not in self._wanted or site.output is not None:
+                return ()
+            place = next(i for i, x in enumerate(site.operands) if x.role == "weight")
+            return [_Results(((site, Channels.of_result(eqn, place)),))]
+        if name == "add":
+            return [self._added(eqn, given, loops)]
+        if name in _VIEWS and isinstance(given[0], _Elements):
+            numbers = _VIEWS[name](given[0].numbers, eqn, len(loops))
+            return [given[0]._replace(numbers=numbers)]
+        if name == "scan":
+            count, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            length = eqn.params["length"]
+            inside = [_each(x, length, len(loops)) for x in given[:count]]
+            inside += [None] * carried
+            inside += [x if isinstance(x, _Elements) else None for x in given[count + carried :]]
+            self.body(eqn.params["jaxpr"], here, inside, (*loops, here))
+        elif name in FORMS and name not in ("while", "cond", "shard_map"):
+            body = body_of(eqn)
+            if len(_compat.open_jaxpr(body)[0].invars) == len(given):
+                return self.body(body, here, given, loops)
+        return ()
+
+    def _added(self, eqn: Eqn, given: list[Any], loops: tuple[Address, ...]) -> Any:
+        """Returns what a sum is; a bias in it is found."""
+        out = eqn.outvars[0].aval
+        whole = [x.aval.shape == out.shape for x in eqn.invars]
+        results = [
+            x for x, fits in zip(given, whole, strict=True) if isinstance(x, _Results) and fits
+        ]
+        biases = [x for x in given if isinstance(x, _Elements)]
+        if not results:
+            return None
+        if biases:
+            bias = biases[0]
+            shape = (*bias.numbers.shape[: len(loops)], *out.shape)
+            bias = bias._replace(numbers=np.broadcast_to(bias.numbers, shape))
+            self.found.append(_Met(bias, results[0].parts, loops, out.dtype))
+            return None
+        return _Results(tuple(part for x in results for part in x.parts))
+
+
+def _each(x: Any, length: int, axis: int) -> Any:
+    """Returns what each step of a scan reads of a constant."""
+    if not isinstance(x, _Elements):
+        return None
+    shape = (*x.numbers.shape[:axis], length, *x.numbers.shape[axis:])
+    return x._replace(numbers=np.broadcast_to(np.expand_dims(x.numbers, axis), shape))
+
+
+def _broadcast(x: Array, eqn: Eqn, loops: int) -> Array:
+    shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    lead = x.shape[:loops]
+    own = [1] * len(shape)
+    for axis, n in zip(axes, x.shape[loops:], strict=True):
+        own[axis] = n
+    return np.broadcast_to(x.reshape(*lead, *own), (*lead, *shape))
+
+
+_VIEWS = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),
+    "squeeze": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),
+    "transpose": lambda x, eqn, loops: x.transpose(
+        *range(loops), *(loops + axis for axis in eqn.params["permutation"])
+    ),
+}
+"""What views do to the numbers of elements, behind the axes of scans around."""
