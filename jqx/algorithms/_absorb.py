@@ -12,8 +12,8 @@ import numpy as np
 from ..observers import ObservedSite, Observer
 from ..transforms import ChannelMap
 from ._channels import Met
-from ._kept import most
 from ._labels import Array
+from ._operands import most
 from ._scaled import Scaled
 
 

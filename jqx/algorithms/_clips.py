@@ -9,8 +9,8 @@ import scipy.sparse.csgraph
 
 from ..transforms import ChannelMap
 from ._folds import Folds
-from ._kept import most
 from ._labels import Array
+from ._operands import most
 
 
 def at_most_one(folds: Folds, factors: Array) -> Array:

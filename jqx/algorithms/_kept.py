@@ -11,6 +11,7 @@ from ..transforms import ChannelMap
 from ._channels import Met
 from ._folds import Folds
 from ._labels import Array
+from ._operands import least, most, spread
 from ._scaled import Scaled
 
 
@@ -38,7 +39,7 @@ class Kept:
         key = self._folds.key(met)
         if key not in self.scales:
             return np.ones(met.inputs.shape)
-        return _spread(met, self.scales[key][met.steps])
+        return spread(met, self.scales[key][met.steps])
 
     def maps(self) -> dict[str, ChannelMap]:
         """Returns them as maps of sites."""
@@ -71,8 +72,8 @@ class Unpaired:
         paired = self._folds.inputs(met)
         if id(met) not in self._numbers:
             return paired
-        is_paired = _spread(met, least(met, paired) > 0)
-        return np.where(is_paired, paired, _spread(met, self._numbers[id(met)]))
+        is_paired = spread(met, least(met, paired) > 0)
+        return np.where(is_paired, paired, spread(met, self._numbers[id(met)]))
 
     def kept(self, factors: Array) -> Kept:
         """Returns what is kept at sites, of factors by number."""
@@ -89,24 +90,3 @@ def read_together(scaled: Scaled, observer: Observer, mets: Iterable[Met]) -> li
         value = id(scaled.stats[scaled.name(met, observer)]), met.steps
         together.setdefault(value, []).append(met)
     return list(together.values())
-
-
-def most(met: Met, x: Array) -> Array:
-    """Returns the largest of what each channel of a site has, by channel of its operand."""
-    if met.about.patches is not None:
-        taps = int(np.prod(met.about.patches.kernel))
-        return x.reshape(-1, taps).max(-1)
-    return x.max(0) if met.site.op == "ragged_dot" else x
-
-
-def least(met: Met, x: Array) -> Array:
-    """Returns the least, likewise."""
-    return -most(met, -x)
-
-
-def _spread(met: Met, own: Array) -> Array:
-    """Returns what each channel of an operand has, for each channel of a site."""
-    if met.about.patches is not None:
-        taps = int(np.prod(met.about.patches.kernel))
-        return np.repeat(own, taps).reshape(met.inputs.shape)
-    return np.broadcast_to(own, met.inputs.shape)

@@ -13,8 +13,9 @@ from ..observers._shared import check_weight
 from ..transforms import Plan
 from ..transforms._shared import Chosen
 from ._channels import Met
-from ._kept import Kept, most, read_together
+from ._kept import Kept, read_together
 from ._labels import Array
+from ._operands import most
 from ._scaled import Scaled
 
 _LEAST = 1e-5
