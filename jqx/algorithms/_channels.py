@@ -14,29 +14,23 @@ from typing import Any
 import numpy as np
 from jax.tree_util import keystr
 
-from .. import _compat
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ..transforms import Plan
 from ..transforms._shared import (
     CONTRACTIONS,
-    FORMS,
     Address,
     Call,
     Channels,
     Site,
-    addressed,
     contractions,
     observed_parts,
 )
-from ._decisions import body_of
 from ._elements import Elements
 from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
 from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, told
 from ._stages import Steps
-
-_MOST = 256
-"""Steps of a scan that are gone through, where it does not step over parameters."""
+from ._walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +80,7 @@ class Table:
     labels: Array
 
 
-class Follower:
+class Follower(Walk):
     """Passes labels through a jaxpr.
 
     Args:
@@ -133,7 +127,7 @@ class Follower:
                 numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
                 given.append(Leaf(place, shape, numbers))
         consts = [Known(x) for x in call.consts]
-        for x in self._run(call.jaxpr, consts, given, (), ()):
+        for x in self.run(call.jaxpr, consts, given):
             if not isinstance(x, Known):
                 self.labels.stop(
                     self.labelled(x, "it is returned"), "it is a result of the function"
@@ -155,35 +149,11 @@ class Follower:
                 use = self.elsewhere.get(table.place, "sums with it")
                 self.labels.stop_labels(table.labels, f"the table has another use: {use}")
 
-    def _run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Value],
-        given: Sequence[Value],
-        address: Address,
-        steps: Steps,
-    ) -> list[Value]:
-        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, given, strict=True))
-
-        def read(atom: Any) -> Value:
-            return Known(atom.val) if _compat.is_literal(atom) else env[atom]
-
-        for here, eqn, marked in addressed(jaxpr, address):
-            inside = here if marked else (*here, -1)
-            results = self._evaluate(eqn, list(map(read, eqn.invars)), inside, steps)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _evaluate(
+    def evaluate(
         self, eqn: Eqn, given: list[Value], here: Address, steps: Steps
     ) -> Sequence[Value]:
+        """Returns the labels of the results of an equation."""
         name = eqn.primitive.name
-        known = [x.value for x in given if isinstance(x, Known)]
-        if len(known) == len(given) and not eqn.effects:
-            return [Known(x) for x in _compat.bind(eqn, known)]
-        if name in FORMS:
-            return self._form(eqn, given, here, steps)
         if name in CONTRACTIONS:
             return [self._contraction(eqn, given, here, steps)]
         if name in VIEWED and all(isinstance(x, (Leaf, Known)) for x in given):
@@ -222,64 +192,37 @@ class Follower:
         operands = [x.elements if isinstance(x, Leaf) else x.value for x in given]  # type: ignore
         return [Leaf(first.place, x.shape, x) for x in moved(eqn, operands)]
 
-    def _form(self, eqn: Eqn, given: list[Value], here: Address, steps: Steps) -> list[Value]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, given, here, steps)
-        if name == "cond":
-            index, *operands = given
-            branches = [
-                self._inside(branch, operands, (*here, i), steps)
-                for i, branch in enumerate(eqn.params["branches"])
-            ]
-            if isinstance(index, Known):
-                return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
-            reason = told(eqn)
-            return [self._joined(x, reason) for x in zip(*branches, strict=True)]
-        if name in ("while", "shard_map"):
-            values = [self.labelled(x, name) for x in given]
-            return list(self.labels.stop_at(eqn, values))
-        return self._inside(body_of(eqn), given, here, steps)
+    def stopped(self, eqn: Eqn, given: Sequence[Value], reason: str = "") -> list[Value]:
+        """Fixes what is given to a form that is not gone through."""
+        values = [self.labelled(x, told(eqn)) for x in given]
+        return list(self.labels.stop_at(eqn, values, reason))
 
-    def _inside(
-        self, body: Any, given: Sequence[Value], here: Address, steps: Steps
-    ) -> list[Value]:
-        inner, consts = _compat.open_jaxpr(body)
-        return self._run(inner, [Known(x) for x in consts], given, here, steps)
-
-    def _joined(self, values: Sequence[Value], reason: str) -> Value:
+    def joined(self, values: Sequence[Value], reason: str) -> Value:
+        """Joins the labels of the results of branches."""
         first, *others = (self.labelled(x, reason) for x in values)
         labels = first.labels
         for x in others:
             labels = self.labels.join(labels, x.labels, reason)
         return Labelled.of(labels, first.shape)
 
-    def _scan(self, eqn: Eqn, given: list[Value], here: Address, steps: Steps) -> list[Value]:
-        """Goes through a scan step by step."""
-        consts, count = _compat.scan_counts(eqn)
-        carried = slice(consts, consts + count)
-        shared, carry, stacked = given[:consts], given[carried], given[carried.stop :]
-        order, rows = range(eqn.params["length"]), []
-        if len(order) > _MOST and not any(isinstance(x, Leaf) for x in stacked):
-            values = [self.labelled(x, told(eqn)) for x in given]
-            return list(self.labels.stop_at(eqn, values, f"a scan of {len(order)} steps"))
-        for i in reversed(order) if eqn.params["reverse"] else order:
-            own = [step_of(x, i) for x in stacked]
-            results = self._inside(eqn.params["jaxpr"], [*shared, *carry, *own], here, (*steps, i))
-            carry = results[:count]
-            rows.append(results[count:])
-        rows = rows[::-1] if eqn.params["reverse"] else rows
-        if not rows:
-            return [*carry, *(Labelled.fixed(v.aval.shape) for v in eqn.outvars[count:])]
-        return [*carry, *(self._stacked(each) for each in zip(*rows, strict=True))]
-
-    def _stacked(self, rows: Sequence[Value]) -> Value:
-        if all(isinstance(x, Known) for x in rows):
-            return Known(np.stack([np.asarray(x.value) for x in rows]))  # type: ignore[union-attr]
+    def stacked(self, rows: Sequence[Value]) -> Value:
+        """Stacks the labels of the results of steps."""
         each = [self.labelled(x, "a result of a scan") for x in rows]
         shape = np.broadcast_shapes(*(x.labels.shape for x in each))
         labels = np.stack([np.broadcast_to(x.labels, shape) for x in each])
         return Labelled.of(labels, (len(rows), *each[0].shape))
+
+    def empty(self, shape: Sequence[int]) -> Value:
+        """Returns what is in no step."""
+        return Labelled.fixed(shape)
+
+    def step_of(self, x: Leaf | Labelled, i: int) -> Value:
+        """Returns the labels in a step."""
+        return step_of(x, i)
+
+    def is_parameter(self, x: Value) -> bool:
+        """Whether a value is a parameter."""
+        return isinstance(x, Leaf)
 
     def _contraction(
         self, eqn: Eqn, given: Sequence[Value], here: Address, steps: Steps

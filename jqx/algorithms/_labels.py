@@ -104,10 +104,8 @@ def narrowed(x: Array) -> Array:
     return x
 
 
-def step_of(x: Value, i: int) -> Value:
+def step_of(x: Leaf | Labelled, i: int) -> Value:
     """Returns what a step of a scan sees of a value."""
-    if isinstance(x, Known):
-        return Known(np.asarray(x.value)[i])
     if isinstance(x, Leaf):
         return Leaf(x.place, x.shape[1:], None if x.elements is None else x.elements[i])
     return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])
