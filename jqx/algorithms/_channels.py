@@ -105,7 +105,7 @@ class Follower(Walk):
         self._weights = {self._places[weight.path] for weight in plan.weights}
         self.shapes = [np.shape(leaf) for leaf in call.leaves]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        self.names = _names_of(call, plan.params)
+        self.names = names_of(call, plan.params)
         self._items = {item.address: item for item in contractions(call) if item.address}
         self.labels = Labels(fixed)
         self.starts: dict[int, int] = {}
@@ -321,7 +321,7 @@ def followed_through(*args: Any) -> Follower:
             return follower
 
 
-def _names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
+def names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
     """Returns for each leaf its name among the parameters, whether weights of a plan can have it or
     not, and `None` where it is no parameter.
     """

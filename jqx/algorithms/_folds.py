@@ -5,15 +5,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
 from ..transforms import Plan
-from ..transforms._shared import Site, Weight, is_array
 from ._channels import Follower, Met
 from ._labels import FIXED, Array
+from ._named import Named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Pair:
     clipped: bool = False
 
 
-class Folds:
+class Folds(Named):
     """Which factors the parameters of a function can take, and how.
 
     Attributes:
@@ -46,7 +45,8 @@ class Folds:
     """
 
     def __init__(self, plan: Plan, follower: Follower):
-        self.plan, self.met = plan, follower.met
+        super().__init__(plan, follower.names)
+        self.met = follower.met
         self.numbers, self._why = follower.labels.solved()
         self.count = int(self.numbers.max(initial=0)) + 1
         every = np.arange(len(self.numbers))
@@ -54,33 +54,13 @@ class Folds:
         self.is_clipped = np.zeros(self.count, bool)
         self.is_clipped[self.numbers[np.isfinite(self._limits)]] = True
         self.is_clipped[0] = False
-        self._names = [str(name) for name in follower.names]
         self._shapes = follower.shapes
-        self._places = [i for i, name in enumerate(follower.names) if name is not None]
         of_leaves = {
             place: np.arange(start, start + follower.sizes[place])
             for place, start in follower.starts.items()
         }
         self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
         self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
-
-    @property
-    def sites(self) -> list[Site]:
-        """The sites of the plan of a weight and something else."""
-        kinds = {True, False}
-        return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
-
-    def site(self, met: Met) -> Site:
-        """The site of the plan; of one that the plan leaves in float, that of the plan of all."""
-        return self.plan.site_at(met.site.address) or met.site
-
-    def key(self, met: Met) -> str:
-        """The name of the operand that a site multiplies its weight by."""
-        return next(x.key for x in self.site(met).operands if x.path is None)
-
-    def name(self, met: Met) -> str:
-        """The name of a site."""
-        return self.site(met).name
 
     def inputs(self, met: Met) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
@@ -114,10 +94,6 @@ class Folds:
         """Returns the shape of the weight of a site."""
         return self._shapes[met.place]
 
-    def weight(self, met: Met) -> Weight | None:
-        """Returns the weight of a site, where the plan quantizes it."""
-        return self.plan.weight_at(self._names[met.place])
-
     def largest(self, found: Iterable[tuple[Array, Array]]) -> Array:
         """Returns the largest of some values for each number, 0 where there is none, from pairs of
         numbers and values.
@@ -146,7 +122,7 @@ class Folds:
             add(after, met.inputs, self.name(met))
             add(before, met.outputs, self.name(met))
         for place, labels in self._made:
-            add(before, labels, self._names[place])
+            add(before, labels, self.names[place])
         found: dict[tuple[tuple[str, ...], tuple[str, ...], bool], int] = {}
         for number, consumers in after.items():
             if number and number in before:
@@ -161,29 +137,6 @@ class Folds:
         }
         pairs = [Pair(*key[:2], count, key[2]) for key, count in found.items()]
         return tuple(pairs), reasons
-
-    def leaves(self, params: Any) -> dict[int, Any]:
-        """Returns the leaves of parameters by place, as `Met.place` names them."""
-        leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
-        return dict(zip(self._places, leaves, strict=True))
-
-    def _trees(self, params: Any) -> list[Any]:
-        """Returns the parameters of each position, in the order of these."""
-        if isinstance(self.plan.params, int):
-            return [params]
-        return [params[i] for i in np.argsort(self.plan.params)]
-
-    def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
-        """Returns parameters with other leaves."""
-        rest = (leaves[place] for place in self._places)
-        trees = [
-            jax.tree.map(lambda x: next(rest) if is_array(x) else x, tree)
-            for tree in self._trees(params)
-        ]
-        if isinstance(self.plan.params, int):
-            return trees[0]
-        order = np.argsort(self.plan.params).tolist()
-        return tuple(trees[order.index(i)] for i in range(len(trees)))
 
     def folded(
         self, params: Any, factors: Array, kept: Callable[[Met], Array] | None = None

@@ -3,7 +3,7 @@ own weight, so that the function stays as it is. Found in the dataflow of any fu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,24 +11,14 @@ import numpy as np
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._errors import message
-from ..policy import Policy, Rule
 from ..transforms import ChannelMap, Plan
-from ..transforms._shared import (
-    Inapplicable,
-    as_plan,
-    check_function,
-    plan_call,
-    trace_call,
-)
+from ..transforms._shared import Inapplicable, check_function
 from ._channels import followed_through
 from ._clips import clips_of
-from ._elements import elements_of_sites
+from ._every import every_site
 from ._folds import Folds, Pair
-from ._grids import Group
-from ._once import sites_once
 
 _HEAD = "sites", "channels", "scaled with"
-_EVERY = Policy([Rule(".*", weight="int8", tables=None, optional=True)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,35 +195,8 @@ def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
     check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
 
     def found(*args: Any) -> Pairs:
-        folds = _folds_of(name, f, plan, args)
+        own, *rest = every_site(name, f, plan, args)
+        folds = Folds(own, followed_through(*rest))
         return Pairs(*folds.pairs(), folds=folds)
 
     return found
-
-
-def _folds_of(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Folds:
-    require_that(
-        not plan.splits,
-        error=NotImplementedError,
-        function=function,
-        problem="the plan splits a scan.",
-        given="rules that select steps, such as 'layers[0]'",
-        expected="a plan of the function as it is: pairs are found at all sites, quantized or not",
-        mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
-    )
-    call = trace_call(function, f, plan.parameters, args, {})
-    own = as_plan(function, plan, call, plan.parameters)
-    every = plan_call(function, call, _EVERY, plan.parameters)
-    positions = (plan.params,) if isinstance(plan.params, int) else plan.params
-    values = tuple(args[i] for i in positions)
-    params = values[0] if isinstance(plan.params, int) else values
-    batch = tuple(x for i, x in enumerate(args) if i not in positions)
-    named = zip(call.paths, call.leaves, strict=True)
-    groups = Group.of_plan(every, {path: x.size for path, x in named if path is not None})
-    known = elements_of_sites(f, every, groups, params, batch) if every.sites else {}
-    joined = {
-        x.key for site in every.sites for x in site.operands if len(every.weights_in(site)) > 1
-    }
-    elements = {key: x for key, x in known.items() if key not in joined}
-    once = sites_once(every, groups, call.jaxpr, elements)
-    return Folds(own, followed_through(every, elements, once, call))

@@ -1,0 +1,61 @@
+"""All contractions of a function with weights, quantized or not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .._checks import require_that
+from ..policy import Policy, Rule
+from ..transforms import Plan
+from ..transforms._shared import Address, Call, as_plan, plan_call, trace_call
+from ._elements import Elements, elements_of_sites
+from ._grids import Group
+from ._once import sites_once
+
+_EVERY = Policy([Rule(".*", weight="int8", tables=None, optional=True)])
+
+
+class Every(NamedTuple):
+    """What is known of a function.
+
+    Attributes:
+      own: the plan of its call.
+      plan: that of all that may be a site.
+      elements: which elements of its leaf each site multiplies by, by the key of its operand.
+      once: addresses of sites whose matrices no other site multiplies by.
+      call: the traced function.
+    """
+
+    own: Plan
+    plan: Plan
+    elements: dict[str, Elements]
+    once: set[Address]
+    call: Call
+
+
+def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Every:
+    """Returns the contractions of a function with weights, at its arguments."""
+    require_that(
+        not plan.splits,
+        error=NotImplementedError,
+        function=function,
+        problem="the plan splits a scan.",
+        given="rules that select steps, such as 'layers[0]'",
+        expected="a plan of the function as it is: pairs are found at all sites, quantized or not",
+        mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
+    )
+    call = trace_call(function, f, plan.parameters, args, {})
+    own = as_plan(function, plan, call, plan.parameters)
+    every = plan_call(function, call, _EVERY, plan.parameters)
+    positions = (plan.params,) if isinstance(plan.params, int) else plan.params
+    values = tuple(args[i] for i in positions)
+    params = values[0] if isinstance(plan.params, int) else values
+    batch = tuple(x for i, x in enumerate(args) if i not in positions)
+    named = zip(call.paths, call.leaves, strict=True)
+    groups = Group.of_plan(every, {path: x.size for path, x in named if path is not None})
+    known = elements_of_sites(f, every, groups, params, batch) if every.sites else {}
+    joined = {
+        x.key for site in every.sites for x in site.operands if len(every.weights_in(site)) > 1
+    }
+    elements = {key: x for key, x in known.items() if key not in joined}
+    once = sites_once(every, groups, call.jaxpr, elements)
+    return Every(own, every, elements, once, call)

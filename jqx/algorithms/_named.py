@@ -1,0 +1,78 @@
+"""The sites and the parameters of a function, by the names that a plan has for them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ..transforms import Plan
+from ..transforms._shared import Site, Weight, is_array
+
+
+class Step(Protocol):
+    """A site in one step of the scans around it, and which leaf its weight is."""
+
+    @property
+    def site(self) -> Site: ...
+    @property
+    def place(self) -> int: ...
+
+
+class Named:
+    """The sites and the parameters of a function.
+
+    Args:
+      plan: a plan of the function.
+      names: of each leaf of its arguments, `None` where it is no parameter.
+    """
+
+    def __init__(self, plan: Plan, names: Sequence[str | None]):
+        self.plan = plan
+        self.names = [str(name) for name in names]
+        self._places = [i for i, name in enumerate(names) if name is not None]
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites of the plan of a weight and something else."""
+        kinds = {True, False}
+        return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
+
+    def site(self, met: Step) -> Site:
+        """The site of the plan; of one that the plan leaves in float, that of the plan of all."""
+        return self.plan.site_at(met.site.address) or met.site
+
+    def key(self, met: Step) -> str:
+        """The name of the operand that a site multiplies its weight by."""
+        return next(x.key for x in self.site(met).operands if x.path is None)
+
+    def name(self, met: Step) -> str:
+        """The name of a site."""
+        return self.site(met).name
+
+    def weight(self, met: Step) -> Weight | None:
+        """Returns the weight of a site, where the plan quantizes it."""
+        return self.plan.weight_at(self.names[met.place])
+
+    def leaves(self, params: Any) -> dict[int, Any]:
+        """Returns the leaves of parameters by place, as `Met.place` names them."""
+        leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
+        return dict(zip(self._places, leaves, strict=True))
+
+    def _trees(self, params: Any) -> list[Any]:
+        """Returns the parameters of each position, in the order of these."""
+        if isinstance(self.plan.params, int):
+            return [params]
+        return [params[i] for i in np.argsort(self.plan.params)]
+
+    def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
+        """Returns parameters with other leaves."""
+        rest = (leaves[place] for place in self._places)
+        trees = [
+            jax.tree.map(lambda x: next(rest) if is_array(x) else x, tree)
+            for tree in self._trees(params)
+        ]
+        if isinstance(self.plan.params, int):
+            return trees[0]
+        order = np.argsort(self.plan.params).tolist()
+        return tuple(trees[order.index(i)] for i in range(len(trees)))
