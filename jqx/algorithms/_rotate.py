@@ -1,22 +1,22 @@
 """Rotations: channels are mixed by an orthogonal matrix, so that no value stands out."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from .._calls import called
-from .._checks import check_integer, require_that
+from .._checks import check_flags, check_integer, require_that
 from ..transforms import ChannelMap, Plan
 from ..transforms._shared import Chosen, Inapplicable, arguments_of
-from ._channels import Met
-from ._folds import Folds
-from ._hadamard import factors_of, largest_block, orthogonal
-from ._labels import Array
-from ._pairs import find_pairs
+from ._every import every_site
+from ._hadamard import factors_of, largest_block
+from ._named import Named
+from ._offline import Offline, found_in, why_at_run_time
+from ._orthogonal import Orthogonal
+from ._reads import Read
+from ._streams import Streams
+from ._turned import TurnedParams, key_of, maps_of
 
 _NAME = "algorithms.rotate"
 
@@ -30,24 +30,40 @@ class Rotation:
       channels: how many there are.
       factors: sizes of the Hadamard matrices whose Kronecker product rotates a block of channels;
         none where the site is left as it is.
-      why: it is left as it is.
+      why: it is left as it is, or is rotated at run time.
+      offline: whether what makes its operand is rotated: then nothing is computed at run time.
     """
 
     site: str
     channels: int
     factors: tuple[int, ...]
     why: str = ""
+    offline: bool = False
 
 
 class RotationReport(tuple[Rotation, ...]):
-    """The sites of a plan, and how they are rotated. Prints as a table."""
+    """The sites of a plan, and how they are rotated. Prints as a table.
+
+    Attributes:
+      edges: operands that are turned back at run time, and lookups that are rotated, by key, with
+        the reason: the ends of what is rotated offline where a weight cannot take it.
+      gains: parameters that became 1, because the weights behind them are multiplied by them.
+    """
+
+    edges: Mapping[str, str] = MappingProxyType({})
+    gains: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{'channels':>8} {'block':>12}  site"]
+        lines = [f"{'channels':>8} {'block':>12} {'where':>9}  site"]
         for x in self:
             block = " x ".join(map(str, x.factors)) or "-"
-            why = f" (not rotated: {x.why})" if x.why else ""
-            lines.append(f"{x.channels or '-':>8} {block:>12}  {x.site}{why}")
+            where = "weights" if x.offline else "run time" if x.factors else "-"
+            why = f" ({'' if x.factors else 'not rotated: '}{x.why})" if x.why else ""
+            lines.append(f"{x.channels or '-':>8} {block:>12} {where:>9}  {x.site}{why}")
+        for key, why in self.edges.items():
+            lines.append(f"{'-':>8} {'-':>12} {'run time':>9}  {key} ({why})")
+        if self.gains:
+            lines.append(f"gains that weights take: {', '.join(self.gains)}")
         return "\n".join(lines)
 
 
@@ -64,18 +80,32 @@ class Rotate:
     multiplications each, where the contraction takes one for each row of its weight. Sites that
     read one value share it.
 
+    With `offline` what makes an operand is rotated instead, where that is possible: the output axes
+    of weights, biases, tables. That is found in the function, not in a registry of architectures:
+    what is added to one residual stream is rotated alike, the gains of RMS norms become 1 and go
+    into the weights behind them, and values of attention are rotated head by head. A table that is
+    the head, too, stays as it is where a gain stands before the head: the stream is rotated behind
+    the lookup, and turned back before the head, where the gain is kept. All other sites are rotated
+    at run time. The report says of each site which it is, and why.
+
+    Fewer products remain, and gains no longer hold back channels that stand out: the error may be
+    larger. Measure both.
+
     Attributes:
       block: how many channels are mixed, a divisor of those of a site: that of the groups of the
         scheme for formats such as MXFP4, which a rotation of all channels harms. `None` mixes all,
         or the largest part of them that there is a Hadamard matrix for.
       seed: of the random signs; channels of one number have the same.
+      offline: whether weights take rotations on both sides, where they can; numbers of channels
+        without a Hadamard matrix are mixed by a random orthogonal one there.
 
     Raises:
-      TypeError: an option is no integer.
+      TypeError: `block` or `seed` is no integer, or `offline` no truth value.
       ValueError: `block` is less than 2, or there is no Hadamard matrix of its size; when it runs,
         a site has channels that are not a multiple of it, or no site can be rotated.
 
-    Source: Ashkboos et al., arXiv:2404.00456 (at all sites, online); blocks: Egiazarian et al.,
+    Source: Ashkboos et al., arXiv:2404.00456; Liu et al.,
+    arXiv:2405.16406 (the stream and the values: its R1 and R2); blocks: Egiazarian et al.,
     arXiv:2509.23202.
 
     Example:
@@ -91,9 +121,11 @@ class Rotate:
 
     block: int | None = None
     seed: int = 0
+    offline: bool = False
 
     def __post_init__(self) -> None:
         check_integer(_NAME, "seed", self.seed)
+        check_flags(_NAME, offline=self.offline)
         if self.block is None:
             return
         block = check_integer(_NAME, "block", self.block)
@@ -117,35 +149,64 @@ class Rotate:
         progress: bool = True,
     ) -> Chosen:
         """Returns the parameters with their channels rotated, and what is done at sites."""
-        first = next(iter(batches))
-        folds = find_pairs(f, plan)(*arguments_of(plan, params, first)).folds
-        turned = _Turned(folds, params)
-        maps: dict[str, ChannelMap] = {}
-        found: dict[str, Rotation] = {}
-        for met in folds.met:
-            if folds.weight(met) is None:
-                continue
-            name, count = folds.name(met), channels_of_operand(met)
-            sizes = self._sizes(name, count)
-            why = "" if sizes else f"there is no Hadamard matrix of a divisor of {count}"
-            found[name] = Rotation(name, count, sizes, why)
-            if sizes:
-                signs = signs_of(count, self.seed)
-                turned.rotate(met, signs, sizes)
-                if folds.key(met) not in maps:  # one for all steps
-                    maps[folds.key(met)] = _map(met, signs, sizes)
+        given = arguments_of(plan, params, next(iter(batches)))
+        every = every_site(_NAME, f, plan, given)
+        own, streams = every.own, Streams(every)
+        named = Named(own, streams.names)
+        turned = TurnedParams(named, params)
+        found = found_in(streams, lambda x: named.weight(x) is not None, self._fits)
+        turned.offline(found, self._matrix)
+        maps: dict[str, Any] = maps_of(found, own, self._matrix, turned.gains)
+        edges = {key_of(own, x): why_at_run_time(found, x) for x in found.edges}
+        reads = [
+            x for x in streams.reads if named.weight(x) and x.places and not found.is_shared(x)
+        ]
+        at_run_time = {named.name(x) for x in reads if not found.is_whole(x.inputs)}
+        rotations: dict[str, Rotation] = {}
+        for read in reads:
+            if named.name(read) in at_run_time:  # in all steps of a scan
+                made = self._rotated(named, turned, maps, read)
+                why = found.reason(read) if self.offline and made.factors else made.why
+                rotations.setdefault(made.site, dataclasses.replace(made, why=why))
+            else:
+                made = self._rotated_offline(named, found, read)
+                rotations[made.site] = made
         why = "its weight has another use, or is no plain matrix"
-        report = [found.get(x.name, Rotation(x.name, 0, (), why)) for x in folds.sites]
-        require_that(
-            maps,
-            error=Inapplicable,
-            function=_NAME,
-            problem="no site can be rotated.",
-            given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
-            expected="a contraction with a weight of its own, of an even number of channels",
-            mend="leave this algorithm out.",
-        )
-        return Chosen(turned.params(), RotationReport(report), maps)
+        rows = [rotations.get(x.name, Rotation(x.name, 0, (), why)) for x in named.sites]
+        _check_some(rows)
+        report = RotationReport(rows)
+        report.edges, report.gains = edges, turned.folded
+        return Chosen(turned.params(), report, maps)
+
+    def _fits(self, size: int) -> bool:
+        """Whether blocks of so many channels can be rotated in weights."""
+        return self.offline and (self.block is None or size % self.block == 0)
+
+    def _matrix(self, size: int) -> Orthogonal:
+        """Returns the rotation of a block of so many channels that weights take."""
+        if self.block is None:
+            return Orthogonal.any(size, self.seed)
+        return Orthogonal.hadamard(size, factors_of(self.block), self.seed)
+
+    def _rotated_offline(self, named: Named, found: Offline, read: Read) -> Rotation:
+        """Returns how the operand of a site is rotated already."""
+        sizes = self._matrix(int(found.sizes(read.inputs).max())).sizes
+        return Rotation(named.name(read), read.channels, sizes, offline=True)
+
+    def _rotated(
+        self, named: Named, turned: TurnedParams, maps: dict[str, Any], read: Read
+    ) -> Rotation:
+        """Rotates the operand of a site at run time, and its weight."""
+        name, count = named.name(read), read.channels
+        sizes = self._sizes(name, count)
+        if not sizes:
+            why = f"there is no Hadamard matrix of a divisor of {count}"
+            return Rotation(name, count, (), why)
+        matrix = Orthogonal.hadamard(count, sizes, self.seed)
+        turned.read(read, matrix)
+        if named.key(read) not in maps:  # one for all steps
+            maps[named.key(read)] = _map(read, matrix)
+        return Rotation(name, count, sizes)
 
     def _sizes(self, name: str, count: int) -> tuple[int, ...]:
         """Returns the sizes of the factors of the rotation of so many channels."""
@@ -167,56 +228,21 @@ class Rotate:
 rotate = Rotate
 
 
-def channels_of_operand(met: Met) -> int:
-    """Returns how many channels an operand has, of all groups of a convolution one's."""
-    taps = 1 if met.about.patches is None else math.prod(met.about.patches.kernel)
-    return met.inputs.shape[-1] // taps
-
-
-def signs_of(count: int, seed: int) -> Array:
-    """Returns random signs of so many channels."""
-    return np.random.default_rng((seed, count)).choice(np.array([-1.0, 1.0]), count)
-
-
-def _map(met: Met, signs: Array, sizes: Sequence[int]) -> ChannelMap:
+def _map(read: Read, matrix: Orthogonal) -> ChannelMap:
     """Returns the rotation of the operand of a site, in each step of the loops around it."""
-    steps = tuple(loop.length for loop in met.site.loops)
-    groups = 1 if met.about.patches is None else met.about.patches.groups
-    stack = met.inputs.shape[:-1] if met.site.op == "dot_general" else ()
-    scale = np.broadcast_to(np.tile(signs, groups), (*steps, *stack, groups * len(signs)))
-    factors = map(orthogonal, sizes)
-    return ChannelMap(
-        scale=jnp.asarray(scale, jnp.float32),
-        factors=tuple(
-            jnp.asarray(np.broadcast_to(x, (*steps, *x.shape)), jnp.float32) for x in factors
-        ),
+    groups = 1 if read.about.patches is None else read.about.patches.groups
+    stack = read.inputs.shape[:-1] if read.site.op == "dot_general" else ()
+    loops = tuple(loop.length for loop in read.site.loops)
+    return matrix.map((*stack, groups * read.channels), loops)
+
+
+def _check_some(report: list[Rotation]) -> None:
+    require_that(
+        any(x.factors for x in report),
+        error=Inapplicable,
+        function=_NAME,
+        problem="no site can be rotated.",
+        given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
+        expected="a contraction with a weight of its own, of an even number of channels",
+        mend="leave this algorithm out.",
     )
-
-
-class _Turned:
-    """Parameters whose channels are rotated, in float64, rounded once."""
-
-    def __init__(self, folds: Folds, params: Any):
-        self._folds, self._params = folds, params
-        self._leaves = folds.leaves(params)
-        self._found: dict[int, Array] = {}
-
-    def rotate(self, met: Met, signs: Array, sizes: Sequence[int]) -> None:
-        """Rotates the channels of the weight of a site in one step."""
-        if met.place not in self._found:
-            self._found[met.place] = np.array(self._leaves[met.place], np.float64).reshape(-1)
-        flat, elements, count = self._found[met.place], met.elements, len(signs)
-        w = flat[elements].reshape(*elements.shape[:-1], count, -1)  # taps are the fastest
-        w = np.moveaxis(w, -2, -1) * signs
-        blocks = w.reshape(*w.shape[:-1], -1, *sizes)
-        for i, n in enumerate(sizes):
-            axis = i - len(sizes)
-            blocks = np.moveaxis(np.moveaxis(blocks, axis, -1) @ orthogonal(n), -1, axis)
-        flat[elements] = np.moveaxis(blocks.reshape(w.shape), -1, -2).reshape(elements.shape)
-
-    def params(self) -> Any:
-        """Returns the parameters."""
-        for place, x in self._found.items():
-            own = self._leaves[place]
-            self._leaves[place] = jnp.asarray(x.reshape(np.shape(own)), own.dtype)
-        return self._folds.with_leaves(self._params, self._leaves)

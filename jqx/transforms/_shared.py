@@ -64,6 +64,7 @@ from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_params import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
+from ._site import Operand as Operand
 from ._site import Site as Site
 from ._site import Weight as Weight
 from ._trace import Call as Call

@@ -1,0 +1,237 @@
+"""Which blocks of channels are rotated in the weights, and what is done at run time where a weight
+cannot take a rotation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ._channels import Table
+from ._labels import FIXED, Array
+from ._reads import Lookup, Read
+from ._streams import Streams
+from ._turns import Blocks
+
+Edge = Read | Lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class Offline:
+    """What is rotated in the weights of a function.
+
+    Attributes:
+      streams: the function.
+      blocks: all blocks of channels.
+      rotated: for each kind of blocks, whether it is rotated.
+      edges: contractions and lookups whose weight cannot take a rotation: it is done there.
+      tied: leaves that are tables and weights, rotated once for both.
+      why: for kinds that are not rotated, the reason.
+    """
+
+    streams: Streams
+    blocks: Blocks
+    rotated: Array
+    edges: tuple[Edge, ...]
+    tied: frozenset[int]
+    why: Mapping[int, str]
+
+    @property
+    def folded(self) -> list[Read]:
+        """The contractions whose weight takes rotations."""
+        edges = set(map(id, self.edges))
+        return [x for x in self.streams.reads if id(x) not in edges and x.places is not None]
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables that take rotations."""
+        edges = set(map(id, self.edges))
+        own = [x.table for x in self.streams.lookups if id(x) not in edges]
+        return list({(x.place, x.elements.first): x for x in own}.values())
+
+    def sizes(self, labels: Array) -> Array:
+        """Returns for each channel the size of its block, 0 where it is not rotated."""
+        kinds = self.kinds(labels)
+        return np.where(self.rotated[kinds], self.blocks.sizes[kinds], 0)
+
+    def kinds(self, labels: Array) -> Array:
+        """Returns the kind of the block of each channel."""
+        return _kinds(self.blocks, labels)
+
+    def is_whole(self, labels: Array) -> bool:
+        """Whether all channels are rotated."""
+        return bool(labels.size) and bool(np.all(self.sizes(labels) > 0))
+
+    def is_shared(self, read: Read) -> bool:
+        """Whether the weight of a contraction has another use, so that it cannot be rotated, or is
+        rotated with that.
+        """
+        looked_up = {x.table.place for x in self.streams.lookups}
+        if read.place in self.tied and self.is_whole(read.inputs):
+            return False
+        return read.place in self.streams.elsewhere or read.place in looked_up
+
+    def reason(self, read: Read) -> str:
+        """Returns why some channels of a contraction are not rotated in weights."""
+        labels = read.inputs
+        for label in np.unique(labels[self.sizes(labels) == 0]).tolist():
+            told = self.why.get(int(self.blocks.kinds[label])) if label > FIXED else None
+            told = told or self.blocks.why.get(label)
+            if told:
+                return told
+        return read.why or "it is an argument, or made of one"
+
+
+def found_in(
+    streams: Streams, is_planned: Callable[[Read], bool], fits: Callable[[int], bool]
+) -> Offline:
+    """Returns what can be rotated, and saves products at run time.
+
+    Args:
+      streams: the function.
+      is_planned: whether a contraction is rotated at run time otherwise.
+      fits: whether blocks of so many channels can be rotated.
+    """
+    edges, tied = _edges(streams)
+    blocks = streams.turns.solved()
+    rotated, why = np.ones(len(blocks.sizes), bool), dict[int, str]()
+    rotated[0] = False
+    gains = [(gain, _kinds(blocks, labels)) for gain, labels in streams.gains]
+    at_edges = set(map(id, edges))
+    folded = [read for read in streams.reads if id(read) not in at_edges]
+
+    def drop(kinds: Array, reason: str) -> None:
+        for kind in np.unique(kinds).tolist():
+            if rotated[kind]:
+                rotated[kind] = False
+                why.setdefault(kind, reason)
+
+    fit = np.array([size > 1 and fits(int(size)) for size in blocks.sizes])
+    drop(np.flatnonzero(~fit), "its channels that are rotated alike are no multiple of `block`")
+    while True:
+        before = rotated.sum()
+        for kinds in _uneven(edges, blocks, rotated):
+            drop(kinds, "only a part of it could be rotated at run time")
+        _same_gains(gains, rotated, drop)
+        saved, spent = _products(folded, edges, blocks, rotated, is_planned)
+        if rotated.sum() == before:
+            few = np.flatnonzero(rotated & (saved <= spent))
+            drop(few, "that would save no product at run time")
+        if rotated.sum() == before:
+            break
+    kept = tuple(x for x in edges if np.any(rotated[_kinds(blocks, _labels(x))]))
+    return Offline(streams, blocks, rotated, kept, tied, why)
+
+
+def why_at_run_time(found: Offline, edge: Edge) -> str:
+    """Returns why an edge is one."""
+    place = edge.place if isinstance(edge, Read) else edge.table.place
+    streams = found.streams
+    if isinstance(edge, Read) and edge.places is None:
+        return "its weight has another use, or is no plain matrix"
+    uses = streams.unseen | streams.elsewhere
+    if place in uses:
+        return f"its weight has another use: {uses[place]}"
+    if isinstance(edge, Read):
+        return "its weight is a table that is looked up"
+    return "its table is a weight, too, behind a gain"
+
+
+def _kinds(blocks: Blocks, labels: Array) -> Array:
+    return np.where(labels > FIXED, blocks.kinds[labels], 0)
+
+
+def _labels(edge: Edge) -> Array:
+    return edge.inputs if isinstance(edge, Read) else edge.made
+
+
+def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
+    """Returns the contractions and lookups that cannot take a rotation in their weight, and the
+    tables that take one for all their uses.
+    """
+    turns, elsewhere = streams.turns, streams.unseen | streams.elsewhere
+    tables = {x.table.place: x for x in streams.lookups}
+    tied = set[int]()
+    for place, lookup in tables.items():
+        reads = [x for x in streams.reads if x.place == place]
+        if reads and all(_is_alike(x, lookup) for x in reads):
+            tied.add(place)
+    edges: list[Edge] = []
+    for read in streams.reads:
+        loops = streams.items[read.site.address].loops
+        if read.gains is not None and len(loops) != len(read.steps):
+            turns.stop(read.inputs, "a gain before a weight that a scan does not step over")
+        fails = read.places is None or read.place in elsewhere
+        fails = fails or not (read.is_site or read.place in tables)
+        if read.place in tables and read.place in tied and not fails:
+            turns.join(tables[read.place].made, read.inputs, "a table with another use")
+        elif fails or read.place in tables:
+            edges.append(read)
+            if read.order is not None:
+                turns.stop(read.inputs, "a weight that cannot be rotated, summed in another order")
+            turns.stop(read.outputs, "its weight has another use, or is no plain matrix")
+    for lookup in streams.lookups:
+        place = lookup.table.place
+        shared = any(x.place == place for x in streams.reads) and place not in tied
+        first = tables[place].made
+        if place in elsewhere or shared:
+            edges.append(lookup)
+        elif lookup.made is not first:
+            turns.join(first, lookup.made, "a table with another use")
+    return edges, frozenset(tied - set(elsewhere))
+
+
+def _is_alike(read: Read, lookup: Lookup) -> bool:
+    """Whether a contraction sums over what a lookup takes: the rows of one table."""
+    if read.places is None or read.gains is not None or read.inputs.ndim > 1:
+        return False
+    own = read.elements
+    return own.ndim == 2 and np.array_equal(own, lookup.table.elements[()])
+
+
+def _uneven(edges: Sequence[Edge], blocks: Blocks, rotated: Array) -> Iterator[Array]:
+    """Yields kinds of blocks that cannot be rotated where they meet at one edge."""
+    by_address: dict[object, list[Edge]] = {}
+    for edge in edges:
+        address = edge.site.address if isinstance(edge, Read) else edge.address
+        by_address.setdefault(address, []).append(edge)
+    for each in by_address.values():
+        kinds = np.concatenate([_kinds(blocks, _labels(edge)).ravel() for edge in each])
+        sizes = np.where(rotated[kinds], blocks.sizes[kinds], 0)
+        if np.unique(sizes).size > 1:
+            yield kinds
+
+
+def _same_gains(
+    gains: Sequence[tuple[Array, Array]], rotated: Array, drop: Callable[[Array, str], None]
+) -> None:
+    """Drops kinds of blocks whose gains are those of channels that are not rotated."""
+    if not gains:
+        return
+    gain, kinds = (np.concatenate(x) for x in zip(*gains, strict=True))
+    kept = np.zeros(int(gain.max()) + 1, bool)
+    kept[gain[~rotated[kinds]]] = True
+    drop(kinds[kept[gain]], "its gain is that of a value that cannot be rotated")
+
+
+def _products(
+    folded: Sequence[Read],
+    edges: Sequence[Edge],
+    blocks: Blocks,
+    rotated: Array,
+    is_planned: Callable[[Read], bool],
+) -> tuple[Array, Array]:
+    """Returns for each kind of blocks how many values need no rotation at run time, and how many
+    need one because of it.
+    """
+    saved, spent = np.zeros(len(rotated), int), np.zeros(len(rotated), int)
+    seen: set[object] = set()
+    for count, each in ((saved, folded), (spent, edges)):
+        for x in each:
+            kinds = np.unique(_kinds(blocks, _labels(x)))
+            value = (id(x.value) if isinstance(x, Read) else x.address, x.steps, count is saved)
+            is_read = count is spent or (np.all(rotated[kinds]) and is_planned(x))  # type: ignore
+            if is_read and value not in seen:
+                seen.add(value)
+                count[kinds] += 1
+    return saved, spent

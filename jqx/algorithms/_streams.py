@@ -1,0 +1,376 @@
+"""Which channels of a function can be rotated, and what must be rotated with them: labels of
+channels are passed through the traced function (`_turns.py`).
+
+A value is rotated where it is `x Q`, `x` what it was. Weights take `Q` at their output axes, and
+its inverse where they sum over channels; so do biases and tables. Root mean squares are the same of
+both. A gain behind a norm goes into the weights that read it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._compat import Eqn
+from ..transforms._shared import (
+    CONTRACTIONS,
+    Address,
+    Call,
+    Channels,
+    Site,
+    contractions,
+    observed_parts,
+)
+from ._channels import Table, names_of
+from ._elements import Elements
+from ._every import Every
+from ._label_rules import VIEWED, moved
+from ._labels import FREE, Array, Known, told
+from ._reads import Lookup, Read, channels_at, read_of_table
+from ._stages import Steps
+from ._turn_rules import RULES, gathered, product, scaled, stop_at, varies_of
+from ._turns import Parameter, Turned, Turns, smallest
+from ._walk import Walk
+
+_FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
+
+
+class Streams(Walk):
+    """Passes labels through a jaxpr.
+
+    Args:
+      every: the function.
+
+    Attributes:
+      reads: contractions with weights.
+      lookups: lookups in parameters.
+      gains: labels of gains, and of the channels that are multiplied by them.
+      offsets: by leaf, what is added to a gain.
+      starts: by leaf, the label of its first element.
+      elsewhere: leaves that cannot be changed, and why.
+      unseen: leaves of which only a part is used, and why that matters.
+    """
+
+    def __init__(self, every: Every):
+        call = every.call
+        self.plan, self._elements, self._once = every.plan, every.elements, every.once
+        self.names = names_of(call, every.plan.params)
+        self.shapes = [np.shape(leaf) for leaf in call.leaves]
+        self.sizes = [int(np.prod(shape)) for shape in self.shapes]
+        self.items = {item.address: item for item in contractions(call) if item.address}
+        self.turns = Turns()
+        self.starts: dict[int, int] = {}
+        self.reads: list[Read] = []
+        self.lookups: list[Lookup] = []
+        self.gains: list[tuple[Array, Array]] = []
+        self.offsets: dict[int, float] = {}
+        self.elsewhere: dict[int, str] = {}
+        self.unseen: dict[int, str] = {}
+        self._used: dict[int, Array] = {}
+        self._summed: set[int] = set()
+        self._follow(call)
+
+    def _follow(self, call: Call) -> None:
+        places = {path: i for i, path in enumerate(call.paths) if path is not None}
+        weights = {places[weight.path] for weight in self.plan.weights}
+        given: list[Any] = []
+        for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+            if name is None:
+                given.append(Turned.plain(shape))
+                continue
+            elements = None
+            if place not in weights:
+                elements = np.arange(self.sizes[place], dtype=np.int32).reshape(shape)
+            given.append(Parameter(place, shape, elements))
+        self._whole = {id(x) for x in given if isinstance(x, Parameter)}
+        for x in self.run(call.jaxpr, [Known(x) for x in call.consts], given):
+            if not isinstance(x, Known):
+                why = "it is a result of the function"
+                self.turns.stop(self.turned(x, "it is returned").labels, why)
+        self._find_other_uses()
+
+    def _find_other_uses(self) -> None:
+        """Stops what would be rotated by changing a parameter that has another use."""
+        for place, used in self._used.items():
+            if not used.all():  # what a call of other shapes may see
+                self.unseen.setdefault(place, "a part of it is not seen here")
+        for place in {x.table.place for x in self.lookups} & set(self.starts):
+            self.elsewhere.setdefault(place, "rows of it are looked up")
+        for place in {x.place for x in self.reads} & set(self.starts):
+            self.elsewhere.setdefault(place, "a product with it")
+        for place, why in (self.unseen | self.elsewhere).items():
+            if place in self.starts:
+                labels = np.arange(self.sizes[place], dtype=np.int32) + self.starts[place]
+                self.turns.stop(labels, f"{self.names[place]} has another use: {why}")
+        for gains, labels in self.gains:
+            place, _ = self.elements_of(gains)
+            if place in self.unseen | self.elsewhere or place in self._summed:
+                self.turns.stop(labels, f"its gain {self.names[place]} has another use")
+
+    def elements_of(self, labels: Array) -> tuple[int, Array]:
+        """Returns which leaf has some labels, and which of its elements."""
+        own = (x for x in self.starts.items() if 0 <= labels.flat[0] - x[1] < self.sizes[x[0]])
+        place, start = next(own)
+        return place, labels - start
+
+    def turned(self, x: Any, use: str) -> Turned:
+        """Returns a value with labels; each element of a parameter has its own."""
+        if isinstance(x, Turned):
+            return x
+        if isinstance(x, Known):
+            value = np.asarray(x.value)
+            if np.issubdtype(value.dtype, np.inexact) and np.all(value == 0):
+                return Turned(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
+            varies = [
+                axis for axis, n in enumerate(value.shape)
+                if n > 1 and np.any(value != value.take([0], axis))
+            ]  # fmt: skip
+            return Turned.plain(value.shape, frozenset(varies))
+        if x.elements is None:
+            self.elsewhere.setdefault(x.place, use)
+            return Turned.plain(x.shape)
+        labels = self._labels(x)
+        self._use(x.place, x.elements)
+        self._summed.add(x.place)
+        found = Turned.of(labels, x.shape)
+        scaled(self.turns, found, x.varies, use)
+        if x.offset:
+            self.turns.stop(labels, f"{self.names[x.place]} has a constant added")
+            return Turned.plain(x.shape)
+        return found
+
+    def _use(self, place: int, elements: Array) -> None:
+        self._used.setdefault(place, np.zeros(self.sizes[place], bool))[elements] = True
+
+    def _labels(self, x: Parameter) -> Array:
+        """Returns the labels of the elements of a parameter."""
+        if x.place not in self.starts:
+            self.starts[x.place] = int(self.turns.new(1, self.sizes[x.place])[0, 0])
+        return x.elements + np.int32(self.starts[x.place])  # type: ignore[operator]
+
+    def evaluate(self, eqn: Eqn, given: list[Any], here: Address, steps: Steps) -> Sequence[Any]:
+        """Returns the labels of the results of an equation."""
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            return [self._contraction(eqn, given, here, steps)]
+        found = self._of_parameters(eqn, given)
+        if found is not None:
+            return found
+        values = [self.turned(x, told(eqn)) for x in given]
+        if all(x.is_plain for x in values):
+            shapes = [v.aval.shape for v in eqn.outvars]
+            varies, why = varies_of(eqn, values), next((x.why for x in values if x.why), "")
+            return [Turned.plain(*x, why) for x in zip(shapes, varies, strict=True)]
+        rule = RULES.get(name)
+        if rule is None:
+            return stop_at(self.turns, eqn, values)
+        return rule(self.turns, eqn, values, given)
+
+    def _of_parameters(self, eqn: Eqn, given: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the results of views of parameters, of `1 + gain`, and of products with them;
+        `None` where parameters are values as others.
+        """
+        name, own = eqn.primitive.name, [x for x in given if isinstance(x, Parameter)]
+        if len({x.place for x in own}) != 1 or not jnp.issubdtype(
+            eqn.outvars[0].aval.dtype, jnp.inexact
+        ):
+            return None
+        x, shape = own[0], eqn.outvars[0].aval.shape
+        if (
+            name in _FLAT
+            and not x.varies
+            and len(own) + sum(isinstance(x, Known) for x in given) == len(given)
+        ):
+            return self._viewed(eqn, given, x)
+        if len(own) > 1 or len(given) != 2 or x.elements is None or len(x.shape) != len(shape):
+            return None
+        (other,) = (y for y in given if not isinstance(y, Parameter))
+        if name in ("add", "sub") and isinstance(other, Known) and not x.is_scaled:
+            value = np.asarray(other.value)
+            is_first = given[0] is x or name == "add"
+            if is_first and value.size and np.all(value == value.flat[0]) and value.flat[0]:
+                by = float(value.flat[0]) * (1 if name == "add" else -1)
+                return [dataclasses.replace(x, shape=shape, offset=x.offset + by)]
+        if name == "mul" or (name == "div" and given[0] is x):
+            factor = self.turned(other, told(eqn))
+            if factor.is_plain:
+                varies = x.varies | factor.varies
+                return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
+            if name == "mul":
+                return [self._gained(eqn, factor, x)]
+        return None
+
+    def _viewed(self, eqn: Eqn, given: Sequence[Any], x: Parameter) -> Sequence[Any] | None:
+        shapes = [v.aval.shape for v in eqn.outvars]
+        if eqn.primitive.name not in VIEWED:
+            return [x]
+        if x.elements is None:
+            return [Parameter(x.place, shape, None) for shape in shapes]
+        if eqn.primitive.name in ("pad", "dynamic_update_slice"):
+            return None
+        operands = [
+            np.broadcast_to(y.elements, y.shape)  # type: ignore[arg-type]
+            if isinstance(y, Parameter)
+            else y.value
+            for y in given
+        ]
+        varies = varies_of(eqn, [Turned.plain(x.shape, x.varies)]) if x.varies else [x.varies]
+        found = zip(moved(eqn, operands), shapes, varies * len(shapes), strict=False)
+        return [
+            dataclasses.replace(x, elements=smallest(own), shape=shape, varies=axes)
+            for own, shape, axes in found
+        ]
+
+    def _gained(self, eqn: Eqn, x: Turned, gain: Parameter) -> Turned:
+        """Returns a value with its channels multiplied by a gain."""
+        shape = eqn.outvars[0].aval.shape
+        if not x.is_bare:
+            return stop_at(self.turns, eqn, [x], "two gains, or one of squares,")[0]
+        scaled(self.turns, x, gain.varies, told(eqn, "a factor for each channel,"))
+        found = self._labels(gain)
+        self._use(gain.place, gain.elements)  # type: ignore[arg-type]
+        self.turns.stop(found, "it is a gain")
+        both = np.broadcast_arrays(found, x.labels)
+        pairs = np.unique(np.stack([y.ravel() for y in both]), axis=1)
+        known = self.offsets.setdefault(gain.place, gain.offset)
+        if known != gain.offset:
+            return stop_at(self.turns, eqn, [x], "a gain with another offset")[0]
+        self.gains.append((pairs[0], pairs[1]))
+        return dataclasses.replace(x, gains=found, shape=shape)
+
+    def _contraction(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> Turned:
+        name, site = eqn.primitive.name, self.plan.site_at(here)
+        if site is not None and any(x.path is not None for x in site.operands):
+            return self._site(site, eqn, given, here, steps)
+        if name == "gather":
+            return self._gather(eqn, given, here, steps)
+        if name == "dot_general" and self._skipped(eqn, given, here, steps):
+            return Turned.plain(eqn.outvars[0].aval.shape)
+        values = [self.turned(x, told(eqn)) for x in given]
+        if name == "dot_general" and not all(x.is_plain for x in values):
+            return product(self.turns, eqn, values)
+        return stop_at(self.turns, eqn, values)[0]
+
+    def _site(
+        self, site: Site, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps
+    ) -> Turned:
+        shape = eqn.outvars[0].aval.shape
+        parts = observed_parts(site, self.items[site.address])
+        (place,) = (i for i, x in enumerate(site.operands) if x.path is None)
+        own, about = site.operands[1 - place], parts[place].about
+        x, leaf = self.turned(given[place], site.name), given[1 - place]
+        if x.is_squared or (about.patches is not None and about.patches.groups > 1):
+            self.turns.stop(x.labels, told(eqn, "a square or groups of channels"))
+            x = Turned.plain(x.shape)
+        inputs, order, gains = channels_at(self.turns, x, about, site.name)
+        known = self._elements.get(own.key) if isinstance(leaf, Parameter) else None
+        where = leaf.place if isinstance(leaf, Parameter) else -1
+        if here not in self._once or known is None:
+            none = np.empty(0, np.int32)
+            read = Read(site, steps, where, None, inputs, order, none, gains, x, about, why=x.why)
+            self.reads.append(read)
+            return Turned.plain(shape)
+        batch, rows = known.shape[len(steps) : -2], known.shape[-2]
+        inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
+        gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
+        outputs = self.turns.new(*batch, rows)
+        self._use(where, known[steps])
+        more = {"steps_of_places": steps, "why": x.why}
+        read = Read(site, steps, where, known, inputs, order, outputs, gains, x, about, **more)
+        self.reads.append(read)
+        if site.op == "ragged_dot":  # a row goes to any of the matrices
+            for other in outputs[1:]:
+                self.turns.join(outputs[0], other, told(eqn))
+            outputs = outputs[0]
+        return Turned.of(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
+
+    def _skipped(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> bool:
+        """Adds a product with a parameter that is no site of the plan of all, such as a table that
+        is the head, too; returns whether this is one.
+        """
+        item = self.items.get(here)
+        places = [i for i, x in enumerate(given) if isinstance(x, Parameter)]
+        if item is None or len(places) != 1:
+            return False
+        x = self.turned(given[1 - places[0]], told(eqn))
+        read = read_of_table(self.turns, item, x, given[places[0]], steps)
+        if read is not None:
+            self.reads.append(read)
+        return read is not None
+
+    def _gather(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> Turned:
+        source, indices = given
+        shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
+        numbers = eqn.params["dimension_numbers"]
+        is_table = isinstance(source, Parameter) and len(source.shape) == 2 and not source.varies
+        if is_table and not source.offset:
+            axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
+            known = source.elements
+            if known is None and id(source) in self._whole:
+                known = np.arange(self.sizes[source.place], dtype=np.int32).reshape(source.shape)
+            if axes == [0] and not numbers.operand_batching_dims and known is not None:
+                labels = self.turns.new(source.shape[1])
+                table = Table(source.place, Elements.of(known), labels)
+                self.lookups.append(Lookup(here, steps, table, labels))
+                out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
+                (offset,) = numbers.offset_dims
+                return Turned.of(np.moveaxis(out, -1, offset), shape)
+        return gathered(self.turns, eqn, self.turned(source, told(eqn)), indices)
+
+    def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
+        """Stops what is given to a form that is not gone through."""
+        values = [self.turned(x, told(eqn)) for x in given]
+        return list(stop_at(self.turns, eqn, values, reason))
+
+    def joined(self, values: Sequence[Any], reason: str) -> Any:
+        """Joins the labels of the results of branches."""
+        each = [self.turned(x, reason) for x in values]
+        return self._one(each, [x.labels for x in each], reason)
+
+    def _one(self, each: Sequence[Turned], labels: Sequence[Array], reason: str) -> Turned:
+        if not all(x.is_bare for x in each):
+            for own in labels:
+                self.turns.stop(own, f"{reason} behind a gain")
+        found = labels[0]
+        for own in labels[1:]:
+            found = self.turns.join(found, own, reason)
+        if all(x.is_plain for x in each):
+            return Turned.plain(each[0].shape)
+        return Turned.of(found, each[0].shape)
+
+    def stacked(self, rows: Sequence[Any]) -> Any:
+        """Stacks the labels of the results of steps."""
+        each = [self.turned(x, "a result of a scan") for x in rows]
+        whole = (len(rows), *each[0].shape)
+        if all(x.is_plain for x in each):
+            return Turned.plain(whole)
+        if not all(x.is_bare for x in each):
+            for x in each:
+                self.turns.stop(x.labels, "a result of a scan behind a gain")
+        shape = np.broadcast_shapes(*(x.labels.shape for x in each))
+        return Turned.of(np.stack([np.broadcast_to(x.labels, shape) for x in each]), whole)
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """Returns what is in no step."""
+        return Turned.plain(shape)
+
+    def step_of(self, x: Any, i: int) -> Any:
+        """Returns the labels in a step."""
+
+        def part(own: Array | None) -> Array | None:
+            return None if own is None else own[i if own.shape[0] > 1 else 0]
+
+        axes = frozenset(axis - 1 for axis in x.varies if axis)
+        if isinstance(x, Parameter):
+            return dataclasses.replace(x, shape=x.shape[1:], elements=part(x.elements), varies=axes)
+        labels: Any = part(x.labels)
+        if x.is_plain:
+            return Turned.plain(x.shape[1:], axes)
+        own = Turned.of(labels, x.shape[1:], part(x.gains))
+        return dataclasses.replace(own, is_squared=x.is_squared and not own.is_plain)
+
+    def is_parameter(self, x: Any) -> bool:
+        """Whether a value is a parameter."""
+        return isinstance(x, Parameter)

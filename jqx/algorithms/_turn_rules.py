@@ -1,0 +1,265 @@
+"""What becomes of rotations of channels in an equation that holds no site: a rule for each
+primitive. One without a rule stops what it reads.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._compat import Eqn
+from ..transforms._shared import CONTRACTIONS, SHARDINGS
+from ._label_rules import VIEWED, moved
+from ._labels import FIXED, FREE, Array, Known, told
+from ._turns import Axes, Turned, Turns, axes_of
+
+Rule = Callable[[Turns, Eqn, Sequence[Turned], Sequence[Any]], Sequence[Turned]]
+
+
+def stop_at(f: Turns, eqn: Eqn, values: Sequence[Turned], reason: str = "") -> list[Turned]:
+    """Says that operands of an equation cannot be rotated, and returns its results."""
+    why = told(eqn, reason)
+    for x in values:
+        f.stop(x.labels, why)
+    return [Turned.plain(v.aval.shape, why=why) for v in eqn.outvars]
+
+
+def scaled(f: Turns, x: Turned, varies: Axes, reason: str) -> None:
+    """Cuts the blocks of a value that is multiplied by what varies along some axes."""
+    axes = [axis for axis in sorted(varies) if x.labels.shape[axis] > 1]
+    if axes:
+        rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
+        count = int(np.prod([x.labels.shape[axis] for axis in axes]))
+        f.cut_sets(x.labels.transpose(*axes, *rest).reshape(count, -1), reason)
+
+
+def _together(f: Turns, x: Turned, axes: Sequence[int], reason: str) -> Turned | None:
+    """Returns a value of size 1 along axes that are summed over, such as experts: all along them is
+    rotated alike. `None` where that are channels of one block.
+    """
+    labels = x.labels
+    if x.gains is not None and any(x.gains.shape[axis] > 1 for axis in axes):
+        return None
+    for axis in axes:
+        parts = np.split(labels, labels.shape[axis], axis)
+        for a, b in itertools.pairwise(parts):
+            if np.any((b == a + 1) & (a > FIXED)):
+                return None
+            parts[0] = f.join(parts[0], b, reason)
+        labels = parts[0]
+    return dataclasses.replace(x, labels=labels)
+
+
+def _kept(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """What is linear in each element alike."""
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return stop_at(f, eqn, values)
+    return values
+
+
+def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """Sums and choices: all operands have one rotation."""
+    shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+    reason = told(eqn, f"{name} with what cannot be rotated,")
+    labels = np.full((1,) * len(shape), FREE, np.int32)
+    which, values = (values[:1], values[1:]) if name == "select_n" else ((), values)
+    if not all(x.is_bare for x in values):
+        return stop_at(f, eqn, values, f"{name} behind a gain")
+    for x in values:
+        labels = f.join(labels, _ranked(x, len(shape)).labels, reason)
+    found = Turned.of(labels, shape)
+    for x in which:
+        f.stop(x.labels, told(eqn))
+        scaled(f, found, x.varies, told(eqn, "a choice for each channel"))
+    return [found]
+
+
+def _ranked(x: Turned, rank: int) -> Turned:
+    """Returns a value, of a scalar one of the rank of what it meets."""
+    return x if len(x.shape) == rank else Turned(x.labels.reshape((1,) * rank), (1,) * rank)
+
+
+def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """Products with what does not vary along the channels, and squares."""
+    shape = eqn.outvars[0].aval.shape
+    a, b = (_ranked(x, len(shape)) for x in values)
+    if eqn.invars[0] is eqn.invars[1] and eqn.primitive.name == "mul":
+        return _squared(f, eqn, [a], given)
+    if a.is_plain and eqn.primitive.name == "mul":
+        a, b = b, a
+    if not b.is_plain:
+        return stop_at(f, eqn, [a, b])
+    scaled(f, a, b.varies, told(eqn, "a factor for each channel,"))
+    return [dataclasses.replace(a, shape=shape)]
+
+
+def _squared(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    (x,) = values
+    if eqn.params.get("y", 2) != 2 or not x.is_bare:
+        return stop_at(f, eqn, values)
+    return [dataclasses.replace(x, is_squared=True)]
+
+
+def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """Sums: of squares over whole blocks, of all else over what is rotated alike."""
+    (x,), axes, shape = values, eqn.params["axes"], eqn.outvars[0].aval.shape
+    if not x.is_squared:
+        even = _together(f, x, axes, told(eqn, "a sum with what cannot be rotated,"))
+        if even is None:
+            return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
+        gains = None if even.gains is None else np.squeeze(even.gains, tuple(axes))
+        return [Turned.of(np.squeeze(even.labels, tuple(axes)), shape, gains)]
+    rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
+    rows = x.labels.transpose(*rest, *axes)
+    rows = rows.reshape(*rows.shape[: len(rest)], -1)
+    f.cut_runs(rows, told(eqn, "a sum of squares"))
+    return [Turned.plain(shape)]
+
+
+def _along(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """Running sums over what is rotated alike."""
+    even = values[0].even([eqn.params["axis"]])
+    if even is None or not even.is_bare:
+        return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
+    return [even]
+
+
+def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+    """What moves elements moves their labels."""
+    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+    starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
+    values, places = values[:starts], given[starts:]
+    if any(x.is_squared for x in values):
+        return stop_at(f, eqn, values)
+    if any(x.gains is not None for x in values) and (len(values) > 1 or places):
+        return stop_at(f, eqn, values, f"{name} behind a gain")
+    if not all(isinstance(x, Known) for x in places):
+        sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else values[1].shape
+        axes = [i for i, n in enumerate(values[0].shape) if sizes[i] < n]
+        even = [own for x in values if (own := x.even(axes)) is not None]
+        if len(even) < len(values):
+            return stop_at(f, eqn, values, f"{name} of channels")
+        if name == "dynamic_update_slice":
+            reason = told(eqn, "it is written to what cannot be rotated,")
+            return [Turned.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
+        values, places = even, [Known(np.int32(0)) for _ in places]
+    after = [x.value for x in places]
+    labels = moved(eqn, [*(x.whole(x.labels) for x in values), *after])
+    gains: Sequence[Array | None] = [None] * len(labels)
+    if values[0].gains is not None:
+        gains = moved(eqn, [values[0].whole(values[0].gains)])
+    return [Turned.of(x, shape, gain) for x, shape, gain in zip(labels, shapes, gains, strict=True)]
+
+
+def gathered(f: Turns, eqn: Eqn, x: Turned, indices: Any) -> Turned:
+    """What is looked up in a value."""
+    shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
+    even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
+    if x.is_plain:
+        return Turned.plain(shape)
+    if even is None or not even.is_bare:
+        return stop_at(f, eqn, [x])[0]
+    zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
+    return Turned.of(moved(eqn, [even.whole(even.labels), zeros])[0], shape)
+
+
+def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
+    """A product of values: of attention's shares and values, or of two that are rotated alike."""
+    axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
+    if not all(x.is_bare for x in values):
+        return stop_at(f, eqn, values, "a product behind a gain")[0]
+    if not any(x.is_plain for x in values):
+        return _inner(f, eqn, values, axes)
+    place = 0 if values[1].is_plain else 1
+    x, other, own = values[place], values[1 - place], axes[place]
+    even = _together(f, x, own.contracted, told(eqn, "a sum with what cannot be rotated,"))
+    if even is None:
+        return stop_at(f, eqn, [x], "a sum over channels")[0]
+    pairs = zip(own.batch, axes[1 - place].batch, strict=True)
+    varies = frozenset(i for i, j in pairs if j in other.varies)
+    scaled(f, even, varies, told(eqn, "a factor for each channel,"))
+    free = [axis for axis in own.kept if axis not in own.batch]
+    labels = even.labels.transpose(*own.batch, *free, *own.contracted)
+    labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
+    ones = (1,) * (len(shape) - labels.ndim)
+    batch, kept = labels.shape[: len(own.batch)], labels.shape[len(own.batch) :]
+    parts = (*kept, *ones) if place == 0 else (*ones, *kept)
+    return Turned.of(labels.reshape(*batch, *parts), shape)
+
+
+def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
+    """Inner products stay as they are where both vectors are rotated alike."""
+    rows = []
+    for x, own in zip(values, axes, strict=True):
+        free = [axis for axis in own.kept if axis not in own.batch]
+        even = x.even(free)
+        if even is None:
+            return stop_at(f, eqn, values, "a product of two values")[0]
+        order, summed = (*own.batch, *own.contracted), tuple(range(len(free)))
+        labels = np.squeeze(even.labels.transpose(*free, *order), summed)
+        whole = np.broadcast_to(labels, [x.shape[axis] for axis in order])
+        rows.append(whole.reshape(*whole.shape[: len(own.batch)], -1))
+        f.cut_runs(rows[-1], told(eqn, "a product of two values"))
+    f.join(rows[0], rows[1], told(eqn, "a product with what cannot be rotated,"))
+    return Turned.plain(eqn.outvars[0].aval.shape)
+
+
+def varies_of(eqn: Eqn, values: Sequence[Turned]) -> list[Axes]:
+    """Returns the axes along which results vary that are made of what is not rotated."""
+    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+    if name in _ELEMENTWISE:
+        return [frozenset[int]().union(*(x.varies for x in values))]
+    own = values[0].varies
+    if name == "broadcast_in_dim":
+        to = eqn.params["broadcast_dimensions"]
+        return [frozenset(int(to[axis]) for axis in own)]
+    if name == "transpose":
+        return [frozenset(i for i, j in enumerate(eqn.params["permutation"]) if j in own)]
+    if name in ("slice", "rev"):
+        return [own]
+    if name in ("squeeze", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"):
+        gone = eqn.params["dimensions" if name == "squeeze" else "axes"]
+        rest = [axis for axis in range(len(values[0].shape)) if axis not in gone]
+        return [frozenset(i for i, j in enumerate(rest) if j in own)]
+    if name == "reshape":
+        return [_reshaped(own, values[0].shape, shapes[0])]
+    return list(map(axes_of, shapes))
+
+
+def _reshaped(varies: Axes, shape: Sequence[int], to: Sequence[int]) -> Axes:
+    """Returns the axes along which a value varies behind a reshape."""
+    found, i, j = set(), 0, 0
+    while i < len(shape) and j < len(to):
+        a, b, first, other = shape[i], to[j], i, j
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a, i = a * shape[i], i + 1
+            else:
+                b, j = b * to[j], j + 1
+        if varies & set(range(first, i)):
+            found |= set(range(other, j))
+    return frozenset(found)
+
+
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "square", "exp", "exp2"),
+    *("log", "log1p", "expm1", "rsqrt", "sqrt", "tanh", "logistic", "neg", "sign", "abs", "erf"),
+    *("convert_element_type", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"),
+    *("rem", "clamp", "sin", "cos", "floor", "ceil", "round", "stop_gradient", "copy", "cbrt"),
+    *("reduce_precision", "add_any", "is_finite"),
+}
+_SAME = {"neg", "copy", "stop_gradient", "convert_element_type", "reduce_precision"}
+_SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(("add", "sub", "add_any", "select_n"), _alike),
+    **dict.fromkeys(("mul", "div"), _times),
+    **dict.fromkeys(("square", "integer_pow"), _squared),
+    "reduce_sum": _summed,
+    "cumsum": _along,
+    **dict.fromkeys(VIEWED, _viewed),
+}
