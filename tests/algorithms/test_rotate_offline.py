@@ -31,7 +31,7 @@ def normal(*shape):
 
 
 def gain(*shape):
-    return on_device(RNG.uniform(0.5, 2, size=shape), jnp.float32)
+    return on_device(RNG.uniform(0.7, 1.4, size=shape), jnp.float32)
 
 
 def parameters(*, tied=False, biases=False, width=WIDTH):
@@ -224,7 +224,7 @@ def test_joined_weights_gains_of_heads_experts_and_masks():
         "up": normal(5, WIDTH, 8),
         "down": normal(5, 8, WIDTH),
         "head": normal(WIDTH, TOKENS),
-        **{name: normal(WIDTH) for name in ("norm", "norm2", "norm3")},
+        **{name: gain(WIDTH) - 1 for name in ("norm", "norm2", "norm3")},
         **{name: normal(HEAD) for name in ("q_norm", "k_norm")},
     }
     found, report, _ = rewritten(f, params, PROMPT)
