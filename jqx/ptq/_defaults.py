@@ -108,20 +108,20 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
     few = [_form(spec) for spec in read if _form(spec).bits <= _FEW_BITS]
     sizes = {form.size for form in few if isinstance(form, Block) and form.scale_qtype == E8M0}
     parts: list[Any] = []
+    few_in_weights = any(_form(weight).bits <= _FEW_BITS for weight, _ in pairs)
     if any(not isinstance(form, Block) for form in few):
         parts.append(rotate())
     elif sizes:
         parts.append(rotate(block=min(sizes)))
-    elif any(isinstance(_form(spec), Integer) for spec in read):
+    elif any(_is_smoothed(spec, few_in_weights) for spec in read):
         parts.append(smooth_quant())
-    few = any(_form(weight).bits <= _FEW_BITS for weight, _ in pairs)
-    if few and effort == "hours":
+    if few_in_weights and effort == "hours":
         is_flat = not any(site.loops for site in plan.sites)
         is_numbered = any(re.search(_NUMBERED, site.path) for site in plan.sites)
         parts.append(auto_round(blocks=_NUMBERED if is_flat and is_numbered else None))
-    elif few or (pairs and effort != "seconds"):
+    elif few_in_weights or (pairs and effort != "seconds"):
         parts.append(_GPTQ)
-    return Choice(_joined(parts), effort, _GPTQ if few and effort == "hours" else None)
+    return Choice(_joined(parts), effort, _GPTQ if few_in_weights and effort == "hours" else None)
 
 
 def fitted(
@@ -140,7 +140,7 @@ def fitted(
     call = trace_call("ptq", f, plan.parameters, args, {})
     once, most = bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
     for site in plan.sites:
-        if _specs(plan, site) is None:
+        if _specs(plan, site) is None or site.macs == 0:
             continue
         if site.macs is None or site.address not in once:
             return choice
@@ -183,6 +183,13 @@ def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:
     weights = [x for operand in site.operands if (x := plan.weight_at(operand.path)) is not None]
     others = [operand for operand in site.operands if operand.path is None]
     return (weights[0].spec, others[0].spec) if weights and others else None
+
+
+def _is_smoothed(spec: QSpec, few_in_weights: bool) -> bool:
+    """Whether outliers of activations are to go into weights. Beside scales for each token they
+    stand better there than in weights of few bits.
+    """
+    return isinstance(_form(spec), Integer) and not (spec.dynamic and few_in_weights)
 
 
 def _form(spec: QSpec) -> Any:

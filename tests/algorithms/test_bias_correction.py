@@ -202,7 +202,7 @@ def test_biases_take_shifts():
     batches = BATCHES[:1]
     plain, found = (
         jqx.ptq(biased, policy, x, target=False, progress=False)(BIASED, batches)
-        for x in (None, bias_correction())
+        for x in (NEAREST, bias_correction())
     )
     assert found.maps == {} and len(found.details) == len(BIASED)
     exact, own, before = biased(BIASED, *batches), found(*batches), plain(*batches)

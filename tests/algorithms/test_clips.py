@@ -238,7 +238,7 @@ def test_smooth_quant_and_awq_leave_clipped_pairs_alone():
     a, b = f(TWO, X), jqx.map_channels(f, plan, found.maps)(found.params, X)
     assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
     with pytest.raises(ValueError, match=r"(?s)awq: no weight .+it is clipped by a constant"):
-        awq(clip=False).rewrite(f, plan, TWO, [X], progress=False)
+        awq(clip=False, keep=False).rewrite(f, plan, TWO, [X], progress=False)
 
 
 def test_least_values_are_absorbed_where_nothing_pads():

@@ -65,7 +65,8 @@ def same(a, b):
         (jqx.presets.fp8(), nearest()),
         (jqx.presets.w4a16(), GPTQ),
         (jqx.presets.nf4(), GPTQ),
-        (jqx.presets.w4a8(), chain(smooth_quant(), GPTQ)),
+        (jqx.presets.w4a8(), GPTQ),
+        (jqx.presets.w8a8(weight=BITS4), chain(smooth_quant(), GPTQ)),
         (jqx.presets.w4a4(), chain(rotate(), GPTQ)),
         (MX, chain(rotate(block=32), GPTQ)),
         (NV, GPTQ),
@@ -202,3 +203,8 @@ def test_where_learning_is_beyond_a_function_gptq_chooses():
     same(found.params, ptq(policy, GPTQ, f).params)
     assert "without auto_round(): jqx.algorithms.auto_round: a block cannot" in found.report.codes
     assert "gptq(" in found.report.codes
+
+
+def test_a_function_of_nothing_is_planned_all_the_same():
+    found = ptq(jqx.presets.w4a16(), None, lambda p, x: x[:0] @ p, normal(D, D))
+    assert found(BATCHES[0]).shape == (0, D) and "too few" in found.report.codes
