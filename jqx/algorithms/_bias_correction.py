@@ -73,6 +73,8 @@ class BiasCorrection:
 
     A site in a `while` or a `cond`, or in a scan that does not step over its weight, is corrected
     for all its steps alike, and what follows it in this pass is not: the report says what is left.
+    Beside products of narrow matrices (`eora`, `loftq`), which are added to a result behind its
+    site, the mean of the site itself is corrected.
 
     A shift is folded into the bias that is added to the result, a parameter of float32 or wider
     that is read nowhere else. Where there is none it is added at its site (`jqx.Quantized.maps`);

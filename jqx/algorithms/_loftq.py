@@ -12,7 +12,15 @@ from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import Chosen
 from ._channels import Met
 from ._labels import Array
-from ._low_rank import Compensation, CompensationReport, compensated, in_steps, narrow, without
+from ._low_rank import (
+    Compensation,
+    CompensationReport,
+    compensated,
+    in_steps,
+    narrow,
+    real_of,
+    without,
+)
 
 _NAME = "algorithms.loftq"
 
@@ -105,7 +113,9 @@ class Loftq:
             maps |= {key: in_steps(each) for key, each in parts.items()}
             name, rank = folds.name(found[0][0]), found[0][1].shape[-1]
             entries.append(Compensation(name, rank, before[place], error))
-        return Chosen(folds.with_leaves(params, kept), CompensationReport(entries), maps)
+        real = real_of(folds, params, (found for _, _, found in best.values()))
+        report = CompensationReport(entries)
+        return Chosen(folds.with_leaves(params, kept), report, maps, real)
 
 
 loftq = Loftq

@@ -139,7 +139,7 @@ class Eora:
             else Compensation(x.name, 0, why=why)
             for x in sites
         )
-        return Chosen(codes, report, maps)
+        return Chosen(codes, report, maps, real_of(folds, params, parts.values()))
 
     def _solved(self, lost: Array, products: Array) -> tuple[Array, Array, Array]:
         """Returns two matrices [*batch, channels, rank] and [*batch, rank, rows], and the squared
@@ -203,6 +203,16 @@ class _Lost:
             for leaves in (self._exact, self._real)
         )
         return exact - real
+
+
+def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Met, Array, Array]]]) -> Any:
+    """Returns parameters that are less by the products that are added at sites."""
+    leaves = folds.leaves(params)
+    for own in parts:
+        for part in own:
+            place = part[0].place
+            leaves[place] = without(leaves[place], [part])
+    return folds.with_leaves(params, leaves)
 
 
 def without(leaf: Any, parts: list[tuple[Met, Array, Array]]) -> jnp.ndarray:

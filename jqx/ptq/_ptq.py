@@ -181,10 +181,12 @@ def _carried_out(
     chosen = Chosen(values, None) if chosen is None else chosen
     codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
     reports.append(chosen.report)
+    real = values if chosen.real is None else chosen.real
     for each in corrections:
-        given = mapped.function, plan, values, codes, scales, batches
+        given = mapped.function, plan, real, codes, scales, batches
         chosen = choice.attempt(each, each.correct, *given, progress=progress)
         if chosen is not None:
+            real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
     return _Done(values, codes, scales, mapped, reports)

@@ -123,11 +123,14 @@ class Chosen(NamedTuple):
       params: the parameters, as of `Algorithm`.
       report: of any kind; `jqx.Quantized.details` has it.
       maps: what is done with channels at sites, as `jqx.map_channels` takes it.
+      real: with which float parameters the function of these maps is the float function, where that
+        is not with those that were given: what corrects codes compares with it. `None`: with those.
     """
 
     params: Any
     report: Any
     maps: Maps = MappingProxyType({})
+    real: Any = None
 
 
 def as_chosen(result: Any) -> Chosen:

@@ -83,6 +83,18 @@ def test_more_of_a_rank_loses_less_and_others_may_come_before():
     assert [type(x).__name__ for x in maps] == ["LowRank", "ChannelMap"]
 
 
+@pytest.mark.parametrize("low_rank", [eora(rank=2), loftq(rank=2)], ids=["eora", "loftq"])
+def test_results_are_corrected_to_means_of_float_beside_a_product(low_rank):
+    g, w, (x, *_) = (lambda w, x: x @ w), PARAMS["up"][0], BATCHES
+    plain, found = (
+        jqx.ptq(g, POLICY, algorithm, target=False, progress=False)(w, [x])(x)
+        for algorithm in (low_rank, chain(low_rank, bias_correction()))
+    )
+    lost, left = (np.abs((g(w, x) - own).mean(0)).max() for own in (plain, found))
+    # float32: means of results that are a hundred times what is lost
+    assert left <= 1e-3 * lost
+
+
 def test_rows_of_weight_0_are_left_out():
     batches = [BATCHES[0].at[16:].mul(9)]
     g, w = (lambda w, x: x @ w), PARAMS["up"][0]
