@@ -14,6 +14,7 @@ from ._hadamard import factors_of, largest_block
 from ._named import Named
 from ._offline import Offline, found_in, why_at_run_time
 from ._orthogonal import Orthogonal
+from ._products import check_products, rotated_products
 from ._reads import Read
 from ._streams import Streams
 from ._turned import TurnedParams, key_of, maps_of
@@ -99,11 +100,16 @@ class Rotate:
       seed: of the random signs; channels of one number have the same.
       offline: whether weights take rotations on both sides, where they can; numbers of channels
         without a Hadamard matrix are mixed by a random orthogonal one there.
+      products: regular expression of the names of sites that multiply two activations, matched in
+        full, such as queries and keys (R3 of SpinQuant): both operands are rotated at run time, by
+        one matrix, which leaves the product as it is. For plans that quantize them. A product with
+        values sums over tokens: leave it out.
 
     Raises:
-      TypeError: `block` or `seed` is no integer, or `offline` no truth value.
-      ValueError: `block` is less than 2, or there is no Hadamard matrix of its size; when it runs,
-        a site has channels that are not a multiple of it, or no site can be rotated.
+      TypeError: `block` or `seed` is no integer, `offline` no truth value, or `products` no text.
+      ValueError: `block` is less than 2, or there is no Hadamard matrix of its size; `products` is
+        no regular expression; when it runs, a site has channels that are not a multiple of
+        `block`, `products` names no such site or another one, or no site can be rotated.
 
     Source: Ashkboos et al., arXiv:2404.00456; Liu et al.,
     arXiv:2405.16406 (the stream and the values: its R1 and R2); blocks: Egiazarian et al.,
@@ -123,9 +129,12 @@ class Rotate:
     block: int | None = None
     seed: int = 0
     offline: bool = False
+    products: str | None = None
 
     def __post_init__(self) -> None:
         check_integer(_NAME, "seed", self.seed)
+        if self.products is not None:
+            check_products(_NAME, self.products)
         check_flags(_NAME, offline=self.offline)
         if self.block is None:
             return
@@ -174,6 +183,11 @@ class Rotate:
                 rotations[made.site] = made
         why = "its weight has another use, or is no plain matrix"
         rows = [rotations.get(x.name, Rotation(x.name, 0, (), why)) for x in named.sites]
+        if self.products is not None:
+            products = rotated_products(_NAME, every, self.products, self.seed)
+            for name, (count, both) in products.items():
+                rows.append(Rotation(name, count, (count,)))
+                maps |= both
         _check_some(rows)
         report = RotationReport(rows)
         report.edges, report.gains = edges, turned.folded

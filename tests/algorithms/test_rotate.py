@@ -119,3 +119,50 @@ def test_what_means_nothing_is_refused():
     odd = lambda w, x: x[:, :7] @ w  # noqa: E731
     with pytest.raises(ValueError, match=r"(?s)no site can be rotated.*a divisor of 7.*to mend:"):
         jqx.ptq(odd, jqx.presets.w4a4(), rotate(), progress=False)(normal(7, 2), BATCHES)
+
+
+def attention(p, x):
+    q, k, v = (x.reshape(2, -1, D) @ p[name] for name in "qkv")
+    q, k = (jnp.concatenate([-y[..., 12:], y[..., :12]], -1) + y for y in (q, k))  # as RoPE does
+    with jax.named_scope("scores"):
+        weights = jax.nn.softmax(q @ k.mT / 9)
+    with jax.named_scope("mixed"):
+        return weights @ v
+
+
+HEADS = {name: normal(D, D) / D for name in "qkv"}
+HEADS["q"] = HEADS["q"] * OUTLIERS[None]
+INT4 = jqx.QSpec("int4", jqx.per_token(), dynamic=True)
+SCORES = jqx.Policy([jqx.Rule("scores", activation=INT4), jqx.Rule("[qkv]", weight="int8")])
+
+
+def test_queries_and_keys_are_rotated_alike():
+    plan = jqx.make_plan(attention, SCORES)(HEADS, BATCHES[0])
+    chosen = rotate(products="scores:dot_general").rewrite(
+        attention, plan, HEADS, BATCHES[:1], progress=False
+    )
+    keys = {f"scores:dot_general:{side}" for side in ("lhs", "rhs")}
+    assert keys < set(chosen.maps)
+    (entry,) = (x for x in chosen.report if x.site == "scores:dot_general")
+    assert (entry.channels, entry.factors) == (D, (D,))
+    mapped = jqx.map_channels(attention, plan, chosen.maps)
+    for x in BATCHES:  # of any number of tokens
+        exact, own = attention(HEADS, x), mapped(chosen.params, x)
+        # float32: sums of D products, rotated twice
+        assert np.abs(exact - own).max() <= 1e-5 * np.abs(exact).max()
+
+    def lost(algorithm):
+        quantized = jqx.ptq(attention, SCORES, algorithm, progress=False)(HEADS, BATCHES[:1])
+        return float(((quantized(BATCHES[0]) - attention(HEADS, BATCHES[0])) ** 2).mean())
+
+    assert lost(rotate(products="scores:dot_general")) < 0.5 * lost(rotate())
+    for pattern, error, fact in (
+        ("mixed:.*", ValueError, "which matches no site"),
+        (".*", ValueError, "names something else, too(.|\n)+'scores:dot_general'"),
+        ("(", ValueError, "no regular expression"),
+        (3, TypeError, "`products`"),
+    ):
+        with pytest.raises(error, match=fact) as info:
+            algorithm = rotate(products=pattern)
+            algorithm.rewrite(attention, plan, HEADS, BATCHES[:1], progress=False)
+        assert "to mend:" in str(info.value)

@@ -1,0 +1,79 @@
+"""Products of two activations that are rotated on both sides, such as queries and keys."""
+
+import math
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import check_instance, require_that
+from .._errors import message
+from ..transforms import ChannelMap, Plan
+from ..transforms._shared import Site, contractions, observed_parts
+from ._every import Every
+from ._orthogonal import Orthogonal
+
+
+def check_products(function: str, pattern: Any) -> None:
+    """Checks that a pattern is a regular expression."""
+    mend = "pass for example products='.*scores:dot_general'."
+    check_instance(function, "products", pattern, str, mend=mend)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            message(
+                function,
+                "`products` is no regular expression.",
+                given=f"products == {pattern!r}: {error}",
+                expected="one that re.fullmatch takes",
+                mend=mend,
+            )
+        ) from error
+
+
+def rotated_products(
+    function: str, every: Every, pattern: str, seed: int
+) -> dict[str, tuple[int, dict[str, ChannelMap]]]:
+    """Returns for the name of each product how many channels it sums over, and the rotation of both
+    operands, by key: `(x Q) (y Q)' = x y'`.
+
+    Args:
+      function: what errors are said of.
+      every: the function.
+      pattern: a regular expression of names of sites, matched in full.
+      seed: of the rotations.
+    """
+    sites = [x for x in every.own.sites if re.fullmatch(pattern, x.name)]
+    fits = [x for x in sites if _is_product(x)]
+    wrong = [x.name for x in sites if x not in fits]
+    require_that(
+        fits and not wrong,
+        error=ValueError,
+        function=function,
+        problem="`products` names no products of two activations."
+        if not fits
+        else "`products` names something else, too.",
+        given=f"products == {pattern!r}, which matches {', '.join(wrong[:4]) or 'no site'}",
+        expected=f"names of such sites of the plan: {_some(every.own)}",
+        mend="add a rule for them to the policy, without weight=, or name others.",
+    )
+    items, found = {item.address: item for item in contractions(every.call)}, {}
+    for site in fits:
+        lhs, rhs, *_ = observed_parts(site, items[site.address])
+        count = math.prod(int(site.shapes[0][axis]) for axis in lhs.about.contracted)
+        matrix = Orthogonal.any(count, seed).times(np.eye(count))
+        own = ChannelMap(factors=(jnp.asarray(matrix, jnp.float32),))
+        found[site.name] = count, {lhs.key: own, rhs.key: own}
+    return found
+
+
+def _is_product(site: Site) -> bool:
+    """Whether a site multiplies two activations."""
+    return site.op == "dot_general" and all(x.path is None for x in site.operands)
+
+
+def _some(plan: Plan) -> str:
+    names = [x.name for x in plan.sites if _is_product(x)]
+    return ", ".join(map(repr, names[:4])) or "there is none"
