@@ -172,7 +172,7 @@ class _Walk:
             numbers = _VIEWS[name](given[0].numbers, eqn, len(loops))
             return [given[0]._replace(numbers=numbers)]
         if name == "scan":
-            count, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            count, carried = _compat.scan_counts(eqn)
             length = eqn.params["length"]
             inside = [_each(x, length, len(loops)) for x in given[:count]]
             inside += [None] * carried
