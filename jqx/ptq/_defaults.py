@@ -108,20 +108,21 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
     few = [_form(spec) for spec in read if _form(spec).bits <= _FEW_BITS]
     sizes = {form.size for form in few if isinstance(form, Block) and form.scale_qtype == E8M0}
     parts: list[Any] = []
-    few_in_weights = any(_form(weight).bits <= _FEW_BITS for weight, _ in pairs)
+    least = min((_form(weight).bits for weight, _ in pairs), default=32)
+    few_in_weights, learns = least <= _FEW_BITS, least < _FEW_BITS and effort == "hours"
     if any(not isinstance(form, Block) for form in few):
         parts.append(rotate())
     elif sizes:
         parts.append(rotate(block=min(sizes)))
     elif any(_is_smoothed(spec, few_in_weights) for spec in read):
         parts.append(smooth_quant())
-    if few_in_weights and effort == "hours":
+    if learns:
         is_flat = not any(site.loops for site in plan.sites)
         is_numbered = any(re.search(_NUMBERED, site.path) for site in plan.sites)
         parts.append(auto_round(blocks=_NUMBERED if is_flat and is_numbered else None))
     elif few_in_weights or (pairs and effort != "seconds"):
         parts.append(_GPTQ)
-    return Choice(_joined(parts), effort, _GPTQ if few_in_weights and effort == "hours" else None)
+    return Choice(_joined(parts), effort, _GPTQ if learns else None)
 
 
 def fitted(

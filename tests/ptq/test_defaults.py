@@ -37,6 +37,7 @@ GPTQ = gptq(
 )
 BITS4 = {"qtype": "int4"}
 MX = jqx.Policy([jqx.Rule(weight="mxfp4", activation="mxfp4:dynamic")])
+INT3 = jqx.Policy({".*": "int3:group=16"})
 NV = jqx.Policy([jqx.Rule(weight="nvfp4", activation="nvfp4:dynamic")])
 
 
@@ -94,8 +95,10 @@ def test_more_effort_takes_more():
         return f(p["layers"][1], f(p["layers"][0], x))
 
     found = ptq(jqx.presets.w4a16(), None, unrolled, params, effort=hours)
+    same(found.params, ptq(jqx.presets.w4a16(), GPTQ, unrolled, params).params)
+    found = ptq(INT3, None, unrolled, params, effort=hours)
     learned = auto_round(blocks=r"^.*?\d+")
-    same(found.params, ptq(jqx.presets.w4a16(), learned, unrolled, params).params)
+    same(found.params, ptq(INT3, learned, unrolled, params).params)
     assert "auto_round(blocks=" in found.report.codes and len(found.details) == 2
 
 
@@ -198,9 +201,8 @@ def test_where_learning_is_beyond_a_function_gptq_chooses():
         y = lax.while_loop(more, lambda s: (s[0], s[1] / 2), (0, x @ p["up"]))[1]
         return y @ p["down"]
 
-    policy = jqx.presets.w4a16()
-    found = ptq(policy, None, f, effort="hours")
-    same(found.params, ptq(policy, GPTQ, f).params)
+    found = ptq(INT3, None, f, effort="hours")
+    same(found.params, ptq(INT3, GPTQ, f).params)
     assert "without auto_round(): jqx.algorithms.auto_round: a block cannot" in found.report.codes
     assert "gptq(" in found.report.codes
 
