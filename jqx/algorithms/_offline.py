@@ -119,19 +119,18 @@ def found_in(
             drop(few, "that would save no product at run time")
         if rotated.sum() == before:
             break
-    kept = tuple(x for x in edges if np.any(rotated[_kinds(blocks, _labels(x))]))
+    kept = tuple(x for x in edges if np.any(rotated[_kinds(blocks, x.labels)]))
     return Offline(streams, blocks, rotated, kept, tied, why)
 
 
 def why_at_run_time(found: Offline, edge: Edge) -> str:
     """Returns why an edge is one."""
-    place = edge.place if isinstance(edge, Read) else edge.table.place
     streams = found.streams
     if isinstance(edge, Read) and edge.places is None:
         return "its weight has another use, or is no plain matrix"
     uses = streams.unseen | streams.elsewhere
-    if place in uses:
-        return f"its weight has another use: {uses[place]}"
+    if edge.place in uses:
+        return f"its weight has another use: {uses[edge.place]}"
     if isinstance(edge, Read):
         return "its weight is a table that is looked up"
     return "its table is a weight, too, behind a gain"
@@ -139,10 +138,6 @@ def why_at_run_time(found: Offline, edge: Edge) -> str:
 
 def _kinds(blocks: Blocks, labels: Array) -> Array:
     return np.where(labels > FIXED, blocks.kinds[labels], 0)
-
-
-def _labels(edge: Edge) -> Array:
-    return edge.inputs if isinstance(edge, Read) else edge.made
 
 
 def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
@@ -193,10 +188,9 @@ def _uneven(edges: Sequence[Edge], blocks: Blocks, rotated: Array) -> Iterator[A
     """Yields kinds of blocks that cannot be rotated where they meet at one edge."""
     by_address: dict[object, list[Edge]] = {}
     for edge in edges:
-        address = edge.site.address if isinstance(edge, Read) else edge.address
-        by_address.setdefault(address, []).append(edge)
+        by_address.setdefault(edge.address, []).append(edge)
     for each in by_address.values():
-        kinds = np.concatenate([_kinds(blocks, _labels(edge)).ravel() for edge in each])
+        kinds = np.concatenate([_kinds(blocks, edge.labels).ravel() for edge in each])
         sizes = np.where(rotated[kinds], blocks.sizes[kinds], 0)
         if np.unique(sizes).size > 1:
             yield kinds
@@ -228,7 +222,7 @@ def _products(
     seen: set[object] = set()
     for count, each in ((saved, folded), (spent, edges)):
         for x in each:
-            kinds = np.unique(_kinds(blocks, _labels(x)))
+            kinds = np.unique(_kinds(blocks, x.labels))
             value = (id(x.value) if isinstance(x, Read) else x.address, x.steps, count is saved)
             is_read = count is spent or (np.all(rotated[kinds]) and is_planned(x))  # type: ignore
             if is_read and value not in seen:

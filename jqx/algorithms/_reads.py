@@ -52,6 +52,16 @@ class Read:
     why: str = ""
 
     @property
+    def address(self) -> Address:
+        """Where it is."""
+        return self.site.address
+
+    @property
+    def labels(self) -> Array:
+        """Labels of what is turned back where its weight cannot take a rotation."""
+        return self.inputs
+
+    @property
     def elements(self) -> Array:
         """Numbers of elements of its matrices, [*batch, rows, channels]; made anew."""
         found = self.summed
@@ -86,6 +96,16 @@ class Lookup:
     steps: Steps
     table: Table
     made: Array
+
+    @property
+    def place(self) -> int:
+        """Which leaf the parameter is."""
+        return self.table.place
+
+    @property
+    def labels(self) -> Array:
+        """Labels of what is rotated where the table cannot take a rotation."""
+        return self.made
 
 
 class Channels(NamedTuple):

@@ -27,11 +27,11 @@ from ._channels import Table, names_of
 from ._elements import Elements
 from ._every import Every
 from ._label_rules import VIEWED, moved
-from ._labels import FREE, Array, Known, told
+from ._labels import FREE, Array, Known, narrowed, told
 from ._reads import Lookup, Read, channels_at, read_of_table
 from ._stages import Steps
 from ._turn_rules import RULES, gathered, product, scaled, stop_at, varies_of
-from ._turns import Parameter, Turned, Turns, smallest
+from ._turns import Parameter, Turned, Turns
 from ._walk import Walk
 
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
@@ -219,7 +219,7 @@ class Streams(Walk):
         varies = varies_of(eqn, [Turned.plain(x.shape, x.varies)]) if x.varies else [x.varies]
         found = zip(moved(eqn, operands), shapes, varies * len(shapes), strict=False)
         return [
-            dataclasses.replace(x, elements=smallest(own), shape=shape, varies=axes)
+            dataclasses.replace(x, elements=narrowed(own), shape=shape, varies=axes)
             for own, shape, axes in found
         ]
 

@@ -121,11 +121,11 @@ def maps_of(
     """
     by_address: dict[Any, list[Edge]] = {}
     for edge in found.edges:
-        by_address.setdefault(_address(edge), []).append(edge)
+        by_address.setdefault(edge.address, []).append(edge)
     maps = {}
     for address, edges in by_address.items():
         loops = [loop.length for loop in found.streams.items[address].loops]
-        first, labels = edges[0], _labels(edges[0])
+        first, labels = edges[0], edges[0].labels
         turn = matrix(int(found.sizes(labels).flat[0]))
         if not isinstance(first, Read):
             maps[key_of(plan, first)] = (turn.map(labels.shape, loops),)
@@ -138,17 +138,9 @@ def maps_of(
     return maps
 
 
-def _address(edge: Edge) -> Any:
-    return edge.site.address if isinstance(edge, Read) else edge.address
-
-
-def _labels(edge: Edge) -> Array:
-    return edge.inputs if isinstance(edge, Read) else edge.made
-
-
 def key_of(plan: Plan, edge: Edge) -> str:
     """Returns the name of the operand of a contraction, or of the result of a lookup."""
-    address = _address(edge)
+    address = edge.address
     own = plan.site_at(address)
     place = -1
     if isinstance(edge, Read):

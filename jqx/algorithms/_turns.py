@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
 
-from ._labels import FIXED, FREE, Array
+from ._labels import FIXED, FREE, Array, narrowed
 
 Axes = frozenset[int]
 
@@ -18,15 +18,6 @@ Axes = frozenset[int]
 def axes_of(shape: Sequence[int]) -> Axes:
     """Returns the axes along which a value of a shape may vary."""
     return frozenset(i for i, n in enumerate(shape) if n > 1)
-
-
-def smallest(x: Array) -> Array:
-    """Returns an array of size 1 along the axes along which all is alike."""
-    for axis in range(x.ndim):
-        first = x[(slice(None),) * axis + (slice(1),)]
-        if x.shape[axis] > 1 and np.all(x == first):
-            x = np.ascontiguousarray(first)
-    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Turned:
     @classmethod
     def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> "Turned":
         """Drops what repeats."""
-        found = cls(smallest(labels), tuple(shape), None if gains is None else smallest(gains))
+        found = cls(narrowed(labels), tuple(shape), None if gains is None else narrowed(gains))
         is_fixed = found.labels.size == 1 and found.labels.item() == FIXED
         return cls.plain(shape) if is_fixed else found
 

@@ -59,7 +59,8 @@ def test_tokens_in_a_scan_agree_with_attention_over_all_of_them(format):
     exact = plain.apply({"params": known["params"]}, X, mask=mask)
     error = jnp.abs(out - exact).max() / jnp.abs(exact).max()
     assert 0 < error < EXACT[format]
-    assert jnp.allclose(out[:, :16], exact[:, :16], atol=1e-5) or format == "fp8"
+    if format != "fp8":  # its first tokens are rounded, too
+        assert jnp.allclose(out[:, :16], exact[:, :16], atol=1e-5)
 
 
 def test_it_is_attention_by_hand_over_append_and_what_is_read():
