@@ -76,7 +76,10 @@ def apart(
             continue
         uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)
         for label in dict.fromkeys(labels.get(here) for here, _ in known):
-            parts = [own.ravel() for here, own in known if labels.get(here) == label]
-            uses[np.unique(np.concatenate(parts))] += 1
+            is_used = np.zeros(len(uses), bool)
+            for here, own in known:
+                if labels.get(here) == label:
+                    is_used[own.ravel()] = True
+            uses += is_used
         found |= {here for here, own in known if np.all(uses[own] == 1)}
     return found
