@@ -190,6 +190,7 @@ def measured(rows: list[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
             policy = jqx.Policy({LINEAR[model]: POLICIES[scheme]})
             seconds, found = judge(policy, ROWS[model][scheme][name])
             record = {"model": model, "scheme": scheme, "algorithm": name, "seconds": seconds}
+            found = {key: float(x) for key, x in found.items()}
             yield record | {"found": found, "foreign_load_cores": load.cores()}
 
 

@@ -4,6 +4,7 @@ from ._code_range import check_codes as check_codes
 from ._export import fields_from_json as fields_from_json
 from ._export import fields_to_json as fields_to_json
 from ._fields import check_zero_point as check_zero_point
+from ._fit import fit as fit
 from ._fit import groups_of as groups_of
 from ._grid import fake_quantize_as as fake_quantize_as
 from ._grid import rounded_to as rounded_to

@@ -1,0 +1,172 @@
+"""Which matrix rotates which value: one of each size in weights, one for each value at run time."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from ..transforms import ChannelMap
+from ..transforms._shared import Inapplicable
+from ._hadamard import factors_of, largest_block
+from ._labels import Array
+from ._learned_turns import Factors, Operand, Turn
+from ._named import Named
+from ._offline import Offline
+from ._orthogonal import Orthogonal
+from ._reads import Read
+from ._turned import TurnedParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotations:
+    """Which matrix rotates which value.
+
+    Attributes:
+      function: what errors are said of.
+      named: names of sites.
+      block: how many channels are mixed; `None` for as many as can be.
+      seed: of random signs.
+      learned: factors that take the place of those of Hadamard: [*loops, n, n] by the key of an
+        operand, [n, n] by the size of a block that weights take.
+    """
+
+    function: str
+    named: Named
+    block: int | None
+    seed: int
+    learned: Mapping[str | int, tuple[Array, ...]] = dataclasses.field(default_factory=dict)
+
+    def of_size(self, size: int) -> Orthogonal:
+        """Returns the rotation of a block of so many channels that weights take."""
+        if self.block is None:
+            found = Orthogonal.any(size, self.seed)
+        else:
+            found = Orthogonal.hadamard(size, factors_of(self.block), self.seed)
+        return dataclasses.replace(found, factors=self.learned.get(size, found.factors))
+
+    def of_read(self, read: Read) -> Orthogonal | None:
+        """Returns the rotation of an operand at run time, in its step; `None` where there is no
+        Hadamard matrix.
+        """
+        found, key = self._start(read), self.named.key(read)
+        if found is None or key not in self.learned:
+            return found
+        factors = tuple(x[read.steps_of_places] for x in self.learned[key])
+        return dataclasses.replace(found, factors=factors)
+
+    def map_of(self, read: Read) -> ChannelMap:
+        """Returns the rotation of an operand at run time, in all steps of the loops around it."""
+        start = self._start(read)
+        assert start is not None
+        found = start.map(_shape(read), _loops(read))
+        own = self.learned.get(self.named.key(read))
+        if own is None:
+            return found
+        return dataclasses.replace(found, factors=tuple(jnp.asarray(x, jnp.float32) for x in own))
+
+    def turns(
+        self, found: Offline, turned: TurnedParams, reads: Iterable[Read], at_run_time: set[str]
+    ) -> dict[tuple[str | int, ...], Turn]:
+        """Returns what can be learned, by what `learned` knows it as.
+
+        Args:
+          found: what weights take.
+          turned: the parameters, for their gains.
+          reads: the contractions.
+          at_run_time: names of sites whose operand is rotated at run time.
+        """
+        values: dict[Any, dict[str, Read]] = {}
+        sizes: dict[int, dict[str, list[Read]]] = {}
+        for read in reads:
+            key = self.named.key(read)
+            if self._spec(read) is None:
+                continue
+            if self.named.name(read) in at_run_time:
+                values.setdefault((id(read.value), _loops(read)), {}).setdefault(key, read)
+            elif read.order is None and len(own := np.unique(found.sizes(read.inputs))) == 1:
+                sizes.setdefault(int(own[0]), {}).setdefault(key, []).append(read)
+        turns: dict[tuple[str | int, ...], Turn] = {}
+        for own in values.values():
+            turns.setdefault(tuple(sorted(own)), self._turn_of_value(own))
+        for size, every in sizes.items():
+            turns[size,] = self._turn_of_size(size, found, turned, every)
+        return {name: turn for name, turn in turns.items() if turn.operands}
+
+    def _turn_of_value(self, reads: Mapping[str, Read]) -> Turn:
+        """Returns the rotation of a value that some sites read, at run time."""
+        starts = {key: self._start(read) for key, read in reads.items()}
+        first, loops = next(iter(starts.values())), _loops(next(iter(reads.values())))
+        if first is None:
+            return Turn((), {})
+        operands = {}
+        for key, read in reads.items():
+            signs = np.tile(first.signs, _shape(read)[-1] // len(first.signs))
+            scale = np.broadcast_to(signs, (*loops, *_shape(read)))
+            operands[key] = Operand(self._spec(read), scale, loops)
+        start = tuple(np.broadcast_to(x, (*loops, *x.shape)) for x in first.factors)
+        return Turn(start, operands)
+
+    def _turn_of_size(
+        self, size: int, found: Offline, turned: TurnedParams, reads: Mapping[str, list[Read]]
+    ) -> Turn:
+        """Returns the rotation of all blocks of a size that weights take, as one matrix: there it
+        costs nothing. Gains are in the weights behind it.
+        """
+        start, operands = self.of_size(size), {}
+        for key, every in reads.items():
+            loops, shape = _loops(every[0]), every[0].inputs.shape
+            scale = np.ones((*loops, *shape)) * np.tile(start.signs, shape[-1] // size)
+            for read in every:
+                if read.gains is not None:
+                    by = turned.gains(found, read.gains)
+                    scale[read.steps_of_places] *= np.where(by == 0, 0, 1 / np.where(by, by, 1))
+            operands[key] = Operand(self._spec(every[0]), scale, loops)
+        return Turn((functools.reduce(np.kron, start.factors),), operands)
+
+    def with_learned(self, names: Iterable[tuple[str | int, ...]], factors: Factors) -> "Rotations":
+        """Returns the same with factors that were learned."""
+        known = {key: x for name, x in zip(names, factors, strict=True) for key in name}
+        return dataclasses.replace(self, learned=known)
+
+    def _spec(self, read: Read) -> Any:
+        """Returns how the operand of a site is rounded, `None` where it is not."""
+        return next(x.spec for x in self.named.site(read).operands if x.path is None)
+
+    def _start(self, read: Read) -> Orthogonal | None:
+        """Returns the rotation of Hadamard of an operand at run time."""
+        sizes = self._sizes(self.named.name(read), read.channels)
+        return Orthogonal.hadamard(read.channels, sizes, self.seed) if sizes else None
+
+    def _sizes(self, name: str, count: int) -> tuple[int, ...]:
+        """Returns the sizes of the factors of the rotation of so many channels."""
+        if self.block is None:
+            block = largest_block(count)
+            return factors_of(block) if block > 1 else ()
+        require_that(
+            count % self.block == 0,
+            error=Inapplicable,
+            function=self.function,
+            problem="`block` does not divide the channels of a site.",
+            given=f"block == {self.block}, and {count} channels at {name!r}",
+            expected="a divisor",
+            mend="leave `block` out, pass a smaller one, or leave that site in float.",
+        )
+        return factors_of(self.block)
+
+
+def _loops(read: Read) -> tuple[int, ...]:
+    """Returns the lengths of the loops that step over the weight of a site."""
+    return tuple(loop.length for loop in read.site.loops)
+
+
+def _shape(read: Read) -> tuple[int, ...]:
+    """Returns the shape of the channels of an operand, [*batch, channels]: of all groups of a
+    convolution.
+    """
+    groups = 1 if read.about.patches is None else read.about.patches.groups
+    stack = read.inputs.shape[:-1] if read.site.op == "dot_general" else ()
+    return (*stack, groups * read.channels)
