@@ -302,8 +302,8 @@ class Follower(Walk):
                 labels = self.labels.new(source.shape[1])
                 self.tables.append(Table(source.place, Elements.of(source.elements), labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                (offset,) = numbers.offset_dims
-                return self.labels.made(np.moveaxis(out, -1, offset), shape)
+                columns = numbers.offset_dims[-1]  # before it is an axis of 1, in a vmap
+                return self.labels.made(np.moveaxis(out, -1, columns), shape)
         return gathered(self.labels, eqn, self.labelled(source, told(eqn)), indices)
 
 

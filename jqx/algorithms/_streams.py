@@ -310,13 +310,14 @@ class Streams(Walk):
             known = source.elements
             if known is None and id(source) in self._whole:
                 known = np.arange(self.sizes[source.place], dtype=np.int32).reshape(source.shape)
-            if axes == [0] and not numbers.operand_batching_dims and known is not None:
+            plain = axes == [0] and not numbers.operand_batching_dims and here in self.items
+            if plain and known is not None:
                 labels = self.turns.new(source.shape[1])
                 table = Table(source.place, Elements.of(known), labels)
                 self.lookups.append(Lookup(here, steps, table, labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                (offset,) = numbers.offset_dims
-                return Turned.of(np.moveaxis(out, -1, offset), shape)
+                columns = numbers.offset_dims[-1]  # before it is an axis of 1, in a vmap
+                return Turned.of(np.moveaxis(out, -1, columns), shape)
         return gathered(self.turns, eqn, self.turned(source, told(eqn)), indices)
 
     def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
