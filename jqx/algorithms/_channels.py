@@ -240,7 +240,9 @@ class Follower(Walk):
         values = [self.labelled(x, where) for x in given]
         if name == "dot_general" and not leaves and not all(x.is_fixed for x in values):
             return product(self.labels, eqn, values)
-        return self.labels.stop_at(eqn, values)[0]
+        found = self.labels.stop_at(eqn, values)[0]
+        why = "; ".join(dict.fromkeys(x.why for x in values if x.why))
+        return dataclasses.replace(found, why=why or found.why)
 
     def _site(
         self, site: Site, eqn: Eqn, given: Sequence[Value], here: Address, steps: Steps

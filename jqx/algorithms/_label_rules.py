@@ -240,7 +240,9 @@ def evaluated(
         return f.stop_at(eqn, values)
     if name not in _CLIPPED or (f.has_clips and any(map(_has_infinity, given))):
         f.stop_clipped(values, told(eqn, f"{name} of what is clipped"))
-    return rule(f, eqn, values, given)
+    why = next((x.why for x in values if x.is_fixed and x.why), "")
+    found = rule(f, eqn, values, given)
+    return [dataclasses.replace(x, why=x.why or why) if x.is_fixed else x for x in found]
 
 
 def _has_infinity(x: Value) -> bool:

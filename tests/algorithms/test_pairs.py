@@ -115,6 +115,18 @@ def test_layers_one_by_one_have_the_pairs_of_a_scan():
     assert found == {key: count for key, (_, count) in OF_LLAMA.items()}
 
 
+def test_values_of_a_cache_that_is_given_are_not_scaled_and_the_table_says_so():
+    def f(p, x, cache, start):
+        values = lax.dynamic_update_slice_in_dim(cache, x @ p["v"], start, axis=1)
+        return jax.nn.softmax(x @ cache.mT) @ values @ p["o"]
+
+    params = {name: normal(D, D) for name in "vo"}
+    pairs = found_in(f, params, normal(2, 3, D), normal(2, TOKENS, D), np.int32(2))
+    assert not pairs
+    why = pairs.reasons["o:dot_general"].split("; ")
+    assert len(why) == 2 and why[0].startswith("exp") and why[1] == "it is an argument"
+
+
 def bert(p, tokens):
     """Norms behind the sums, biases, GELU."""
 
