@@ -36,44 +36,12 @@ FORMS = {
     )(i),
     "batch last": lambda t, i: jax.vmap(lambda i: t[i], out_axes=1)(i).swapaxes(0, 1),
     "columns first": lambda t, i: jnp.moveaxis(
-        jax.vmap(jax.vmap(lambda i: t[i], out_axes=-1), out_axes=-1)(i), -1, 0
-    ).swapaxes(1, 2),
+        jax.vmap(lambda i: t[i], out_axes=-1)(i.ravel()), -1, 0
+    ).reshape(*i.shape, WIDTH),
     "two rows at once": lambda t, i: jax.vmap(
         lambda i: lax.dynamic_slice(t, (i, np.int32(0)), (2, WIDTH))
     )(i[:, 0]),
 }
-
-
-def normal(*shape):
-    return on_device(RNG.normal(size=shape), jnp.float32)
-
-
-PARAMS = {
-    "table": normal(ROWS, WIDTH),
-    "gains": normal(LAYERS, WIDTH),
-    "up": normal(LAYERS, WIDTH, HIDDEN),
-    "down": normal(LAYERS, HIDDEN, WIDTH),
-    "last": normal(WIDTH),
-    "head": normal(WIDTH, ROWS),
-}
-TOKENS = on_device(RNG.integers(0, ROWS, (2, 3)), jnp.int32)
-FORMS = {
-    "index": lambda t, i: t[i],
-    "index in two maps": lambda t, i: jax.vmap(jax.vmap(lambda i: t[i]))(i),
-    "dynamic index in two maps": lambda t, i: jax.vmap(
-        jax.vmap(lambda i: lax.dynamic_index_in_dim(t, i, keepdims=False))
-    )(i),
-    "batch last": lambda t, i: jax.vmap(lambda i: t[i], out_axes=1)(i).swapaxes(0, 1),
-    "columns first": lambda t, i: jnp.moveaxis(
-        jax.vmap(jax.vmap(lambda i: t[i], out_axes=-1), out_axes=-1)(i), -1, 0
-    ).swapaxes(1, 2),
-    "two rows at once": lambda t, i: jax.vmap(
-        lambda i: lax.dynamic_slice(t, (i, np.int32(0)), (2, WIDTH))
-    )(i[:, 0]),
-}
-FORMS["columns first"] = lambda t, i: jnp.moveaxis(
-    jax.vmap(lambda i: t[i], out_axes=-1)(i.ravel()), -1, 0
-).reshape(*i.shape, WIDTH)
 
 
 def norm(x, gain):
