@@ -2,6 +2,7 @@
 message is ours.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,22 @@ def check_instance(
         mend=mend,
     )
     raise TypeError(text)
+
+
+def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "") -> None:
+    """Checks that something is a regular expression."""
+    check_instance(function, argument, pattern, str, mend=mend or "pass a regular expression.")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        text = message(
+            function,
+            f"`{argument}` is no regular expression.",
+            given=f"{pattern!r}: {error}",
+            expected="a pattern that Python's re accepts",
+            mend="escape special characters with a backslash; re.escape(path) matches one path.",
+        )
+        raise ValueError(text) from None
 
 
 def shown(value: Any, limit: int = 200) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._calls import called
-from .._checks import check_instance, check_integer, require_that, shown
+from .._checks import check_instance, check_integer, check_pattern, require_that, shown
 from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec
@@ -47,8 +47,8 @@ class AutoRound:
 
     Raises:
       TypeError: a field is not of its kind.
-      ValueError: a field is out of range; when it runs, `blocks` finds nothing, or a block cannot
-        be differentiated.
+      ValueError: a field is out of range, or `blocks` no regular expression; when it runs,
+        `blocks` finds nothing, or a block cannot be differentiated.
 
     Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", arXiv:2309.05516.
 
@@ -90,12 +90,12 @@ class AutoRound:
                 expected=expected,
                 mend="leave it out for the default.",
             )
-        for field, kind, mend in (
-            ("blocks", str, "pass a pattern such as r'layers_[0-9]+'."),
-            ("calibrator", Calibrator, "pass for example jqx.calibrators.mse."),
-        ):
-            if getattr(self, field) is not None:
-                check_instance(name, field, getattr(self, field), kind, mend=mend)
+        if self.blocks is not None:
+            mend = "pass a pattern such as r'layers_[0-9]+'."
+            check_pattern(name, "blocks", self.blocks, mend=mend)
+        if self.calibrator is not None:
+            mend = "pass for example jqx.calibrators.mse."
+            check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
         check_weight(name, self.weight)
 
     def spec_of(self, spec: QSpec) -> QSpec:

@@ -26,7 +26,6 @@ from ._report import MatrixReport
 
 Array = np.ndarray
 
-_FUNCTION = "algorithms.gptq"
 NAME = "checkpoint.json"
 
 
@@ -36,6 +35,7 @@ class Checkpoint:
     same order.
 
     Args:
+      function: what errors are said of.
       path: the folder; it is made where it is not there.
       made_of: digests of all that codes depend on, by name.
 
@@ -44,8 +44,8 @@ class Checkpoint:
       ValueError: it holds something else, or what another run has chosen.
     """
 
-    def __init__(self, path: Path, made_of: Mapping[str, str]):
-        self._folder, self._count = as_path(_FUNCTION, path), 0
+    def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
+        self._function, self._folder, self._count = function, as_path(function, path), 0
         try:
             os.makedirs(self._folder, exist_ok=True)
             is_new = not os.listdir(self._folder)
@@ -53,13 +53,13 @@ class Checkpoint:
             is_new = False
         if is_new:
             text = json.dumps(made_of, indent=1)
-            _write(os.path.join(self._folder, NAME), text.encode())
+            self._write(os.path.join(self._folder, NAME), text.encode())
         known = self._known()
         differ = [name for name in made_of if known.get(name) != made_of[name]]
         require_that(
             not differ,
             error=ValueError,
-            function=_FUNCTION,
+            function=self._function,
             problem="the checkpoint is of another run.",
             given=f"{self._folder!r}, made with other {', '.join(differ)}",
             expected="what a run of the same function, plan, options, parameters and batches has "
@@ -77,7 +77,7 @@ class Checkpoint:
         require_that(
             isinstance(known, dict),
             error=ValueError,
-            function=_FUNCTION,
+            function=self._function,
             problem="`checkpoint` is no folder of a checkpoint.",
             given=f"{self._folder!r}, in which there is no {NAME} that can be read",
             expected="a folder that is empty, not there yet, or of an interrupted run",
@@ -104,7 +104,7 @@ class Checkpoint:
         require_that(
             found is not None and np.array_equal(found["places"], places),
             error=ValueError,
-            function=_FUNCTION,
+            function=self._function,
             problem="a file of the checkpoint is not what this run has written.",
             given=f"{path!r}: {given}",
             expected=f"matrices of {places.shape}",
@@ -130,8 +130,13 @@ class Checkpoint:
         report = json.dumps([dataclasses.asdict(entry) for entry in entries])
         data = io.BytesIO()
         np.savez(data, report=np.array(report), **arrays)
-        _write(self._path(), data.getbuffer())
+        self._write(self._path(), data.getbuffer())
         self._count += 1
+
+    def _write(self, path: str, data: Any) -> None:
+        with Replacement(self._function, path) as file:
+            file.write(0, data)
+            file.commit()
 
     def _path(self) -> str:
         return os.path.join(self._folder, f"{self._count:06}.npz")
@@ -200,12 +205,6 @@ def _entry(stored: Mapping[str, Any]) -> MatrixReport:
 def _labels(grids: Grids, places: Array) -> Array:
     """Returns the indices of the scales of some elements, each once."""
     return np.flatnonzero(np.bincount(grids.label(places).ravel()))
-
-
-def _write(path: str, data: Any) -> None:
-    with Replacement(_FUNCTION, path) as file:
-        file.write(0, data)
-        file.commit()
 
 
 def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]:

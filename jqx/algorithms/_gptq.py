@@ -238,9 +238,8 @@ class Gptq:
         known = None
         if folder is not None:
             batches = list(batches)
-            known = Checkpoint(
-                folder, made_of(plan, solver, calls_of(f, plan, params, batches, self.weight))
-            )
+            calls = calls_of(f, plan, params, batches, self.weight)
+            known = Checkpoint(self.function, folder, made_of(plan, solver, calls))
         stats, observers = {}, self.observers
         if any(x.path is None for site in plan.sites for x in site.operands):
             given = f, plan, params, batches

@@ -73,7 +73,7 @@ def layer_by_layer(
     first, groups, elements = traced.calls[0], traced.groups, traced.elements
     known = None
     if checkpoint is not None:
-        known = Checkpoint(checkpoint, made_of(plan, solver, traced.calls))
+        known = Checkpoint(solver.function, checkpoint, made_of(plan, solver, traced.calls))
     found = {item.address: item for item in contractions(first) if item.address}
     parts = {
         site.address: {x.about.role: x for x in observed_parts(site, found[site.address])}

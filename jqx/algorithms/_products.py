@@ -2,35 +2,15 @@
 
 import math
 import re
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance, require_that
-from .._errors import message
+from .._checks import require_that
 from ..transforms import ChannelMap, Plan
 from ..transforms._shared import Site, contractions, observed_parts
 from ._every import Every
 from ._orthogonal import Orthogonal
-
-
-def check_products(function: str, pattern: Any) -> None:
-    """Checks that a pattern is a regular expression."""
-    mend = "pass for example products='.*scores:dot_general'."
-    check_instance(function, "products", pattern, str, mend=mend)
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            message(
-                function,
-                "`products` is no regular expression.",
-                given=f"products == {pattern!r}: {error}",
-                expected="one that re.fullmatch takes",
-                mend=mend,
-            )
-        ) from error
 
 
 def rotated_products(

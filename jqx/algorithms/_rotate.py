@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .._calls import called
-from .._checks import check_flags, check_integer, require_that, shown
+from .._checks import check_flags, check_integer, check_pattern, require_that, shown
 from ..transforms import Plan
 from ..transforms._shared import Chosen, Inapplicable, arguments_of
 from ._every import every_site
@@ -14,7 +14,7 @@ from ._hadamard import factors_of
 from ._learned_turns import Loss, learned
 from ._named import Named
 from ._offline import Offline, found_in, why_at_run_time
-from ._products import check_products, rotated_products
+from ._products import rotated_products
 from ._reads import Read
 from ._rotations import Rotations
 from ._streams import Streams
@@ -161,7 +161,8 @@ class Rotate:
         self._check_learning()
         check_integer(_NAME, "seed", self.seed)
         if self.products is not None:
-            check_products(_NAME, self.products)
+            mend = "pass for example products='.*scores:dot_general'."
+            check_pattern(_NAME, "products", self.products, mend=mend)
         check_flags(_NAME, offline=self.offline)
         if self.block is None:
             return

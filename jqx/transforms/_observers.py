@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .._checks import check_instance
+from .._checks import check_instance, check_pattern
 from .._errors import message
 from ..calibrators import Calibrator
 from ..observers import Observer
@@ -30,18 +30,7 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
-        check_instance(function, f"a key of observers, {pattern!r},", pattern, str, mend=mend)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            text = message(
-                function,
-                "a key of `observers` is no regular expression.",
-                given=f"{pattern!r}: {error}",
-                expected="a regular expression, matched in full against the paths of sites",
-                mend="correct it; re.escape(path) matches one path as it is.",
-            )
-            raise ValueError(text) from None
+        check_pattern(function, f"a key of observers, {pattern!r},", pattern, mend=mend)
         each = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         if not each:
             text = message(

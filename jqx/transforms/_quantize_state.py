@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._calls import called
-from .._checks import check_instance, require_that, shown
+from .._checks import check_instance, check_pattern, require_that, shown
 from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
@@ -106,18 +106,8 @@ def _rules(specs: Any) -> Rules:
             mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
         )
         spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
-        try:
-            rules[text] = re.compile(text), (spec, affine and Affine(*affine))
-        except re.error as error:
-            raise ValueError(
-                message(
-                    "quantize_state",
-                    "a regular expression is invalid.",
-                    given=f"{text!r}: {error}",
-                    expected="what re.fullmatch takes",
-                    mend="escape special characters with a backslash.",
-                )
-            ) from None
+        check_pattern("quantize_state", f"specs[{text!r}]", text)
+        rules[text] = re.compile(text), (spec, affine and Affine(*affine))
     return rules
 
 
