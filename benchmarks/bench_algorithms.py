@@ -79,8 +79,10 @@ POLICIES = OF_PRESETS | {
     "W4 per channel": jqx.Policy({".*": "int4"}),
 }
 BY_DEFAULT: Rows = {name: PLAIN for name in OF_PRESETS}
+A_TENSOR: Rows = {"W8 per tensor": PLAIN | {"equalized": chain(equalize(), bias_correction())}}
 ROWS: dict[str, Rows] = {
     "smollm2": BY_DEFAULT
+    | A_TENSOR
     | {
         "W4 g128": {"nearest": nearest(), "awq": awq(), "gptq": gptq(), "gptq qep": QEP},
         "W3 g128": {
@@ -96,10 +98,11 @@ ROWS: dict[str, Rows] = {
         "NVFP4": PLAIN,
     },
     "minilm": BY_DEFAULT
+    | A_TENSOR
     | {"w8a8": PLAIN | {"corrected": chain(smooth_quant(), bias_correction())}},
-    "lite0": {
-        "W8 per channel": PLAIN,
-        "W8 per tensor": PLAIN | {"equalized": chain(equalize(), bias_correction())},
+    "lite0": A_TENSOR
+    | {
+        "W8 per channel": PLAIN | {"corrected": chain(nearest(), bias_correction())},
         "W4 per channel": PLAIN | {"adaround": adaround()},
     },
 }

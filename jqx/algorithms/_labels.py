@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
@@ -29,7 +30,7 @@ class Known:
     def label(self) -> int:
         """Whether it may be scaled as others are."""
         x = np.asarray(self.value)
-        is_free = np.issubdtype(x.dtype, np.inexact) and bool(np.all((x == 0) | np.isinf(x)))
+        is_free = jnp.issubdtype(x.dtype, jnp.inexact) and bool(np.all((x == 0) | np.isinf(x)))
         return FREE if is_free else FIXED
 
 

@@ -121,7 +121,7 @@ class Streams(Walk):
             return x
         if isinstance(x, Known):
             value = np.asarray(x.value)
-            if np.issubdtype(value.dtype, np.inexact) and np.all(value == 0):
+            if jnp.issubdtype(value.dtype, jnp.inexact) and np.all(value == 0):
                 return Turned(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
             varies = [
                 axis for axis, n in enumerate(value.shape)

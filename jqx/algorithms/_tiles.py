@@ -138,7 +138,7 @@ class Tile:
         labels = scales[tuple(np.floor_divide(index, sizes))] + part.first
         alone = all(1 in (size, count) for size, count in zip(sizes, shape, strict=False))
         scale, zero_point = grids.at(labels)
-        is_whole = zero_point is None or np.issubdtype(zero_point.dtype, np.integer)
+        is_whole = zero_point is None or jnp.issubdtype(zero_point.dtype, jnp.integer)
         is_real = part.scale is None and kind.scale.dtype != E8M0
         own = Groups(shape[depth:], groups.sizes[depth:])
         ranges = bool(alone and is_whole and is_real and mask.all())

@@ -125,6 +125,19 @@ def test_blocks_are_what_a_pattern_names():
         ptq(unrolled, INT3, auto_round(blocks="attention"), params)
 
 
+FEW = ("int2", "int3", "int4", "uint2", "uint3", "uint4")
+
+
+@pytest.mark.parametrize("qtype", [*FEW[:3], *(f"{x}:asymmetric" for x in FEW)])
+def test_ranges_of_every_format_are_learned(qtype):
+    f, w, policy = lambda w, x: x @ w, normal(D, 8), jqx.Policy({".*": f"{qtype}:channel"})
+    fixed, own = (
+        ptq(f, policy, auto_round(steps=8, ranges=ranges), w).params for ranges in (False, True)
+    )
+    assert (own.scale < fixed.scale).any() and (own.scale > 0).all()
+    assert (own.zero_point is None) == (":" not in qtype)
+
+
 def test_what_is_no_better_stays_rounded_to_nearest():
     """A step that goes too far is not kept."""
     f, w = lambda w, x: x @ w, normal(D, 8)

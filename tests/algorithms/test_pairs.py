@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.algorithms import find_pairs
+from jqx.algorithms import find_pairs, rotate
 
 from ..arrays import on_device
 
@@ -113,6 +113,22 @@ def test_layers_one_by_one_have_the_pairs_of_a_scan():
         key = " ".join(name.split(":")[0] for name in x.after)
         found[key] = found.get(key, 0) + x.channels
     assert found == {key: count for key, (_, count) in OF_LLAMA.items()}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_floats_of_two_bytes_have_the_pairs_and_rotations_of_four(dtype):
+    def f(p, tokens):
+        return jax.nn.relu(llama(p, tokens) @ p["up"]) @ p["down"]
+
+    params, tables, reports = LLAMA | {"up": normal(11, 16), "down": normal(16, 3)}, [], []
+    with jax.numpy_dtype_promotion("standard"):  # attention computes in float32
+        for p in (params, jax.tree.map(lambda x: x.astype(dtype), params)):
+            plan = jqx.make_plan(f, POLICY)(p, TOKEN_IDS)
+            tables.append(table_of(find_pairs(f, plan)(p, TOKEN_IDS)))
+            done = rotate(offline=True).rewrite(f, plan, p, [(TOKEN_IDS,)], progress=False)
+            reports.append([(x.site, x.channels) for x in done.report if x.offline])
+    assert tables[0] == tables[1] and tables[0]["down"] == ("up", 16)
+    assert reports[0] == reports[1] != []
 
 
 def test_values_of_a_cache_that_is_given_are_not_scaled_and_the_table_says_so():
