@@ -14,6 +14,7 @@ beside what is there, and the table is printed from all of it: rows may be measu
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -89,9 +90,9 @@ ROWS: dict[str, Rows] = {
             "nearest": nearest(),
             "gptq": gptq(),
             "gptq qep": QEP,
-            "auto_round 80": auto_round(steps=80),
+            "auto_round 20": auto_round(steps=20),
         },
-        "W2 g64": {"gptq": gptq(), "gptq qep": QEP, "auto_round 60": auto_round(steps=60)},
+        "W2 g64": {"gptq": gptq(), "gptq qep": QEP, "auto_round 20": auto_round(steps=20)},
         "W4A8 g128": {"nearest": nearest(), "gptq qep": QEP},
         "w4a4": PLAIN | {"rotate": rotate(), "rotate, gptq": chain(rotate(), gptq())},
         "MXFP4": PLAIN | {"rotate 32": rotate(block=32)},
@@ -171,6 +172,11 @@ def lite0() -> Judge:
 
 
 MODELS = {"smollm2": smollm2, "minilm": minilm, "lite0": lite0}
+MEASURES = {
+    "smollm2": "perplexity",
+    "minilm": "mean cosine, least",
+    "lite0": "told alike",
+}
 LINEAR = {"smollm2": "blk/.*", "minilm": ".*kernel", "lite0": ".*"}
 """Paths of the weights that are quantized."""
 
@@ -222,15 +228,29 @@ def main() -> None:
         if args.json is not None:
             write_json(args.json, facts, records)
     print()
-    order = [*wanted([*MODELS], [])]
-    records.sort(key=lambda x: order.index(tuple(x[name] for name in key)))
-    print_table(["model", "scheme", "algorithm", "found", "seconds"], list(map(_cells, records)))
+    print_table(*_table(records))
+
+
+def _table(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns a head, and a row for each scheme and algorithm, with what each model has there."""
+    known = {(x["scheme"], x["algorithm"], x["model"]): x for x in records}
+    rows = dict.fromkeys((scheme, name) for _, scheme, name in wanted([*MODELS], []))
+    schemes = [*dict.fromkeys(scheme for scheme, _ in rows)]
+    head, table = ["scheme", "algorithm"], []
+    for model, measure in MEASURES.items():
+        head += [f"{model}: {measure}", "s"]
+    for row in sorted(rows, key=lambda row: schemes.index(row[0])):
+        cells = [known.get((*row, model)) for model in MODELS]
+        if any(cells):
+            found = (_cells(x)[-2:] if x else ["", ""] for x in cells)
+            table.append([*row, *itertools.chain(*found)])
+    return head, table
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
     """Returns a row of the table."""
     digits = 3 if record["model"] == "smollm2" else 4
-    found = ", ".join(f"{name} {x:.{digits}f}" for name, x in record["found"].items())
+    found = ", ".join(f"{x:.{digits}f}" for x in record["found"].values())
     names = [record[name] for name in ("model", "scheme", "algorithm")]
     return [*names, found, f"{record['seconds']:.0f}"]
 
