@@ -98,8 +98,8 @@ class Rotations:
 
     def _turn_of_value(self, reads: Mapping[str, Read]) -> Turn:
         """Returns the rotation of a value that some sites read, at run time."""
-        starts = {key: self._start(read) for key, read in reads.items()}
-        first, loops = next(iter(starts.values())), _loops(next(iter(reads.values())))
+        one = next(iter(reads.values()))
+        first, loops = self._start(one), _loops(one)
         if first is None:
             return Turn((), {})
         operands = {}
