@@ -57,6 +57,7 @@ Judge = Callable[[jqx.Policy, Any], tuple[float, dict[str, float]]]
 
 PRESETS = jqx.presets
 QEP = gptq(propagation="qep")
+CORRECTED = bias_correction(weight=lambda tokens, mask: mask)
 PLAIN = {"nearest": nearest(), "default": None}
 OF_PRESETS = {
     "w4a16": PRESETS.w4a16(),
@@ -100,7 +101,7 @@ ROWS: dict[str, Rows] = {
     },
     "minilm": BY_DEFAULT
     | A_TENSOR
-    | {"w8a8": PLAIN | {"corrected": chain(smooth_quant(), bias_correction())}},
+    | {"w8a8": PLAIN | {"corrected": chain(smooth_quant(), CORRECTED)}},
     "lite0": A_TENSOR
     | {
         "W8 per channel": PLAIN | {"corrected": chain(nearest(), bias_correction())},
