@@ -66,11 +66,11 @@ def check_instance(
     raise TypeError(text)
 
 
-def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "") -> None:
-    """Checks that something is a regular expression."""
+def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "") -> re.Pattern[str]:
+    """Returns a regular expression, compiled, after checking that it is one."""
     check_instance(function, argument, pattern, str, mend=mend or "pass a regular expression.")
     try:
-        re.compile(pattern)
+        return re.compile(pattern)
     except (re.error, OverflowError) as error:
         text = message(
             function,

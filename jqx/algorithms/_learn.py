@@ -26,6 +26,7 @@ from ..transforms._shared import (
     value_of,
 )
 from ._blocks import labels_of
+from ._descent import descended
 from ._grids import Grids
 from ._once import apart, bodies_of
 from ._report import BlockReport, BlocksReport, name_of
@@ -38,9 +39,6 @@ from ._traced import Traced, quantized
 Array = np.ndarray
 
 _FUNCTION = "algorithms.auto_round"
-
-_CHECKS = 8
-"""How often it is looked how much is lost, after the start."""
 
 
 class Options(Protocol):
@@ -205,29 +203,18 @@ class _Learning(Walk):
         """Returns what rounding to nearest loses, the least that was found, after how many steps,
         and what was learned then.
         """
-        count, ranges = self._options.steps, self._options.ranges
-        batches, rng = len(block.stages), np.random.default_rng(self._options.seed)
-        # That many that looking at them takes no more than half as long as the steps.
-        checked = rng.permutation(batches)[: max(count // (2 * _CHECKS), 1)].tolist()
-
-        def lost(found: list[Shifts]) -> float:
-            return float(np.mean([self._call("lost", block, i, found) for i in checked]))
-
-        found = [nearest(tile.rounding, tile.given, ranges) for tile in block.tiles]
-        before = best = lost(found)
-        if not np.isfinite(before):
-            raise Inapplicable(self._no_number(block, before))
-        kept, at, order = found, 0, []
-        rate = self._options.learning_rate or 1 / count
-        for k in range(1, count + 1):
-            order = order or rng.permutation(batches).tolist()
-            length = rate * (1 - (k - 1) / count)
-            found = self._call("step", block, order.pop(), found, length)
-            if k % max(count // _CHECKS, 1) == 0:
-                now = lost(found)
-                if now < best:
-                    best, kept, at = now, found, k
-        return (before, best, at), kept
+        options = self._options
+        rate = options.learning_rate or 1 / options.steps
+        found = descended(
+            [nearest(tile.rounding, tile.given, options.ranges) for tile in block.tiles],
+            options.steps,
+            len(block.stages),
+            options.seed,
+            lost=lambda found, i: self._call("lost", block, i, found),
+            moved=lambda found, i, length: self._call("step", block, i, found, rate * length),
+            refuse=lambda lost, _: Inapplicable(self._no_number(block, lost)),
+        )
+        return (found.before, found.after, found.best), found.kept
 
     def _sites(self, stage: Stage) -> list[Site]:
         return [

@@ -1,7 +1,7 @@
 """Rotations that are learned: orthogonal matrices behind which rounding loses less."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
+from .._errors import message
 from ..tensor import QSpec
 from ..tensor._shared import fake_quantize_as, fit
 from ..transforms import ChannelMap, Plan, map_channels
 from ..transforms._shared import Channels, Inapplicable, arguments_of, progress_bar
+from ._descent import descended
 from ._labels import Array
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -21,9 +23,6 @@ Loss = Callable[[Any, Any], jax.Array]
 
 Factors = list[tuple[Array, ...]]
 """Of each rotation: orthogonal matrices, float64 [*loops, n, n], or [n, n] for all steps."""
-
-_CHECKS = 8
-"""How often it is looked how much is lost, after the start."""
 
 
 class Options(Protocol):
@@ -152,36 +151,36 @@ def learned(
         own = jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), factors)
         return own, params, batches[i], real(params, batches[i])
 
-    rng = np.random.default_rng(options.seed)
-    # That many that looking at them takes no more than half as long as the steps.
-    checked = rng.permutation(len(batches))[: max(options.steps // (2 * _CHECKS), 1)]
+    def step(factors: Factors, i: int, length: float) -> Factors:
+        turned = partial(moved, angle=options.learning_rate * length)
+        return jax.tree.map(turned, factors, slope(*given(factors, i)))
 
-    def mean(factors: Factors) -> float:
-        return float(np.mean([judge(*given(factors, i)) for i in checked]))
+    def refuse(lost: float, count: int) -> Exception:
+        text = message(
+            function,
+            "what rounding behind rotations loses is no number.",
+            given=f"a loss of {lost} on {count} batches",
+            expected="results, and a loss of them, that are finite",
+            mend="learn from other batches, or pass loss=.",
+        )
+        return Inapplicable(text)
 
-    factors: Factors = [turn.start for turn in turns]
-    before = best = mean(factors)
-    kept = factors
-    require_that(
-        np.isfinite(before),
-        error=Inapplicable,
-        function=function,
-        problem="what rounding behind rotations loses is no number.",
-        given=f"a loss of {before} on {len(checked)} batches",
-        expected="results, and a loss of them, that are finite",
-        mend="learn from other batches, or pass loss=.",
-    )
     bar = progress_bar("rotate", "step") if progress else None
-    for k, i in enumerate(_order(len(batches), options.steps, rng), 1):
-        angle = options.learning_rate * (1 - (k - 1) / options.steps)
-        factors = jax.tree.map(partial(moved, angle=angle), factors, slope(*given(factors, i)))
-        if k % max(options.steps // _CHECKS, 1) == 0 and (now := mean(factors)) < best:
-            best, kept = now, factors
+    try:
+        found = descended(
+            [turn.start for turn in turns],
+            options.steps,
+            len(batches),
+            options.seed,
+            lost=lambda factors, i: judge(*given(factors, i)),
+            moved=step,
+            refuse=refuse,
+            done=bar.update if bar is not None else lambda: None,
+        )
+    finally:
         if bar is not None:
-            bar.update()
-    if bar is not None:
-        bar.close()
-    return kept, (before, best)
+            bar.close()
+    return found.kept, (found.before, found.after)
 
 
 def relative_error(found: Any, exact: Any) -> jax.Array:
@@ -206,11 +205,3 @@ def moved(q: Array, gradient: Any, angle: float) -> Array:
     half, one = skew * (angle / 2 / np.where(norm > 0, norm, 1)), np.eye(q.shape[-1])
     # On the host: XLA on CPU has blocked where several systems were solved at once.
     return np.linalg.solve((one + half).mT, (q @ (one - half)).mT).mT
-
-
-def _order(count: int, steps: int, rng: np.random.Generator) -> Iterator[int]:
-    """Yields numbers of batches, all of them in each turn."""
-    order: list[int] = []
-    for _ in range(steps):
-        order = order or rng.permutation(count).tolist()
-        yield order.pop()

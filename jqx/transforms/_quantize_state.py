@@ -106,8 +106,8 @@ def _rules(specs: Any) -> Rules:
             mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
         )
         spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
-        check_pattern("quantize_state", f"specs[{text!r}]", text)
-        rules[text] = re.compile(text), (spec, affine and Affine(*affine))
+        pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
+        rules[text] = pattern, (spec, affine and Affine(*affine))
     return rules
 
 

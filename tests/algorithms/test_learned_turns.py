@@ -74,7 +74,8 @@ def test_a_step_turns_by_an_angle_and_descends(seed, size, stack, angle):
     np.testing.assert_allclose(found.mT @ found, eye, atol=1e-12)
     if angle <= 1e-2:
         assert (np.sum(found * target, (-1, -2)) > np.sum(q * target, (-1, -2))).all()
-        # To first order each row of q turns by the angle, in the root mean square.
+        # To first order each row of q turns by the angle, in the root mean square. A plane turns by
+        # at most sqrt(40) times as much; the first that is left out is that squared by 8: 5e-4.
         turned = np.sqrt(np.mean(np.sum((found - q) ** 2, -1), -1))
         np.testing.assert_allclose(turned, angle, rtol=1e-3)
     np.testing.assert_allclose(moved(q, np.zeros_like(q), angle), q, atol=1e-15)
@@ -95,6 +96,7 @@ def test_the_function_stays_as_it_is_and_loses_less(offline):
     assert {x.site: x.offline for x in fixed.report} == {x.site: x.offline for x in chosen.report}
     for matrix in (factor for x in chosen.maps.values() for factor in x.factors):
         eye = np.broadcast_to(np.eye(matrix.shape[-1]), matrix.shape)
+        # Sums of 24 products in float32: 24 * 2^-24.
         np.testing.assert_allclose(matrix.mT @ matrix, eye, atol=2e-6)
     if offline:
         assert any(x.offline for x in chosen.report)
@@ -125,7 +127,8 @@ def test_what_is_reported_is_what_is_lost_when_activations_are_rounded():
     alone = jqx.make_plan(rotated, one)(chosen.params, batches[0])
     found = jqx.simulate(rotated, alone)(chosen.params, batches[0])
     exact = f(PARAMS, batches[0])
-    np.testing.assert_allclose(chosen.report.lost[0], relative_error(found, exact), rtol=0.02)
+    # One of 128 * 24 values that rounds to its other neighbour is 3e-4 of what all lose.
+    np.testing.assert_allclose(chosen.report.lost[0], relative_error(found, exact), rtol=1e-3)
 
 
 def test_a_loss_of_the_caller_is_what_falls():
