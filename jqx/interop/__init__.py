@@ -2,6 +2,7 @@
 
 from ._archive import Archive as Archive
 from ._archive import load as load
+from ._archive import read as read
 from ._gguf import Gguf as Gguf
 from ._gguf import GgufTensor as GgufTensor
 from ._gguf import read_gguf as read_gguf

@@ -1,7 +1,7 @@
 """Files of trees, opened to be read leaf by leaf, or read whole."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,16 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
+from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import require_that
+from .._checks import as_dtype, check_instance, check_real, require_that
 from .._errors import nesting
 from .._files import Path
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
+from ._coded import CodedLeaf
+from ._formats import read_leaves
 from ._quantized import unbound
-from ._reader import Reader
-from ._tree import Read, Stored, StoredArray, map_stored, parse
+from ._source import open_source
+from ._tree import Read, Stored, map_stored, parse
+
+Leaf = Stored | CodedLeaf
 
 KEY = "jqx"
 """The entry of a file's metadata that describes its tree."""
@@ -30,14 +35,22 @@ VERSION = 1
 
 
 class Archive:
-    """An open safetensors file, whose arrays and QTensors are read one by one. A context manager.
+    """An open file, or folder, whose arrays and QTensors are read one by one. A context manager.
 
     Args:
-      path: of a file that `jqx.save` wrote, or of any safetensors file: that is a dict of arrays.
+      path: of a file that `jqx.save` wrote; of a folder as Hugging Face has them, with a config
+        and one safetensors file or several; or of any safetensors file: that is a dict of arrays.
       values: formats of your own, by the names under which they were saved.
+      config: what stands in `config.json`, as a dict; `None` takes that of the folder. `{}` reads
+        the tensors of a quantized checkpoint as they are.
+      dtype: the real dtype of QTensors that others wrote; `None` takes that of their scales, or of
+        the model.
 
     Attributes:
       paths: where the leaves are, in order.
+      format: of the files: `"jqx"`, `"safetensors"`, or that of a quantized checkpoint, such as
+        `"compressed-tensors"`.
+      config: what stands in `config.json`; `None` where there is none.
       metadata: what the file says of itself beside the tree.
       quantized: JSON of the quantized function whose weights the tree has, see `jqx.Unbound`;
         `None` where it is of none.
@@ -59,15 +72,26 @@ class Archive:
       (('a', 'b/0'), (2, 3), Array([1., 1., 1., 1.], dtype=float32))
     """
 
-    def __init__(self, path: Path, values: Values | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: Values | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> None:
         values = NONE if values is None else values
         check_values("load", values)
-        self._reader = Reader(path)
+        real = _real(dtype)
+        if config is not None:
+            check_instance("load", "config", config, Mapping, mend="pass what json.load gives.")
+        self._reader = open_source(path, config)
         try:
+            self.config = self._reader.config
             known = self._reader.metadata
             self.metadata = {k: v for k, v in known.items() if k not in (KEY, QUANTIZED)}
             self.quantized = known.get(QUANTIZED)
-            self._tree = self._parse(values)
+            self.format, self._tree = self._parse(values, real)
             self._leaves = self._named()
         except BaseException:
             self._reader.__exit__()
@@ -114,7 +138,7 @@ class Archive:
             check_codes("load", leaf, path)
         return leaf
 
-    def _leaf(self, path: str) -> Stored:
+    def _leaf(self, path: str) -> Leaf:
         require_that(
             path in self._leaves,
             error=ValueError,
@@ -126,21 +150,29 @@ class Archive:
         )
         return self._leaves[path]
 
-    def _parse(self, values: Values) -> Any:
+    def _parse(self, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
         text = self._reader.metadata.get(KEY)
         if text is None:
-            names = self._reader.entries
-            return {name: StoredArray(name, self._reader.dtype(name)) for name in names}
+            return read_leaves(self._reader, dtype)
+        require_that(
+            dtype is None,
+            error=ValueError,
+            function="load",
+            problem="`dtype` has no use.",
+            given=f"dtype == {dtype}, and a file that jqx.save wrote",
+            expected="dtype=None: the file says what each real dtype is",
+            mend="leave it out; q.astype(dtype) of a QTensor changes it.",
+        )
         with nesting("load"):
             try:
                 data = json.loads(text)
             except ValueError:
                 data = None
-            return parse(check_version("load", data, VERSION).get("tree"), values)
+            return "jqx", parse(check_version("load", data, VERSION).get("tree"), values)
 
-    def _named(self) -> dict[str, Stored]:
+    def _named(self) -> dict[str, Leaf]:
         """Returns the leaves by path, after checking that they take every tensor once."""
-        leaves: dict[str, Stored] = {}
+        leaves: dict[str, Leaf] = {}
         unused = set(self._reader.entries)
 
         def take(name: str, dtype: np.dtype) -> Any:
@@ -157,7 +189,7 @@ class Archive:
             unused.remove(name)
             return spec
 
-        def add(leaf: Stored) -> None:
+        def add(leaf: Leaf) -> None:
             require_that(
                 leaf.path not in leaves,
                 error=ValueError,
@@ -168,6 +200,7 @@ class Archive:
                 mend="write the file again, with jqx.save.",
             )
             leaf.make(take)
+            unused.difference_update(leaf.beside)
             leaves[leaf.path] = leaf
 
         with nesting("load"):
@@ -198,6 +231,14 @@ class Archive:
         return jax.ShapeDtypeStruct(entries[name].shape, dtype)
 
 
+def _real(dtype: DTypeLike | None) -> np.dtype | None:
+    if dtype is None:
+        return None
+    found = as_dtype("load", "dtype", dtype)
+    check_real("load", "`dtype`", found)
+    return found
+
+
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
     """Returns an array, which nobody else has, as JAX's; of 64 bits, where JAX has none, as it
     is.
@@ -205,14 +246,56 @@ def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
     return jnp.asarray(x) if dtypes.canonicalize_dtype(x.dtype) == x.dtype else x
 
 
-@called("load", 'pass for example jqx.load("model.safetensors").')
-def load(path: Path, *, values: Values | None = None) -> Any:
-    """Reads a tree of arrays and QTensors, or a quantized function, from a safetensors file.
+@called("interop.read", 'pass for example jqx.interop.read("folder").')
+def read(
+    path: Path, *, config: Mapping[str, Any] | None = None, dtype: DTypeLike | None = None
+) -> Archive:
+    """Opens a checkpoint, quantized or not, in the format that its config says.
+
+    Nothing is read but headers and configs; `archive.read(name)` gives one weight at a time, a
+    QTensor of the codes that the file has: they are never made floats. Weights are `[out, in]`, as
+    torch has them; `jqx.load` reads all of them.
 
     Args:
-      path: of a file that `jqx.save` wrote; or of any other safetensors file, which becomes a dict
-        of arrays by name.
+      path: of a folder as Hugging Face has them, or of a file.
+      config: as for `jqx.interop.Archive`.
+      dtype: as for `jqx.interop.Archive`.
+
+    Returns:
+      An open `jqx.interop.Archive`: use it in a `with`.
+
+    Raises:
+      OSError: a file cannot be opened, or is missing.
+      ValueError: the files are none that jqx reads, are damaged, or contradict their config.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> path = tempfile.mkdtemp() + "/model.safetensors"
+      >>> jqx.save(path, {"a": jnp.zeros((2, 3))})
+      >>> with jqx.interop.read(path) as archive:
+      ...     archive.format, archive.paths
+      ('jqx', ('a',))
+    """
+    return Archive(path, config=config, dtype=dtype)
+
+
+@called("load", 'pass for example jqx.load("model.safetensors").')
+def load(
+    path: Path,
+    *,
+    values: Values | None = None,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """Reads a tree of arrays and QTensors, or a quantized function, from a file or folder.
+
+    Args:
+      path: of a file that `jqx.save` wrote; or of any other safetensors file, or a folder of them
+        as Hugging Face has them, which becomes a dict of arrays and QTensors by name: those of
+        quantized checkpoints, see `jqx.interop.Archive`.
       values: formats of your own, by the names under which they were saved.
+      config: as for `jqx.interop.Archive`.
+      dtype: as for `jqx.interop.Archive`.
 
     Returns:
       The tree, equal to the one that was saved bit for bit. Arrays are JAX's; those of 64 bits are
@@ -234,6 +317,6 @@ def load(path: Path, *, values: Values | None = None) -> Any:
       QTensor(int4[1, 2] per_tensor, scale float32[1, 1], dtype=float32, 6 bytes)
     """
     values = NONE if values is None else values
-    with Archive(path, values) as archive:
+    with Archive(path, values, config=config, dtype=dtype) as archive:
         tree = archive.map(archive.read)
         return tree if archive.quantized is None else unbound(tree, archive.quantized, values)

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,17 +28,19 @@ class Reader:
     Attributes:
       entries: each tensor's dtype, shape and place.
       metadata: what the file says of itself.
+      config: of the model whose tensors these are; a file has none.
 
     Raises:
       OSError: the file cannot be opened, or is no regular one.
       ValueError: it is no safetensors file, or has been cut short.
     """
 
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     entries: dict[str, Entry]
 
     def __init__(self, path: Path) -> None:
         self.path = as_path("load", path)
+        self.config: Mapping[str, Any] | None = None
         self._lock = threading.Lock()
         self._file = open_regular("load", self.path)
         try:
@@ -140,7 +143,8 @@ class Reader:
         check(self.path, length <= HEADER_LIMIT, f"a header of {length} bytes")
         check(self.path, 8 + length <= size, f"a header of {length} bytes in a file of {size}")
         self._first = 8 + length
-        self.metadata, self.entries = read_header(self.path, self._file.read(length))
+        metadata, self.entries = read_header(self.path, self._file.read(length))
+        self.metadata = {**metadata}
         stop = max((entry.stop for entry in self.entries.values()), default=0)
         require_that(
             size - self._first >= stop,

@@ -14,7 +14,7 @@ turn, `<path>.scale.values` and `<path>.scale.scale`. The parts of Segments are 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Union
+from typing import Any, ClassVar, NoReturn, Union
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ class StoredArray:
 
     path: str
     dtype: np.dtype
+    beside: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> Any:
         """Returns the array."""
@@ -54,6 +55,7 @@ class StoredQTensor:
     values: StoredArray
     scale: Union[StoredArray, "StoredQTensor"]
     zero_point: StoredArray | None
+    beside: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> QTensor:
         """Returns the QTensor, of arrays from `read`."""

@@ -26,6 +26,7 @@ from ._lookup import name_of_qtype as name_of_qtype
 from ._minifloats import MINIFLOATS as MINIFLOATS
 from ._packing import pack_bits as pack_bits
 from ._packing import packed_length as packed_length
+from ._packing import planes_of as planes_of
 from ._packing import unpack_bits as unpack_bits
 from ._powers import exponent_of as exponent_of
 from ._powers import power_below as power_below

@@ -1,0 +1,199 @@
+"""A QTensor of a checkpoint: which tensors of the file it is made of, and how."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that
+from .._errors import message
+from ..calibrators import Groups
+from ..numerics import format_of
+from ..numerics._shared import packed_length
+from ..tensor import QTensor
+from ..tensor._shared import Layout, Packing
+from ._source import Source
+from ._tree import Read
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedLeaf:
+    """A QTensor of a checkpoint.
+
+    Attributes:
+      path: its name, that of the weight before it was quantized.
+      tensors: name and dtype of each tensor of the file that it is made of.
+      like: the QTensor, of `jax.ShapeDtypeStruct`.
+      decode: makes its leaves (as `jax.tree.leaves` has them) of the tensors, NumPy arrays in that
+        order; of the sizes and dtypes of `like`, whose shapes they are given.
+      beside: names of tensors that were read already to know all this.
+    """
+
+    path: str
+    tensors: tuple[tuple[str, np.dtype], ...]
+    like: QTensor
+    decode: Callable[..., Sequence[np.ndarray]]
+    beside: tuple[str, ...] = ()
+
+    def make(self, read: Read) -> QTensor:
+        """Returns the QTensor, of arrays from `read`; abstract where those are."""
+        parts = [read(name, dtype) for name, dtype in self.tensors]
+        if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts):
+            return self.like
+        known, structure = jax.tree.flatten(self.like)
+        made = self.decode(*parts)
+        for leaf, like in zip(made, known, strict=True):
+            assert leaf.dtype == like.dtype, f"{self.path}: {leaf.dtype} is not {like.dtype}"
+        return structure.unflatten(
+            leaf.reshape(like.shape) for leaf, like in zip(made, known, strict=True)
+        )
+
+
+def weight(
+    groups: Groups,
+    qtype: Any,
+    scale: Any,
+    dtype: np.dtype,
+    *,
+    zero_point: bool = False,
+    swapped: bool = False,
+    **more: Any,
+) -> QTensor:
+    """Returns the QTensor that a weight becomes, of `jax.ShapeDtypeStruct`.
+
+    Codes of 8 bits lie as they are; others are packed along the last axis of the file: of the real
+    array that is the last one too, or, where `swapped`, the one before it.
+
+    Args:
+      groups: its shape, and who shares a scale.
+      qtype: format of its codes.
+      scale: dtype of its scales, or an abstract QTensor.
+      dtype: of the real array.
+      zero_point: whether it has zero points, as many as scales.
+      swapped: whether the file has its last two axes swapped.
+      **more: other fields.
+    """
+    form, shape = format_of(qtype), groups.shape
+    stored = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
+    packing, kind = None, form.storage
+    if form.bits < 8:
+        packing, kind = Packing(-2 if swapped else -1, stored[-1]), jnp.uint8
+        stored = (*stored[:-1], packed_length(stored[-1], form.bits))
+    scales = scale if isinstance(scale, QTensor) else abstract(groups.scale_shape, scale)
+    return QTensor(
+        abstract(stored, kind),
+        scales,
+        abstract(groups.scale_shape, form.storage) if zero_point else None,
+        qtype=qtype,
+        dtype=dtype,
+        blocks=groups.blocks,
+        layout=Layout(packing, swapped) if swapped or packing else None,
+        **more,
+    )
+
+
+def abstract(shape: Sequence[int], dtype: Any) -> Any:
+    """Returns what stands for an array whose numbers are not read."""
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def refuse(source: Source, name: str, problem: str, *, given: str, expected: str) -> NoReturn:
+    """Raises: a tensor of a checkpoint is not what its config and the others say."""
+    raise ValueError(
+        message(
+            "interop.read",
+            f"the tensor {name!r} of {source.path!r} {problem}",
+            given=given,
+            expected=expected,
+            mend="the file, or its config, is damaged or of another format: download it again, or "
+            "correct what its config says.",
+        )
+    )
+
+
+def checked(
+    source: Source, name: str, shape: Sequence[int] | None, dtypes: Sequence[Any], why: str = ""
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns shape and dtype of a tensor, after checking that they are what they should be.
+
+    Args:
+      source: where it is.
+      name: of the tensor.
+      shape: what it should have; `None` for any.
+      dtypes: those that it can have.
+      why: what the shape follows from.
+    """
+    require_that(
+        name in source.entries,
+        error=ValueError,
+        function="interop.read",
+        problem=f"the tensor {name!r} is missing.",
+        given=f"{source.path!r}, of {len(source.entries)} tensors, others of the same layer among "
+        "them",
+        expected=f"a tensor {name!r}",
+        mend="download the checkpoint again; of a part of it, read the whole folder.",
+    )
+    entry, dtype = source.entries[name], source.dtype(name)
+    known = {jnp.dtype(each) for each in dtypes}
+    if dtype not in known or (shape is not None and tuple(shape) != entry.shape):
+        wanted = " or ".join(sorted(each.name for each in known))
+        refuse(
+            source,
+            name,
+            "is not what its layer needs.",
+            given=f"{dtype.name}{list(entry.shape)}",
+            expected=f"{wanted}{'' if shape is None else list(shape)}{why and f', {why}'}",
+        )
+    return entry.shape, dtype
+
+
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
+"""Dtypes of scales that are floats."""
+
+
+def real_dtype(source: Source, asked: np.dtype | None, scale: np.dtype | None) -> np.dtype:
+    """Returns the dtype of a real array: what is asked for, else that of its scale where it is one
+    of floats of 16 or 32 bits, else that of the model as its config says, else float32.
+    """
+    if asked is not None:
+        return asked
+    if scale in [jnp.dtype(each) for each in FLOATS]:
+        assert scale is not None
+        return scale
+    config = source.config or {}
+    name = config.get("dtype", config.get("torch_dtype"))
+    known = {each.__name__: jnp.dtype(each) for each in FLOATS}
+    return known.get(name if isinstance(name, str) else "", jnp.dtype(jnp.float32))
+
+
+def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.ndarray | None:
+    """Returns in which order elements stand that are sorted by their groups; `None` where they are.
+
+    Args:
+      source: where `groups` are from.
+      name: of their tensor.
+      groups: the group of each element of an axis, as `g_idx` of GPTQ has them.
+      size: of a group; the last may be a smaller one.
+
+    Raises:
+      ValueError: a group has another size.
+    """
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    wanted = np.arange(len(groups), dtype=np.int64) // size
+    if not np.array_equal(groups[order], wanted):
+        refuse(
+            source,
+            name,
+            "does not put as many elements in each group.",
+            given=f"groups from {groups.min()} to {groups.max()}, of {len(groups)} elements",
+            expected=f"{size} elements of each of {wanted[-1] + 1} groups",
+        )
+    return None if np.array_equal(order, np.arange(len(groups))) else order
+
+
+def leading(ndim: int, count: int) -> tuple[int, ...]:
+    """Returns the shape of the `order` of a last axis of `count` elements."""
+    return (*(1,) * (ndim - 1), count)

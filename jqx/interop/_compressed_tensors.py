@@ -1,0 +1,154 @@
+"""compressed-tensors, the format of llm-compressor that vLLM and transformers load.
+
+A layer `m` of a weight [N, K] has, as its `format` says:
+
+    pack-quantized   m.weight_packed int32 [N, words]: streams of codes with 2**(b-1) added
+                     m.weight_scale [N, groups]; m.weight_shape int64 [2]
+                     m.weight_zero_point int32 [words, groups], streams along the first axis
+                     m.weight_g_idx int32 [K]: the group of each column
+    int-quantized    m.weight int8 [N, K]; m.weight_scale [N, 1]; m.weight_zero_point int8
+    float-quantized  m.weight float8_e4m3 [N, K]; m.weight_scale of a tensor, rows, or 2-D blocks
+    nvfp4, mxfp4     m.weight_packed uint8 [N, K/2]; m.weight_scale [N, K/16 or K/32]
+    mxfp8            m.weight float8_e4m3 [N, K]; m.weight_scale uint8 [N, K/32]
+
+Scales of activations (`input_scale`, `input_global_scale`) and of caches (`k_scale`, `v_scale`) are
+leaves of their own, as the file has them.
+
+Source: https://github.com/vllm-project/compressed-tensors (version 0.20).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ._coded import (
+    CodedLeaf,
+    refuse,
+)
+from ._compressed_weights import READ
+from ._config import Config, matches, quantization_of
+from ._source import Source
+
+MARKS = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_global_scale")
+"""Ends of names of tensors that this format alone has."""
+
+_INTEGERS = ("pack-quantized", "int-quantized")
+
+_KNOWN = (
+    *_INTEGERS,
+    *("float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
+)
+"""What `format` may be."""
+
+
+class _Scheme(NamedTuple):
+    """How the weights of some layers are quantized.
+
+    Attributes:
+      targets: names of classes or modules, or `re:` and an expression.
+      format: as the config has it.
+      weights: arguments of the weights.
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    weights: Config
+
+
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a checkpoint."""
+    config = quantization_of(source.config)
+    assert config is not None
+    schemes, ignored = _schemes(config), config.names("ignore")
+    for module in _modules(source):
+        if any(matches(pattern, module, config.where) for pattern in ignored):
+            continue
+        scheme = _scheme_of(source, module, schemes, config)
+        yield READ[_kind(source, module, scheme)](source, module, scheme.weights, dtype)
+
+
+def _modules(source: Source) -> list[str]:
+    """Returns the modules that have the scale of a weight, in the order of the file."""
+    end = ".weight_scale"
+    return [name.removesuffix(end) for name in source.entries if name.endswith(end)]
+
+
+def _schemes(config: Config) -> list[_Scheme]:
+    groups = config.part("config_groups")
+    whole = config.one_of("format", _KNOWN, "mixed-precision")
+    found = []
+    for name in groups.data:
+        group = groups.part(name)
+        if "weights" in group:
+            kind = group.one_of("format", _KNOWN, whole)
+            found.append(_Scheme(group.names("targets"), kind, group.part("weights")))
+    return found
+
+
+def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Config) -> _Scheme:
+    """Returns the scheme of a module: one that names it, else the one of its class, which the file
+    does not tell; so only one may be left.
+    """
+    named = [
+        scheme
+        for scheme in schemes
+        if any(matches(target, module, config.where) for target in scheme.targets)
+    ]
+    of_class = [
+        scheme
+        for scheme in schemes
+        if any(target.isidentifier() for target in scheme.targets)
+        and (scheme.format == "mixed-precision" or _fits(source, module, scheme))
+    ]
+    found = named or of_class
+    if len(found) == 1 or (named and found):
+        return found[0]
+    refuse(
+        source,
+        f"{module}.weight_scale",
+        "is of a layer that the config does not describe."
+        if not found
+        else "could be of several groups of the config.",
+        given=f"{len(schemes)} groups, for {[scheme.targets for scheme in schemes][:4]}",
+        expected="one group whose targets mean the layer",
+    )
+
+
+def _fits(source: Source, module: str, scheme: _Scheme) -> bool:
+    """Whether the tensors of a module are of the format of a scheme."""
+    try:
+        _kind(source, module, scheme)
+    except ValueError:
+        return False
+    return True
+
+
+def _kind(source: Source, module: str, scheme: _Scheme) -> str:
+    """Returns the format of a module, after checking that its tensors are those of it."""
+    args = scheme.weights
+    bits, kind = args.integer("num_bits", 8), args.one_of("type", ("int", "float"), "int")
+    packed = f"{module}.weight_packed" in source.entries
+    if kind == "int":
+        found = "pack-quantized" if packed else "int-quantized"
+    elif packed:
+        if bits != 4:
+            args.refuse("num_bits", "4, of packed floats")
+        two = f"{module}.weight_global_scale" in source.entries
+        found = "nvfp4-pack-quantized" if two else "mxfp4-pack-quantized"
+    else:
+        if bits != 8:
+            args.refuse("num_bits", "8, of floats that are not packed")
+        scale = source.dtype(f"{module}.weight_scale")
+        found = "mxfp8-quantized" if scale == np.uint8 else "float-quantized"
+    free = ("mixed-precision", "naive-quantized", "dense")
+    if scheme.format not in (found, *free):
+        refuse(
+            source,
+            f"{module}.weight_scale",
+            "is not of the format that the config says.",
+            given=f"tensors of {found}",
+            expected=f"tensors of {scheme.format}",
+        )
+    return found

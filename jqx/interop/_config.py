@@ -1,0 +1,166 @@
+"""What the config of a checkpoint says of how it is quantized, read field by field."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from .._checks import require_that, shown
+from .._errors import message
+from .._files import open_regular
+
+_MOST_BYTES = 64_000_000
+"""Of a file of JSON beside the tensors: indices of models of many experts take some."""
+
+_MOST_OF_PATTERN = 500
+"""Characters of a pattern, and of the name that it is matched with."""
+
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+"""A group that is repeated: matching could take exponential time."""
+
+
+class Config:
+    """A JSON object of a config file, whose fields are checked when they are read.
+
+    Attributes:
+      data: the object.
+      where: how messages call it.
+    """
+
+    def __init__(self, data: Any, where: str) -> None:
+        self.where = where
+        if not isinstance(data, Mapping):
+            self._refuse(f"a {type(data).__name__}", "a JSON object", where)
+        self.data: Mapping[str, Any] = data
+
+    def __contains__(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Returns an integer of at least `least`."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            self.refuse(key, f"an integer of {least} or more")
+        return value
+
+    def one_of(self, key: str, choices: Sequence[Any], default: Any = None) -> Any:
+        """Returns a value that is one of `choices`, of their type."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            self.refuse(key, f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Returns a boolean."""
+        return self.one_of(key, (True, False), default)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Returns a list of strings; none where it is left out."""
+        value = self.data.get(key)
+        value = [] if value is None else value
+        if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            self.refuse(key, "a list of strings")
+        return tuple(value)
+
+    def part(self, key: str) -> "Config":
+        """Returns an object within."""
+        return Config(self.data.get(key), f"{self.where}.{key}")
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        """Raises: the value of a field is not what it can be."""
+        self._refuse(f"{key} == {shown(self.data.get(key))}", expected, self.where)
+
+    def _refuse(self, given: str, expected: str, where: str) -> NoReturn:
+        raise ValueError(
+            message(
+                "interop.read",
+                f"{where} says what jqx does not read.",
+                given=given,
+                expected=expected,
+                mend="correct the config, or convert the checkpoint with the library that wrote "
+                "it.",
+            )
+        )
+
+
+def read_json(path: str) -> Any:
+    """Returns what a JSON file holds.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is too long, or no JSON.
+    """
+    with open_regular("interop.read", path) as file:
+        text = file.read(_MOST_BYTES + 1)
+    try:
+        require_that(
+            len(text) <= _MOST_BYTES,
+            error=ValueError,
+            function="interop.read",
+            problem=f"{path!r} is too long.",
+            given=f"more than {_MOST_BYTES:,} bytes",
+            expected="a config, or an index of tensors",
+            mend="look at the file.",
+        )
+        return json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            message(
+                "interop.read",
+                f"{path!r} is no JSON that can be read.",
+                given=str(error) or type(error).__name__,
+                expected="a JSON object",
+                mend="copy or download it again.",
+            )
+        ) from None
+
+
+def read_config(folder: str) -> Mapping[str, Any] | None:
+    """Returns `config.json` of a folder, with `quantize_config.json` (as old GPTQ files have it) as
+    its `quantization_config`; `None` where there is neither.
+    """
+    paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
+    found, beside = (read_json(path) if os.path.lexists(path) else None for path in paths)
+    for path, data in zip(paths, (found, beside), strict=True):
+        if data is not None:
+            Config(data, repr(path))
+    if beside is not None and "quantization_config" not in (found or {}):
+        return {**(found or {}), "quantization_config": {"quant_method": "gptq", **beside}}
+    return found
+
+
+def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
+    """Returns what a config says of quantization; `None` where it says nothing."""
+    for key in ("quantization_config", "compression_config"):
+        if config and config.get(key) is not None:
+            return Config(config[key], key)
+    return None
+
+
+def matches(pattern: str, name: str, where: str) -> bool:
+    """Whether a target of a config (a name, or `re:` and a regular expression that matches from the
+    begin of the name on) means a module.
+
+    Raises:
+      ValueError: the expression is none, or one that may take very long.
+    """
+    if not pattern.startswith("re:"):
+        return pattern == name
+    text = pattern[3:]
+    fits = len(text) <= _MOST_OF_PATTERN and not _REPEATED_GROUP.search(text)
+    compiled = None
+    if fits:
+        try:
+            compiled = re.compile(text)
+        except (re.error, RecursionError, OverflowError):
+            compiled = None
+    if compiled is None:
+        Config({"target": pattern}, where).refuse(
+            "target",
+            f"a regular expression of at most {_MOST_OF_PATTERN} characters, no group of "
+            "which is repeated",
+        )
+    return compiled.match(name[:_MOST_OF_PATTERN]) is not None

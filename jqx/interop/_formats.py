@@ -1,0 +1,154 @@
+"""The formats of checkpoints of others, and which of them a checkpoint has.
+
+The config decides; tensors that only one format has and that no config speaks of are an error.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._checks import require_that, shown
+from . import _compressed_tensors
+from ._coded import CodedLeaf
+from ._config import quantization_of
+from ._source import Source
+from ._tree import StoredArray
+
+
+class Format(NamedTuple):
+    """A format of checkpoints.
+
+    Attributes:
+      name: what it is called.
+      says: whether a config (`config.json`) is of a checkpoint of it.
+      marks: ends of the names of tensors that no float checkpoint has.
+      leaves: yields the QTensors of a checkpoint, of its source and the real dtype that is asked
+        for. What they are not made of are plain arrays.
+    """
+
+    name: str
+    says: Callable[[Mapping[str, Any]], bool]
+    marks: tuple[str, ...]
+    leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
+
+
+def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns whether a config has a `quantization_config` of one of some methods."""
+
+    def says(config: Mapping[str, Any]) -> bool:
+        found = quantization_of(config)
+        return found is not None and found.data.get("quant_method") in names
+
+    return says
+
+
+FORMATS = (
+    Format(
+        "compressed-tensors",
+        _method("compressed-tensors"),
+        _compressed_tensors.MARKS,
+        _compressed_tensors.leaves,
+    ),
+)
+"""Those that are read, in the order in which they are tried."""
+
+_UNREAD = {"torchao": "torchao keeps its tensors in a layout of its own kernels"}
+"""Methods that are known and not read, and why."""
+
+
+def read_leaves(
+    source: Source, dtype: np.dtype | None
+) -> tuple[str, dict[str, CodedLeaf | StoredArray]]:
+    """Returns the name of the format of a checkpoint, and its leaves by path, in the order of the
+    file.
+
+    Raises:
+      ValueError: as `format_of_source`; or the tensors are not what the config says.
+    """
+    form = format_of_source(source)
+    made = [] if form is None else list(form.leaves(source, dtype))
+    used = {name: leaf for leaf in made for name in (*dict(leaf.tensors), *leaf.beside)}
+    if form is not None:
+        _check_left(source, form, used)
+    leaves: dict[str, CodedLeaf | StoredArray] = {}
+    for name in source.entries:
+        leaf = used.get(name) or StoredArray(name, source.dtype(name))
+        _check_alone(source, leaves, leaf)
+        leaves[leaf.path] = leaf
+    return "safetensors" if form is None else form.name, leaves
+
+
+def _check_alone(source: Source, leaves: Mapping[str, Any], leaf: CodedLeaf | StoredArray) -> None:
+    require_that(
+        leaves.get(leaf.path, leaf) is leaf,
+        error=ValueError,
+        function="interop.read",
+        problem=f"the weight {shown(leaf.path)} of {source.path!r} is there twice.",
+        given="a float tensor and a quantized one, of one name",
+        expected="one of both",
+        mend="download the checkpoint again.",
+    )
+
+
+def format_of_source(source: Source) -> Format | None:
+    """Returns the format of a checkpoint; `None` where it holds plain arrays.
+
+    Raises:
+      ValueError: its config names a format that jqx does not read, or there is no config and the
+        tensors are of a format that needs one.
+    """
+    config = source.config
+    if config is None:
+        _check_unmarked(source)
+        return None
+    found = next((form for form in FORMATS if form.says(config)), None)
+    said = quantization_of(config)
+    if found is None and said is not None:
+        method = said.data.get("quant_method")
+        why = _UNREAD.get(method, "no such format is known") if isinstance(method, str) else ""
+        said.refuse(
+            "quant_method", f"one of {', '.join(form.name for form in FORMATS)}{why and f': {why}'}"
+        )
+    return found
+
+
+def _check_unmarked(source: Source) -> None:
+    """Checks that no tensor is of a format that only a config tells how to read."""
+    for form in FORMATS:
+        name = next((name for name in source.entries if name.endswith(form.marks)), None)
+        require_that(
+            name is None,
+            error=ValueError,
+            function="interop.read",
+            problem=f"{source.path!r} is quantized, and there is no config to say how.",
+            given=f"the tensor {shown(name)}, as {form.name} has them",
+            expected="a folder with a config.json, or config=",
+            mend="pass the folder in place of the file, or config=json.load(...); config={} reads "
+            "the tensors as they are.",
+        )
+
+
+def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
+    """Checks that no tensor of a format is left over, and that there are any."""
+    name = next((n for n in source.entries if n.endswith(form.marks) and n not in used), None)
+    require_that(
+        name is None,
+        error=ValueError,
+        function="interop.read",
+        problem=f"the tensor {shown(name)} of {source.path!r} belongs to no layer.",
+        given=f"a tensor of {form.name} that lacks the others of its layer, or a layer that the "
+        "config leaves in float",
+        expected="whole layers, as the config says",
+        mend="download the checkpoint again; of a part of it, read the whole folder.",
+    )
+    require_that(
+        used,
+        error=ValueError,
+        function="interop.read",
+        problem=f"{source.path!r} is not quantized as its config says.",
+        given=f"no tensor of {form.name} among {len(source.entries)}",
+        expected=f"tensors of {form.name}",
+        mend="drop quantization_config from its config, or pass config={} to read the tensors as "
+        "they are.",
+    )

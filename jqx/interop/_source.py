@@ -1,0 +1,164 @@
+"""What is opened to be read: a file of tensors, or a folder of them with its config."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from .._checks import require_that, shown
+from .._files import Path, as_path
+from ._config import read_config, read_json
+from ._reader import Reader
+from ._safetensors import Entry
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Source(Protocol):
+    """Tensors by name, which are read one by one. See `Reader`."""
+
+    path: str
+    metadata: dict[str, Any]
+    entries: dict[str, Entry]
+    config: Mapping[str, Any] | None
+
+    def dtype(self, name: str) -> np.dtype: ...
+    def check_dtype(self, name: str, dtype: np.dtype) -> None: ...
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray: ...
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Folder:
+    """A folder as Hugging Face has them: `config.json`, and one safetensors file or several, which
+    `model.safetensors.index.json` lists.
+
+    Raises:
+      OSError: a file cannot be opened, or there is none.
+      ValueError: the files are not those that the index says, or hold other tensors.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.config: Mapping[str, Any] | None = read_config(path)
+        self._open = contextlib.ExitStack()
+        self.metadata: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
+        self._readers: dict[str, Reader] = {}
+        try:
+            for name, wanted in _files_of(path).items():
+                self._add(name, wanted)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def dtype(self, name: str) -> np.dtype:
+        """Returns the dtype of a tensor as its file has it."""
+        return self._readers[name].dtype(name)
+
+    def check_dtype(self, name: str, dtype: np.dtype) -> None:
+        """Checks that a tensor is stored as arrays of a dtype are."""
+        self._readers[name].check_dtype(name, dtype)
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns a copy of a tensor."""
+        return self._readers[name].read(name, dtype)
+
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns a tensor, mapped into memory."""
+        return self._readers[name].view(name, dtype)
+
+    def _add(self, file: str, wanted: set[str] | None) -> None:
+        """Opens a file, after which its tensors are those of the folder too."""
+        reader = self._open.enter_context(Reader(os.path.join(self.path, file)))
+        others = set(reader.entries) ^ (set(reader.entries) if wanted is None else wanted)
+        require_that(
+            not others,
+            error=ValueError,
+            function="interop.read",
+            problem=f"{file!r} does not hold the tensors that the index says.",
+            given=f"the tensor {shown(min(others, default=''))} in one of both",
+            expected=f"the tensors that {_INDEX} lists for it",
+            mend="download the folder again; leave no files of another model in it.",
+        )
+        self.metadata.update(reader.metadata)
+        self.entries.update(reader.entries)
+        self._readers.update(dict.fromkeys(reader.entries, reader))
+
+
+def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
+    """Opens a file, or a folder of files.
+
+    Args:
+      path: of it.
+      config: takes the place of the one that the folder has; a file has none.
+
+    Raises:
+      OSError: it cannot be opened.
+      ValueError: it is none of the formats that jqx reads.
+    """
+    text = as_path("load", path)
+    source: Source = Folder(text) if os.path.isdir(text) else Reader(text)
+    if config is not None:
+        source.config = config
+    return source
+
+
+def _files_of(folder: str) -> dict[str, set[str] | None]:
+    """Returns the files of a folder, each with the tensors it has where an index says so."""
+    index = os.path.join(folder, _INDEX)
+    if os.path.lexists(index):
+        return _listed(index)
+    found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    wanted = ["model.safetensors"] if "model.safetensors" in found else found
+    require_that(
+        len(wanted) == 1,
+        error=ValueError if found else IsADirectoryError,
+        function="interop.read",
+        problem=f"{folder!r} does not say which files are the model's.",
+        given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others_in(folder),
+        expected=f"model.safetensors, one safetensors file, or {_INDEX} beside several",
+        mend="pass the file itself; of a checkpoint in another form (.bin, .pt), save it as "
+        "safetensors first.",
+    )
+    return {wanted[0]: None}
+
+
+def _others_in(folder: str) -> str:
+    names = sorted(os.listdir(folder))
+    return f"a folder of {', '.join(map(repr, names[:6])) or 'nothing'}"
+
+
+def _listed(index: str) -> dict[str, set[str] | None]:
+    """Returns which tensors are in which file, after checking that these are of the folder."""
+    data = read_json(index)
+    weights = data.get("weight_map") if isinstance(data, dict) else None
+    fits = isinstance(weights, dict) and all(
+        isinstance(file, str)
+        and file == os.path.basename(file)
+        and file.endswith(".safetensors")
+        and "\0" not in file
+        for file in weights.values()
+    )
+    require_that(
+        fits and weights,
+        error=ValueError,
+        function="interop.read",
+        problem=f"{index!r} is no index of tensors.",
+        given="no weight_map of names of safetensors files in the same folder",
+        expected='{"weight_map": {"name of a tensor": "model-00001-of-00002.safetensors"}}',
+        mend="download the folder again.",
+    )
+    assert isinstance(weights, dict)
+    files: dict[str, set[str]] = {}
+    for name, file in weights.items():
+        files.setdefault(file, set()).add(name)
+    return {**files}
