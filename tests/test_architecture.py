@@ -234,7 +234,9 @@ PUBLIC = {
         ElementwiseGradientScaling ewgs StochasticRounding stochastic stochastic_round
         additive_noise parq proximal_round
     """,
-    "interop": "Archive Gguf GgufBlocks GgufTensor load read read_gguf save save_leaves",
+    "interop": """
+        Archive Gguf GgufBlocks GgufTensor Name load named read read_gguf save save_leaves tree
+    """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind
         Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention

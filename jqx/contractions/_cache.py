@@ -19,6 +19,7 @@ from ..calibrators._shared import per_block, per_tensor
 from ..numerics import Integer, format_of
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import refine, to_int8
+from ._bare import check_bare
 from ._dot_general import Operand
 from ._window import (
     Window,
@@ -128,6 +129,7 @@ def dynamic_update_slice(
             mend="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
         )
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
+    check_bare(function, operand, update)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
     window = window_of(function, operand, start_indices, update.shape)
     if 0 in window.sizes:

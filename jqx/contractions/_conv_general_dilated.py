@@ -14,6 +14,7 @@ from .._calls import called
 from .._checks import as_dtype, as_real, check_real, require_that
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ._bare import check_bare
 from ._dot_general import Operand, as_operand, dot_general, is_empty
 from ._how._blocks import can_leave_sum, shares_scale
 from ._how._conv import (
@@ -102,7 +103,8 @@ def conv_general_dilated(
 
     Raises:
       ValueError: a scale varies along an axis that is summed, but in blocks; blocks along features
-        in groups; two integers of which one has codes of 32 bits; shapes do not fit.
+        in groups; two integers of which one has codes of 32 bits; shapes do not fit; an operand has
+        an offset, or a permuted axis.
       TypeError: one operand is a QTensor and the other an integer array; and from lax.
 
     Gradient: by JAX, of float operands and of scales; none of codes.
@@ -132,6 +134,7 @@ def conv_general_dilated(
         batch_group_count,
         precision,
     )
+    check_bare("conv_general_dilated", left, right)
     floats = not any(isinstance(x, QTensor) for x in (left, right))
     if floats and not isinstance(output, Requantization):
         y = lax.conv_general_dilated(left, right, *arguments, preferred_element_type)

@@ -12,6 +12,7 @@ from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
 from ._how._planner import SUMS, plan
 from ._how._scales import HowTo
@@ -123,6 +124,30 @@ def contract(
     """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
     if is_empty(left) or is_empty(right):  # a sum of nothing, where it has elements at all
         return jnp.zeros(check_sizes(left, right, dimensions))
+    left, right = in_order(left, right, dimensions)
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        # Of the smaller one, the activation, an offset is no worth its own sums.
+        if _is_smaller(left, right) and left.offset is not None:
+            left = left.dequantize()
+        elif not _is_smaller(left, right) and right.offset is not None:
+            right = right.dequantize()
+    y = _contract_bare(_bare(left), _bare(right), dimensions, precision)
+    if isinstance(right, QTensor) and right.offset is not None:
+        return y + of_offset(left, right, dimensions).astype(y.dtype)
+    if isinstance(left, QTensor) and left.offset is not None:
+        term = of_offset(right, left, dimensions.swapped)
+        return y + dimensions.swap_output(term).astype(y.dtype)
+    return y
+
+
+def _bare(x: Any) -> Any:
+    return x.bare if isinstance(x, QTensor) else x
+
+
+def _contract_bare(
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array:
+    """Contracts two operands without offsets, in one order."""
     left, right, dimensions = _as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         y = _computed(left, right, dimensions, precision)

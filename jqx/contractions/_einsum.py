@@ -16,6 +16,7 @@ from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ._bare import check_bare
 from ._dot_general import dot_general
 from ._how._blocks import can_leave_sum
 from ._what._subscripts import Labels, labels_of, read, sizes_of
@@ -289,6 +290,7 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
     sum_t x[t] s[t] (q[t] - z[t])  =  sum_t (x[t] s[t]) q[t]  -  sum_t (x[t] s[t]) z[t]
     """
     scale, zero_point = q.x.real_scale(), q.x.zero_point
+    check_bare("einsum", q.x, what=", and a scale that varies along a summed axis")
     wide = common_dtype(x.x.dtype, scale.dtype)
     exact = how._replace(dtype=common_dtype(wide, how.dtype))
     factor = _align(_without_shared(scale, q.labels), x.labels)

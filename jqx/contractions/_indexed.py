@@ -34,7 +34,8 @@ def gathered(q: QTensor, indices: jax.Array, **options: Any) -> QTensor | None:
     own = (*numbers.operand_batching_dims, *(indexed if fills else ()))
     q = _with_own_scales(q.unpack(), own)
     entries = _entries(q.groups, sizes)
-    if isinstance(q.scale, QTensor) or entries is None or (fills and not known):
+    nested = isinstance(q.scale, QTensor) or isinstance(q.offset, QTensor)
+    if nested or q.order is not None or entries is None or (fills and not known):
         return None
     shared = [axis for axis in indexed if q.scale.shape[axis] == 1 != q.shape[axis]]
     places = _on_entries(indices, indexed, shared)
@@ -43,12 +44,8 @@ def gathered(q: QTensor, indices: jax.Array, **options: Any) -> QTensor | None:
         whole = jnp.broadcast_to(parameter, q.scale.shape)
         return lax.gather(whole, places, **{**options, "slice_sizes": entries})
 
-    return dataclasses.replace(
-        q,
-        values=lax.gather(q.values, indices, fill_value=0 if fills else None, **options),
-        scale=take(q.scale),
-        zero_point=None if q.zero_point is None else take(q.zero_point),
-    )
+    values = lax.gather(q.values, indices, fill_value=0 if fills else None, **options)
+    return dataclasses.replace(q.map_parameters(take), values=values)
 
 
 def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any) -> QTensor | None:
@@ -59,7 +56,7 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
     or with the one scale of the whole tensor.
     """
     numbers, like, q = options["dimension_numbers"], q, q.unpack()
-    if isinstance(q.scale, QTensor):
+    if isinstance(q.scale, QTensor) or q.offset is not None or q.order is not None:
         return None
     alone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = [axis for axis in range(q.ndim) if axis not in alone]

@@ -8,6 +8,7 @@ import jax
 from .._checks import is_at_least, require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
+from ._bare import check_bare
 from ._how._blocks import shares_scale
 from ._integers._bytes import is_byte, longest
 from ._integers._requantize import Requantization, requantize_float
@@ -30,6 +31,7 @@ def check_requantized(
     dtype: Any,
 ) -> None:
     """Checks that a contraction has one int32 sum for each result, to be requantized."""
+    check_bare(function, lhs, rhs, what=", which no int32 sum has")
     require_that(
         is_byte(lhs) and is_byte(rhs),
         error=TypeError,

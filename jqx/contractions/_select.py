@@ -11,6 +11,7 @@ from jax import lax
 
 from ..calibrators import Affine
 from ..tensor import QTensor
+from ._bare import check_bare
 from ._cache import check_zero_points, spec_like, values_as
 
 
@@ -18,6 +19,7 @@ def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
     """Returns an array of the shape of a QTensor in its format, dtypes and layout, with scales of
     its own.
     """
+    check_bare("select", q, what=", in whose format nothing is quantized")
     new = QTensor.quantize(x.astype(q.dtype), spec_like(q, q.groups))
     scale: Any = new.scale
     if not isinstance(scale, QTensor):
@@ -53,7 +55,7 @@ def select(which: jax.Array, *cases: QTensor | jax.Array) -> QTensor | None:
     if which.ndim == 0:
         both = [x if isinstance(x, QTensor) else quantized_like(like, x) for x in cases]
         return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *both)
-    if isinstance(like.scale, QTensor):
+    if isinstance(like.scale, QTensor) or like.offset is not None or like.order is not None:
         return None
     real = [x.dequantize() if isinstance(x, QTensor) else x.astype(like.dtype) for x in cases]
     chosen = lax.select_n(which, *real)

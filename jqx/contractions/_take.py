@@ -12,6 +12,7 @@ from .._calls import called
 from .._checks import as_array, name_of, normalize_axes, require_that
 from ..calibrators import Groups
 from ..tensor import QTensor
+from ..tensor._shared import check_kept
 from ._dot_general import Operand
 
 MODES = (None, "fill", "clip", "wrap")
@@ -88,16 +89,13 @@ def take_along(q: Any, places: jax.Array, axis: int) -> Any:
         return jnp.take(q, places, axis=axis, mode="clip")
     swapped = q.layout is not None and q.layout.swapped and axis >= q.ndim - 2
     stored_axis = 2 * q.ndim - 3 - axis if swapped else axis
-    groups, zero_point = q.groups, q.zero_point
-    if zero_point is not None:
-        zero_point = take_entries(zero_point, places, axis, groups)
+    groups, order = q.groups, q.order
+    if order is not None:
+        check_kept("take", q, axis)
+        order = order if order.shape[axis] == 1 else take_along(order, places, axis)
+    taken = q.map_parameters(lambda leaf: take_entries(leaf, places, axis, groups))
     # What `blocks` says of other axes stays true; along this one, entries are shared or own.
-    return dataclasses.replace(
-        q,
-        values=take_along(q.values, places, stored_axis),
-        scale=take_entries(q.scale, places, axis, groups),
-        zero_point=zero_point,
-    )
+    return dataclasses.replace(taken, values=take_along(q.values, places, stored_axis), order=order)
 
 
 def take_entries(parameter: Any, places: jax.Array, axis: int, groups: Groups) -> Any:

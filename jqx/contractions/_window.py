@@ -11,6 +11,7 @@ from jax import lax
 from .._checks import as_array, require_that
 from ..calibrators import Affine, Groups
 from ..tensor import QTensor
+from ..tensor._shared import check_kept
 from ._take import as_signed, take_entries
 
 
@@ -54,10 +55,21 @@ def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> W
 
 def sliced(q: QTensor, window: Window) -> QTensor:
     """Returns the window of a QTensor."""
-    values = lax.dynamic_slice(q.values, *place_of_values(q, window))
-    scale, zero_point = affine_in(q, window)
+    values, order = lax.dynamic_slice(q.values, *place_of_values(q, window)), q.order
+    if order is not None:
+        for axis, (n, size) in enumerate(zip(q.shape, window.sizes, strict=True)):
+            if size != n:
+                check_kept("dynamic_slice", q, axis)
+        order = _slice(
+            order, *place_of_entries(order.shape, Groups(q.shape, (1,) * q.ndim), window)
+        )
     blocks = groups_in(q.groups, window).blocks
-    return dataclasses.replace(q, values=values, scale=scale, zero_point=zero_point, blocks=blocks)
+    return dataclasses.replace(
+        q.map_parameters(lambda leaf: parameter_in(leaf, q.groups, window)),
+        values=values,
+        order=order,
+        blocks=blocks,
+    )
 
 
 def _clamped(function: str, start: Any, n: int, size: int) -> Any:
@@ -124,16 +136,23 @@ def _alike(starts: Sequence[Any]) -> list[Any]:
 
 def affine_in(q: QTensor, window: Window) -> Affine:
     """Returns the scale and zero point of a window."""
-    groups = q.groups
-    parameters: list[Any] = [q.scale] if q.zero_point is None else [q.scale, q.zero_point]
+    zero = q.zero_point
+    return Affine(
+        parameter_in(q.scale, q.groups, window),
+        None if zero is None else parameter_in(zero, q.groups, window),
+    )
+
+
+def parameter_in(parameter: Any, groups: Groups, window: Window) -> Any:
+    """Returns the part of a scale, zero point or offset that a window has."""
     for axis, (n, b) in enumerate(zip(groups.shape, groups.sizes, strict=True)):
         size = window.sizes[axis]
         if not 1 < b < n or size == n or is_on_blocks(window, axis, n, b):
             continue
         places = window.starts[axis] + jnp.arange(size, dtype=jnp.int32)
-        parameters = [take_entries(p, places, axis, groups) for p in parameters]
+        parameter = take_entries(parameter, places, axis, groups)
         groups = Groups(_put(groups.shape, axis, size), _put(groups.sizes, axis, 1))
-    return Affine(*(_slice(p, *place_of_entries(p.shape, groups, window)) for p in parameters))
+    return _slice(parameter, *place_of_entries(parameter.shape, groups, window))
 
 
 def _slice(parameter: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:

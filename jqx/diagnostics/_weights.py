@@ -19,6 +19,7 @@ from .._checks import as_real, check_instance, require_that
 from ..numerics import QType, format_of
 from ..numerics._shared import RoundMode
 from ..tensor import QTensor
+from ..tensor._shared import permuted_axis, taken
 
 _CHUNK = 1 << 20
 """Elements that are summed in float64 at a time."""
@@ -112,15 +113,18 @@ def _total(counts: jax.Array) -> int:
 def scheme_of(q: QTensor) -> str:
     """Returns the format of a QTensor, who shares a scale, and whether there are zero points."""
     asymmetric = "" if q.zero_point is None else " asymmetric"
+    asymmetric += "" if q.offset is None else " with offsets"
+    asymmetric += "" if q.order is None else " permuted"
     return f"{format_of(q.qtype).name} {q.groups}{asymmetric}"
 
 
 def bits_of(q: QTensor) -> int:
     """Returns how many bits a QTensor takes where all codes are packed."""
     bits = format_of(q.qtype).bits
-    scale = q.scale
     total = bits * q.size
-    total += bits_of(scale) if isinstance(scale, QTensor) else 8 * scale.nbytes
+    for part in (q.scale, q.offset, q.order):
+        if part is not None:
+            total += bits_of(part) if isinstance(part, QTensor) else 8 * part.nbytes
     return total if q.zero_point is None else total + bits * q.zero_point.size
 
 
@@ -158,10 +162,22 @@ def _limits(form: QType) -> tuple[float, float]:
 @partial(jax.jit, static_argnames=("low", "high"))
 def _count(x: jax.Array, q: QTensor, low: float, high: float) -> tuple[Any, Any]:
     """Returns how many elements of each group are clipped, and which groups are dead."""
-    groups, scale = q.groups, q.real_scale()
-    wide = jnp.dtype(jnp.float64 if jnp.float64 in (x.dtype, scale.dtype) else jnp.float32)
-    y = groups.split(x).astype(wide) / groups.split_scale(scale).astype(wide)
-    if q.zero_point is not None:
-        y += groups.split_scale(q.zero_point).astype(wide)
+    groups, y = q.groups, in_steps(x, q)
     outside = groups.join((y < low) | (y > high)).astype(jnp.int32)
     return groups.reduce(jnp.sum, outside, 0), groups.largest_magnitude(q.dequantize()) == 0
+
+
+def in_steps(x: jax.Array, q: QTensor) -> jax.Array:
+    """Returns an array in steps of the scale of a QTensor, from its offset and zero point on; in
+    the order of its values, split in groups.
+    """
+    groups, scale, offset = q.groups, q.real_scale(), q.real_offset()
+    wide = jnp.dtype(jnp.float64 if jnp.float64 in (x.dtype, scale.dtype) else jnp.float32)
+    axis = None if q.order is None else permuted_axis(q.order)
+    if q.order is not None and axis is not None:
+        x = taken(x, q.order, axis)
+    y = groups.split(x).astype(wide)
+    if offset is not None:
+        y -= groups.split_scale(offset).astype(wide)
+    y /= groups.split_scale(scale).astype(wide)
+    return y if q.zero_point is None else y + groups.split_scale(q.zero_point).astype(wide)

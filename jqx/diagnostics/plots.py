@@ -15,6 +15,7 @@ from ..tensor import QTensor
 from ._comparison import Comparison
 from ._report import Report
 from ._search import Assignment
+from ._weights import in_steps
 
 _MOST = 200_000
 """How many values of an array are drawn."""
@@ -54,7 +55,8 @@ def histogram(x: Any, q: QTensor, *, title: str = "", bins: int = 160) -> Figure
         expected="equal shapes",
         mend="pass the array that q was made of.",
     )
-    values, grid = _in_steps(x, q), np.unique(_in_steps(q.dequantize(), q).round(4))
+    values = _some(in_steps(jnp.asarray(x), q))
+    grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
     form = format_of(q.qtype)
     figure, axis = _axis(8, 3.6)
     axis.hist(values, bins=bins, color="tab:blue", alpha=0.7)
@@ -220,14 +222,6 @@ def _some(x: Any) -> np.ndarray:
     values = np.asarray(x, np.float32).ravel()
     values = values[:: max(1, -(-values.size // _MOST))]
     return values[np.isfinite(values)]
-
-
-def _in_steps(x: Any, q: QTensor) -> np.ndarray:
-    """Returns values in units of the scale of their group, shifted by its zero point."""
-    units = q.groups.split(jnp.asarray(x)) / q.groups.split_scale(q.real_scale()).astype(q.dtype)
-    if q.zero_point is not None:
-        units += q.groups.split_scale(q.zero_point).astype(q.dtype)
-    return _some(units)
 
 
 def _drawn(values: Sequence[float]) -> np.ndarray:

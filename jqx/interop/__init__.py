@@ -7,5 +7,8 @@ from ._gguf import Gguf as Gguf
 from ._gguf import GgufTensor as GgufTensor
 from ._gguf import read_gguf as read_gguf
 from ._gguf_blocks import GgufBlocks as GgufBlocks
+from ._named_tree import named as named
+from ._named_tree import tree as tree
+from ._names import Name as Name
 from ._save import save as save
 from ._save import save_leaves as save_leaves

@@ -114,7 +114,11 @@ class Archive:
 
     def read(self, path: str) -> jax.Array | np.ndarray | QTensor:
         """Returns a copy of a leaf; see `jqx.load`."""
-        return jax.tree.map(as_jax, self._made(path, self._reader.read))
+        return jax.tree.map(as_jax, self.numpy(path))
+
+    def numpy(self, path: str) -> Any:
+        """Returns a copy of a leaf, of NumPy arrays."""
+        return self._made(path, self._reader.read)
 
     def view(self, path: str) -> Any:
         """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used.

@@ -96,12 +96,9 @@ def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Conf
         for scheme in schemes
         if any(matches(target, module, config.where) for target in scheme.targets)
     ]
-    of_class = [
-        scheme
-        for scheme in schemes
-        if any(target.isidentifier() for target in scheme.targets)
-        and (scheme.format == "mixed-precision" or _fits(source, module, scheme))
-    ]
+    of_class = [s for s in schemes if any(target.isidentifier() for target in s.targets)]
+    if len(of_class) > 1:
+        of_class = [scheme for scheme in of_class if _fits(source, module, scheme)]
     found = named or of_class
     if len(found) == 1 or (named and found):
         return found[0]

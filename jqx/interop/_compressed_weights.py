@@ -27,6 +27,9 @@ from ._coded import (
 from ._config import Config
 from ._source import Source
 
+_HALF = jnp.dtype(jnp.bfloat16)
+"""What weights become whose scales are no floats."""
+
 
 def _groups(
     source: Source, module: str, args: Config, shape: tuple[int, ...], dtypes: Any = FLOATS
@@ -35,9 +38,10 @@ def _groups(
     are as many as the config says.
     """
     *lead, rows, columns = shape
-    by_size = args.data.get("group_size") not in (None, -1)
+    size = args.data.get("group_size")
+    unsaid = "tensor" if size is None else "channel" if size == -1 else "group"
     strategies = ("tensor", "channel", "group", "block", "tensor_group")
-    strategy = args.one_of("strategy", strategies, "group" if by_size else "channel")
+    strategy = args.one_of("strategy", strategies, unsaid)
     sizes = {
         "tensor": lambda: (rows, columns),
         "channel": lambda: (1, columns),
@@ -174,7 +178,8 @@ def _order(source: Source, module: str, args: Config, groups: Groups) -> np.ndar
     are already.
     """
     name = f"{module}.weight_g_idx"
-    if name not in source.entries and args.data.get("actorder") != "group":
+    wanted = args.data.get("actorder") in ("group", "dynamic", True)
+    if name not in source.entries and not wanted:
         return None
     _, dtype = checked(source, name, groups.shape[-1:], (jnp.int32,))
     found = source.read(name, dtype)
@@ -195,7 +200,7 @@ def _plain(source: Source, module: str, args: Config, asked: np.dtype | None) ->
     def decode(codes: np.ndarray, scale: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
         return [codes, scale.view(E8M0) if powers else scale, *zeros]
 
-    real = real_dtype(source, asked, dtype)
+    real = real_dtype(source, asked, _HALF if powers else dtype)
     form, kind = (mxfp8_e4m3, E8M0) if powers else (form, dtype)
     like = weight(groups, form, kind, real, zero_point=bool(zeros))
     tensors = (f"{module}.weight", codes), (f"{module}.weight_scale", dtype), *zeros
@@ -231,7 +236,7 @@ def _small_floats(source: Source, module: str, args: Config, asked: np.dtype | N
             parts = [scale, np.float32(1) / second[0]] if second else [scale.view(E8M0)]
         return [values, *parts]
 
-    like = weight(groups, form, scale, real_dtype(source, asked, None))
+    like = weight(groups, form, scale, real_dtype(source, asked, _HALF))
     tensors = (f"{module}.weight_packed", dtype), (f"{module}.weight_scale", kind), *more
     return _leaf(source, module, tensors, like, decode)
 

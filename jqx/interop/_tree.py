@@ -4,10 +4,12 @@
     {"segments": [node, ...], "axis": axis}
     {"array": name of the tensor, "dtype": dtype}
     {"qtensor": path, "fields": static fields, "values": node, "scale": node, "zero_point": node}
+    (and "offset": node, "order": node, where it has them)
 
 A leaf's path is its keys, joined with "/". An array is the tensor of that name; a QTensor is the
 tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; where its scale is quantized in
-turn, `<path>.scale.values` and `<path>.scale.scale`. The parts of Segments are leaves, their paths
+turn, `<path>.scale.values` and `<path>.scale.scale`; where it has an offset or an order,
+`<path>.offset` and `<path>.order`. The parts of Segments are leaves, their paths
 `<path>[0:1]` and so on. Names that are taken get a "~" at the end.
 """
 
@@ -28,6 +30,9 @@ from ._safetensors import stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
 """Makes an array of the name of a tensor and its dtype."""
+
+_MORE = ("offset", "order")
+"""Parts that few QTensors have: where they have none, nothing is said."""
 
 _EMPTY = "tree"
 """The path of a leaf that is the whole tree."""
@@ -55,14 +60,16 @@ class StoredQTensor:
     values: StoredArray
     scale: Union[StoredArray, "StoredQTensor"]
     zero_point: StoredArray | None
+    more: dict[str, Union[StoredArray, "StoredQTensor"]] = dataclasses.field(default_factory=dict)
     beside: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> QTensor:
         """Returns the QTensor, of arrays from `read`."""
         zero_point = None if self.zero_point is None else self.zero_point.make(read)
         parts = self.values.make(read), self.scale.make(read), zero_point
+        more = {name: part.make(read) for name, part in self.more.items()}
         try:
-            return QTensor(*parts, **self.fields)
+            return QTensor(*parts, **more, **self.fields)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}\n  at:       {self.path!r}") from None
@@ -89,7 +96,7 @@ def tensors_of(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(leaf, QTensor):
         yield path, leaf
         return
-    for field in ("values", "scale", "zero_point"):
+    for field in ("values", "scale", "zero_point", *_MORE):
         if getattr(leaf, field) is not None:
             yield from tensors_of(f"{path}.{field}", getattr(leaf, field))
 
@@ -140,6 +147,9 @@ def _leaf_to_json(path: str, x: Any, values: Values) -> Any:
         for name in ("values", "scale", "zero_point")
         for part in [getattr(x, name)]
     }
+    for name in _MORE:
+        if getattr(x, name) is not None:
+            parts[name] = _leaf_to_json(f"{path}.{name}", getattr(x, name), values)
     return {"qtensor": path, "fields": fields, **parts}
 
 
@@ -233,16 +243,18 @@ def _leaf_from_json(node: Any, values: Values) -> Stored:
     if keys == {"array", "dtype"} and isinstance(node["array"], str):
         dtype = as_dtype("load", "dtype", node["dtype"])
         return StoredArray(node["array"], dtype) if stored_dtype(dtype) else _refuse(node)
-    if keys != {"qtensor", "fields", "values", "scale", "zero_point"}:
+    if keys - {*_MORE} != {"qtensor", "fields", "values", "scale", "zero_point"}:
         _refuse(node)
     path = node["qtensor"] if isinstance(node["qtensor"], str) else _refuse(node)
     fields = fields_from_json("load", node["fields"], values, path)
     codes, scale = (_leaf_from_json(node[name], values) for name in ("values", "scale"))
     zero_point = node["zero_point"]
     zero_point = None if zero_point is None else _leaf_from_json(zero_point, values)
-    if isinstance(codes, StoredQTensor) or isinstance(zero_point, StoredQTensor):
+    more = {name: _leaf_from_json(node[name], values) for name in _MORE if name in node}
+    if any(isinstance(part, StoredQTensor) for part in (codes, zero_point, more.get("order"))):
         _refuse(node)
-    return StoredQTensor(path, fields, codes, scale, zero_point)
+    assert isinstance(codes, StoredArray) and not isinstance(zero_point, StoredQTensor)
+    return StoredQTensor(path, fields, codes, scale, zero_point, more)
 
 
 def _is_pair(x: Any) -> bool:

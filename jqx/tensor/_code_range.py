@@ -8,6 +8,7 @@ import numpy as np
 from .._checks import require_that
 from ..numerics import format_of
 from ._layout import is_flipped
+from ._order import permuted_axis
 
 
 def check_codes(function: str, q: Any, where: str) -> None:
@@ -28,8 +29,28 @@ def check_codes(function: str, q: Any, where: str) -> None:
             _check_range(function, f"{where}.values", codes, form)
         if q.zero_point is not None:
             _check_range(function, f"{where}.zero_point", q.zero_point, form)
-    if hasattr(q.scale, "qtype"):
-        check_codes(function, q.scale, f"{where}.scale")
+    for name in ("scale", "offset"):
+        if hasattr(getattr(q, name), "qtype"):
+            check_codes(function, getattr(q, name), f"{where}.{name}")
+    if q.order is not None:
+        _check_order(function, q, f"{where}.order")
+
+
+def _check_order(function: str, q: Any, name: str) -> None:
+    """Checks that an order has every element once."""
+    axis = permuted_axis(q.order)
+    if axis is None or not q.order.size:
+        return
+    found = np.sort(np.moveaxis(np.asarray(q.order), axis, -1), axis=-1)
+    require_that(
+        np.array_equal(found, np.broadcast_to(np.arange(q.shape[axis]), found.shape)),
+        error=ValueError,
+        function=function,
+        problem=f"the tensor {name!r} is no order.",
+        given=f"numbers from {int(found.min())} to {int(found.max())}",
+        expected=f"each of 0 to {q.shape[axis] - 1} once",
+        mend="quantize the array again: its order is damaged.",
+    )
 
 
 def _integers(q: Any, form: Any) -> Any:

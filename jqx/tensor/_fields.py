@@ -10,13 +10,14 @@ from .._errors import message
 from ..numerics import Integer, format_of
 from ..numerics._shared import E8M0, packed_length
 from ._layout import Layout, Packing, lies_otherwise, values_dtype
+from ._order import check_order
 
 
 def check_leaves(q: Any) -> None:
     form = format_of(q.qtype)
-    for name in ("values", "scale", "zero_point"):
+    for name in ("values", "scale", "zero_point", "offset", "order"):
         leaf = getattr(q, name)
-        if not (hasattr(leaf, "shape") or (leaf is None and name == "zero_point")):
+        if not (hasattr(leaf, "shape") or (leaf is None and name not in ("values", "scale"))):
             text = message(
                 "QTensor",
                 f"`{name}` is not an array.",
@@ -27,6 +28,8 @@ def check_leaves(q: Any) -> None:
             raise TypeError(text)
     if q.scale.dtype != E8M0:
         check_real("QTensor", "`scale` element type", q.scale.dtype)
+    if q.offset is not None:
+        check_real("QTensor", "`offset` element type", q.offset.dtype)
     storage = form.storage
     codes = {"values": (q.values, values_dtype(q.layout, form))}
     if q.zero_point is not None:
@@ -130,8 +133,11 @@ def check_shapes(q: Any) -> None:
             mend="reshape scale: values's size along the axes they share, 1 elsewhere.",
         )
         raise ValueError(text)
-    if q.zero_point is not None:
-        check_zero_point("QTensor", q.zero_point, q.scale)
+    for name in ("zero_point", "offset"):
+        if getattr(q, name) is not None:
+            check_zero_point("QTensor", getattr(q, name), q.scale, name)
+    if q.order is not None:
+        check_order(q)
 
 
 def _check_layout_shape(q: Any, layout: Layout, bits: int) -> None:
@@ -166,14 +172,17 @@ def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) == len(full) and all(m in (1, n) for m, n in zip(shape, full, strict=True))
 
 
-def check_zero_point(function: str, zero_point: jax.Array, scale: Any) -> None:
+def check_zero_point(
+    function: str, zero_point: jax.Array, scale: Any, name: str = "zero_point"
+) -> None:
+    """Checks that a zero point, or an offset, broadcasts to its scale."""
     shape, full = zero_point.shape, scale.shape
     require_that(
         broadcasts(shape, full),
         error=ValueError,
         function=function,
-        problem="`zero_point` does not fit `scale`.",
-        given=f"zero_point.shape == {shape}, scale.shape == {full}",
+        problem=f"`{name}` does not fit `scale`.",
+        given=f"{name}.shape == {shape}, scale.shape == {full}",
         expected="the rank of scale, each dim 1 or that of scale",
-        mend="reshape zero_point: scale's size along the axes they share, 1 elsewhere.",
+        mend=f"reshape {name}: scale's size along the axes they share, 1 elsewhere.",
     )

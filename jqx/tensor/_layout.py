@@ -13,6 +13,7 @@ from jax import lax
 from .._checks import require_that
 from ..numerics import Block, Integer, QType, format_of
 from ..numerics._shared import is_signed, pack_bits, unpack_bits
+from ._order import check_same_axis, permuted_axis
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
@@ -247,16 +248,26 @@ def transpose(q: T, order: tuple[int, ...]) -> T:
     if q.layout is not None and order == (*range(n - 2), n - 1, n - 2):
         return turn(q)
     check_view("QTensor.transpose", q, order[n - depth :] == tuple(range(n - depth, n)))
+    _check_order(q, order)
     return q.map_leaves(lambda leaf: leaf.transpose(order), q.blocks)
+
+
+def _check_order(q: Any, order: tuple[int, ...]) -> None:
+    """Checks that the permuted axis of a tensor stays the last one with an order."""
+    axis = None if q.order is None else permuted_axis(q.order)
+    if q.order is not None and axis is not None:
+        moved = [q.order.shape[i] for i in order]
+        after = order.index(axis % q.ndim) - q.ndim
+        check_same_axis("QTensor.transpose", q, jax.ShapeDtypeStruct(moved, np.int32), after)
 
 
 def turn(q: T) -> T:
     """Swaps the last two axes of the shape, and leaves the values where they are."""
-    order = (*range(q.ndim - 2), q.ndim - 1, q.ndim - 2)
+    axes = (*range(q.ndim - 2), q.ndim - 1, q.ndim - 2)
+    _check_order(q, axes)
     return dataclasses.replace(
-        q,
-        scale=q.scale.transpose(order),
-        zero_point=None if q.zero_point is None else q.zero_point.transpose(order),
+        q.map_parameters(lambda leaf: leaf.transpose(axes)),
+        order=None if q.order is None else q.order.transpose(axes),
         layout=q.layout.turned(),
     )
 

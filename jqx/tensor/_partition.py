@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._checks import require_that
+from ._order import permuted_axis
 
 T = TypeVar("T", bound=Any)
 """A QTensor; `_qtensor.py` is above this file."""
@@ -60,7 +61,19 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
 
     swapped = q.layout is not None and q.layout.swapped
     stored = PartitionSpec(*entries[:-2], *reversed(entries[-2:])) if swapped else spec
-    parameters = [of_parameter(x) for x in (q.scale, q.zero_point) if x is not None]
+    axis = None if q.order is None else permuted_axis(q.order)
+    require_that(
+        axis is None or _count(entries[axis], sizes) == 1,
+        error=ValueError,
+        function=function,
+        problem=f"axis {axis} is partitioned, which is permuted.",
+        given=f"{spec} of {q!r}",
+        expected="the elements of an axis in order, or all of them on each device",
+        mend="partition another axis.",
+    )
+    parameters = [
+        of_parameter(x) for x in (q.scale, q.zero_point, q.offset, q.order) if x is not None
+    ]
     return jax.tree.unflatten(jax.tree.structure(q), jax.tree.leaves([stored, *parameters]))
 
 

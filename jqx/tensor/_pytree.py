@@ -8,6 +8,8 @@ from ._export import make_exportable
 
 _STATIC = ("qtype", "dtype", "blocks", "layout")
 _LEAVES = ("values", "scale", "zero_point")
+_MORE = ("offset", "order")
+"""Leaves of which few arrays have one: where neither is there, a QTensor has three children."""
 
 
 def register(cls: type) -> None:
@@ -16,7 +18,8 @@ def register(cls: type) -> None:
     def unflatten(static: Any, leaves: Any) -> Any:
         """Rebuilds without checks: a tree may hold anything in place of its arrays."""
         q = object.__new__(cls)
-        for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
+        leaves = (*leaves, *(None,) * (len(_LEAVES) + len(_MORE) - len(leaves)))
+        for name, value in zip((*_LEAVES, *_MORE, *_STATIC), (*leaves, *static), strict=True):
             object.__setattr__(q, name, value)
         return q
 
@@ -25,10 +28,15 @@ def register(cls: type) -> None:
 
 
 def _flatten(q: Any) -> tuple[tuple, tuple]:
-    return tuple(getattr(q, name) for name in _LEAVES), tuple(getattr(q, n) for n in _STATIC)
+    names = _names(q)
+    return tuple(getattr(q, name) for name in names), tuple(getattr(q, n) for n in _STATIC)
+
+
+def _names(q: Any) -> tuple[str, ...]:
+    return _LEAVES if q.offset is None and q.order is None else (*_LEAVES, *_MORE)
 
 
 def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
     leaves, static = _flatten(q)
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _LEAVES)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _names(q))
     return tuple(zip(keys, leaves, strict=True)), static

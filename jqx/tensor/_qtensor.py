@@ -1,5 +1,6 @@
 """QTensor: quantized values with the scale and zero point that make them real."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -34,10 +35,11 @@ from ._zeros import zeros
 class QTensor:
     """A quantized array: `real = (values - zero_point) * scale`, or `number of values * scale`.
 
-    A pytree with the leaves `values`, `scale` and `zero_point`; it crosses jit, scan, vmap and
-    `jax.tree` as any pytree does. No axis number is stored: the scale has the rank of the values,
-    so it slices, transposes and is mapped over in step with them. (To vmap or scan over an axis,
-    the scale must have it too: quantize with `per_axis` of it, in nvfp4 with `stacked=` as well.)
+    A pytree with the leaves `values`, `scale` and `zero_point`, and `offset` and `order`, which few
+    arrays have; it crosses jit, scan, vmap and `jax.tree` as any pytree does. No axis
+    number is stored: the scale has the rank of the values, so it slices, transposes and is mapped
+    over in step with them. (To vmap or scan over an axis, the scale must have it too: quantize with
+    `per_axis` of it, in nvfp4 with `stacked=` as well.)
 
     For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
 
@@ -48,6 +50,13 @@ class QTensor:
         quantized in turn (nvfp4), a QTensor, with one scale or one for each array of a stack.
       zero_point: array of the dtype of the codes that broadcasts to the shape of `scale`, of its
         rank; `None` means zero everywhere. For integer formats alone.
+      offset: what is added to the product with the scale, a float minimum: an array of floats, or
+        a QTensor, that broadcasts to the shape of `scale`, of its rank; `None` means zero. Product
+        and sum are rounded one after the other, in float32 (or float64), then to `dtype`.
+      order: where one axis is permuted, such as inputs that are sorted by their groups: at place
+        `j` of `values` is element `order[j]` of the real array. int32, of the rank of `values`, 1
+        along all other axes; those before it may have orders of their own. (The permuted axis is
+        the last one along which it is not 1.) Scale, zero point and offset follow `values`.
       qtype: the number format of the codes: a dtype, or a value of `jqx.numerics`.
       dtype: dtype of the real array, what `dequantize` returns.
       blocks: (length of an axis, number of blocks, block size) where the last block is a smaller
@@ -77,6 +86,8 @@ class QTensor:
     scale: Union[jax.Array, "QTensor"]
     zero_point: jax.Array | None = None
     _: dataclasses.KW_ONLY
+    offset: Union[jax.Array, "QTensor", None] = None
+    order: jax.Array | None = None
     qtype: DTypeLike | QType
     dtype: DTypeLike = jnp.float32
     blocks: tuple[tuple[int, int, int], ...] = ()
@@ -94,6 +105,8 @@ class QTensor:
         if self.layout == Layout():
             object.__setattr__(self, "layout", None)
         check_leaves(self)
+        if self.order is not None and self.order.size == 1:
+            object.__setattr__(self, "order", None)
         check_shapes(self)
 
     @classmethod
@@ -173,8 +186,8 @@ class QTensor:
 
     @property
     def codes(self) -> jax.Array:
-        """The codes, one an element, in the order of the shape: of dtype `storage`, or a byte each
-        where they are packed or lie as int8.
+        """The codes, one an element, in the order of the shape (of a permuted axis in that of
+        `values`): of dtype `storage`, or a byte each where they are packed or lie as int8.
         """
         return _layout.codes_of(self)
 
@@ -227,7 +240,7 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scale and zero point, as JAX counts them: an unpacked int4 takes one."""
+        """Bytes of all leaves, as JAX counts them: an unpacked int4 takes one."""
         leaves = jax.tree.leaves(self)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -307,15 +320,31 @@ class QTensor:
         return self.map_scale(lambda scale: scale * jnp.asarray(factor, scale.dtype))
 
     def map_scale(self, f: Callable[[jax.Array], jax.Array]) -> "QTensor":
-        """Applies a function to the scale, the innermost of nested ones; E8M0 becomes float32."""
+        """Applies a function, linear, to scale and offset, the innermost of nested ones; E8M0
+        becomes float32.
+        """
+        offset = self.offset
+        if offset is not None:
+            offset = offset.map_scale(f) if isinstance(offset, QTensor) else f(offset)
         if isinstance(self.scale, QTensor):
-            return dataclasses.replace(self, scale=self.scale.map_scale(f))
-        return dataclasses.replace(self, scale=f(self.real_scale()))
+            return dataclasses.replace(self, scale=self.scale.map_scale(f), offset=offset)
+        return dataclasses.replace(self, scale=f(self.real_scale()), offset=offset)
 
     def real_scale(self) -> jax.Array:
         """Returns the scale as an array of floats, whatever it is kept in."""
         scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
         return format_of(E8M0).decode(scale) if scale.dtype == E8M0 else scale
+
+    def real_offset(self) -> jax.Array | None:
+        """Returns the offset as an array of floats, whatever it is kept in."""
+        offset = self.offset
+        return offset.dequantize() if isinstance(offset, QTensor) else offset
+
+    @property
+    def bare(self) -> "QTensor":
+        """The array as `values` have it, without what is added: neither offset nor order."""
+        plain = self.offset is None and self.order is None
+        return self if plain else dataclasses.replace(self, offset=None, order=None)
 
     def __getitem__(self, key: Any) -> "QTensor":
         """Indexes as `jax.Array` does: integers, slices, `None`, `...`, integer arrays and masks;
@@ -350,17 +379,22 @@ class QTensor:
         """Shows in treescope what `repr` shows, and the fields to unfold."""
         return treescope_tree(self, path, subtree_renderer)
 
-    def map_leaves(
-        self, f: Any, blocks: tuple[tuple[int, int, int], ...], values: jax.Array | None = None
-    ) -> "QTensor":
+    def map_leaves(self, f: Any, blocks: tuple[tuple[int, int, int], ...]) -> "QTensor":
         """Applies a view to every leaf."""
+        order = None if self.order is None else f(self.order)
+        values = f(self.values)
         return dataclasses.replace(
-            self,
-            values=f(self.values) if values is None else values,
-            scale=f(self.scale),
-            zero_point=None if self.zero_point is None else f(self.zero_point),
-            blocks=blocks,
+            self.map_parameters(f), values=values, order=order, blocks=blocks
         )
+
+    def map_parameters(self, f: Any) -> "QTensor":
+        """Applies a function to scale, zero point and offset, where they are; checks nothing."""
+        changed = copy.copy(self)
+        for name in ("scale", "zero_point", "offset"):
+            parameter = getattr(self, name)
+            if parameter is not None:
+                object.__setattr__(changed, name, f(parameter))
+        return changed
 
 
 register(QTensor)

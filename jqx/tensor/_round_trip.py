@@ -1,5 +1,6 @@
 """A real array to the fields of a QTensor and back: one compiled program each, also eagerly."""
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -7,10 +8,11 @@ import jax
 
 from ..calibrators import Affine
 from ..numerics import format_of
-from ..numerics._shared import pack_bits
+from ..numerics._shared import common_dtype, narrow, pack_bits, widen
 from ..ops._shared import affine_dequantize, affine_quantize
 from ._grid import grid_of, wide_scale
 from ._layout import Layout, Packing
+from ._order import inverse_of, permuted_axis, taken
 from ._spec import QSpec
 
 
@@ -46,13 +48,23 @@ def quantized(
 @partial(jax.jit, inline=True)
 def dequantized(q: Any) -> jax.Array:
     """Returns the real array of a QTensor; see `QTensor.dequantize`."""
-    groups = q.groups
-    scale = q.scale.dequantize() if hasattr(q.scale, "qtype") else q.scale
+    groups, offset = q.groups, q.real_offset()
+    scale = wide_scale(q.scale.dequantize() if hasattr(q.scale, "qtype") else q.scale)
+    wide = q.dtype
+    if offset is not None:
+        offset = widen(offset)
+        wide = functools.reduce(common_dtype, (x.dtype for x in (scale, offset)), q.dtype)
     real = affine_dequantize(
         groups.split(q.codes),
-        groups.split_scale(wide_scale(scale)),
+        groups.split_scale(scale),
         None if q.zero_point is None else groups.split_scale(q.zero_point),
         qtype=q.qtype,
-        dtype=q.dtype,
+        dtype=wide,
     )
-    return groups.join(real)
+    if offset is not None:
+        real = narrow(real + groups.split_scale(offset.astype(wide)), q.dtype)
+    real = groups.join(real)
+    axis = None if q.order is None else permuted_axis(q.order)
+    if q.order is None or axis is None:
+        return real
+    return taken(real, inverse_of(q.order), axis)

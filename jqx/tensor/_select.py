@@ -14,7 +14,16 @@ from ..calibrators import Groups
 from ..numerics import format_of
 from ..numerics._shared import bit_width
 from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values
-from ._views import blocks_after, cut_axes, index_for, normal_index, repeated, reshaped
+from ._order import check_same_axis, check_whole, permuted_axis, refuse
+from ._views import (
+    axis_groups,
+    blocks_after,
+    cut_axes,
+    index_for,
+    normal_index,
+    repeated,
+    reshaped,
+)
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
@@ -24,23 +33,25 @@ def index(q: T, key: Any) -> T:
     """Indexes a QTensor; see `QTensor.__getitem__`."""
     parts = _with_whole_axes(normal_index(key, q.shape), q.shape)
     check_view("QTensor.__getitem__", q, _keeps_last(parts, depth_of(q)))
+    check_whole("QTensor.__getitem__", q, parts)
     for axis in cut_axes(parts, q.groups):
         q = refine(q, axis)
     groups = q.groups
-    values, scale = q.values[parts], q.scale[index_for(parts, q.scale, groups)]
-    zero_point = q.zero_point
-    if zero_point is not None:
-        zero_point = zero_point[index_for(parts, zero_point, groups)]
+
+    def entry(leaf: Any) -> Any:
+        return leaf[index_for(parts, leaf, groups)]
+
+    values, after = q.values[parts], q.map_parameters(entry)
+    scale = after.scale
     shape = real_shape(values.shape, q.layout)
     sizes = list(Groups.of_scale(shape, scale.shape).sizes)
     for axis, size in blocks_after(parts, groups).items():
         if scale.shape[axis] not in (1, shape[axis]):
             sizes[axis] = size
     return dataclasses.replace(
-        q,
+        after,
         values=values,
-        scale=scale,
-        zero_point=zero_point,
+        order=None if q.order is None else entry(q.order),
         blocks=Groups(shape, tuple(sizes)).blocks,
     )
 
@@ -93,7 +104,8 @@ def refine(q: T, axis: int, size: int = 1) -> T:
     places = np.arange(0, n, size, dtype=np.int32) // max(sizes[axis], 1)
     sizes[axis] = size
     blocks = Groups(q.shape, tuple(sizes)).blocks
-    return q.map_leaves(lambda leaf: repeated(leaf, axis, places), blocks, q.values)
+    finer = q.map_parameters(lambda leaf: repeated(leaf, axis, places))
+    return dataclasses.replace(finer, blocks=blocks)
 
 
 def sliceable(q: T, axis: int) -> T:
@@ -102,28 +114,55 @@ def sliceable(q: T, axis: int) -> T:
     """
     n = q.shape[axis]
     q = refine(q, axis) if q.scale.shape[axis] != n else q
-    scale, zero_point = q.scale, q.zero_point
-    if hasattr(scale, "qtype"):
-        scale = sliceable(scale, axis)
-    if zero_point is not None and zero_point.shape[axis] != n:
-        zero_point = repeated(zero_point, axis, np.zeros(n, np.int32))
-    return dataclasses.replace(q, scale=scale, zero_point=zero_point)
+
+    def each(leaf: Any) -> Any:
+        leaf = repeated(leaf, axis, np.zeros(n, np.int32)) if leaf.shape[axis] != n else leaf
+        return sliceable(leaf, axis) if hasattr(leaf, "qtype") else leaf
+
+    if q.order is not None and axis >= permuted_axis(q.order) % q.ndim:
+        refuse("scan", q, "steps over an axis before it")
+    order = None if q.order is None else each(q.order)
+    return dataclasses.replace(q.map_parameters(each), order=order)
 
 
 def reshape(q: T, shape: tuple[int, ...]) -> T:
     """Reshapes a QTensor; see `QTensor.reshape`."""
     values = jnp.reshape(q.values, shape_of_values("QTensor.reshape", q, shape))
-    zero_point = q.zero_point
     after = reshaped(q.groups, real_shape(values.shape, q.layout))
-    if zero_point is not None:
-        zero_point = jnp.broadcast_to(zero_point, q.scale.shape).reshape(after.scale_shape)
+
+    def parameter(leaf: Any) -> Any:
+        if hasattr(leaf, "qtype"):
+            return _reshape_scale(_as_many(leaf, q.scale.shape), after.scale_shape)
+        return jnp.broadcast_to(leaf, q.scale.shape).reshape(after.scale_shape)
+
     return dataclasses.replace(
-        q,
+        q.map_parameters(parameter),
         values=values,
-        scale=_reshape_scale(q.scale, after.scale_shape),
-        zero_point=zero_point,
+        order=_reshape_order(q, after.shape),
         blocks=after.blocks,
     )
+
+
+def _as_many(q: T, shape: tuple[int, ...]) -> T:
+    """Returns a nested parameter with as many entries as the scale has."""
+    for axis, (n, m) in enumerate(zip(q.shape, shape, strict=True)):
+        q = repeated(q, axis, np.zeros(m, np.int32)) if n != m else q
+    return q
+
+
+def _reshape_order(q: Any, shape: tuple[int, ...]) -> Any:
+    """Reshapes an order, where the permuted axis stays as it is."""
+    if q.order is None:
+        return None
+    axis = permuted_axis(q.order) % q.ndim
+    groups = axis_groups(q.shape, shape)
+    target = next((new for old, new in groups if old == (axis,)), ())
+    if len(target) != 1:
+        refuse("QTensor.reshape", q, "a reshape that leaves it as it is")
+    own = Groups.of_scale(q.shape, q.order.shape)
+    order = q.order.reshape(reshaped(own, shape).scale_shape)
+    check_same_axis("QTensor.reshape", q, order, target[0] - len(shape))
+    return order
 
 
 def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
@@ -144,6 +183,7 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
     if not tensors:
         return first
+    order = _joined_orders(function, tensors, axis)
     tensors, block = _in_step(_alike_elsewhere(_with_scales_alike(tensors), axis), axis)
     values = _joined([q.values for q in tensors], axis)
     sizes = list(tensors[0].groups.sizes)
@@ -153,6 +193,8 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
         values=values,
         scale=_joined_scales(function, [q.scale for q in tensors], axis),
         zero_point=_joined_zero_points(tensors, axis),
+        offset=_joined_offsets(function, tensors, axis),
+        order=order,
         blocks=Groups(real_shape(values.shape, first.layout), tuple(sizes)).blocks,
     )
 
@@ -257,6 +299,45 @@ def _joined_zero_points(tensors: Sequence[Any], axis: int) -> jax.Array | None:
     if all(q.zero_point is None for q in tensors):
         return None
     return _joined([_zero_point_of(q) for q in tensors], axis)
+
+
+def _joined_offsets(function: str, tensors: Sequence[Any], axis: int) -> Any:
+    """Joins offsets; zeros where only some have them, none where none has."""
+    offsets = [q.offset for q in tensors]
+    if all(offset is None for offset in offsets):
+        return None
+    if all(hasattr(offset, "qtype") for offset in offsets):
+        whole = [_as_many(q.offset, q.scale.shape) for q in tensors]
+        with contextlib.suppress(TypeError):
+            return concatenate(function, whole, axis)
+    known = [q.real_offset() for q in tensors]
+    dtype = jnp.result_type(*[offset for offset in known if offset is not None])
+    return jnp.concatenate(
+        [
+            jnp.zeros(q.scale.shape, dtype)
+            if offset is None
+            else jnp.broadcast_to(offset.astype(dtype), q.scale.shape)
+            for q, offset in zip(tensors, known, strict=True)
+        ],
+        axis,
+    )
+
+
+def _joined_orders(function: str, tensors: Sequence[Any], axis: int) -> jax.Array | None:
+    """Joins orders of arrays that are stacked along an axis before the permuted one."""
+    ordered = [q for q in tensors if q.order is not None]
+    if not ordered:
+        return None
+    first = ordered[0]
+    place = permuted_axis(first.order) % first.ndim
+    alike = len(ordered) == len(tensors) and axis < place
+    alike = alike and all(
+        q.order.shape[axis] == q.shape[axis] and permuted_axis(q.order) % q.ndim == place
+        for q in tensors
+    )
+    if not alike:
+        refuse(function, first, "arrays that are stacked along an axis before it, all permuted")
+    return jnp.concatenate([q.order for q in tensors], axis)
 
 
 def _zero_point_of(q: Any) -> jax.Array:

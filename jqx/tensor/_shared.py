@@ -18,6 +18,9 @@ from ._layout import Layout as Layout
 from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
 from ._layout import to_int8 as to_int8
+from ._order import check_kept as check_kept
+from ._order import permuted_axis as permuted_axis
+from ._order import taken as taken
 from ._partition import partition_specs as partition_specs
 from ._scheme import FLOAT as FLOAT
 from ._scheme import Role as Role

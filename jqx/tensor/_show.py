@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..numerics._shared import name_of_qtype
+from ._order import permuted_axis
 
 
 def text(q: Any) -> str:
@@ -15,7 +16,10 @@ def text(q: Any) -> str:
     if not _has_arrays(q):
         return f"QTensor({name} of {_leaf(q.values)}, scale {_leaf(q.scale)}, dtype={dtype})"
     zero = "" if q.zero_point is None else f", zero_point {_leaf(q.zero_point)}"
+    zero += "" if q.offset is None else f", offset {_leaf(q.offset)}"
     layout = "" if q.layout is None else f" {q.layout}"
+    if q.order is not None and hasattr(q.order, "shape"):
+        layout += f" permuted along axis {permuted_axis(q.order)}"
     return (
         f"QTensor({name}{list(q.shape)} {q.groups}{layout}, scale {_leaf(q.scale)}{zero}, "
         f"dtype={dtype}, {_grouped(q.nbytes)} bytes)"

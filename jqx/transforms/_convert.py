@@ -176,13 +176,14 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
         leaf.qtype == weight.spec.qtype
         and leaf.groups == groups
         and (leaf.zero_point is None) == weight.spec.symmetric
+        and leaf.offset is leaf.order is None
     ):
         text = message(
             "convert",
             "a QTensor does not fit the plan.",
             given=f"{leaf!r} for the parameter {path!r}",
             expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
-            f"one for each {list(groups.sizes)} elements, {zero} zero point",
+            f"one for each {list(groups.sizes)} elements, {zero} zero point, in order",
             mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
         )
         raise ValueError(text)

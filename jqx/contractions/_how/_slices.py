@@ -93,6 +93,7 @@ def _slices_of_array(x: jax.Array, axis: int | None, cut: Cut, n: int) -> _Slice
 
 
 def _slices_of_tensor(q: QTensor, cut: Cut) -> _Slices:
+    q = with_own_second_scales(q, cut.axis)
     parts = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, q), q)
     return _Slices(
         lambda i: _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), parts), cut, q),
@@ -132,6 +133,7 @@ def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:
 
 def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
     """Returns a slice of a QTensor without blocks along the axis that is cut, where it lies."""
+    q = with_own_second_scales(q, cut.axis)
     n, axis = q.shape[cut.axis], cut.axis
 
     def sliced(leaf: jax.Array) -> jax.Array:
@@ -150,6 +152,7 @@ def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
 def slice_along(x: Any, axis: int, start: Any, size: int) -> Any:
     """Slices an array, or a QTensor without blocks along the axis; `start` may be traced."""
     n = x.shape[axis]
+    x = with_own_second_scales(x, axis) if isinstance(x, QTensor) else x
 
     def sliced(leaf: jax.Array) -> jax.Array:
         if leaf.shape[axis] != n or n == 1:

@@ -1,0 +1,203 @@
+"""Names of tensors to paths of a tree and back, by rules: templates, stacks, views."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._checks import check_instance, require_that, shown
+from .._errors import message
+from ..tensor import QTensor
+
+_HOLE = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """What the tensors of a checkpoint are called in a tree, and how they lie there.
+
+    In both templates `{layer}` stands for a part of the name without dots or slashes, and
+    `{layer:[0-9]+}` for what the regular expression matches. A part that the path has not, a
+    number, is the index along a new first axis: the tensors of all layers are stacked, for a scan.
+    (Of several such parts the first is the outermost axis.)
+
+    Attributes:
+      source: template of names, such as `"model.layers.{layer}.mlp.up_proj.weight"`.
+      target: template of paths, such as `"layers/up"`, or `"layers/{layer}/up"`; `None` leaves
+        the tensors out.
+      transpose: swaps the last two axes, as between torch's `[out, in]` and `x @ w`; or the order
+        of all axes. A view: no code is moved.
+      split: sizes into which an axis is split, by its number once transposed, such as
+        `{1: (heads, size)}`.
+      optional: whether it is no error that nothing matches.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: a template is none, or the path has a part that the name lacks.
+
+    Example:
+      >>> import jqx
+      >>> jqx.interop.Name("model.layers.{layer}.mlp.up_proj.weight", "layers/up", transpose=True)
+      Name('model.layers.{layer}.mlp.up_proj.weight' -> 'layers/up', transpose=True)
+    """
+
+    source: str
+    target: str | None
+    _: dataclasses.KW_ONLY
+    transpose: bool | tuple[int, ...] = False
+    split: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        mend = "pass for example Name('lm_head.weight', 'head/kernel', transpose=True)."
+        check_instance("interop.Name", "source", self.source, str, mend=mend)
+        if self.target is not None:
+            check_instance("interop.Name", "target", self.target, str, mend=mend)
+        missing = {*_holes(self.target or "")} - {*_holes(self.source)}
+        require_that(
+            not missing,
+            error=ValueError,
+            function="interop.Name",
+            problem="the path has a part that the name lacks.",
+            given=f"{{{min(missing, default='')}}} in {self.target!r}, and {self.source!r}",
+            expected="parts of the name in the path",
+            mend="give both the same parts.",
+        )
+        for template in (self.source, self.target or ""):
+            _compiled(template)
+
+    def __repr__(self) -> str:
+        more = [
+            f", {field}={value!r}"
+            for field in ("transpose", "split", "optional")
+            if (value := getattr(self, field))
+        ]
+        return f"Name({self.source!r} -> {self.target!r}{''.join(more)})"
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The parts of the name that are indices of leading axes."""
+        if self.target is None:
+            return ()
+        return tuple(part for part in _holes(self.source) if part not in _holes(self.target))
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Returns the parts of a name; `None` where it does not match."""
+        found = _compiled(self.source).fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def match_path(self, path: str) -> dict[str, str] | None:
+        """Returns the parts of a path; `None` where it does not match."""
+        found = _compiled(self.target or "").fullmatch(path)
+        return None if self.target is None or found is None else found.groupdict()
+
+    def path_of(self, parts: Mapping[str, str]) -> str:
+        """Returns the path of a tensor."""
+        return _filled(self.target or "", parts)
+
+    def name_of(self, parts: Mapping[str, str]) -> str:
+        """Returns the name of a tensor."""
+        return _filled(self.source, parts)
+
+    def view(self, name: str, leaf: Any) -> Any:
+        """Returns a leaf as it lies in the tree."""
+        order = self._order(name, leaf)
+        leaf = leaf if order is None else leaf.transpose(order)
+        shape: list[int] = []
+        for axis, n in enumerate(leaf.shape):
+            shape += self.split.get(axis, (n,))
+        return leaf if tuple(shape) == tuple(leaf.shape) else leaf.reshape(tuple(shape))
+
+    def unview(self, name: str, leaf: Any) -> Any:
+        """Inverts `view`."""
+        shape, at = [], 0
+        rank = leaf.ndim - sum(len(sizes) - 1 for sizes in self.split.values())
+        for axis in range(rank):
+            sizes = self.split.get(axis, leaf.shape[at : at + 1])
+            fits = tuple(leaf.shape[at : at + len(sizes)]) == tuple(sizes)
+            self._require(fits, name, leaf, f"axis {axis} split into {tuple(sizes)}")
+            size = 1
+            for n in sizes:
+                size *= n
+            shape.append(size)
+            at += len(sizes)
+        leaf = leaf.reshape(tuple(shape)) if tuple(shape) != tuple(leaf.shape) else leaf
+        order = self._order(name, leaf)
+        if order is None:
+            return leaf
+        return leaf.transpose(tuple(sorted(range(leaf.ndim), key=order.__getitem__)))
+
+    def _order(self, name: str, leaf: Any) -> tuple[int, ...] | None:
+        if self.transpose is False:
+            return None
+        n = leaf.ndim
+        order = (*range(n - 2), n - 1, n - 2) if self.transpose is True else tuple(self.transpose)
+        self._require(sorted(order) == [*range(n)] and n > 1, name, leaf, f"axes {order}")
+        return order
+
+    def _require(self, fits: bool, name: str, leaf: Any, expected: str) -> None:
+        require_that(
+            fits,
+            error=ValueError,
+            function="interop.tree",
+            problem=f"the tensor {name!r} cannot lie as its rule says.",
+            given=f"{leaf!r}" if isinstance(leaf, QTensor) else f"shape {tuple(leaf.shape)}",
+            expected=expected,
+            mend=f"correct the rule: {self!r}.",
+        )
+
+
+def as_names(names: Any) -> tuple[Name, ...]:
+    """Returns rules, of `Name`s or of pairs of templates."""
+    given = list(names.items()) if isinstance(names, Mapping) else names
+    fits = isinstance(given, Sequence) and not isinstance(given, str)
+    rules = []
+    for rule in given if fits else [None]:
+        pair = isinstance(rule, tuple) and len(rule) == 2
+        if isinstance(rule, Name) or pair:
+            rules.append(Name(*rule) if isinstance(rule, tuple) else rule)
+            continue
+        raise TypeError(
+            message(
+                "interop.tree",
+                "`names` are no rules.",
+                given=shown(rule) if fits else f"an object of type {type(names).__name__}",
+                expected="a list of jqx.interop.Name, or of pairs (name, path); or a dict",
+                mend='pass for example [jqx.interop.Name("lm_head.weight", "head")].',
+            )
+        )
+    return tuple(rules)
+
+
+@functools.cache
+def _holes(template: str) -> tuple[str, ...]:
+    return tuple(found.group(1) for found in _HOLE.finditer(template))
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    return _HOLE.sub(lambda found: parts[found.group(1)], template)
+
+
+@functools.cache
+def _compiled(template: str) -> re.Pattern[str]:
+    """Returns the regular expression of a template."""
+    text, at, seen = "", 0, set()
+    for found in _HOLE.finditer(template):
+        part, pattern = found.group(1), found.group(2) or r"[^./]+"
+        text += re.escape(template[at : found.start()])
+        text += f"(?P={part})" if part in seen else f"(?P<{part}>{pattern})"
+        seen.add(part)
+        at = found.end()
+    try:
+        return re.compile(text + re.escape(template[at:]))
+    except re.error as error:
+        raise ValueError(
+            message(
+                "interop.Name",
+                "a template is none.",
+                given=f"{template!r}: {error}",
+                expected="names with {part} or {part:regular expression} in them",
+                mend="pass for example 'model.layers.{layer}.mlp.up_proj.weight'.",
+            )
+        ) from None

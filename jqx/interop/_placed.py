@@ -1,0 +1,43 @@
+"""Leaves of NumPy arrays, put on devices; the scale of a QTensor in step with its codes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from .._checks import require_that
+from ..tensor import QTensor
+from ..tensor._shared import partition_specs
+
+Shardings = Sharding | Callable[[str, Any], Sharding | None] | None
+"""One for all leaves, or a function of the path and the abstract leaf."""
+
+
+def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
+    """Returns where a leaf is put; `None` for the default device."""
+    found = shardings
+    if callable(shardings) and not isinstance(shardings, Sharding):
+        found = shardings(path, spec)
+    require_that(
+        found is None or isinstance(found, Sharding),
+        error=TypeError,
+        function="interop.tree",
+        problem=f"`sharding` says no place for {path!r}.",
+        given=f"an object of type {type(found).__name__}",
+        expected="a jax.sharding.Sharding, or None",
+        mend="return for example NamedSharding(mesh, PartitionSpec('model')).",
+    )
+    assert found is None or isinstance(found, Sharding)
+    return found
+
+
+def placed(leaf: Any, sharding: Sharding) -> Any:
+    """Returns an array or QTensor of NumPy arrays on devices: each gets its part alone."""
+    if isinstance(leaf, QTensor) and isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        specs = partition_specs("interop.tree", leaf, sharding.spec, dict(mesh.shape))
+        places = [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs)]
+        leaves, structure = jax.tree.flatten(leaf)
+        return structure.unflatten(map(jax.device_put, leaves, places))
+    return jax.tree.map(lambda x: jax.device_put(x, sharding), leaf)
