@@ -236,6 +236,7 @@ PUBLIC = {
     """,
     "interop": """
         Archive Gguf GgufBlocks GgufTensor Name load named read read_gguf save save_leaves tree
+        write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind

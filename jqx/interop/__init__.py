@@ -12,3 +12,4 @@ from ._named_tree import tree as tree
 from ._names import Name as Name
 from ._save import save as save
 from ._save import save_leaves as save_leaves
+from ._write import write as write

@@ -13,7 +13,7 @@ from ._config import read_config, read_json
 from ._reader import Reader
 from ._safetensors import Entry
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 class Source(Protocol):
@@ -86,7 +86,7 @@ class Folder:
             function="interop.read",
             problem=f"{file!r} does not hold the tensors that the index says.",
             given=f"the tensor {shown(min(others, default=''))} in one of both",
-            expected=f"the tensors that {_INDEX} lists for it",
+            expected=f"the tensors that {INDEX} lists for it",
             mend="download the folder again; leave no files of another model in it.",
         )
         self.metadata.update(reader.metadata)
@@ -114,7 +114,7 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
 
 def _files_of(folder: str) -> dict[str, set[str] | None]:
     """Returns the files of a folder, each with the tensors it has where an index says so."""
-    index = os.path.join(folder, _INDEX)
+    index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         return _listed(index)
     found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
@@ -125,7 +125,7 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
         function="interop.read",
         problem=f"{folder!r} does not say which files are the model's.",
         given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others_in(folder),
-        expected=f"model.safetensors, one safetensors file, or {_INDEX} beside several",
+        expected=f"model.safetensors, one safetensors file, or {INDEX} beside several",
         mend="pass the file itself; of a checkpoint in another form (.bin, .pt), save it as "
         "safetensors first.",
     )

@@ -1,0 +1,229 @@
+"""compressed-tensors, written: QTensors as its tensors, and the config that tells how to read them.
+
+See `_compressed_tensors` for the tensors. Integers become `pack-quantized`, or `int-quantized`
+where activations are quantized too; floats what their format is called there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
+from ..tensor import QSpec, QTensor
+from ._bits import stream_length, to_stream
+from ._coded import FLOATS
+from ._compressed_config import NAME, Says
+from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+
+_I32, _U8 = np.dtype(np.int32), np.dtype(np.uint8)
+
+
+def encode(path: str, leaf: QTensor, activation: QSpec | None = None) -> Encoded:
+    """Returns what a QTensor becomes.
+
+    Args:
+      path: its name, `<module>.weight`.
+      leaf: the QTensor `[out, in]`, or `[experts, out, in]`; it may be abstract.
+      activation: how the operand beside it is quantized; `None` leaves it in float.
+
+    Raises:
+      ValueError: the format cannot hold it; the message names the tensor.
+    """
+    module, form = module_of(path, leaf, NAME), format_of(leaf.qtype)
+    _check_plain(path, leaf)
+    if isinstance(form, Integer):
+        return _integers(path, module, leaf, form, activation)
+    if leaf.order is not None:
+        _refuse(path, leaf, "integers where columns are sorted", "store it as integers")
+    if isinstance(form, Block):
+        return _blocks(path, module, leaf, form)
+    if leaf.qtype != jnp.float8_e4m3fn:
+        _refuse(
+            path,
+            leaf,
+            "integers of 2 to 8 bits, float8_e4m3fn, mxfp8_e4m3, mxfp4 or nvfp4",
+            "quantize it anew in one of these formats",
+        )
+    return _floats(path, module, leaf)
+
+
+def _check_plain(path: str, leaf: QTensor) -> None:
+    if leaf.ndim not in (2, 3):
+        _refuse(path, leaf, "two axes, or three where matrices are stacked", "reshape it")
+    if leaf.offset is not None:
+        mend = "write it as MLX, or as GGUF; or quantize it anew with integer zero points"
+        _refuse(path, leaf, "no float minimum beside the scale", mend)
+    integers = isinstance(format_of(leaf.qtype), Integer)
+    tail = leaf.shape[-1] % leaf.groups.sizes[-1] if integers else 0
+    if tail:
+        _refuse(
+            path,
+            leaf,
+            f"groups of one size along the last axis: the last one here has {tail}",
+            "quantize it with a group size that divides its inputs",
+        )
+
+
+def _refuse(path: str, leaf: QTensor, expected: str, mend: str) -> NoReturn:
+    refuse_leaf(path, leaf, NAME, expected=expected, mend=f"{mend}, or leave it in float.")
+
+
+def _integers(
+    path: str, module: str, leaf: QTensor, form: Integer, activation: QSpec | None
+) -> Encoded:
+    """A weight of integers. Files have codes with half of their levels added, so that unsigned ones
+    are those of a zero point.
+    """
+    bits, half, group = form.bits, 2 ** (form.bits - 1), leaf.groups.sizes[-1]
+    if bits > 8:
+        _refuse(path, leaf, "integers of 2 to 8 bits", "quantize it to 8 bits")
+    entries, kind = _entries(path, leaf)
+    whole = group == leaf.shape[-1]
+    plain = activation is not None and bits == 8 and whole
+    zeros, ordered = leaf.zero_point is not None or not form.signed, leaf.order is not None
+    says = Says(
+        "int-quantized" if plain else "pack-quantized",
+        bits,
+        "int",
+        symmetric=not zeros,
+        strategy="channel" if whole else "group",
+        group=None if whole else group,
+        ordered=ordered,
+    )
+    *lead, rows, columns = leaf.shape
+    words, i8 = stream_length(columns, bits) // 4, np.dtype(np.int8)
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {"weight_scale": (kind, entries)}
+    if plain:
+        tensors["weight"] = (i8, leaf.shape)
+    else:
+        tensors["weight_packed"] = (_I32, (*lead, rows, words))
+        tensors["weight_shape"] = (np.dtype(np.int64), (leaf.ndim,))
+    if zeros:
+        packed = (_I32, (*lead, stream_length(rows, bits) // 4, entries[-1]))
+        tensors["weight_zero_point"] = (i8, entries) if plain else packed
+    if ordered:
+        tensors["weight_g_idx"] = (_I32, (columns,))
+    shift = half if form.signed else 0
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        codes = codes_of(q).astype(np.int16) + shift
+        made = {"weight_scale": _for_rows(scale_of(q), q, entries)}
+        if ordered:
+            order, index = np.asarray(q.order).reshape(-1), np.empty(columns, np.int32)
+            codes[..., order] = codes.copy()
+            index[order] = np.arange(columns, dtype=np.int32) // group
+            made["weight_g_idx"] = index
+        if plain:
+            made["weight"] = (codes - half).astype(np.int8)
+        else:
+            made["weight_packed"] = _words(codes, bits)
+            made["weight_shape"] = np.array(q.shape, np.int64)
+        if zeros:
+            known = np.zeros((1,) * q.ndim) if q.zero_point is None else np.asarray(q.zero_point)
+            points = _for_rows(known.astype(np.int16), q, entries) + shift
+            made["weight_zero_point"] = (
+                (points - half).astype(np.int8)
+                if plain
+                else np.swapaxes(_words(np.swapaxes(points, -1, -2), bits), -1, -2)
+            )
+        return {f"{module}.{name}": array for name, array in made.items()}
+
+    return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, says)
+
+
+def _for_rows(x: np.ndarray, q: QTensor, shape: Sequence[int]) -> np.ndarray:
+    """Returns a scale, or zero points, with an entry for each row."""
+    x = np.broadcast_to(x, q.groups.scale_shape)
+    for axis, n in enumerate(shape):
+        if x.shape[axis] != n:
+            places = np.arange(n) // q.groups.sizes[axis]
+            x = np.take(x, places, axis)
+    return x
+
+
+def _words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Returns rows of codes as words."""
+    return to_stream(np.ascontiguousarray(codes, np.uint8), bits).view("<i4")
+
+
+def _entries(path: str, leaf: QTensor) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns the shape of scales with an entry for each row, and their dtype."""
+    kind = np.dtype(leaf.scale.dtype)
+    if kind not in [jnp.dtype(each) for each in FLOATS]:
+        _refuse(path, leaf, "scales of float16, bfloat16 or float32", "convert its scale")
+    return (*leaf.shape[:-1], leaf.groups.scale_shape[-1]), kind
+
+
+def _floats(path: str, module: str, leaf: QTensor) -> Encoded:
+    """A weight of float8_e4m3fn."""
+    _, kind = _entries(path, leaf)
+    *lead, rows, columns = leaf.groups.sizes
+    entries: tuple[int, ...] = leaf.groups.scale_shape
+    if entries == (1,) * leaf.ndim:
+        says, entries = Says("float-quantized", 8, "float", strategy="tensor"), (1,)
+    elif set(lead) - {1}:
+        _refuse(path, leaf, "scales for each matrix of a stack, or one for all", "quantize it anew")
+    elif rows > 1:
+        says = Says("float-quantized", 8, "float", strategy="block", block=(rows, columns))
+    elif columns < leaf.shape[-1]:
+        says = Says("float-quantized", 8, "float", strategy="group", group=columns)
+    else:
+        says = Says("float-quantized", 8, "float")
+    weight, scale = f"{module}.weight", f"{module}.weight_scale"
+    code = jnp.dtype(jnp.float8_e4m3fn)
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        return {weight: codes_of(q).view(code), scale: scale_of(q).reshape(entries)}
+
+    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, says)
+
+
+def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
+    """A weight of mxfp8, mxfp4 or nvfp4."""
+    if form not in (mxfp8_e4m3, mxfp4, nvfp4):
+        _refuse(path, leaf, "of block formats mxfp8_e4m3, mxfp4 or nvfp4", "quantize it anew")
+    sizes = (*(1,) * (leaf.ndim - 1), min(form.size, leaf.shape[-1]))
+    if leaf.groups.sizes != sizes or leaf.shape[-1] % form.size:
+        _refuse(path, leaf, f"blocks of {form.size} along the last axis alone", "quantize it anew")
+    scale, entries = f"{module}.weight_scale", leaf.groups.scale_shape
+    if form == mxfp8_e4m3:
+        code, weight = jnp.dtype(jnp.float8_e4m3fn), f"{module}.weight"
+        tensors = {weight: (code, leaf.shape), scale: (_U8, entries)}
+        says = Says("mxfp8-quantized", 8, "float", strategy="group", group=32)
+    else:
+        weight = f"{module}.weight_packed"
+        tensors = {weight: (_U8, (*leaf.shape[:-1], leaf.shape[-1] // 2)), scale: (_U8, entries)}
+        says = Says("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
+    second = f"{module}.weight_global_scale"
+    if form == nvfp4:
+        says = Says("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
+        tensors[scale] = (jnp.dtype(jnp.float8_e4m3fn), entries)
+        tensors[second] = (np.dtype(np.float32), (1,))
+        inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
+        if inner is None or inner.size != 1:
+            _refuse(path, leaf, "one float scale for all scales of the tensor", "quantize it anew")
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        bits = codes_of(q)
+        if form == mxfp8_e4m3:
+            return {weight: bits.view(jnp.float8_e4m3fn), scale: np.asarray(q.scale).view(_U8)}
+        made = {weight: to_stream(bits, 4, 1)}
+        if isinstance(q.scale, QTensor):
+            made[scale] = np.asarray(q.scale.values)
+            made[second] = _divisor(np.asarray(q.scale.scale).reshape(1))
+        else:
+            made[scale] = np.asarray(q.scale).view(_U8)
+        return made
+
+    return Encoded(tensors, make, says)
+
+
+def _divisor(factor: np.ndarray) -> np.ndarray:
+    """Returns the float32 to divide by whose reciprocal is nearest to a factor."""
+    with np.errstate(divide="ignore"):
+        near = np.float32(1) / factor
+        both = np.stack([np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.inf)])
+        off = np.abs(np.float32(1) / both.astype(np.float32) - factor)
+    return both[np.argmin(off, axis=0), 0].astype(np.float32)

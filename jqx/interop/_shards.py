@@ -1,0 +1,196 @@
+"""A folder of safetensors files with an index, written tensor by tensor, whole or not there."""
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+
+import numpy as np
+
+from .._checks import require_that
+from .._files import Path, as_path
+from ._encoded import Tensors
+from ._safetensors import stored_dtype
+from ._source import INDEX
+from ._writer import Writer
+
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of Linux."""
+
+_HERE = -100
+"""AT_FDCWD."""
+
+
+class FolderWriter:
+    """A folder that is written tensor by tensor, in any order. A context manager.
+
+    It is made beside, and takes its place once everything is there; where an error comes first,
+    nothing has changed. What replaces an old folder does so in one step, where the system can
+    exchange two names (Linux); elsewhere the old one is moved aside first.
+
+    Args:
+      path: where the folder is to be.
+      tensors: dtype and shape of each tensor, by name.
+      files: what else is in it, by name.
+      limit: bytes of a file of tensors, at most; a larger tensor has a file of its own.
+      metadata: of each file of tensors.
+      overwrite: whether an old folder, or an empty one, is replaced.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Tensors,
+        files: Mapping[str, bytes],
+        *,
+        limit: int,
+        metadata: Mapping[str, str],
+        overwrite: bool,
+    ) -> None:
+        self._target = pathlib.Path(os.path.realpath(as_path("interop.write", path)))
+        self._files, self._overwrite = files, overwrite
+        self._check_target()
+        self._part = self._target.with_name(f"{self._target.name[:50]}.{uuid.uuid4().hex}.part")
+        self._shards = _shards(tensors, limit)
+        self._place = {name: file for file, names in self._shards.items() for name in names}
+        self._tensors, self._metadata = tensors, metadata
+        self._open = contextlib.ExitStack()
+        self._writers: dict[str, Writer] = {}
+
+    def __enter__(self) -> "FolderWriter":
+        self._part.mkdir()
+        try:
+            for file, names in self._shards.items():
+                own = {name: self._tensors[name] for name in names}
+                writer = Writer(self._part / file, own, self._metadata)
+                self._writers[file] = self._open.enter_context(writer)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def write(self, name: str, x: np.ndarray) -> None:
+        """Writes a tensor, of the dtype and shape that were announced."""
+        self._writers[self._place[name]].write(name, x)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            self._open.__exit__(kind, error, where)  # each file is complete, or an error
+            if kind is None:
+                for name, data in {**self._files, **self._index()}.items():
+                    _write_synced(self._part / name, data)
+                _sync(self._part)
+                self._commit()
+        finally:
+            shutil.rmtree(self._part, ignore_errors=True)
+
+    def _commit(self) -> None:
+        """Puts the folder where `path` is; what was there before is then where it was made."""
+        self._check_target()
+        if not self._target.exists():
+            os.rename(self._part, self._target)
+        elif not _exchange(self._part, self._target):
+            aside = self._target.with_name(f"{self._part.name}.old")
+            os.rename(self._target, aside)
+            os.rename(self._part, self._target)
+            shutil.rmtree(aside, ignore_errors=True)
+        _sync(self._target.parent)
+
+    def _check_target(self) -> None:
+        is_there = os.path.lexists(self._target)
+        require_that(
+            not is_there or self._target.is_dir(),
+            error=FileExistsError,
+            function="interop.write",
+            problem=f"{str(self._target)!r} is no folder.",
+            given="a file of that name",
+            expected="a folder, or nothing",
+            mend="choose another name.",
+        )
+        require_that(
+            not is_there or self._overwrite or not any(self._target.iterdir()),
+            error=FileExistsError,
+            function="interop.write",
+            problem=f"{str(self._target)!r} is there already.",
+            given="a folder that is not empty",
+            expected="a new folder",
+            mend="choose another name, or pass overwrite=True, which replaces all that is in it.",
+        )
+        require_that(
+            self._target.parent.is_dir(),
+            error=FileNotFoundError,
+            function="interop.write",
+            problem=f"{str(self._target)!r} cannot be written.",
+            given=f"there is no folder {str(self._target.parent)!r}",
+            expected="a folder that is there",
+            mend="make it first, for example with os.makedirs.",
+        )
+
+    def _index(self) -> dict[str, bytes]:
+        """Returns the index of several files."""
+        if len(self._shards) < 2:
+            return {}
+        total = sum(_size(*self._tensors[name]) for name in self._place)
+        index = {"metadata": {"total_size": total}, "weight_map": self._place}
+        return {INDEX: json.dumps(index, indent=1).encode()}
+
+
+def _shards(tensors: Tensors, limit: int) -> dict[str, list[str]]:
+    """Returns which tensors are in which file, in their order."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, kind in tensors.items():
+        own = _size(*kind)
+        if parts[-1] and size + own > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += own
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    count = len(parts)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(parts, 1)}
+
+
+def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    stored = stored_dtype(dtype)
+    assert stored is not None
+    size = stored.itemsize
+    for n in shape:
+        size *= n
+    return size
+
+
+def _write_synced(path: pathlib.Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Has the names in a folder written to the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
+    """Exchanges two names in one step; `False` where the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if rename is None:
+        return False
+    return rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0

@@ -1,0 +1,336 @@
+"""`write`: a tree of arrays and QTensors as a folder that others load."""
+
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._calls import called
+from .._checks import check_integer, require_that, shown
+from .._files import Path, as_path
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import as_spec
+from . import _compressed_config, _compressed_write
+from ._archive import Archive
+from ._config import read_config
+from ._encoded import Encoded, as_numpy
+from ._safetensors import stored_dtype
+from ._shards import FolderWriter
+
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+    *("chat_template.json", "preprocessor_config.json", "processor_config.json"),
+    "generation_config.json",
+)
+"""Files of a folder that tell how text becomes tokens, and the other way round."""
+
+MOST = 5_000_000_000
+"""Bytes of one file: what Hugging Face writes."""
+
+
+class Target(NamedTuple):
+    """A format that is written.
+
+    Attributes:
+      encode: what becomes of a QTensor, by its path.
+      config: what stands in the config, of what `encode` says by path, and the names of weights in
+        float.
+      key: under which it stands there.
+      activations: whether both take, last, how activations are quantized.
+      metadata: of each file.
+    """
+
+    encode: Callable[..., Encoded]
+    config: Callable[..., dict[str, Any]]
+    key: str = "quantization_config"
+    activations: bool = False
+    metadata: Mapping[str, str] = {"format": "pt"}
+
+
+TARGETS = {
+    "compressed-tensors": Target(
+        _compressed_write.encode, _compressed_config.config, activations=True
+    ),
+}
+"""The formats that are written, by name."""
+
+
+@called("interop.write", 'pass for example jqx.interop.write("folder", tree, "gptq").')
+def write(
+    folder: Path,
+    tree: Any,
+    format: str,
+    *,
+    config: Mapping[str, Any] | Path | None = None,
+    tokenizer: Any = None,
+    activation: QSpec | str | None = None,
+    overwrite: bool = False,
+    limit: int = MOST,
+) -> None:
+    """Writes a quantized model as a folder that transformers, vLLM and others load.
+
+    Each QTensor becomes the tensors of the format, exactly: codes, scales and zero points are those
+    that it has, and what the format cannot hold is an error. Arrays are written as they are.
+    Tensors are made and written one at a time; the folder is there as a whole or not at all.
+
+    Args:
+      folder: where; its parent must be there.
+      tree: arrays and QTensors by name, `"model.layers.0.mlp.up_proj.weight"`, or in nested dicts,
+        whose keys are joined with "."; weights `[out, in]`, as torch has them (`jqx.interop.tree`
+        turns them). Or an open `jqx.interop.Archive`, whose leaves are read one at a time.
+      format: `"compressed-tensors"`.
+      config: of the model, which becomes `config.json`: a dict, or the path of the file or of its
+        folder; `None` takes that of an archive. What it says of quantization is replaced.
+      tokenizer: a folder whose files of a tokenizer are copied, or what has `save_pretrained`;
+        `None` writes none.
+      activation: how the operands beside quantized weights are to be quantized: a `QSpec`, or a
+        scheme such as `"int8:token:dynamic"`; static ones need `<module>.input_scale` in the tree.
+        `None` leaves them in float. For compressed-tensors alone.
+      overwrite: whether a folder of that name is replaced, with all that is in it.
+      limit: bytes of a file, at most (a tensor is never parted); from 1 on.
+
+    Raises:
+      OSError: the folder is there already, or cannot be written.
+      TypeError: something else is in the tree.
+      ValueError: the format is unknown, or cannot hold a tensor, which the message names; nothing
+        is quantized; or a name is there twice.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> folder = tempfile.mkdtemp() + "/model"
+      >>> w = jqx.QTensor.quantize(jnp.eye(64), jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})))
+      >>> jqx.interop.write(folder, {"up": {"weight": w}}, "compressed-tensors", config={})
+      >>> jqx.load(folder)["up.weight"]
+      QTensor(int4[64, 64] per_block({0: 1, 1: 32}) packed along axis -1, scale float32[64, 2], \
+dtype=float32, 2,560 bytes)
+    """
+    target = _target(format)
+    spec = as_spec("interop.write", "activation", activation, "activation")
+    limit = check_integer("interop.write", "limit", limit)
+    leaves = _leaves(tree)
+    more = _activations(format, target, spec, leaves)
+    encoded = {
+        name: target.encode(name, leaf.spec, *more)
+        for name, leaf in leaves.items()
+        if isinstance(leaf.spec, QTensor)
+    }
+    _check_some(format, encoded, leaves)
+    floats = [
+        name
+        for name, leaf in leaves.items()
+        if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
+    ]
+    says = {name: each.says for name, each in encoded.items()}
+    model = {**_config(config, tree), target.key: target.config(says, floats, *more)}
+    tensors = _tensors(leaves, encoded)
+    files = {"config.json": json.dumps(model, indent=2).encode(), **_tokenizer(tokenizer)}
+    with FolderWriter(
+        folder, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
+    ) as out:
+        for name, leaf in leaves.items():
+            made = {name: leaf.read()}
+            if name in encoded:
+                made = encoded[name].make(as_numpy(made[name]))
+            for each, array in made.items():
+                out.write(each, np.asarray(array))
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the tree: abstract, or itself, and how it is read."""
+
+    spec: Any
+    read: Callable[[], Any]
+
+
+def _leaves(tree: Any) -> dict[str, _Leaf]:
+    """Returns the leaves of a tree by name."""
+    if isinstance(tree, Archive):
+        return {path: _Leaf(tree.spec(path), partial(tree.read, path)) for path in tree.paths}
+    leaves: dict[str, _Leaf] = {}
+    for name, leaf in _walk(tree, ()):
+        require_that(
+            name not in leaves,
+            error=ValueError,
+            function="interop.write",
+            problem=f"the name {name!r} is there twice.",
+            given="two leaves whose keys are joined to it",
+            expected="a name for each tensor",
+            mend="rename one of them.",
+        )
+        leaves[name] = _Leaf(leaf, partial(_same, leaf))
+    return leaves
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            require_that(
+                isinstance(key, str),
+                error=TypeError,
+                function="interop.write",
+                problem=f"a key of the dict at {'.'.join(keys)!r} is no string.",
+                given=f"a key of type {type(key).__name__}",
+                expected="names of tensors, or parts of them",
+                mend="name its items by strings, with jqx.interop.tree.",
+            )
+            yield from _walk(item, (*keys, key))
+        return
+    name = ".".join(keys)
+    known = isinstance(tree, (QTensor, jax.Array, np.ndarray))
+    require_that(
+        known and keys,
+        error=TypeError,
+        function="interop.write",
+        problem=f"there is no tensor at {name!r}." if keys else "`tree` is no dict of tensors.",
+        given=f"an object of type {type(tree).__name__}",
+        expected="arrays and QTensors, in dicts",
+        mend="pass for example quantized.params by the names of the checkpoint; see "
+        "jqx.interop.tree.",
+    )
+    require_that(
+        isinstance(tree, QTensor) or stored_dtype(tree.dtype) is not None,
+        error=ValueError,
+        function="interop.write",
+        problem=f"the array {name!r} has a dtype that no file holds.",
+        given=str(getattr(tree, "dtype", "")),
+        expected="numbers of JAX, of 64 bits at most, or bool",
+        mend="convert it.",
+    )
+    yield name, tree
+
+
+def _target(format: Any) -> Target:
+    require_that(
+        isinstance(format, str) and format in TARGETS,
+        error=ValueError,
+        function="interop.write",
+        problem="there is no such format to write.",
+        given=f"format == {shown(format)}",
+        expected=f"one of {', '.join(map(repr, TARGETS))}",
+        mend="pass one of these; jqx.save writes jqx's own files.",
+    )
+    return TARGETS[format]
+
+
+def _activations(
+    format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, _Leaf]
+) -> tuple[Any, ...]:
+    """Returns what `encode` and `config` of a target take last."""
+    require_that(
+        spec is None or target.activations,
+        error=ValueError,
+        function="interop.write",
+        problem=f"{format} says nothing of activations.",
+        given=f"activation == {spec}",
+        expected="activation=None",
+        mend='leave it out, or write "compressed-tensors".',
+    )
+    if not target.activations:
+        return ()
+    lacking = [
+        name
+        for name, leaf in leaves.items()
+        if spec is not None
+        and not spec.dynamic
+        and isinstance(leaf.spec, QTensor)
+        and f"{name.removesuffix('.weight')}.input_scale" not in leaves
+    ]
+    require_that(
+        not lacking,
+        error=ValueError,
+        function="interop.write",
+        problem="static activations have no scale.",
+        given=f"no input_scale beside {', '.join(map(repr, lacking[:3]))}",
+        expected="<module>.input_scale for every quantized weight",
+        mend="put the scale of each site (jqx.affines) into the tree by that name, or pass a "
+        "dynamic spec.",
+    )
+    return (spec,)
+
+
+def _check_some(format: str, encoded: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    require_that(
+        encoded,
+        error=ValueError,
+        function="interop.write",
+        problem="nothing is quantized.",
+        given=f"{len(leaves)} arrays, for {format}",
+        expected="QTensors among them",
+        mend="quantize them first, with jqx.ptq or jqx.quantize_params.",
+    )
+
+
+def _tensors(
+    leaves: Mapping[str, _Leaf], encoded: Mapping[str, Encoded]
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Returns dtype and shape of what is written, by name."""
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for name, leaf in leaves.items():
+        own = {name: (np.dtype(leaf.spec.dtype), tuple(leaf.spec.shape))}
+        for each, kind in (encoded[name].tensors if name in encoded else own).items():
+            require_that(
+                each not in tensors,
+                error=ValueError,
+                function="interop.write",
+                problem=f"the tensor {each!r} is there twice.",
+                given=f"{name!r}, and another leaf that it is part of",
+                expected="a name for each tensor",
+                mend="leave out what belongs to a quantized weight: its scales and zero points.",
+            )
+            tensors[each] = kind
+    return tensors
+
+
+def _config(config: Any, tree: Any) -> dict[str, Any]:
+    """Returns the config of the model, without what it says of quantization."""
+    if config is None and isinstance(tree, Archive):
+        config = tree.config
+    if isinstance(config, (str, os.PathLike)):
+        path = as_path("interop.write", config)
+        config = read_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    require_that(
+        isinstance(config, Mapping),
+        error=TypeError,
+        function="interop.write",
+        problem="there is no config of the model.",
+        given=f"config of type {type(config).__name__}",
+        expected="a dict, or the path of a config.json",
+        mend="pass config=json.load(...) of the float model; config={} writes that of quantization "
+        "alone.",
+    )
+    said = ("quantization_config", "compression_config", "quantization")
+    assert isinstance(config, Mapping)
+    return {key: value for key, value in config.items() if key not in said}
+
+
+def _tokenizer(tokenizer: Any) -> dict[str, bytes]:
+    """Returns the files of a tokenizer."""
+    if tokenizer is None:
+        return {}
+    if hasattr(tokenizer, "save_pretrained"):
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
+    folder = pathlib.Path(as_path("interop.write", tokenizer))
+    found = {name: folder / name for name in TOKENIZERS if (folder / name).is_file()}
+    require_that(
+        found,
+        error=FileNotFoundError,
+        function="interop.write",
+        problem=f"there is no tokenizer in {str(folder)!r}.",
+        given="none of its files",
+        expected=f"a folder with {', '.join(TOKENIZERS[:3])} or others",
+        mend="pass the folder of the float model, or tokenizer=None.",
+    )
+    return {name: path.read_bytes() for name, path in found.items()}
