@@ -4,7 +4,7 @@ See `_compressed_tensors` for the tensors. Integers become `pack-quantized`, or 
 where activations are quantized too; floats what their format is called there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 import jax.numpy as jnp
@@ -15,7 +15,16 @@ from ..tensor import QSpec, QTensor
 from ._bits import stream_length, to_stream
 from ._coded import FLOATS
 from ._compressed_config import NAME, Says
-from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+from ._encoded import (
+    Encoded,
+    check_no_offset,
+    codes_of,
+    for_rows,
+    integers_of,
+    module_of,
+    refuse_leaf,
+    scale_of,
+)
 
 _I32, _U8 = np.dtype(np.int32), np.dtype(np.uint8)
 
@@ -52,9 +61,7 @@ def encode(path: str, leaf: QTensor, activation: QSpec | None = None) -> Encoded
 def _check_plain(path: str, leaf: QTensor) -> None:
     if leaf.ndim not in (2, 3):
         _refuse(path, leaf, "two axes, or three where matrices are stacked", "reshape it")
-    if leaf.offset is not None:
-        mend = "write it as MLX, or as GGUF; or quantize it anew with integer zero points"
-        _refuse(path, leaf, "no float minimum beside the scale", mend)
+    check_no_offset(path, leaf, NAME)
     integers = isinstance(format_of(leaf.qtype), Integer)
     tail = leaf.shape[-1] % leaf.groups.sizes[-1] if integers else 0
     if tail:
@@ -76,7 +83,7 @@ def _integers(
     """A weight of integers. Files have codes with half of their levels added, so that unsigned ones
     are those of a zero point.
     """
-    bits, half, group = form.bits, 2 ** (form.bits - 1), leaf.groups.sizes[-1]
+    bits, group = form.bits, leaf.groups.sizes[-1]
     if bits > 8:
         _refuse(path, leaf, "integers of 2 to 8 bits", "quantize it to 8 bits")
     entries, kind = _entries(path, leaf)
@@ -105,47 +112,29 @@ def _integers(
         tensors["weight_zero_point"] = (i8, entries) if plain else packed
     if ordered:
         tensors["weight_g_idx"] = (_I32, (columns,))
-    shift = half if form.signed else 0
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
-        codes = codes_of(q).astype(np.int16) + shift
-        made = {"weight_scale": _for_rows(scale_of(q), q, entries)}
+        codes, points, index = integers_of(path, q, NAME)
+        made = {"weight_scale": for_rows(scale_of(q), q)}
         if ordered:
-            order, index = np.asarray(q.order).reshape(-1), np.empty(columns, np.int32)
-            codes[..., order] = codes.copy()
-            index[order] = np.arange(columns, dtype=np.int32) // group
             made["weight_g_idx"] = index
         if plain:
-            made["weight"] = (codes - half).astype(np.int8)
+            made["weight"] = _signed(codes)
         else:
-            made["weight_packed"] = _words(codes, bits)
+            made["weight_packed"] = to_stream(codes, bits).view("<i4")
             made["weight_shape"] = np.array(q.shape, np.int64)
         if zeros:
-            known = np.zeros((1,) * q.ndim) if q.zero_point is None else np.asarray(q.zero_point)
-            points = _for_rows(known.astype(np.int16), q, entries) + shift
-            made["weight_zero_point"] = (
-                (points - half).astype(np.int8)
-                if plain
-                else np.swapaxes(_words(np.swapaxes(points, -1, -2), bits), -1, -2)
-            )
+            rows = np.ascontiguousarray(np.swapaxes(points, -1, -2))
+            packed = np.swapaxes(to_stream(rows, bits).view("<i4"), -1, -2)
+            made["weight_zero_point"] = _signed(points) if plain else packed
         return {f"{module}.{name}": array for name, array in made.items()}
 
     return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, says)
 
 
-def _for_rows(x: np.ndarray, q: QTensor, shape: Sequence[int]) -> np.ndarray:
-    """Returns a scale, or zero points, with an entry for each row."""
-    x = np.broadcast_to(x, q.groups.scale_shape)
-    for axis, n in enumerate(shape):
-        if x.shape[axis] != n:
-            places = np.arange(n) // q.groups.sizes[axis]
-            x = np.take(x, places, axis)
-    return x
-
-
-def _words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Returns rows of codes as words."""
-    return to_stream(np.ascontiguousarray(codes, np.uint8), bits).view("<i4")
+def _signed(codes: np.ndarray) -> np.ndarray:
+    """Returns unsigned codes of 8 bits less 128."""
+    return (codes ^ np.uint8(128)).view(np.int8)
 
 
 def _entries(path: str, leaf: QTensor) -> tuple[tuple[int, ...], np.dtype]:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .._errors import message
-from ..numerics import format_of
+from ..numerics import Integer, format_of
 from ..tensor import QTensor
 from ._bits import unpack
 
@@ -86,3 +86,68 @@ def scale_of(q: QTensor) -> np.ndarray:
     """Returns the scale of a QTensor of NumPy arrays as an array; one of scales is dequantized."""
     scale = q.scale
     return np.asarray(scale.dequantize() if isinstance(scale, QTensor) else scale)
+
+
+def for_rows(x: np.ndarray, q: QTensor) -> np.ndarray:
+    """Returns a scale, or zero points, with an entry for each row of each group."""
+    shape = (*q.shape[:-1], q.groups.scale_shape[-1])
+    x = np.broadcast_to(x, q.groups.scale_shape)
+    for axis, n in enumerate(shape):
+        if x.shape[axis] != n:
+            x = np.take(x, np.arange(n) // q.groups.sizes[axis], axis)
+    return x
+
+
+def integers_of(path: str, q: QTensor, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns codes, zero points and the group of each column of a matrix of integers of 8 bits or
+    fewer, as formats have them whose codes are unsigned: columns in the order of the real array.
+
+    Raises:
+      ValueError: it has a float offset.
+    """
+    check_no_offset(path, q, format)
+    form, columns = format_of(q.qtype), q.shape[-1]
+    assert isinstance(form, Integer)
+    shift = 2 ** (form.bits - 1) if form.signed else 0
+    codes = (codes_of(q).astype(np.int16) + shift).astype(np.uint8)
+    known = np.zeros((1,) * q.ndim) if q.zero_point is None else np.asarray(q.zero_point)
+    zeros = (for_rows(known.astype(np.int16), q) + shift).astype(np.uint8)
+    index = np.arange(columns, dtype=np.int32) // q.groups.sizes[-1]
+    if q.order is not None:
+        order, places = np.asarray(q.order).reshape(-1), index.copy()
+        index[order] = places
+        codes[..., order] = codes.copy()
+    return codes, zeros, index
+
+
+def check_no_offset(path: str, leaf: QTensor, format: str) -> None:
+    """Checks that a tensor has no float minimum, which few formats have."""
+    if leaf.offset is not None:
+        refuse_leaf(
+            path,
+            leaf,
+            format,
+            expected="no float minimum beside the scale",
+            mend="write it as MLX, or as GGUF; or quantize it anew with integer zero points.",
+        )
+
+
+def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
+    """Returns scales of a matrix in float16, an entry for each row of each group.
+
+    Raises:
+      ValueError: one of them is no float16.
+    """
+    scale = for_rows(scale_of(q), q)
+    with np.errstate(over="ignore"):
+        halves = scale.astype(np.float16)
+    if not np.array_equal(halves.astype(np.float32), scale.astype(np.float32), equal_nan=True):
+        refuse_leaf(
+            path,
+            q,
+            format,
+            expected="scales that float16 holds",
+            mend="quantize it with float16 scales: q = dataclasses.replace(q, "
+            "scale=q.scale.astype(jnp.float16)) before codes are chosen.",
+        )
+    return halves

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import require_that, shown
-from . import _compressed_tensors
+from . import _awq, _compressed_tensors, _fp8, _gptq
 from ._coded import CodedLeaf
 from ._config import quantization_of
 from ._source import Source
@@ -50,6 +50,9 @@ FORMATS = (
         _compressed_tensors.MARKS,
         _compressed_tensors.leaves,
     ),
+    Format("gptq", _method("gptq"), _gptq.MARKS, _gptq.leaves),
+    Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
+    Format("fp8", _method("fp8", "fbgemm_fp8"), _fp8.MARKS, _fp8.leaves),
 )
 """Those that are read, in the order in which they are tried."""
 

@@ -1,0 +1,187 @@
+"""AWQ checkpoints of the version `gemm`, of AutoAWQ and others: 4 bits.
+
+A layer `m` of a weight [N, K] has
+
+    m.qweight  int32 [K, N / 8]: nibble i of a word is column (0, 2, 4, 6, 1, 3, 5, 7)[i] of its 8
+    m.qzeros   int32 [groups, N / 8]: likewise
+    m.scales   float16 [groups, N]
+
+Source: https://github.com/casper-hansen/AutoAWQ (0.2.7); Lin et al., "AWQ", arXiv:2306.00978.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..calibrators import Groups
+from ..numerics import Integer, format_of
+from ..tensor import QTensor
+from ._bits import pack
+from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
+from ._config import Config, quantization_of
+from ._encoded import (
+    Encoded,
+    check_no_offset,
+    exact_halves,
+    integers_of,
+    module_of,
+    refuse_leaf,
+)
+from ._source import Source
+
+MARKS = (".qweight", ".qzeros")
+"""Ends of names of tensors that float checkpoints have not."""
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 columns each nibble of a word is, the lowest first."""
+
+_I32, _INT4 = np.dtype(np.int32), Integer(4)
+
+_WORDS = 128
+"""Columns of words that are taken apart at a time."""
+
+
+class Says(NamedTuple):
+    """What the config says of a layer.
+
+    Attributes:
+      group: size of a group; -1 where all inputs are one.
+      zero_point: whether there are zero points other than that of symmetric codes.
+    """
+
+    group: int
+    zero_point: bool
+
+
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a checkpoint."""
+    config = quantization_of(source.config)
+    assert config is not None
+    config.one_of("bits", (4,))
+    version = config.data.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        config.refuse("version", "'gemm': others are layouts of their own kernels")
+    excluded = config.names("modules_to_not_convert")
+    end = ".qweight"
+    for name in source.entries:
+        module = name.removesuffix(end)
+        if name.endswith(end) and not any(part in module for part in excluded):
+            yield _leaf(source, module, config, dtype)
+
+
+def _leaf(source: Source, module: str, config: Config, asked: np.dtype | None) -> CodedLeaf:
+    names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros")]
+    stored, _ = checked(source, names[0], None, (_I32,))
+    if len(stored) != 2 or 0 in stored:
+        checked(source, names[0], (0, 0), (_I32,), "two axes")
+    columns, rows = stored[0], stored[1] * 8
+    whole = config.data.get("group_size", -1) == -1
+    size = columns if whole else min(config.integer("group_size"), columns)
+    groups = Groups((rows, columns), (1, size))
+    count = groups.scale_shape[1]
+    _, kind = checked(source, names[1], (count, rows), FLOATS)
+    checked(source, names[2], (count, rows // 8), (_I32,))
+    zeros = config.flag("zero_point", True)
+    if not zeros and (_nibbles(source.read(names[2], _I32)) != 8).any():
+        refuse(
+            source,
+            names[2],
+            "contradicts the config.",
+            given="zero points other than that of symmetric codes",
+            expected="none, as zero_point == false",
+        )
+
+    def decode(codes: np.ndarray, scales: np.ndarray, *points: np.ndarray) -> list[np.ndarray]:
+        values = np.empty((rows, -(-columns // 2)), np.uint8)
+        for start in range(0, rows // 8, _WORDS):
+            part = _nibbles(codes[:, start : start + _WORDS]).T ^ np.uint8(8)
+            values[start * 8 : start * 8 + len(part)] = pack(part, 4)
+        known = [(_nibbles(x).astype(np.int8) - 8).T.astype(_INT4.storage) for x in points]
+        return [values, scales.T, *known]
+
+    like = weight(groups, _INT4, kind, real_dtype(source, asked, kind), zero_point=zeros)
+    tensors = [(names[0], _I32), (names[1], kind)]
+    tensors += [(names[2], _I32)] if zeros else []
+    beside = () if zeros else (names[2],)
+    return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, beside)
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    """Returns the codes of words, `(..., 8 columns for each)`, in the order of columns."""
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    codes = np.empty((*words.shape, 8), np.uint8)
+    parts = raw.reshape(*words.shape, 4)
+    for i, column in enumerate(_ORDER):
+        codes[..., column] = (parts[..., i // 2] >> np.uint8(i % 2 * 4)) & np.uint8(15)
+    return codes.reshape(*words.shape[:-1], -1)
+
+
+def _words(codes: np.ndarray) -> np.ndarray:
+    """Inverts `_nibbles`."""
+    eights = codes.reshape(*codes.shape[:-1], -1, 8)[..., list(_ORDER)]
+    raw = eights[..., ::2] | eights[..., 1::2] << np.uint8(4)
+    return np.ascontiguousarray(raw).view("<i4")[..., 0]
+
+
+def encode(path: str, leaf: QTensor) -> Encoded:
+    """Returns what a QTensor becomes.
+
+    Raises:
+      ValueError: the format cannot hold it; the message names the tensor.
+    """
+    name, form = "AWQ", format_of(leaf.qtype)
+    module = module_of(path, leaf, name)
+    check_no_offset(path, leaf, name)
+    fits = isinstance(form, Integer) and form.bits == 4 and leaf.ndim == 2 and leaf.order is None
+    if not fits or leaf.shape[0] % 8 or leaf.shape[1] % leaf.groups.sizes[1]:
+        refuse_leaf(
+            path,
+            leaf,
+            name,
+            expected="matrices of integers of 4 bits, outputs a multiple of 8, groups of one size, "
+            "inputs in order",
+            mend="quantize it so, leave it in float, or write GPTQ or compressed-tensors.",
+        )
+    rows, columns = leaf.shape
+    count = leaf.groups.scale_shape[1]
+    zeros = leaf.zero_point is not None or not form.signed
+    tensors = {
+        f"{module}.qweight": (_I32, (columns, rows // 8)),
+        f"{module}.qzeros": (_I32, (count, rows // 8)),
+        f"{module}.scales": (np.dtype(np.float16), (count, rows)),
+    }
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        codes, points, _ = integers_of(path, q, name)
+        made = (_words(codes.T), _words(points.T), exact_halves(path, q, name).T)
+        return dict(zip(tensors, made, strict=True))
+
+    return Encoded(tensors, make, Says(-1 if count == 1 else leaf.groups.sizes[1], zeros))
+
+
+def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+    """Returns `quantization_config` of a checkpoint.
+
+    Raises:
+      ValueError: the format has one group size for all layers, and zero points for all or none.
+    """
+    first, *_ = says
+    for path, own in says.items():
+        if own != says[first]:
+            refuse_leaf(
+                path,
+                f"{own}",
+                "AWQ",
+                expected=f"as {first!r} is: {says[first]}",
+                mend="quantize all layers alike, or write GPTQ or compressed-tensors.",
+            )
+    group, zero_point = says[first]
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": zero_point,
+        "version": "gemm",
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in floats] or None,
+    }

@@ -1,0 +1,161 @@
+"""Checkpoints of Hugging Face in float8_e4m3: `fbgemm_fp8`, and `fp8` in blocks, as DeepSeek-V3 and
+Qwen3 have them.
+
+A layer `m` of a weight [N, K] has `m.weight`, float8_e4m3, and
+
+    fbgemm_fp8  m.weight_scale float32 [N, 1]; m.input_scale_ub float32 [1], a leaf of its own
+    fp8         m.weight_scale_inv float32 [ceil(N / 128), ceil(K / 128)]: multiplied, despite its
+                name; the last blocks may be smaller ones. float8_e8m0 where `scale_fmt` is ue8m0
+
+Sources: https://huggingface.co/docs/transformers (fbgemm_fp8, finegrained_fp8; 2026); DeepSeek-V3,
+arXiv:2412.19437, section 3.3.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..calibrators import Groups
+from ..numerics._shared import E8M0
+from ..tensor import QTensor
+from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
+from ._config import Config, quantization_of
+from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+from ._source import Source
+
+MARKS = (".weight_scale_inv", ".weight_scale")
+"""Ends of names of tensors that float checkpoints have not."""
+
+_CODE = jnp.dtype(jnp.float8_e4m3fn)
+_F32 = np.dtype(np.float32)
+
+
+class Says(NamedTuple):
+    """What the config says of a layer.
+
+    Attributes:
+      block: sizes of a block, at most those of the weight.
+      shape: of the weight.
+    """
+
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+
+
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a checkpoint."""
+    config = quantization_of(source.config)
+    assert config is not None
+    blocks = _blocks(config) if config.data["quant_method"] == "fp8" else None
+    for name in source.entries:
+        end = next((end for end in MARKS if name.endswith(end)), None)
+        if end is not None:
+            yield _leaf(source, name.removesuffix(end), name, blocks, dtype)
+
+
+def _blocks(config: Config) -> tuple[int, int] | None:
+    """Returns the sizes of a block; `None` where each tensor has one scale."""
+    config.one_of("fmt", ("e4m3",), "e4m3")
+    block = config.data.get("weight_block_size")
+    if block is None:
+        return None
+    if isinstance(block, list) and len(block) == 2:
+        rows, columns = block
+        if type(rows) is type(columns) is int and min(rows, columns) > 0:
+            return rows, columns
+    config.refuse("weight_block_size", "two sizes, such as [128, 128], or null")
+
+
+def _leaf(
+    source: Source,
+    module: str,
+    scale: str,
+    blocks: tuple[int, int] | None,
+    asked: np.dtype | None,
+) -> CodedLeaf:
+    name = f"{module}.weight"
+    shape, _ = checked(source, name, None, (_CODE,))
+    if not 2 <= len(shape) <= 3 or 0 in shape:
+        checked(source, name, (0, 0), (_CODE,), "two axes, or three where matrices are stacked")
+    *lead, rows, columns = shape
+    stored, kind = checked(source, scale, None, (*FLOATS, E8M0))
+    ones = (1,) * len(lead)
+    if blocks is not None:
+        groups = Groups(shape, (*ones, min(blocks[0], rows), min(blocks[1], columns)))
+    elif stored in ((), (1,)):
+        groups = Groups(shape, shape)
+    else:
+        groups = Groups(shape, (*ones, 1, columns))
+    wide = tuple(n for n in groups.scale_shape if n != 1)
+    if tuple(n for n in stored if n != 1) != wide:
+        refuse(
+            source,
+            scale,
+            "has not the shape that the config says.",
+            given=f"{kind.name}{list(stored)} for a weight {list(shape)}",
+            expected=f"{list(groups.scale_shape)}, of blocks {groups.sizes}",
+        )
+    real = real_dtype(source, asked, None if kind == _F32 else kind)
+    like = weight(groups, _CODE, kind, real)
+    return CodedLeaf(name, ((name, _CODE), (scale, kind)), like, lambda codes, s: [codes, s])
+
+
+def encode(path: str, leaf: QTensor) -> Encoded:
+    """Returns what a QTensor becomes in a checkpoint of `fp8` in blocks.
+
+    Raises:
+      ValueError: the format cannot hold it; the message names the tensor.
+    """
+    name = "fp8"
+    module = module_of(path, leaf, name)
+    plain = leaf.offset is None and leaf.order is None
+    rows, columns = leaf.groups.sizes[-2:]
+    alone = all(size == 1 for size in leaf.groups.sizes[:-2])
+    fits = leaf.qtype == _CODE and plain and 2 <= leaf.ndim <= 3 and alone
+    if not fits or leaf.scale.dtype != _F32 or isinstance(leaf.scale, QTensor):
+        refuse_leaf(
+            path,
+            leaf,
+            name,
+            expected="float8_e4m3fn with float32 scales in blocks of its last two axes",
+            mend="quantize it with jqx.per_block({0: 128, 1: 128}, tail=True), leave it in float, "
+            "or write compressed-tensors.",
+        )
+    weight, scale, entries = path, f"{module}.weight_scale_inv", leaf.groups.scale_shape
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        return {weight: codes_of(q).view(_CODE), scale: scale_of(q)}
+
+    tensors = {weight: (_CODE, leaf.shape), scale: (_F32, entries)}
+    return Encoded(tensors, make, Says((rows, columns), leaf.shape[-2:]))
+
+
+def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+    """Returns `quantization_config` of a checkpoint.
+
+    Raises:
+      ValueError: layers have blocks of several sizes.
+    """
+    sizes = []
+    for axis in range(2):
+        cut = [own.block[axis] for own in says.values() if own.block[axis] < own.shape[axis]]
+        sizes.append(cut[0] if cut else max(128, *(own.shape[axis] for own in says.values())))
+    for path, own in says.items():
+        wanted = tuple(min(n, size) for n, size in zip(own.shape, sizes, strict=True))
+        if own.block != wanted:
+            refuse_leaf(
+                path,
+                own,
+                "fp8",
+                expected=f"blocks of {sizes}, as other layers have them",
+                mend="quantize all layers with the same blocks.",
+            )
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": sizes,
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in floats] or None,
+    }

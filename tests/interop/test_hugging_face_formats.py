@@ -1,0 +1,230 @@
+"""GPTQ, AWQ and fp8: worked examples, what is written is read back, and what contradicts itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import QTensor
+from jqx.interop import write
+
+from .raw_folders import write_folder
+from .test_write import floats, integers, same, tree_of
+
+BLOCKS = jqx.QSpec(jnp.float8_e4m3fn, jqx.per_block({0: 128, 1: 128}, tail=True))
+
+
+def gptq(tensors, tmp_path, **fields):
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    config = {"quantization_config": {**said, **fields}}
+    return jqx.load(str(write_folder(tmp_path, tensors, config)))["m.weight"]
+
+
+def layer(word="77777777", zeros=None, columns=32, bits=4, groups=1):
+    """A layer of 8 outputs, each of which has the codes 0, 1, 2 and so on."""
+    rows = 32
+    codes = np.arange(columns) % 2**bits
+    stream = sum(int(code) << (i * bits) for i, code in enumerate(codes))
+    words = np.frombuffer(stream.to_bytes(columns * bits // 8, "little"), "<i4")
+    points = np.full((groups, rows * bits // 32), int(word, 16), np.uint32).view(np.int32)
+    return {
+        "m.qweight": np.repeat(words[:, None], rows, 1),
+        "m.qzeros": points if zeros is None else zeros,
+        "m.scales": np.ones((groups, rows), np.float16),
+        "m.g_idx": (np.arange(columns) // (columns // groups)).astype(np.int32),
+    }
+
+
+@pytest.mark.parametrize(("form", "word"), [("gptq", "77777777"), ("gptq_v2", "88888888")])
+def test_gptq_of_both_versions_stores_the_same_codes(tmp_path, form, word):
+    tensors = layer(word)
+    assert tensors["m.qweight"][0, 0] == 0x76543210
+    q = gptq(tensors, tmp_path, checkpoint_format=form)
+    assert q.shape == (32, 32) and q.zero_point is None
+    np.testing.assert_array_equal(q.codes[5], np.arange(32) % 16 - 8)
+    asymmetric = gptq(tensors, tmp_path, checkpoint_format=form, sym=False)
+    assert not asymmetric.zero_point.any()
+    np.testing.assert_array_equal(asymmetric.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("form", "word", "words"),
+    [
+        ("gptq", "88888888", "checkpoint_format 'gptq_v2', which config.json calls 'gptq'"),
+        ("gptq_v2", "77777777", "checkpoint_format 'gptq', which config.json calls 'gptq_v2'"),
+        ("gptq", "12345678", "zero points of several values"),
+    ],
+)
+def test_symmetric_gptq_with_other_zero_points_is_refused(tmp_path, form, word, words):
+    with pytest.raises(ValueError, match=words):
+        gptq(layer(word), tmp_path, checkpoint_format=form)
+    q = gptq(layer(word), tmp_path, checkpoint_format=form, sym=False)  # the config decides
+    assert q.zero_point.any()
+
+
+def test_zero_points_of_the_first_version_wrap_around(tmp_path):
+    q = gptq(layer("ffffffff"), tmp_path, sym=False)
+    np.testing.assert_array_equal(q.zero_point, np.full((32, 1), -8))
+
+
+def test_three_bits_lie_across_words(tmp_path):
+    tensors = layer(columns=64, bits=3, zeros=np.zeros((1, 3), np.int32))
+    q = gptq(tensors, tmp_path, bits=3, sym=False, group_size=-1, checkpoint_format="gptq_v2")
+    np.testing.assert_array_equal(q.codes[0], np.arange(64) % 8 - 4)
+    np.testing.assert_array_equal(q.zero_point, np.full((32, 1), -4))
+
+
+def test_layers_may_be_quantized_otherwise_or_not_at_all(tmp_path):
+    eight = layer(columns=32, bits=8, zeros=np.full((1, 8), 0x7F7F7F7F, np.int32))
+    tensors = {**layer(), **{name.replace("m.", "down."): x for name, x in eight.items()}}
+    tensors["head.weight"] = np.ones((2, 2), np.float16)
+    dynamic = {"-:head": {}, r"+:.*down": {"bits": 8}}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
+    loaded = jqx.load(str(write_folder(tmp_path, tensors, {"quantization_config": said})))
+    assert loaded["down.weight"].qtype == jnp.int8 and loaded["m.weight"].qtype == jnp.int4
+
+
+def test_old_folders_have_a_config_of_their_own(tmp_path):
+    write_folder(tmp_path, layer(), {"model_type": "old"})
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "sym": true}')
+    with jqx.interop.read(tmp_path) as archive:
+        assert archive.format == "gptq" and archive.config["model_type"] == "old"
+
+
+WRONG = {
+    "bits": ({}, {"bits": 5}, "bits == 5"),
+    "a layout of kernels": ({}, {"is_marlin_format": True}, "is_marlin_format == True"),
+    "another version": ({}, {"checkpoint_format": "gptq_p"}, "checkpoint_format == 'gptq_p'"),
+    "words": ({}, {"pack_dtype": "int16"}, "pack_dtype == 'int16'"),
+    "groups": ({}, {"group_size": 16}, r"'m.scales' .* is not what its layer needs"),
+    "scales": ({"m.scales": np.ones((1, 32), np.int32)}, {}, "'m.scales' .* is not what"),
+    "no scales": ({"m.scales": None}, {}, "'m.scales' is missing"),
+    "no order": ({"m.g_idx": None}, {"desc_act": True}, "'m.g_idx' is missing"),
+    "an order": ({"m.g_idx": np.ones(32, np.int32)}, {}, "as many elements in each group"),
+    "three axes": ({"m.qweight": np.zeros((1, 4, 32), np.int32)}, {}, "two axes"),
+    "overrides": ({}, {"dynamic": [1]}, "a JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_gptq_that_contradicts_its_config_is_refused(tmp_path, case):
+    tensors, fields, words = WRONG[case]
+    tensors = {name: x for name, x in {**layer(), **tensors}.items() if x is not None}
+    with pytest.raises(ValueError, match=words) as caught:
+        gptq(tensors, tmp_path, **fields)
+    assert "to mend:" in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_what_is_written_as_gptq_is_read_back(tmp_path, bits):
+    kinds = {
+        "sym": integers(bits, shape=(64, 96)),
+        "asym": integers(bits, zeros=True, shape=(64, 96)),
+        "order": integers(bits, zeros=True, order=True, shape=(32, 96)),
+        "whole": integers(bits, block=96, shape=(32, 96)).pack_for("cpu"),
+    }
+    tree = {**tree_of(kinds), "gate.weight": jnp.ones((4, 4)), "sym.bias": jnp.ones(64)}
+    write(tmp_path / "m", tree, "gptq", config={})
+    with jqx.interop.read(tmp_path / "m") as archive:
+        said = archive.config["quantization_config"]
+        assert said["checkpoint_format"] == "gptq_v2" and said["dynamic"]["-:^gate$"] == {}
+        for name, leaf in kinds.items():
+            found = archive.read(f"{name}.weight")
+            same(found, leaf, name)
+            assert (found.zero_point is None) == (leaf.zero_point is None)
+
+
+def test_awq_interleaves_columns(tmp_path):
+    said = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    tensors = {
+        "m.qweight": np.full((32, 1), 0x75316420, np.int32),
+        "m.qzeros": np.full((1, 1), 0x75316420, np.int32),
+        "m.scales": np.ones((1, 8), np.float16),
+    }
+    folder = write_folder(tmp_path, tensors, {"quantization_config": said})
+    q = jqx.load(str(folder))["m.weight"]
+    np.testing.assert_array_equal(q.codes[:, 3], np.arange(8) - 8)
+    assert not q.dequantize().any()
+    for fields, words in [
+        ({"version": "gemv"}, "version == 'gemv'"),
+        ({"bits": 8}, "bits == 8"),
+        ({"zero_point": False}, "contradicts the config"),
+        ({"group_size": 16}, "'m.scales' .* is not what its layer needs"),
+        ({"modules_to_not_convert": ["m"]}, "belongs to no layer"),
+    ]:
+        write_folder(tmp_path, tensors, {"quantization_config": {**said, **fields}})
+        with pytest.raises(ValueError, match=words):
+            jqx.load(str(folder))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_is_written_as_awq_is_read_back(tmp_path, zeros):
+    kinds = {"a": integers(4, zeros=zeros, shape=(1040, 96)), "b": integers(4, zeros=zeros).pack()}
+    kinds["b"] = integers(4, zeros=zeros, shape=(16, 64)).pack()
+    write(tmp_path / "m", {**tree_of(kinds), "head.weight": jnp.ones((4, 4))}, "awq", config={})
+    with jqx.interop.read(tmp_path / "m") as archive:
+        for name, leaf in kinds.items():
+            same(archive.read(f"{name}.weight"), leaf, name)
+
+
+def test_what_is_written_as_fp8_is_read_back(tmp_path):
+    kinds = {"a": floats(BLOCKS, (200, 300)), "b": floats(BLOCKS, (64, 256))}
+    write(tmp_path / "m", {**tree_of(kinds), "head.weight": jnp.ones((4, 4))}, "fp8", config={})
+    with jqx.interop.read(tmp_path / "m") as archive:
+        for name, leaf in kinds.items():
+            found = archive.read(f"{name}.weight")
+            same(found, leaf, name)
+            assert jax.tree.structure(found) == jax.tree.structure(archive.spec(f"{name}.weight"))
+
+
+def test_fbgemm_has_a_scale_for_each_row(tmp_path):
+    q = floats(jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(0)))
+    tensors = {
+        "m.weight": np.asarray(q.values),
+        "m.weight_scale": np.asarray(q.scale),
+        "m.input_scale_ub": np.full(1, 1200, np.float32),
+    }
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}, "torch_dtype": "bfloat16"}
+    loaded = jqx.load(str(write_folder(tmp_path, tensors, config)))
+    assert loaded["m.input_scale_ub"] == 1200 and loaded["m.weight"].dtype == jnp.bfloat16
+    same(loaded["m.weight"], q.astype(jnp.bfloat16), "m")
+    config["quantization_config"] |= {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match="has not the shape that the config says"):
+        jqx.load(str(write_folder(tmp_path, tensors, config)))
+
+
+OFFSET = QTensor(
+    jnp.zeros((32, 32), jnp.int4), jnp.ones((32, 1)), offset=jnp.ones((32, 1)), qtype=jnp.int4
+)
+UNFIT = {
+    "gptq offset": ("gptq", OFFSET, "no float minimum"),
+    "gptq bits": ("gptq", integers(5, shape=(32, 32)), "integers of 2, 3, 4, 8 bits"),
+    "gptq words": ("gptq", integers(4), "whole words"),
+    "gptq scales": (
+        "gptq",
+        QTensor(jnp.zeros((32, 32), jnp.int4), jnp.full((32, 1), 0.1), qtype=jnp.int4),
+        "scales that float16 holds",
+    ),
+    "awq bits": ("awq", integers(8), "integers of 4 bits"),
+    "awq order": ("awq", integers(4, order=True, shape=(16, 32)), "inputs in order"),
+    "awq offset": ("awq", OFFSET, "no float minimum"),
+    "fp8 integers": ("fp8", integers(8), "float8_e4m3fn with float32 scales"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_a_format_cannot_hold_is_an_error_that_names_the_tensor(tmp_path, case):
+    form, leaf, words = UNFIT[case]
+    with pytest.raises(ValueError, match=words) as caught:
+        write(tmp_path / "m", tree_of({"layer": leaf}), form, config={})
+    assert "'layer.weight'" in str(caught.value)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_formats_of_one_kind_for_all_layers(tmp_path):
+    awq = {"a": integers(4, shape=(16, 64)), "b": integers(4, zeros=True, shape=(16, 64))}
+    fp8 = {"a": floats(BLOCKS, (256, 256)), "b": floats(jqx.QSpec("float8_e4m3fn"), (256, 256))}
+    for form, kinds in [("awq", awq), ("fp8", fp8)]:
+        with pytest.raises(ValueError, match=r"cannot hold the tensor 'b\.weight'"):
+            write(tmp_path / "m", tree_of(kinds), form, config={})
