@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import require_that, shown
-from . import _awq, _compressed_tensors, _fp8, _gptq
+from . import _awq, _compressed_tensors, _fp8, _gptq, _mlx
 from ._coded import CodedLeaf
 from ._config import quantization_of
 from ._source import Source
@@ -43,6 +43,10 @@ def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return says
 
 
+def _is_mlx(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("quantization"), Mapping)
+
+
 FORMATS = (
     Format(
         "compressed-tensors",
@@ -53,6 +57,7 @@ FORMATS = (
     Format("gptq", _method("gptq"), _gptq.MARKS, _gptq.leaves),
     Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
     Format("fp8", _method("fp8", "fbgemm_fp8"), _fp8.MARKS, _fp8.leaves),
+    Format("mlx", _is_mlx, _mlx.MARKS, _mlx.leaves),
 )
 """Those that are read, in the order in which they are tried."""
 

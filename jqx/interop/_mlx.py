@@ -1,0 +1,239 @@
+"""Checkpoints of MLX: affine codes of 2 to 8 bits with float minimums, mxfp4, mxfp8, nvfp4.
+
+A layer `m` of a weight [N, K] has
+
+    m.weight   uint32 [N, K * bits / 32]: streams of codes
+    m.scales   [N, K / group]: of the dtype of the model; E8M0, or the bits of float8_e4m3, as uint8
+    m.biases   [N, K / group], of the dtype of the scales: a weight is scale * code + bias. Only
+               where the mode is affine, with unsigned codes; scales may be negative.
+
+Tables of embeddings are quantized as matrices are. MLX computes in the dtype of the scales: in
+float32 its weights are those of jqx, in 16 bits it rounds the product before it adds the bias.
+
+Source: https://ml-explore.github.io/mlx (mlx.core.quantize, version 0.32).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..calibrators import Groups
+from ..numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
+from ..numerics._shared import E8M0
+from ..tensor import QTensor
+from ._bits import repacked, stream_length, to_stream
+from ._coded import FLOATS, CodedLeaf, abstract, checked, real_dtype, refuse, weight
+from ._config import Config
+from ._encoded import (
+    Encoded,
+    codes_of,
+    for_rows,
+    module_of,
+    refuse_leaf,
+    scale_of,
+)
+from ._source import Source
+
+MARKS = (".scales",)
+"""Ends of names of tensors that float checkpoints have not."""
+
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (32, 64, 128)
+_FLOATS = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": nvfp4}
+_U32 = np.dtype(np.uint32)
+_U8 = np.dtype(np.uint8)
+
+
+class Says(NamedTuple):
+    """What the config says of a layer."""
+
+    group_size: int
+    bits: int
+    mode: str
+
+
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a checkpoint."""
+    assert source.config is not None
+    config = Config(source.config["quantization"], "quantization")
+    end = ".scales"
+    for name in source.entries:
+        module = name.removesuffix(end)
+        if name.endswith(end) and config.data.get(module) is not False:
+            own = config.part(module) if isinstance(config.data.get(module), Mapping) else config
+            yield _leaf(source, module, _said(own), dtype)
+
+
+def _said(config: Config) -> Says:
+    mode = config.one_of("mode", ("affine", *_FLOATS), "affine")
+    if mode == "affine":
+        return Says(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
+    form = _FLOATS[mode]
+    size = config.integer("group_size", form.size)
+    if size != form.size:
+        config.refuse("group_size", f"{form.size}, of {mode}")
+    return Says(size, config.one_of("bits", (form.bits,), form.bits), mode)
+
+
+def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> CodedLeaf:
+    size, bits, mode = said
+    names = [f"{module}.{end}" for end in ("weight", "scales", "biases")]
+    stored, _ = checked(source, names[0], None, (_U32,))
+    columns = stored[-1] * 32 // bits if stored else 0
+    if len(stored) not in (2, 3) or stored[-1] * 32 % bits or columns % size or 0 in stored:
+        refuse(
+            source,
+            names[0],
+            "has no whole groups.",
+            given=f"uint32{list(stored)}, for {bits} bits and groups of {size}",
+            expected="rows of words that hold groups, two axes or three",
+        )
+    shape = (*stored[:-1], columns)
+    groups = Groups(shape, (*(1,) * (len(shape) - 1), size))
+    entries = (*shape[:-1], columns // size)
+    kinds = FLOATS if mode == "affine" else (_U8,)
+    _, kind = checked(source, names[1], entries, kinds)
+    tensors = [(names[0], _U32), (names[1], kind)]
+    more: dict[str, Any] = {}
+    real, scale, form = real_dtype(source, asked, kind), kind, Integer(bits, signed=False)
+    if mode == "affine":
+        checked(source, names[2], entries, (kind,))
+        tensors.append((names[2], kind))
+        more["offset"] = abstract(groups.scale_shape, kind)
+    else:
+        form, scale = _FLOATS[mode], E8M0
+        if form == nvfp4:
+            ones = abstract((1,) * len(shape), jnp.float32)
+            code = jnp.dtype(jnp.float8_e4m3fn)
+            scale = QTensor(abstract(groups.scale_shape, code), ones, qtype=code)
+
+    def decode(codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> list[np.ndarray]:
+        raw = np.ascontiguousarray(codes).view(np.uint8)
+        values = repacked(raw.reshape(-1, raw.shape[-1]), bits, columns)
+        if mode == "mxfp8":
+            values = values.view(jnp.float8_e4m3fn)
+        if mode == "nvfp4":
+            return [values, scales.view(jnp.float8_e4m3fn), np.ones(1, np.float32)]
+        return [values, scales if mode == "affine" else scales.view(E8M0), *biases]
+
+    like = weight(groups, form, scale, real, **more)
+    return CodedLeaf(names[0], tuple(tensors), like, decode)
+
+
+def encode(path: str, leaf: QTensor) -> Encoded:
+    """Returns what a QTensor becomes.
+
+    Raises:
+      ValueError: the format cannot hold it; the message names the tensor.
+    """
+    module, form = module_of(path, leaf, "MLX"), format_of(leaf.qtype)
+    rows = set(leaf.groups.sizes[:-1]) == {1}
+    size = leaf.groups.sizes[-1]
+    fits = leaf.ndim in (2, 3) and leaf.order is None and leaf.shape[-1] % max(size, 1) == 0
+    if isinstance(form, Block):
+        names = {known: mode for mode, known in _FLOATS.items()}
+        known = form in names and size == form.size and rows
+        inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
+        if fits and known and leaf.offset is None and (inner is None or inner.size == 1):
+            return _floats(path, module, leaf, Says(size, form.bits, names[form]))
+    elif isinstance(form, Integer) and fits and form.bits in _BITS and size in _GROUPS:
+        return _affine(path, module, leaf, form)
+    refuse_leaf(
+        path,
+        leaf,
+        "MLX",
+        expected=f"integers of {', '.join(map(str, _BITS))} bits in groups of "
+        f"{', '.join(map(str, _GROUPS))}, mxfp4, mxfp8 or nvfp4; inputs in order",
+        mend="quantize it so, leave it in float, or write compressed-tensors.",
+    )
+
+
+def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
+    bits, size = form.bits, leaf.groups.sizes[-1]
+    entries = (*leaf.shape[:-1], leaf.shape[-1] // size)
+    kind = _kind_of(leaf)
+    tensors = {
+        f"{module}.weight": (_U32, (*leaf.shape[:-1], stream_length(leaf.shape[-1], bits) // 4)),
+        f"{module}.scales": (kind, entries),
+        f"{module}.biases": (kind, entries),
+    }
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        codes = codes_of(q).astype(np.int16) + (2 ** (bits - 1) if form.signed else 0)
+        scale = for_rows(scale_of(q), q).astype(np.float64)
+        made = {
+            f"{module}.weight": to_stream(codes.astype(np.uint8), bits).view("<u4"),
+            f"{module}.scales": scale.astype(kind),
+            f"{module}.biases": _biases(path, q, form, scale, kind),
+        }
+        return made
+
+    return Encoded(tensors, make, Says(size, bits, "affine"))
+
+
+def _kind_of(leaf: QTensor) -> np.dtype:
+    """Returns the dtype of scales and biases: that of the scale, where it holds both."""
+    kind, exact = np.dtype(leaf.scale.dtype), leaf.zero_point is None
+    if isinstance(leaf.scale, QTensor) or isinstance(leaf.offset, QTensor):
+        return np.dtype(np.float32)
+    if leaf.offset is not None and leaf.offset.dtype != kind:
+        return np.dtype(np.float32)
+    return kind if exact else np.dtype(np.float32)
+
+
+def _biases(path: str, q: QTensor, form: Integer, scale: np.ndarray, kind: np.dtype) -> np.ndarray:
+    """Returns what is added to unsigned codes times the scale, exactly."""
+    shift = 2 ** (form.bits - 1) if form.signed else 0
+    zero = 0 if q.zero_point is None else for_rows(np.asarray(q.zero_point).astype(np.float64), q)
+    biases = -(zero + shift) * scale
+    offset = q.real_offset()
+    if offset is not None:
+        biases = biases + for_rows(np.asarray(offset).astype(np.float64), q)
+    kept = biases.astype(kind)
+    if not np.array_equal(kept.astype(np.float64), biases, equal_nan=True):
+        refuse_leaf(
+            path,
+            q,
+            "MLX",
+            expected=f"minimums, less zero points times scales, that {kind.name} holds",
+            mend="quantize it with scales of 16 bits, or write compressed-tensors.",
+        )
+    return kept
+
+
+def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
+    """A weight of mxfp4, mxfp8 or nvfp4."""
+    columns = leaf.shape[-1]
+    tensors = {
+        f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * says.bits // 32)),
+        f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // says.group_size)),
+    }
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        scale: Any = q.scale
+        if isinstance(scale, QTensor):
+            if np.asarray(scale.scale).item() != 1:
+                refuse_leaf(
+                    path,
+                    q,
+                    "MLX",
+                    expected="nvfp4 whose scales have the factor 1",
+                    mend="quantize it to mxfp4, or write compressed-tensors.",
+                )
+            scale = scale.values
+        codes = codes_of(q) if says.bits == 8 else to_stream(codes_of(q), says.bits)
+        words = np.ascontiguousarray(codes).view("<u4")
+        return dict(zip(tensors, (words, np.asarray(scale).view(_U8)), strict=True))
+
+    return Encoded(tensors, make, says)
+
+
+def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+    """Returns `quantization` of a checkpoint."""
+    (most, _), *_ = Counter(says.values()).most_common(1)
+    own = {path.removesuffix(".weight"): x._asdict() for path, x in says.items() if x != most}
+    plain = {name.removesuffix(".weight"): False for name in floats}
+    return {**most._asdict(), **own, **plain}
