@@ -89,8 +89,12 @@ class Name:
 
     def match_path(self, path: str) -> dict[str, str] | None:
         """Returns the parts of a path; `None` where it does not match."""
-        found = _compiled(self.target or "").fullmatch(path)
-        return None if self.target is None or found is None else found.groupdict()
+        if self.target is None:
+            return None
+        kinds = {found.group(1): found.group(0) for found in _HOLE.finditer(self.source)}
+        template = _HOLE.sub(lambda hole: kinds[hole.group(1)], self.target)
+        found = _compiled(template).fullmatch(path)
+        return None if found is None else found.groupdict()
 
     def path_of(self, parts: Mapping[str, str]) -> str:
         """Returns the path of a tensor."""

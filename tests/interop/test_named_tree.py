@@ -1,0 +1,166 @@
+"""Names of tensors to paths of a tree, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jqx
+from jqx import QTensor
+from jqx.interop import Name, named, read, tree
+
+from .raw_folders import write_file
+from .test_write import integers
+
+LAYERS = 3
+RULES = [
+    ("embed.weight", "embed"),
+    Name("layers.{i}.up.weight", "layers/up", transpose=True),
+    Name("layers.{i}.{kind:norm.*}.weight", "layers/{kind}"),
+    Name("layers.{i}.q.weight", "layers/q", transpose=True, split={1: (2, 4)}),
+    ("head.weight", "out/w"),
+    Name("rotary.{x}", None, optional=True),
+]
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+
+    def new(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    found = {"embed.weight": new(5, 4), "head.weight": new(5, 4), "rotary.table": new(3)}
+    for i in range(LAYERS):
+        found[f"layers.{i}.up.weight"] = new(6, 4)
+        found[f"layers.{i}.q.weight"] = new(8, 4)
+        found[f"layers.{i}.norm_in.weight"] = new(4)
+        found[f"layers.{i}.norm_out.weight"] = new(4)
+    return found
+
+
+@pytest.fixture
+def archive(tmp_path):
+    write_file(tmp_path / "a", arrays())
+    with read(tmp_path / "a") as opened:
+        yield opened
+
+
+def test_layers_are_stacked_transposed_and_split(archive):
+    given, found = arrays(), tree(archive, RULES)
+    assert found["layers"]["up"].shape == (LAYERS, 4, 6)
+    for i in range(LAYERS):
+        np.testing.assert_array_equal(found["layers"]["up"][i], given[f"layers.{i}.up.weight"].T)
+        q = given[f"layers.{i}.q.weight"].T.reshape(4, 2, 4)
+        np.testing.assert_array_equal(found["layers"]["q"][i], q)
+    assert {*found["layers"]} == {"up", "q", "norm_in", "norm_out"}
+    np.testing.assert_array_equal(found["out"]["w"], given["head.weight"])
+
+
+def test_back_to_names(archive):
+    given = arrays()
+    back = named(tree(archive, RULES), RULES)
+    assert {*back} == {*given} - {"rotary.table"}
+    for name, x in back.items():
+        np.testing.assert_array_equal(x, given[name], err_msg=name)
+
+
+def test_like_a_tree_of_the_user(archive):
+    shapes = tree(archive, RULES, abstract=True)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shapes))
+    found = tree(archive, RULES, like=shapes)
+    assert jax.tree.structure(found) == jax.tree.structure(shapes)
+    more = {**shapes, "bias": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    wrong = {**shapes, "embed": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
+    fewer = {key: x for key, x in shapes.items() if key != "embed"}
+    for like, words in [
+        (more, "leaves of `like` are left without a tensor"),
+        (wrong, r"'embed' has not the shape that `like` has"),
+        (fewer, "'embed' has no place in `like`"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            tree(archive, RULES, like=like)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "order"])
+def test_quantized_layers_are_stacked_without_moving_codes(tmp_path, kind):
+    layers = [integers(4, zeros=True, order=kind == "order", shape=(8, 64)) for _ in range(2)]
+    layers = [q.pack() for q in layers] if kind == "packed" else layers
+    jqx.save(tmp_path / "a", {f"{i}": {"w": q} for i, q in enumerate(layers)})
+    rules = [Name("{i}/w", "w", transpose=True)]
+    with read(tmp_path / "a") as archive:
+        spec = tree(archive, rules, abstract=True)["w"]
+        w = tree(archive, rules)["w"]
+    assert isinstance(w, QTensor) and w.shape == (2, 64, 8)
+    assert jax.tree.structure(w) == jax.tree.structure(spec)
+    for i, q in enumerate(layers):
+        np.testing.assert_array_equal(w[i].dequantize(), q.dequantize().T)
+        if kind == "packed":
+            np.testing.assert_array_equal(w.values[i], q.values)
+        back = named({"w": w}, rules)[f"{i}/w"]
+        np.testing.assert_array_equal(back.dequantize(), q.dequantize())
+
+
+def test_leaves_are_put_where_a_sharding_says(tmp_path):
+    q = integers(4, shape=(8, 64)).pack()
+    jqx.save(tmp_path / "a", {"w": q, "b": jnp.ones(4)})
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+
+    def where(path, leaf):
+        assert leaf.shape in ((8, 64), (4,))
+        return NamedSharding(mesh, PartitionSpec("model")) if path == "w" else None
+
+    with read(tmp_path / "a") as archive:
+        found = tree(archive, {"w": "w", "b": "b"}, sharding=where)
+        with pytest.raises(TypeError, match="says no place for 'w'"):
+            tree(archive, {"w": "w", "b": "b"}, sharding=lambda path, leaf: "here")
+    assert found["w"].scale.sharding.spec == PartitionSpec("model", None)
+    np.testing.assert_array_equal(found["w"].dequantize(), q.dequantize())
+
+
+WRONG = {
+    "a tensor without a rule": (RULES[1:], "the tensor 'embed.weight' has no rule"),
+    "a rule without a tensor": ([*RULES, ("no", "no")], "a rule matches nothing"),
+    "one path for two": ([("{x}.weight", "all"), *RULES], "is there twice|cannot be stacked"),
+    "a part that is no number": ([("{x}.weight", "all"), *RULES[1:]], "cannot be stacked"),
+    "a rule that does not fit": (
+        [Name("embed.weight", "embed", transpose=(0, 2)), *RULES[1:]],
+        "cannot lie as its rule says",
+    ),
+    "layers that differ": ([("layers.{i}.{k}.weight", "l"), *RULES], "cannot be stacked"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_rules_that_do_not_fit_are_refused(archive, case):
+    rules, words = WRONG[case]
+    with pytest.raises(ValueError, match=words) as caught:
+        tree(archive, rules)
+    assert "to mend:" in str(caught.value)
+
+
+def test_a_missing_layer_is_told(tmp_path):
+    write_file(tmp_path / "a", {f"l.{i}.w": np.ones(2, np.float32) for i in (0, 2)})
+    with read(tmp_path / "a") as archive:
+        with pytest.raises(ValueError, match=r"none with the index \(1,\)"):
+            tree(archive, {"l.{i}.w": "w"})
+
+
+def test_leaves_that_no_rule_takes_are_refused():
+    with pytest.raises(ValueError, match="the leaf 'b' has no rule"):
+        named({"b": jnp.ones(2)}, {"a": "a"})
+    with pytest.raises(ValueError, match="a rule matches nothing"):
+        named({"a": jnp.ones(2)}, {"a": "a", "b": "b"})
+
+
+def test_templates_that_are_none_are_refused():
+    for error, words, arguments in [
+        (ValueError, "the path has a part that the name lacks", ("a", "{b}")),
+        (ValueError, "a template is none", ("{a:(}", "b")),
+        (TypeError, "source", (1, "b")),
+    ]:
+        with pytest.raises(error, match=words):
+            Name(*arguments)
+    for names in ("ab", [("a",)], [1]):
+        with pytest.raises(TypeError, match="`names` are no rules"):
+            named({"a": jnp.ones(2)}, names)
