@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import require_that, shown
-from . import _awq, _compressed_tensors, _fp8, _gptq, _mlx
+from . import _awq, _bitsandbytes, _compressed_tensors, _fp8, _gptq, _mlx
 from ._coded import CodedLeaf
 from ._config import quantization_of
 from ._source import Source
@@ -25,12 +25,14 @@ class Format(NamedTuple):
       marks: ends of the names of tensors that no float checkpoint has.
       leaves: yields the QTensors of a checkpoint, of its source and the real dtype that is asked
         for. What they are not made of are plain arrays.
+      alone: whether tensors tell how they are read, without a config.
     """
 
     name: str
     says: Callable[[Mapping[str, Any]], bool]
     marks: tuple[str, ...]
     leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
+    alone: bool = False
 
 
 def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -58,6 +60,13 @@ FORMATS = (
     Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
     Format("fp8", _method("fp8", "fbgemm_fp8"), _fp8.MARKS, _fp8.leaves),
     Format("mlx", _is_mlx, _mlx.MARKS, _mlx.leaves),
+    Format(
+        "bitsandbytes",
+        _method("bitsandbytes"),
+        _bitsandbytes.MARKS,
+        _bitsandbytes.leaves,
+        alone=True,
+    ),
 )
 """Those that are read, in the order in which they are tried."""
 
@@ -108,8 +117,7 @@ def format_of_source(source: Source) -> Format | None:
     """
     config = source.config
     if config is None:
-        _check_unmarked(source)
-        return None
+        return _marked(source)
     found = next((form for form in FORMATS if form.says(config)), None)
     said = quantization_of(config)
     if found is None and said is not None:
@@ -121,10 +129,12 @@ def format_of_source(source: Source) -> Format | None:
     return found
 
 
-def _check_unmarked(source: Source) -> None:
-    """Checks that no tensor is of a format that only a config tells how to read."""
+def _marked(source: Source) -> Format | None:
+    """Returns the format of a file without a config, which must be one that needs none."""
     for form in FORMATS:
         name = next((name for name in source.entries if name.endswith(form.marks)), None)
+        if name is not None and form.alone:
+            return form
         require_that(
             name is None,
             error=ValueError,
@@ -135,6 +145,7 @@ def _check_unmarked(source: Source) -> None:
             mend="pass the folder in place of the file, or config=json.load(...); config={} reads "
             "the tensors as they are.",
         )
+    return None
 
 
 def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from .._checks import check_integer, require_that, shown
 from .._files import Path, as_path
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import as_spec
-from . import _awq, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
+from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
 from ._config import read_config
 from ._encoded import Encoded, as_numpy
@@ -61,6 +61,7 @@ TARGETS = {
     "gptq": Target(_gptq.encode, _gptq.config),
     "awq": Target(_awq.encode, _awq.config),
     "fp8": Target(_fp8.encode, _fp8.config),
+    "bitsandbytes": Target(_bitsandbytes.encode, _bitsandbytes.config),
     "mlx": Target(_mlx.encode, _mlx.config, "quantization", metadata={"format": "mlx"}),
 }
 """The formats that are written, by name."""
@@ -90,7 +91,7 @@ def write(
         whose keys are joined with "."; weights `[out, in]`, as torch has them (`jqx.interop.tree`
         turns them). Or an open `jqx.interop.Archive`, whose leaves are read one at a time.
       format: `"compressed-tensors"`, `"gptq"` (of the second version), `"awq"`, `"fp8"` (in
-        blocks) or `"mlx"`.
+        blocks), `"mlx"` or `"bitsandbytes"` (nf4).
       config: of the model, which becomes `config.json`: a dict, or the path of the file or of its
         folder; `None` takes that of an archive. What it says of quantization is replaced.
       tokenizer: a folder whose files of a tokenizer are copied, or what has `save_pretrained`;

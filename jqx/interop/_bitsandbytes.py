@@ -1,0 +1,247 @@
+"""Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, with scales that may be quantized in turn.
+
+A weight `w` [N, K] has
+
+    w                                    uint8 [N * K / 2, 1]: two codes a byte, the first high
+    w.quant_map                          float32 [16]: the number of each code
+    w.absmax                             float32, the scale of each block of the flattened weight;
+                                         or uint8, codes of scales
+    w.nested_absmax, w.nested_quant_map  float32: a scale for 256 scales, the number of each code
+    w.quant_state.bitsandbytes__nf4      uint8, JSON: shape, block size, dtype, and the offset of
+                                         all scales
+
+Blocks lie in rows, where the block size divides K; else a weight is refused. Scales that are
+quantized in blocks of 256 stay so where these blocks are whole rows of scales, or parts of one;
+elsewhere they are decoded to float32.
+
+Sources: https://github.com/bitsandbytes-foundation/bitsandbytes (0.50); Dettmers et al., "QLoRA",
+arXiv:2305.14314.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..calibrators import Groups
+from ..numerics import Codebook, nf4
+from ..tensor import QTensor
+from ._bits import repacked
+from ._coded import CodedLeaf, abstract, checked, real_dtype, refuse, weight
+from ._config import Config
+from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+from ._source import Source
+
+_STATE = ".quant_state.bitsandbytes__"
+
+MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", ".SCB")
+"""Ends of names of tensors that float checkpoints have not."""
+
+_U8, _F32 = np.dtype(np.uint8), np.dtype(np.float32)
+_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
+_MOST = 10_000
+"""Bytes of what is said of a weight."""
+
+
+class Says(NamedTuple):
+    """What the config says of a weight: the dtype of its real array."""
+
+    dtype: str
+
+
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a checkpoint."""
+    for name in source.entries:
+        path, mark, kind = name.partition(_STATE)
+        if mark and kind in ("nf4", "fp4"):
+            yield _leaf(source, path, name, kind, dtype)
+
+
+def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | None) -> CodedLeaf:
+    said = _said(source, state)
+    said.one_of("quant_type", (kind,))
+    size, (rows, columns) = said.integer("blocksize"), _shape(said)
+    if columns % size or columns % 2:
+        refuse(
+            source,
+            path,
+            "has blocks that go across rows.",
+            given=f"blocks of {size} in rows of {columns}",
+            expected="whole blocks in each row, which a QTensor has",
+        )
+    checked(source, path, (rows * columns // 2, 1), (_U8,))
+    form, places = _table(source, f"{path}.quant_map", 16, kind)
+    pairs = _pairs(places)
+    groups = Groups((rows, columns), (1, size))
+    count = columns // size
+    tensors: list[tuple[str, np.dtype]] = [(path, _U8)]
+    beside = [state, f"{path}.quant_map"]
+    _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
+    tensors.append((f"{path}.absmax", absmax))
+    scale: Any = _F32
+    nested = _Nested.of(source, path, said, rows, count) if absmax == _U8 else None
+    if nested is not None:
+        tensors.append((f"{path}.nested_absmax", _F32))
+        beside.append(f"{path}.nested_quant_map")
+        scale = nested.like
+
+    def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
+        values = repacked(pairs[codes.reshape(rows, -1)], 4, columns)
+        return [values, *(scales if nested is None else nested.decode(*scales))]
+
+    real = asked or _DTYPES[said.one_of("dtype", tuple(_DTYPES))]
+    like = weight(groups, form, scale, real_dtype(source, real, None))
+    return CodedLeaf(path, tuple(tensors), like, decode, tuple(beside))
+
+
+def _said(source: Source, name: str) -> Config:
+    """Returns what is said of a weight."""
+    (length, *_), _ = checked(source, name, None, (_U8,))
+    text = source.read(name, _U8).tobytes() if length <= _MOST else b""
+    try:
+        return Config(json.loads(text), name)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        refuse(
+            source,
+            name,
+            "is no JSON.",
+            given=f"{length} bytes",
+            expected=f"a JSON object of at most {_MOST} bytes",
+        )
+
+
+def _shape(said: Config) -> tuple[int, int]:
+    shape = said.data.get("shape")
+    if isinstance(shape, list) and len(shape) == 2:
+        rows, columns = shape
+        if type(rows) is type(columns) is int and min(rows, columns) > 0:
+            return rows, columns
+    said.refuse("shape", "two sizes")
+
+
+def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook, np.ndarray]:
+    """Returns the format of codes, and which entry of it each code is: files need not sort them,
+    and may have a zero of either sign.
+    """
+    checked(source, name, (count,), (_F32,))
+    numbers = source.read(name, _F32)
+    entries = np.unique(numbers)
+    if not np.isfinite(numbers).all() or len(entries) < 2:
+        refuse(
+            source,
+            name,
+            "is no table of numbers.",
+            given=f"{len(entries)} numbers",
+            expected=f"{count} finite numbers",
+        )
+    found = tuple(map(float, entries))
+    form = nf4 if found == nf4.entries else Codebook(found, label)
+    return form, np.searchsorted(entries, numbers).astype(np.uint8)
+
+
+def _pairs(places: np.ndarray) -> np.ndarray:
+    """Returns what becomes of each byte: codes changed for places, the first in the low half."""
+    byte = np.arange(256)
+    return places[byte >> 4] | places[byte & 15] << np.uint8(4)
+
+
+class _Nested(NamedTuple):
+    """Scales that are codes of a table, with scales and an offset of their own.
+
+    Attributes:
+      like: the QTensor of scales, abstract; or float32, where its blocks would go across rows.
+      entries: the number of each code.
+      places: which entry of the format each code is.
+      size: of a block.
+      offset: of all scales.
+    """
+
+    like: Any
+    entries: np.ndarray
+    places: np.ndarray
+    size: int
+    offset: np.float32
+
+    @classmethod
+    def of(cls, source: Source, path: str, said: Config, rows: int, count: int) -> "_Nested":
+        size = said.integer("nested_blocksize")
+        offset = said.data.get("nested_offset")
+        if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
+            said.refuse("nested_offset", "a finite number")
+        assert offset is not None
+        checked(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
+        name = f"{path}.nested_quant_map"
+        form, places = _table(source, name, 256, "scales")
+        like: Any = _F32
+        if size % count == 0 or count % size == 0:
+            blocks = (min(max(size // count, 1), rows), min(size, count))
+            groups = Groups((rows, count), blocks)
+            like = QTensor(
+                abstract((rows, count), _U8),
+                abstract(groups.scale_shape, _F32),
+                offset=abstract((1, 1), _F32),
+                qtype=form,
+                blocks=groups.blocks,
+            )
+        return cls(like, source.read(name, _F32), places, size, np.float32(offset))
+
+    def decode(self, codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+        """Returns the leaves of the scales."""
+        if isinstance(self.like, QTensor):
+            return [self.places[codes], scales, self.offset.reshape(1)]
+        each = np.repeat(scales, self.size)[: codes.size]
+        return [self.entries[codes] * each + self.offset]
+
+
+def encode(path: str, leaf: QTensor) -> Encoded:
+    """Returns what a QTensor of nf4 becomes, without quantized scales.
+
+    Raises:
+      ValueError: the format cannot hold it; the message names the tensor.
+    """
+    module_of(path, leaf, "bitsandbytes")
+    plain = leaf.offset is None and leaf.order is None and leaf.scale.dtype == _F32
+    size = leaf.groups.sizes[-1]
+    fits = leaf.ndim == 2 and leaf.groups.sizes[0] == 1
+    power = size >= 32 and size & (size - 1) == 0 and leaf.shape[-1] % size == 0
+    if leaf.qtype != nf4 or not (plain and fits and power) or isinstance(leaf.scale, QTensor):
+        refuse_leaf(
+            path,
+            leaf,
+            "bitsandbytes",
+            expected="matrices of nf4, float32 scales in blocks of 32, 64, 128 or so along rows",
+            mend="quantize it with jqx.QSpec('nf4', jqx.per_block({0: 1, 1: 64})), or leave it in "
+            "float.",
+        )
+    dtype = np.dtype(leaf.dtype).name
+    state = {"quant_type": "nf4", "blocksize": size, "dtype": dtype, "shape": list(leaf.shape)}
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    names = (path, f"{path}.absmax", f"{path}.quant_map", f"{path}{_STATE}nf4")
+    shapes = ((leaf.size // 2, 1), (leaf.size // size,), (16,), text.shape)
+    kinds = (_U8, _F32, _F32, _U8)
+    tensors = dict(zip(names, zip(kinds, shapes, strict=True), strict=True))
+
+    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+        codes = codes_of(q).reshape(-1, 2)
+        made = codes[:, :1] << np.uint8(4) | codes[:, 1:]
+        table = np.asarray(nf4.entries, np.float32)
+        return dict(zip(names, (made, scale_of(q).reshape(-1), table, text), strict=True))
+
+    return Encoded(tensors, make, Says(dtype))
+
+
+def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+    """Returns `quantization_config` of a checkpoint."""
+    first, *_ = says.values()
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": first.dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": [name.removesuffix(".weight") for name in floats],
+    }
