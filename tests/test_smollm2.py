@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jqx
+from jqx.interop import Name
 
 from .interop.gguf_files import file_of, q4_1, stored
 
@@ -26,6 +28,13 @@ LINEAR = {
     "ffn_up": (HIDDEN, WIDTH),
     "ffn_down": (WIDTH, HIDDEN),
 }
+
+NAMES = [
+    Name("token_embd.weight", "token_embd/embedding"),
+    Name("output_norm.weight", "output_norm/scale"),
+    Name("blk.{i}.{part:attn_norm|ffn_norm}.weight", "blk/{part}/scale"),
+    Name("blk.{i}.{part}.weight", "blk/{part}/kernel", transpose=True),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +206,24 @@ class TestPretrained:
         assert len(words.encode("12345").ids) == 5
         said = words.encode(smollm2.chat("Hi"))
         assert said.tokens[:2] == ["<|im_start|>", "system"] and said.ids.count(2) == 2
+
+    def test_the_file_is_run_as_it_is_packed(self, smollm2):
+        """No weight is ever a float array: the parameters have the bytes of the file."""
+        shapes = nnx.eval_shape(lambda: smollm2.pretrained(smollm2.read_file()))
+        graph, state = nnx.split(shapes)
+        with jqx.interop.read(smollm2.path_of_file()) as archive:
+            params = jqx.interop.tree(archive, NAMES, like=nnx.to_pure_dict(state))
+        assert sum(x.nbytes for x in jax.tree.leaves(params)) < 97_000_000
+
+        def apply(params, tokens, cache, start):
+            own = jax.tree.map(lambda x: x, state)
+            nnx.replace_by_pure_dict(own, params)
+            return nnx.merge(graph, own)(tokens, cache, start)
+
+        packed = jqx.convert(apply, jqx.Policy([]))
+        rows = np.load(smollm2.TOKENS)["evaluation"]
+        found = smollm2.perplexity(packed, params, shapes.config, rows)
+        assert abs(found - 14.705) < 0.005
 
     def test_a_cache_gives_the_logits_of_a_prefill(self, smollm2):
         model = smollm2.pretrained(smollm2.read_file())

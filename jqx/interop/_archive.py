@@ -19,6 +19,7 @@ from ..tensor import QTensor
 from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
 from ._coded import CodedLeaf
 from ._formats import read_leaves
+from ._gguf_source import GgufSource
 from ._quantized import unbound
 from ._source import open_source
 from ._tree import Read, Stored, map_stored, parse
@@ -88,9 +89,10 @@ class Archive:
         self._reader = open_source(path, config)
         try:
             self.config = self._reader.config
-            known = self._reader.metadata
-            self.metadata = {k: v for k, v in known.items() if k not in (KEY, QUANTIZED)}
-            self.quantized = known.get(QUANTIZED)
+            known, own = self._reader.metadata, (KEY, QUANTIZED)
+            own = () if isinstance(self._reader, GgufSource) else own
+            self.metadata = {k: v for k, v in known.items() if k not in own}
+            self.quantized = known.get(QUANTIZED) if own else None
             self.format, self._tree = self._parse(values, real)
             self._leaves = self._named()
         except BaseException:
@@ -156,7 +158,7 @@ class Archive:
 
     def _parse(self, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
         text = self._reader.metadata.get(KEY)
-        if text is None:
+        if text is None or isinstance(self._reader, GgufSource):
             return read_leaves(self._reader, dtype)
         require_that(
             dtype is None,

@@ -151,3 +151,42 @@ def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
             "scale=q.scale.astype(jnp.float16)) before codes are chosen.",
         )
     return halves
+
+
+def minimums_of(
+    path: str, q: QTensor, scale: np.ndarray, dtype: np.dtype, format: str
+) -> np.ndarray:
+    """Returns what is added to unsigned codes times the scale, exactly.
+
+    Args:
+      path: of the QTensor.
+      q: integers, of NumPy arrays.
+      scale: float64, an entry for each row of each group.
+      dtype: of the minimums.
+      format: that is written.
+
+    Raises:
+      ValueError: the dtype does not hold one of them.
+    """
+    form = format_of(q.qtype)
+    assert isinstance(form, Integer)
+    shift = 2 ** (form.bits - 1) if form.signed else 0
+    offset, plain = q.real_offset(), q.zero_point is None and shift == 0
+    if plain and offset is not None and offset.dtype == dtype:
+        return for_rows(np.asarray(offset), q)
+    zero = 0 if q.zero_point is None else for_rows(np.asarray(q.zero_point).astype(np.float64), q)
+    minimums = np.zeros_like(scale) if plain else -(zero + shift) * scale
+    if offset is not None:
+        minimums = minimums + for_rows(np.asarray(offset).astype(np.float64), q)
+    with np.errstate(over="ignore"):
+        kept = minimums.astype(dtype)
+    if not np.array_equal(kept.astype(np.float64), minimums, equal_nan=True):
+        refuse_leaf(
+            path,
+            q,
+            format,
+            expected=f"minimums, less zero points times scales, that {dtype.name} holds",
+            mend="quantize it with a float minimum or without zero points, or write "
+            "compressed-tensors.",
+        )
+    return kept

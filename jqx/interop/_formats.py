@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import require_that, shown
-from . import _awq, _bitsandbytes, _compressed_tensors, _fp8, _gptq, _mlx
+from . import _awq, _bitsandbytes, _compressed_tensors, _fp8, _gguf_tensors, _gptq, _mlx
 from ._coded import CodedLeaf
 from ._config import quantization_of
+from ._gguf_source import GgufSource
 from ._source import Source
 from ._tree import StoredArray
 
@@ -83,8 +84,11 @@ def read_leaves(
     Raises:
       ValueError: as `format_of_source`; or the tensors are not what the config says.
     """
-    form = format_of_source(source)
-    made = [] if form is None else list(form.leaves(source, dtype))
+    form, made = None, []
+    if isinstance(source, GgufSource):
+        made = list(_gguf_tensors.leaves(source, dtype))
+    elif form := format_of_source(source):
+        made = list(form.leaves(source, dtype))
     used = {name: leaf for leaf in made for name in (*dict(leaf.tensors), *leaf.beside)}
     if form is not None:
         _check_left(source, form, used)
@@ -93,7 +97,8 @@ def read_leaves(
         leaf = used.get(name) or StoredArray(name, source.dtype(name))
         _check_alone(source, leaves, leaf)
         leaves[leaf.path] = leaf
-    return "safetensors" if form is None else form.name, leaves
+    plain = "gguf" if isinstance(source, GgufSource) else "safetensors"
+    return plain if form is None else form.name, leaves
 
 
 def _check_alone(source: Source, leaves: Mapping[str, Any], leaf: CodedLeaf | StoredArray) -> None:

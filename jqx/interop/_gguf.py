@@ -7,7 +7,7 @@ import numpy as np
 from .._calls import called
 from .._errors import message, nesting
 from .._files import Path, as_path, open_regular
-from ._gguf_blocks import FORMATS, GgufBlocks, dequantized, name_of
+from ._gguf_blocks import FORMATS, GgufBlocks, blocks_of, dequantized, name_of
 from ._gguf_header import Entry, read_header
 
 
@@ -30,7 +30,8 @@ class GgufTensor:
     def dequantize(self) -> np.ndarray:
         """Returns the numbers in float32: an array of its own, whose codes are not kept.
 
-        Each is rounded once: `scale * code + minimum`. NaN and infinity are those of the file.
+        Each is rounded once: `scale * code + minimum`. NaN and infinity are those of the file; a
+        scale of 255 in MXFP4 is NaN, as the standard has it (ggml takes it for 2**128).
 
         Raises:
           ValueError: the type is none that jqx reads.
@@ -40,18 +41,18 @@ class GgufTensor:
     def blocks(self) -> GgufBlocks:
         """Returns what the file stores: codes, and the scale and minimum of each block.
 
-        Arrays are parts of the mapped file, read when they are used, but codes of 4 bits, which are
-        copied to a byte each. Codes of Q4_0 are -8 to 7, of Q4_1 0 to 15, of Q8_0 -128 to 127, and
-        of F32, F16 and BF16 the numbers.
+        Arrays are parts of the mapped file, read when they are used, but codes of fewer bits
+        than 8, copied to a byte each. Codes of Q4_0 are -8 to 7, of Q4_1 0 to 15, of Q8_0 -128 to
+        127, of MXFP4 twice the numbers of float4_e2m1, and of F32, F16 and BF16 the numbers.
 
         Raises:
           ValueError: the type is none that jqx reads.
         """
         if self._kind not in FORMATS:
             self._refuse()
-        _, size, fields, read = FORMATS[self._kind]
+        form = FORMATS[self._kind]
         *rows, row = self.shape or (1,)
-        return read(self._raw.view(fields).reshape(*rows, row // size))
+        return blocks_of(form, self._raw.view(form.fields).reshape(*rows, row // form.size))
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
@@ -90,8 +91,9 @@ def read_gguf(path: Path) -> Gguf:
     """Opens a GGUF file (version 3, little-endian), the format of llama.cpp.
 
     Its metadata are read, its tensors are mapped into memory: their bytes are read when they are
-    used and never copied as a whole. F32, F16, BF16, Q4_0, Q4_1 and Q8_0 are read; a file may have
-    tensors of other types, which are an error when they are asked for.
+    used and never copied as a whole. F16, F32, F64, BF16, integers, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+    Q2_K to Q6_K and MXFP4 are read; a file may have tensors of other types, which are an error when
+    they are asked for. `jqx.load` and `jqx.interop.read` give the tensors of a file as QTensors.
 
     The file is mapped as long as a tensor of it is there. Where it is written to, its numbers
     change; where it is cut short, using what was beyond its end kills the process (SIGBUS). Map

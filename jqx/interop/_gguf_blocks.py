@@ -1,24 +1,33 @@
-"""The formats of tensors in GGUF files: how the bytes of a block hold its codes, scale and minimum.
+"""The formats of tensors in GGUF files: how the bytes of a block hold codes, scales and minimums.
 
-A block is 32 weights of a row, or one where numbers are stored as they are. Types are numbered as
-in ggml. What stands in `FORMATS` is read; to read another format, add its line.
+A block is 32 or 256 weights of a row, or one where numbers are stored as they are. Types are
+numbered as in ggml. What stands in `FORMATS` is read; to read another format, add its line.
+
+In blocks of 256 (K-quants) each 16 or 32 weights have a scale, and some a minimum, that are
+integers of 4 to 8 bits; one float16 for all scales of a block multiplies them, and one for all
+minimums.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ggml-common.h (2026).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..numerics import Block, Integer, mxfp4
+from ._bits import pack
+
 
 class GgufBlocks(NamedTuple):
     """What the blocks of a tensor hold. A weight is `scale * code + minimum`.
 
     Attributes:
-      codes: numbers of the weights, `(..., blocks of a row, weights of a block)`.
-      scale: of each block, `(..., blocks of a row)`; `None` where numbers are stored as they are.
+      codes: numbers of the weights, `(..., scales of a row, weights of a scale)`.
+      scale: of as many weights, `(..., scales of a row)`; `None` where numbers are stored as they
+        are. Where it is made of an integer and a factor, their product in float32.
       minimum: as `scale`; `None` where the format has none.
     """
 
@@ -27,65 +36,76 @@ class GgufBlocks(NamedTuple):
     minimum: np.ndarray | None = None
 
 
-class Format(NamedTuple):
-    """A type of tensors: its name in ggml, the weights of a block, its bytes, and their reading."""
+class Parts(NamedTuple):
+    """The fields of blocks, taken apart; the first axes are those of the blocks.
+
+    Attributes:
+      codes: uint8 `(..., size)`, with half of their range added where they are signed; of 8 bits,
+        int8; or numbers.
+      scale: of each block: factor of its scales where these are integers.
+      minimum: as `scale`, of the minimums: with its sign in the file.
+      scales: integers `(..., size // group)` that `scale` multiplies, as codes are.
+      minimums: as `scales`, for `minimum`; they are subtracted.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray | None = None
+    minimum: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    minimums: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A type of tensors.
+
+    Attributes:
+      name: in ggml.
+      size: weights of a block.
+      fields: its bytes.
+      read: takes them apart.
+      form: format of the codes; `None` where numbers are stored as they are.
+      group: weights of a scale.
+      inner: format of the scales and minimums, where these are integers.
+      minimum: whether weights have a minimum.
+    """
 
     name: str
     size: int
     fields: np.dtype
-    read: Callable[[np.ndarray], GgufBlocks]
+    read: Callable[[np.ndarray], Parts]
+    form: Integer | Block | None = None
+    group: int = 1
+    inner: Integer | None = None
+    minimum: bool = False
 
 
-def _numbers(raw: np.ndarray) -> GgufBlocks:
-    return GgufBlocks(raw[..., None])
+def in_bits(codes: np.ndarray, form: Integer | Block) -> np.ndarray:
+    """Returns codes of `Parts`, those of whole rows, as `QTensor.pack` packs them."""
+    if form.bits == 8:
+        return codes
+    signed = isinstance(form, Integer) and form.signed
+    return pack(codes ^ np.uint8(2 ** (form.bits - 1)) if signed else codes, form.bits)
 
 
-def _bytes(raw: np.ndarray) -> GgufBlocks:
-    return GgufBlocks(raw["codes"], raw["scale"])
-
-
-def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """Returns two codes of each byte: first those of all low nibbles, then those of the high."""
-    packed = raw["codes"]
-    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
-
-
-def _nibbles_around_8(raw: np.ndarray) -> GgufBlocks:
-    return GgufBlocks(_nibbles(raw).view(np.int8) - np.int8(8), raw["scale"])
-
-
-def _nibbles_from_minimum(raw: np.ndarray) -> GgufBlocks:
-    return GgufBlocks(_nibbles(raw), raw["scale"], raw["minimum"])
-
-
-def _fields(*fields: Any) -> np.dtype:
-    return np.dtype(list(fields))
-
-
-_SCALE, _MINIMUM = ("scale", "<f2"), ("minimum", "<f2")
-
-FORMATS = {
-    0: Format("F32", 1, np.dtype("<f4"), _numbers),
-    1: Format("F16", 1, np.dtype("<f2"), _numbers),
-    2: Format("Q4_0", 32, _fields(_SCALE, ("codes", "u1", 16)), _nibbles_around_8),
-    3: Format("Q4_1", 32, _fields(_SCALE, _MINIMUM, ("codes", "u1", 16)), _nibbles_from_minimum),
-    8: Format("Q8_0", 32, _fields(_SCALE, ("codes", "i1", 32)), _bytes),
-    30: Format("BF16", 1, np.dtype(jnp.bfloat16), _numbers),
-}
-"""Types that are read, by their numbers."""
-
-_OTHERS = {
-    **{6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K"},
-    **{14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"},
-    **{27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
-}
-
-
-def name_of(number: int) -> str:
-    """Returns the name of a type, read or not."""
-    found = FORMATS.get(number)
-    return found.name if found else _OTHERS.get(number, f"type {number}")
+def blocks_of(form: Format, raw: np.ndarray) -> GgufBlocks:
+    """Returns what blocks hold, `(..., blocks of a row)` of the fields of a format."""
+    parts = form.read(raw)
+    if form.form is None:
+        return GgufBlocks(parts.codes[..., None])
+    assert parts.scale is not None
+    codes, scale, minimum = parts.codes, parts.scale, parts.minimum
+    if isinstance(form.form, Block):
+        codes, scale = _DOUBLED[codes], _half_power(scale)
+    elif form.form.signed and form.form.bits < 8:
+        codes = _signed(codes, form.form)
+    if parts.scales is not None:
+        assert form.inner is not None
+        scale = _product(_signed(parts.scales, form.inner), scale)
+        minimum = None if minimum is None else -_product(parts.minimums, minimum)
+        *outer, blocks = raw.shape
+        codes = codes.reshape(*outer, blocks * form.size // form.group, form.group)
+    return GgufBlocks(codes, scale, minimum)
 
 
 def dequantized(blocks: GgufBlocks) -> np.ndarray:
@@ -98,3 +118,167 @@ def dequantized(blocks: GgufBlocks) -> np.ndarray:
         if minimum is not None:
             weights += minimum.astype(np.float32)[..., None]
     return weights
+
+
+def _signed(codes: np.ndarray, form: Integer) -> np.ndarray:
+    if not form.signed or form.bits == 8:
+        return codes
+    return codes.view(np.int8) - np.int8(2 ** (form.bits - 1))
+
+
+def _product(codes: Any, factor: np.ndarray) -> np.ndarray:
+    """Returns integers of some blocks times the factor of each: exact, in float32."""
+    with np.errstate(invalid="ignore"):
+        product = np.multiply(codes, factor.astype(np.float32)[..., None], dtype=np.float32)
+    *outer, blocks, each = product.shape
+    return product.reshape(*outer, blocks * each)
+
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the numbers of float4_e2m1."""
+
+
+def _half_power(exponents: np.ndarray) -> np.ndarray:
+    """Returns half of the numbers of float8_e8m0, in float32; 255 is NaN."""
+    powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+    return np.where(exponents == 255, np.float32(np.nan), powers)
+
+
+# How blocks are read.
+
+
+def _numbers(raw: np.ndarray) -> Parts:
+    return Parts(raw)
+
+
+def _bytes(raw: np.ndarray) -> Parts:
+    return Parts(raw["codes"], raw["scale"])
+
+
+def _runs(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Returns the codes of bytes: every `run` of them hold as many codes in their lowest bits, then
+    as many in the next, and so on.
+    """
+    *outer, length = packed.shape
+    packed = packed.reshape(*outer, length // run, run)
+    parts = np.empty((*packed.shape[:-1], 8 // bits, run), np.uint8)
+    for i in range(8 // bits):
+        parts[..., i, :] = packed >> np.uint8(i * bits) & np.uint8(2**bits - 1)
+    return parts.reshape(*outer, length * 8 // bits)
+
+
+def _nibbles(raw: np.ndarray) -> Parts:
+    minimum = raw["minimum"] if "minimum" in (raw.dtype.names or ()) else None
+    return Parts(_runs(raw["codes"], 4, 16), raw["scale"], minimum)
+
+
+def _fives(raw: np.ndarray) -> Parts:
+    low, scale, minimum, *_ = _nibbles(raw)
+    high = np.unpackbits(raw["high"], axis=-1, bitorder="little")
+    return Parts(low | high << np.uint8(4), scale, minimum)
+
+
+def _k2(raw: np.ndarray) -> Parts:
+    both = raw["scales"]
+    codes = _runs(raw["codes"], 2, 32)
+    return Parts(codes, raw["scale"], raw["minimum"], both & np.uint8(15), both >> np.uint8(4))
+
+
+def _k3(raw: np.ndarray) -> Parts:
+    codes = _runs(raw["codes"], 2, 32) | _runs(raw["high"], 1, 32) << np.uint8(2)
+    low, high = _runs(raw["scales"][..., :8], 4, 8), _runs(raw["scales"][..., 8:], 2, 4)
+    return Parts(codes, raw["scale"], None, low | high << np.uint8(4))
+
+
+def _sixes(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns 8 scales and 8 minimums of 6 bits, of 12 bytes: the last four of each are parted."""
+    a, b, c = (raw[..., i : i + 4] for i in (0, 4, 8))
+    six, two = np.uint8(63), np.uint8(48)
+    scales = np.concatenate([a & six, c & np.uint8(15) | a >> np.uint8(2) & two], axis=-1)
+    minimums = np.concatenate([b & six, c >> np.uint8(4) | b >> np.uint8(2) & two], axis=-1)
+    return scales, minimums
+
+
+def _k4(raw: np.ndarray) -> Parts:
+    return Parts(_runs(raw["codes"], 4, 32), raw["scale"], raw["minimum"], *_sixes(raw["scales"]))
+
+
+def _k5(raw: np.ndarray) -> Parts:
+    parts = _k4(raw)
+    return parts._replace(codes=parts.codes | _runs(raw["high"], 1, 32) << np.uint8(4))
+
+
+def _k6(raw: np.ndarray) -> Parts:
+    codes = _runs(raw["codes"], 4, 64) | _runs(raw["high"], 2, 32) << np.uint8(4)
+    return Parts(codes, raw["scale"], None, raw["scales"])
+
+
+def _fields(*fields: Any) -> np.dtype:
+    return np.dtype(list(fields))
+
+
+def _codes(size: int) -> tuple[str, str, int]:
+    return "codes", "u1", size
+
+
+_SCALE, _MINIMUM = ("scale", "<f2"), ("minimum", "<f2")
+_HIGH, _SCALES = ("high", "u1", 32), ("scales", "u1", 12)
+
+
+def _plain(name: str, dtype: Any) -> Format:
+    return Format(name, 1, np.dtype(dtype), _numbers)
+
+
+def _ints(bits: int, signed: bool) -> Integer:
+    return Integer(bits, signed=signed)
+
+
+_Q4_0 = _fields(_SCALE, _codes(16))
+_Q4_1 = _fields(_SCALE, _MINIMUM, _codes(16))
+_Q5_0 = _fields(_SCALE, ("high", "u1", 4), _codes(16))
+_Q5_1 = _fields(_SCALE, _MINIMUM, ("high", "u1", 4), _codes(16))
+_Q8_0 = _fields(_SCALE, ("codes", "i1", 32))
+_Q2_K = _fields(("scales", "u1", 16), _codes(64), _SCALE, _MINIMUM)
+_Q3_K = _fields(_HIGH, _codes(64), _SCALES, _SCALE)
+_Q4_K = _fields(_SCALE, _MINIMUM, _SCALES, _codes(128))
+_Q5_K = _fields(_SCALE, _MINIMUM, _SCALES, _HIGH, _codes(128))
+_Q6_K = _fields(_codes(128), ("high", "u1", 64), ("scales", "i1", 16), _SCALE)
+_MXFP4 = _fields(("scale", "u1"), _codes(16))
+_U6 = _ints(6, False)
+
+FORMATS = {
+    0: _plain("F32", "<f4"),
+    1: _plain("F16", "<f2"),
+    2: Format("Q4_0", 32, _Q4_0, _nibbles, _ints(4, True), 32),
+    3: Format("Q4_1", 32, _Q4_1, _nibbles, _ints(4, False), 32, minimum=True),
+    6: Format("Q5_0", 32, _Q5_0, _fives, _ints(5, True), 32),
+    7: Format("Q5_1", 32, _Q5_1, _fives, _ints(5, False), 32, minimum=True),
+    8: Format("Q8_0", 32, _Q8_0, _bytes, _ints(8, True), 32),
+    10: Format("Q2_K", 256, _Q2_K, _k2, _ints(2, False), 16, _ints(4, False), True),
+    11: Format("Q3_K", 256, _Q3_K, _k3, _ints(3, True), 16, _ints(6, True)),
+    12: Format("Q4_K", 256, _Q4_K, _k4, _ints(4, False), 32, _U6, True),
+    13: Format("Q5_K", 256, _Q5_K, _k5, _ints(5, False), 32, _U6, True),
+    14: Format("Q6_K", 256, _Q6_K, _k6, _ints(6, True), 16, _ints(8, True)),
+    24: _plain("I8", "i1"),
+    25: _plain("I16", "<i2"),
+    26: _plain("I32", "<i4"),
+    27: _plain("I64", "<i8"),
+    28: _plain("F64", "<f8"),
+    30: _plain("BF16", jnp.bfloat16),
+    39: Format("MXFP4", 32, _MXFP4, _nibbles, mxfp4, 32),
+}
+"""Types that are read, by their numbers."""
+
+NUMBER_OF = {form.name: number for number, form in FORMATS.items()}
+
+_OTHERS = {
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
+    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
+}
+
+
+def name_of(number: int) -> str:
+    """Returns the name of a type, read or not."""
+    found = FORMATS.get(number)
+    return found.name if found else _OTHERS.get(number, f"type {number}")

@@ -201,21 +201,21 @@ def _entry(cursor: _Cursor, name: str, alignment: int) -> Entry:
     given = f"{what} at {start}"
     check(cursor.path, start % alignment == 0, given, f"a multiple of {alignment}, its alignment")
     shape = tuple(reversed(sizes))
-    room = 4 * math.prod(max(n, 1) for n in shape)
+    room = 8 * math.prod(max(n, 1) for n in shape)
     check(
         cursor.path, room <= _MOST_BYTES, f"{what} of shape {shape}", "one that an array can have"
     )
     if kind not in FORMATS:
         return Entry(kind, shape, start, None)
-    _, size, fields, _ = FORMATS[kind]
+    form = FORMATS[kind]
     row = shape[-1] if shape else 1
     check(
         cursor.path,
-        row % size == 0,
+        row % form.size == 0,
         f"{what} of type {name_of(kind)} with rows of {row}",
-        f"rows of a multiple of {size}",
+        f"rows of a multiple of {form.size}",
     )
-    return Entry(kind, shape, start, start + math.prod(shape) // size * fields.itemsize)
+    return Entry(kind, shape, start, start + math.prod(shape) // form.size * form.fields.itemsize)
 
 
 def _place(item: tuple[str, Entry]) -> tuple[int, int]:

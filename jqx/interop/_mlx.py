@@ -31,6 +31,7 @@ from ._encoded import (
     Encoded,
     codes_of,
     for_rows,
+    minimums_of,
     module_of,
     refuse_leaf,
     scale_of,
@@ -167,7 +168,7 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
         made = {
             f"{module}.weight": to_stream(codes.astype(np.uint8), bits).view("<u4"),
             f"{module}.scales": scale.astype(kind),
-            f"{module}.biases": _biases(path, q, form, scale, kind),
+            f"{module}.biases": minimums_of(path, q, scale, kind, "MLX"),
         }
         return made
 
@@ -182,26 +183,6 @@ def _kind_of(leaf: QTensor) -> np.dtype:
     if leaf.offset is not None and leaf.offset.dtype != kind:
         return np.dtype(np.float32)
     return kind if exact else np.dtype(np.float32)
-
-
-def _biases(path: str, q: QTensor, form: Integer, scale: np.ndarray, kind: np.dtype) -> np.ndarray:
-    """Returns what is added to unsigned codes times the scale, exactly."""
-    shift = 2 ** (form.bits - 1) if form.signed else 0
-    zero = 0 if q.zero_point is None else for_rows(np.asarray(q.zero_point).astype(np.float64), q)
-    biases = -(zero + shift) * scale
-    offset = q.real_offset()
-    if offset is not None:
-        biases = biases + for_rows(np.asarray(offset).astype(np.float64), q)
-    kept = biases.astype(kind)
-    if not np.array_equal(kept.astype(np.float64), biases, equal_nan=True):
-        refuse_leaf(
-            path,
-            q,
-            "MLX",
-            expected=f"minimums, less zero points times scales, that {kind.name} holds",
-            mend="quantize it with scales of 16 bits, or write compressed-tensors.",
-        )
-    return kept
 
 
 def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:

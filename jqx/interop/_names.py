@@ -6,7 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._checks import check_instance, require_that, shown
+import jax
+import numpy as np
+
+from .._checks import check_instance, check_integer, require_that, shown
 from .._errors import message
 from ..tensor import QTensor
 
@@ -30,6 +33,9 @@ class Name:
         of all axes. A view: no code is moved.
       split: sizes into which an axis is split, by its number once transposed, such as
         `{1: (heads, size)}`.
+      interleaved: heads of queries or keys whose rows llama.cpp has permuted: where rotary
+        embeddings turn halves of a head, GGUF files of Llama have the rows of each pair beside
+        each other, and the tree is to have halves. 0 where rows are in order.
       optional: whether it is no error that nothing matches.
 
     Raises:
@@ -47,11 +53,22 @@ class Name:
     _: dataclasses.KW_ONLY
     transpose: bool | tuple[int, ...] = False
     split: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    interleaved: int = 0
     optional: bool = False
 
     def __post_init__(self) -> None:
         mend = "pass for example Name('lm_head.weight', 'head/kernel', transpose=True)."
         check_instance("interop.Name", "source", self.source, str, mend=mend)
+        heads = check_integer("interop.Name", "interleaved", self.interleaved)
+        require_that(
+            heads >= 0,
+            error=ValueError,
+            function="interop.Name",
+            problem="`interleaved` is no number of heads.",
+            given=f"interleaved == {heads}",
+            expected="0, or the heads of the weight",
+            mend="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for keys.",
+        )
         if self.target is not None:
             check_instance("interop.Name", "target", self.target, str, mend=mend)
         missing = {*_holes(self.target or "")} - {*_holes(self.source)}
@@ -70,7 +87,7 @@ class Name:
     def __repr__(self) -> str:
         more = [
             f", {field}={value!r}"
-            for field in ("transpose", "split", "optional")
+            for field in ("transpose", "split", "interleaved", "optional")
             if (value := getattr(self, field))
         ]
         return f"Name({self.source!r} -> {self.target!r}{''.join(more)})"
@@ -106,6 +123,7 @@ class Name:
 
     def view(self, name: str, leaf: Any) -> Any:
         """Returns a leaf as it lies in the tree."""
+        leaf = self._with_rows(name, leaf, back=False)
         order = self._order(name, leaf)
         leaf = leaf if order is None else leaf.transpose(order)
         shape: list[int] = []
@@ -128,9 +146,22 @@ class Name:
             at += len(sizes)
         leaf = leaf.reshape(tuple(shape)) if tuple(shape) != tuple(leaf.shape) else leaf
         order = self._order(name, leaf)
-        if order is None:
+        if order is not None:
+            leaf = leaf.transpose(tuple(sorted(range(leaf.ndim), key=order.__getitem__)))
+        return self._with_rows(name, leaf, back=True)
+
+    def _with_rows(self, name: str, leaf: Any, *, back: bool) -> Any:
+        """Returns a leaf of the file with rows of heads in halves; or, back, in pairs."""
+        if not self.interleaved:
             return leaf
-        return leaf.transpose(tuple(sorted(range(leaf.ndim), key=order.__getitem__)))
+        axis = max(leaf.ndim - 2, 0)
+        rows = leaf.shape[axis] if leaf.ndim else 1
+        fits = rows % (2 * self.interleaved) == 0
+        self._require(fits, name, leaf, f"rows of {self.interleaved} heads of pairs")
+        order = np.arange(rows).reshape(self.interleaved, -1, 2).swapaxes(1, 2).reshape(-1)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf)):
+            return leaf
+        return leaf.take(np.argsort(order) if back else order, axis=axis)
 
     def _order(self, name: str, leaf: Any) -> tuple[int, ...] | None:
         if self.transpose is False:

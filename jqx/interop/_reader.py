@@ -1,15 +1,13 @@
 """An open safetensors file: its tensors are read one by one, or mapped into memory."""
 
-import os
-import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from .._checks import require_that
-from .._errors import message
-from .._files import Path, as_path, open_regular
+from .._files import Path
+from ._bytes import Bytes
 from ._safetensors import (
     DTYPES,
     HEADER_LIMIT,
@@ -39,21 +37,20 @@ class Reader:
     entries: dict[str, Entry]
 
     def __init__(self, path: Path) -> None:
-        self.path = as_path("load", path)
+        self._bytes = Bytes(path)
+        self.path = self._bytes.path
         self.config: Mapping[str, Any] | None = None
-        self._lock = threading.Lock()
-        self._file = open_regular("load", self.path)
         try:
             self._open()
         except BaseException:
-            self._file.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._bytes.__exit__()
 
     def dtype(self, name: str) -> np.dtype:
         """Returns the dtype of a tensor as the file has it."""
@@ -83,67 +80,29 @@ class Reader:
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a copy of a tensor, of the dtype that its tree says."""
-        place, size = self._place(name)
-        raw = np.empty(size, np.uint8)
-        done = 0
-        with self._lock:
-            self._file.seek(place)
-            while done < size:
-                count = self._file.readinto(raw[done:].data)
-                if not count:
-                    self._refuse_shorter(name)
-                done += count
-        return self._array(name, raw, dtype)
+        return self._array(name, self._bytes.read(name, *self._place(name)), dtype)
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a tensor, mapped into memory: read when it is used, dropped when it is freed."""
-        place, size = self._place(name)
-        if self._size() < place + size:
-            self._refuse_shorter(name)
-        raw = np.memmap(self._file, np.uint8, "r", place, (size,)) if size else np.empty(0, "u1")
-        return self._array(name, np.asarray(raw), dtype)
+        return self._array(name, self._bytes.view(name, *self._place(name)), dtype)
 
     def _place(self, name: str) -> tuple[int, int]:
         """Returns where the bytes of a tensor begin, and how many there are."""
-        require_that(
-            not self._file.closed,
-            error=ValueError,
-            function="load",
-            problem=f"{self.path!r} is closed.",
-            given=f"the tensor {name!r} of a closed file",
-            expected="an open one",
-            mend="read inside of the `with` block.",
-        )
         entry = self.entries[name]
         return self._first + entry.start, entry.stop - entry.start
 
     def _array(self, name: str, raw: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return from_stored(name, raw, self.dtype(name), dtype).reshape(self.entries[name].shape)
 
-    def _size(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def _refuse_shorter(self, name: str) -> NoReturn:
-        entry = self.entries[name]
-        raise OSError(
-            message(
-                "load",
-                f"{self.path!r} has become shorter while it was open.",
-                given=f"{self._size()} bytes",
-                expected=f"{self._first + entry.stop} bytes, up to the tensor {name!r}",
-                mend="copy or download it again, and put a new file in its place only as a whole.",
-            )
-        )
-
     def _open(self) -> None:
         """Reads the header, and checks that the file is as long as it says."""
-        size = self._size()
-        length = int.from_bytes(self._file.read(8), "little")
+        size = self._bytes.size
+        length = int.from_bytes(self._bytes.head(8), "little")
         check(self.path, size >= 8, f"a file of {size} bytes")
         check(self.path, length <= HEADER_LIMIT, f"a header of {length} bytes")
         check(self.path, 8 + length <= size, f"a header of {length} bytes in a file of {size}")
         self._first = 8 + length
-        metadata, self.entries = read_header(self.path, self._file.read(length))
+        metadata, self.entries = read_header(self.path, self._bytes.head(8 + length)[8:])
         self.metadata = {**metadata}
         stop = max((entry.stop for entry in self.entries.values()), default=0)
         require_that(

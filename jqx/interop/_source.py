@@ -9,7 +9,9 @@ import numpy as np
 
 from .._checks import require_that, shown
 from .._files import Path, as_path
+from ._bytes import Bytes
 from ._config import read_config, read_json
+from ._gguf_source import MAGIC, GgufSource
 from ._reader import Reader
 from ._safetensors import Entry
 
@@ -106,7 +108,21 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
       ValueError: it is none of the formats that jqx reads.
     """
     text = as_path("load", path)
-    source: Source = Folder(text) if os.path.isdir(text) else Reader(text)
+    if os.path.isdir(text):
+        source: Source = Folder(text)
+    else:
+        with Bytes(text) as file:
+            is_gguf = file.head(len(MAGIC)) == MAGIC
+        require_that(
+            not (is_gguf and config is not None),
+            error=ValueError,
+            function="load",
+            problem="`config` has no use.",
+            given=f"a config, and the GGUF file {text!r}",
+            expected="config=None: each tensor of the file says what it is",
+            mend="leave it out.",
+        )
+        source = GgufSource(text) if is_gguf else Reader(text)
     if config is not None:
         source.config = config
     return source

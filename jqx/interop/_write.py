@@ -4,11 +4,9 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .._calls import called
@@ -19,9 +17,10 @@ from ..tensor._shared import as_spec
 from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
 from ._config import read_config
-from ._encoded import Encoded, as_numpy
-from ._safetensors import stored_dtype
+from ._encoded import Encoded, as_numpy, refuse_leaf
+from ._gguf_write import write_gguf
 from ._shards import FolderWriter
+from ._tree_leaves import Leaf, leaves_of
 
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -54,6 +53,20 @@ class Target(NamedTuple):
     metadata: Mapping[str, str] = {"format": "pt"}
 
 
+def _refused(path: str, leaf: QTensor) -> Encoded:
+    refuse_leaf(
+        path,
+        leaf,
+        "safetensors",
+        expected="arrays alone: no config says how codes become numbers",
+        mend="write another format, keep it with jqx.save, or write leaf.dequantize().",
+    )
+
+
+def _nothing(says: Any, floats: Any) -> dict[str, Any]:
+    return {}
+
+
 TARGETS = {
     "compressed-tensors": Target(
         _compressed_write.encode, _compressed_config.config, activations=True
@@ -63,35 +76,45 @@ TARGETS = {
     "fp8": Target(_fp8.encode, _fp8.config),
     "bitsandbytes": Target(_bitsandbytes.encode, _bitsandbytes.config),
     "mlx": Target(_mlx.encode, _mlx.config, "quantization", metadata={"format": "mlx"}),
+    "safetensors": Target(_refused, _nothing, ""),
 }
-"""The formats that are written, by name."""
+"""The formats of folders that are written, by name."""
+
+GGUF = "gguf"
+"""The format of a file that is written."""
 
 
 @called("interop.write", 'pass for example jqx.interop.write("folder", tree, "gptq").')
 def write(
-    folder: Path,
+    path: Path,
     tree: Any,
     format: str,
     *,
     config: Mapping[str, Any] | Path | None = None,
     tokenizer: Any = None,
     activation: QSpec | str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    limit: int = MOST,
+    limit: int | None = None,
 ) -> None:
-    """Writes a quantized model as a folder that transformers, vLLM and others load.
+    """Writes a model as a folder that transformers, vLLM and others load, or as a GGUF file.
 
     Each QTensor becomes the tensors of the format, exactly: codes, scales and zero points are those
     that it has, and what the format cannot hold is an error. Arrays are written as they are.
     Tensors are made and written one at a time; the folder is there as a whole or not at all.
 
+    A GGUF file has Q4_0 (int4), Q4_1 (4 bits with a minimum in float16: of zero points only where
+    float16 holds their product with the scale), Q8_0 (int8) and MXFP4, in groups of 32 or of a
+    multiple; and arrays as they are. Give its tensors the names that llama.cpp has
+    (`jqx.interop.tree`, `named`).
+
     Args:
-      folder: where; its parent must be there.
+      path: where; its parent must be there.
       tree: arrays and QTensors by name, `"model.layers.0.mlp.up_proj.weight"`, or in nested dicts,
         whose keys are joined with "."; weights `[out, in]`, as torch has them (`jqx.interop.tree`
         turns them). Or an open `jqx.interop.Archive`, whose leaves are read one at a time.
       format: `"compressed-tensors"`, `"gptq"` (of the second version), `"awq"`, `"fp8"` (in
-        blocks), `"mlx"` or `"bitsandbytes"` (nf4).
+        blocks), `"mlx"`, `"bitsandbytes"` (nf4), `"gguf"`, or `"safetensors"`: arrays alone.
       config: of the model, which becomes `config.json`: a dict, or the path of the file or of its
         folder; `None` takes that of an archive. What it says of quantization is replaced.
       tokenizer: a folder whose files of a tokenizer are copied, or what has `save_pretrained`;
@@ -99,11 +122,14 @@ def write(
       activation: how the operands beside quantized weights are to be quantized: a `QSpec`, or a
         scheme such as `"int8:token:dynamic"`; static ones need `<module>.input_scale` in the tree.
         `None` leaves them in float. For compressed-tensors alone.
-      overwrite: whether a folder of that name is replaced, with all that is in it.
-      limit: bytes of a file, at most (a tensor is never parted); from 1 on.
+      metadata: of a GGUF file, by key, such as that of `read_gguf`; `"general.architecture"` must
+        be there. Integers of Python become uint32 (int32 below 0, 64 bits where they need them),
+        floats float32; those of NumPy keep their dtype. `None` takes that of an archive.
+      overwrite: whether a folder of that name is replaced, with all that is in it; or a file.
+      limit: bytes of a file, at most (a tensor is never parted), from 1 on; `None` for 5 * 10**9.
 
     Raises:
-      OSError: the folder is there already, or cannot be written.
+      OSError: the folder, or the file, is there already, or cannot be written.
       TypeError: something else is in the tree.
       ValueError: the format is unknown, or cannot hold a tensor, which the message names; nothing
         is quantized; or a name is there twice.
@@ -117,28 +143,38 @@ def write(
       QTensor(int4[64, 64] per_block({0: 1, 1: 32}) packed along axis -1, scale float32[64, 2], \
 dtype=float32, 2,560 bytes)
     """
-    target = _target(format)
     spec = as_spec("interop.write", "activation", activation, "activation")
-    limit = check_integer("interop.write", "limit", limit)
-    leaves = _leaves(tree)
+    if format == GGUF:
+        given = {"config": config, "tokenizer": tokenizer, "activation": spec, "limit": limit}
+        for name, value in given.items():
+            _check_unused(value, name, format)
+        write_gguf(path, leaves_of(tree), _metadata(metadata, tree), overwrite=overwrite)
+        return
+    target = _target(format)
+    _check_unused(metadata, "metadata", format)
+    limit = MOST if limit is None else check_integer("interop.write", "limit", limit)
+    leaves = leaves_of(tree)
     more = _activations(format, target, spec, leaves)
     encoded = {
         name: target.encode(name, leaf.spec, *more)
         for name, leaf in leaves.items()
         if isinstance(leaf.spec, QTensor)
     }
-    _check_some(format, encoded, leaves)
+    if target.key:
+        _check_some(format, encoded, leaves)
     floats = [
         name
         for name, leaf in leaves.items()
         if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
     ]
     says = {name: each.says for name, each in encoded.items()}
-    model = {**_config(config, tree), target.key: target.config(says, floats, *more)}
+    model = _config(config, tree)
+    if target.key:
+        model[target.key] = target.config(says, floats, *more)
     tensors = _tensors(leaves, encoded)
     files = {"config.json": json.dumps(model, indent=2).encode(), **_tokenizer(tokenizer)}
     with FolderWriter(
-        folder, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
+        path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
     ) as out:
         for name, leaf in leaves.items():
             made = {name: leaf.read()}
@@ -148,74 +184,6 @@ dtype=float32, 2,560 bytes)
                 out.write(each, np.asarray(array))
 
 
-class _Leaf(NamedTuple):
-    """A leaf of the tree: abstract, or itself, and how it is read."""
-
-    spec: Any
-    read: Callable[[], Any]
-
-
-def _leaves(tree: Any) -> dict[str, _Leaf]:
-    """Returns the leaves of a tree by name."""
-    if isinstance(tree, Archive):
-        return {path: _Leaf(tree.spec(path), partial(tree.read, path)) for path in tree.paths}
-    leaves: dict[str, _Leaf] = {}
-    for name, leaf in _walk(tree, ()):
-        require_that(
-            name not in leaves,
-            error=ValueError,
-            function="interop.write",
-            problem=f"the name {name!r} is there twice.",
-            given="two leaves whose keys are joined to it",
-            expected="a name for each tensor",
-            mend="rename one of them.",
-        )
-        leaves[name] = _Leaf(leaf, partial(_same, leaf))
-    return leaves
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            require_that(
-                isinstance(key, str),
-                error=TypeError,
-                function="interop.write",
-                problem=f"a key of the dict at {'.'.join(keys)!r} is no string.",
-                given=f"a key of type {type(key).__name__}",
-                expected="names of tensors, or parts of them",
-                mend="name its items by strings, with jqx.interop.tree.",
-            )
-            yield from _walk(item, (*keys, key))
-        return
-    name = ".".join(keys)
-    known = isinstance(tree, (QTensor, jax.Array, np.ndarray))
-    require_that(
-        known and keys,
-        error=TypeError,
-        function="interop.write",
-        problem=f"there is no tensor at {name!r}." if keys else "`tree` is no dict of tensors.",
-        given=f"an object of type {type(tree).__name__}",
-        expected="arrays and QTensors, in dicts",
-        mend="pass for example quantized.params by the names of the checkpoint; see "
-        "jqx.interop.tree.",
-    )
-    require_that(
-        isinstance(tree, QTensor) or stored_dtype(tree.dtype) is not None,
-        error=ValueError,
-        function="interop.write",
-        problem=f"the array {name!r} has a dtype that no file holds.",
-        given=str(getattr(tree, "dtype", "")),
-        expected="numbers of JAX, of 64 bits at most, or bool",
-        mend="convert it.",
-    )
-    yield name, tree
-
-
 def _target(format: Any) -> Target:
     require_that(
         isinstance(format, str) and format in TARGETS,
@@ -223,14 +191,41 @@ def _target(format: Any) -> Target:
         function="interop.write",
         problem="there is no such format to write.",
         given=f"format == {shown(format)}",
-        expected=f"one of {', '.join(map(repr, TARGETS))}",
+        expected=f"one of {', '.join(map(repr, (*TARGETS, GGUF)))}",
         mend="pass one of these; jqx.save writes jqx's own files.",
     )
     return TARGETS[format]
 
 
+def _check_unused(value: Any, name: str, format: str) -> None:
+    """Checks that an argument which a format has no use for is left out."""
+    require_that(
+        value is None,
+        error=ValueError,
+        function="interop.write",
+        problem=f"`{name}` has no use for {format}.",
+        given=f"{name} of type {type(value).__name__}",
+        expected=f"{name}=None: " + _INSTEAD.get(name, "it is for folders"),
+        mend="leave it out.",
+    )
+
+
+_INSTEAD = {
+    "metadata": "it is for gguf",
+    "config": "metadata= says what the model is",
+    "tokenizer": "metadata= has the entries tokenizer.ggml.*",
+}
+
+
+def _metadata(metadata: Any, tree: Any) -> Any:
+    """Returns the metadata of a GGUF file that is to be written."""
+    if metadata is None and isinstance(tree, Archive) and tree.format == GGUF:
+        return tree.metadata
+    return metadata
+
+
 def _activations(
-    format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, _Leaf]
+    format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, Leaf]
 ) -> tuple[Any, ...]:
     """Returns what `encode` and `config` of a target take last."""
     require_that(
@@ -278,7 +273,7 @@ def _check_some(format: str, encoded: Mapping[str, Any], leaves: Mapping[str, An
 
 
 def _tensors(
-    leaves: Mapping[str, _Leaf], encoded: Mapping[str, Encoded]
+    leaves: Mapping[str, Leaf], encoded: Mapping[str, Encoded]
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Returns dtype and shape of what is written, by name."""
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}

@@ -1,0 +1,87 @@
+"""An open file of tensors, of which parts are read, or mapped into memory."""
+
+import os
+import threading
+from typing import NoReturn
+
+import numpy as np
+
+from .._checks import require_that
+from .._errors import message
+from .._files import Path, as_path, open_regular
+
+
+class Bytes:
+    """An open file. A context manager.
+
+    Attributes:
+      path: where it is.
+
+    Raises:
+      OSError: the file cannot be opened, or is no regular one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = as_path("load", path)
+        self._lock = threading.Lock()
+        self._file = open_regular("load", self.path)
+
+    def __enter__(self) -> "Bytes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def size(self) -> int:
+        """How many bytes the file has."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def head(self, size: int) -> bytes:
+        """Returns the first bytes, fewer where the file is shorter."""
+        with self._lock:
+            self._file.seek(0)
+            return self._file.read(size)
+
+    def read(self, name: str, place: int, size: int) -> np.ndarray:
+        """Returns a copy of bytes from a place on: those of the tensor `name`."""
+        self._check_open(name)
+        raw, done = np.empty(size, np.uint8), 0
+        with self._lock:
+            self._file.seek(place)
+            while done < size:
+                count = self._file.readinto(raw[done:].data)
+                if not count:
+                    self._refuse_shorter(name, place + size)
+                done += count
+        return raw
+
+    def view(self, name: str, place: int, size: int) -> np.ndarray:
+        """Returns bytes, mapped into memory: read when they are used, dropped when freed."""
+        self._check_open(name)
+        if self.size < place + size:
+            self._refuse_shorter(name, place + size)
+        raw = np.memmap(self._file, np.uint8, "r", place, (size,)) if size else np.empty(0, "u1")
+        return np.asarray(raw)
+
+    def _check_open(self, name: str) -> None:
+        require_that(
+            not self._file.closed,
+            error=ValueError,
+            function="load",
+            problem=f"{self.path!r} is closed.",
+            given=f"the tensor {name!r} of a closed file",
+            expected="an open one",
+            mend="read inside of the `with` block.",
+        )
+
+    def _refuse_shorter(self, name: str, stop: int) -> NoReturn:
+        raise OSError(
+            message(
+                "load",
+                f"{self.path!r} has become shorter while it was open.",
+                given=f"{self.size} bytes",
+                expected=f"{stop} bytes, up to the tensor {name!r}",
+                mend="copy or download it again, and put a new file in its place only as a whole.",
+            )
+        )

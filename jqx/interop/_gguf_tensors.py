@@ -1,0 +1,100 @@
+"""GGUF files as checkpoints: which QTensor a tensor of each type becomes.
+
+A QTensor has the scales and minimums that the file has. Those of K-quants are QTensors of integers
+in turn, whose scales are the factors of the blocks of 256; a minimum is subtracted there, so the
+factor of the `offset` is the negative one. Real arrays are float32, in which every product of a
+scale is exact.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..calibrators import Groups
+from ..numerics import Block
+from ..numerics._shared import E8M0
+from ..tensor import QTensor
+from ._coded import CodedLeaf, abstract, weight
+from ._gguf_blocks import FORMATS, Format, Parts, in_bits
+from ._gguf_source import GgufSource
+
+_U8 = np.dtype(np.uint8)
+
+_AT_ONCE = 2**18
+"""Bytes that are taken apart at a time."""
+
+
+def leaves(source: GgufSource, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+    """Yields the QTensors of a file."""
+    real = np.dtype(np.float32) if dtype is None else dtype
+    for name, kind in source.kinds.items():
+        source.dtype(name)  # or it is none that is read
+        form = FORMATS[kind]
+        if form.form is not None:
+            yield _leaf(name, form, source.entries[name].shape, real)
+
+
+def _leaf(name: str, form: Format, stored: tuple[int, ...], real: np.dtype) -> CodedLeaf:
+    blocks = stored[-1] // form.fields.itemsize
+    shape, rows = (*stored[:-1], blocks * form.size), math.prod(stored[:-1])
+    groups = Groups(shape, (*(1,) * (len(shape) - 1), form.group))
+    half = np.dtype(np.float16)
+    more: dict[str, Any] = {}
+    if form.inner is not None:
+        outer = Groups(groups.scale_shape, (*groups.sizes[:-1], form.size // form.group))
+        scale: Any = weight(outer, form.inner, half, np.dtype(np.float32))
+        if form.minimum:
+            more["offset"] = scale
+    else:
+        scale = E8M0 if isinstance(form.form, Block) else half
+        if form.minimum:
+            more["offset"] = abstract(groups.scale_shape, half)
+    like = weight(groups, form.form, scale, real, **more)
+
+    def decode(raw: np.ndarray) -> list[np.ndarray]:
+        fields = np.ascontiguousarray(raw).reshape(-1).view(form.fields).reshape(rows, blocks)
+        step = max(1, _AT_ONCE // max(1, blocks * form.size))
+        runs = [_taken_apart(form, fields[at : at + step]) for at in range(0, rows, step)]
+        runs = runs or [_taken_apart(form, fields)]
+        made = [np.concatenate(parts) for parts in zip(*runs, strict=True)]
+        return [_as_leaf(x, like_leaf) for x, like_leaf in zip(made, _leaves(like), strict=True)]
+
+    return CodedLeaf(name, ((name, _U8),), like, decode)
+
+
+def _leaves(like: QTensor) -> list[Any]:
+    """Returns the arrays of a QTensor, in order: values, scale and offset, each with its own."""
+    found: list[Any] = []
+    for part in (like.values, like.scale, like.offset):
+        if part is not None:
+            found += _leaves(part) if isinstance(part, QTensor) else [part]
+    return found
+
+
+def _taken_apart(form: Format, fields: np.ndarray) -> list[np.ndarray]:
+    """Returns the arrays of a QTensor of some rows."""
+    assert form.form is not None
+    parts: Parts = form.read(fields)
+    made = [in_bits(_rows(parts.codes), form.form)]
+    if form.inner is None:
+        assert parts.scale is not None
+        return [*made, parts.scale, *(() if parts.minimum is None else (parts.minimum,))]
+    assert parts.scales is not None and parts.scale is not None
+    made += [in_bits(_rows(parts.scales), form.inner), parts.scale]
+    if parts.minimum is not None and parts.minimums is not None:
+        made += [in_bits(_rows(parts.minimums), form.inner), -parts.minimum]
+    return made
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    rows, *outer = x.shape
+    return x.reshape(rows, math.prod(outer))
+
+
+def _as_leaf(x: np.ndarray, like: Any) -> np.ndarray:
+    """Returns bytes as the dtype of a leaf: the same bits."""
+    dtype = jnp.dtype(like.dtype)
+    return x if x.dtype == dtype else np.ascontiguousarray(x).view(dtype)

@@ -1,0 +1,81 @@
+"""The leaves of what is to be written, by name: of nested dicts, or of an open archive."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._checks import require_that
+from ..tensor import QTensor
+from ._archive import Archive
+from ._safetensors import stored_dtype
+
+
+class Leaf(NamedTuple):
+    """A leaf of the tree: abstract, or itself, and how it is read."""
+
+    spec: Any
+    read: Callable[[], Any]
+
+
+def leaves_of(tree: Any) -> dict[str, Leaf]:
+    """Returns the leaves of a tree by name."""
+    if isinstance(tree, Archive):
+        return {path: Leaf(tree.spec(path), partial(tree.read, path)) for path in tree.paths}
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in _walk(tree, ()):
+        require_that(
+            name not in leaves,
+            error=ValueError,
+            function="interop.write",
+            problem=f"the name {name!r} is there twice.",
+            given="two leaves whose keys are joined to it",
+            expected="a name for each tensor",
+            mend="rename one of them.",
+        )
+        leaves[name] = Leaf(leaf, partial(_same, leaf))
+    return leaves
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            require_that(
+                isinstance(key, str),
+                error=TypeError,
+                function="interop.write",
+                problem=f"a key of the dict at {'.'.join(keys)!r} is no string.",
+                given=f"a key of type {type(key).__name__}",
+                expected="names of tensors, or parts of them",
+                mend="name its items by strings, with jqx.interop.tree.",
+            )
+            yield from _walk(item, (*keys, key))
+        return
+    name = ".".join(keys)
+    known = isinstance(tree, (QTensor, jax.Array, np.ndarray))
+    require_that(
+        known and keys,
+        error=TypeError,
+        function="interop.write",
+        problem=f"there is no tensor at {name!r}." if keys else "`tree` is no dict of tensors.",
+        given=f"an object of type {type(tree).__name__}",
+        expected="arrays and QTensors, in dicts",
+        mend="pass for example quantized.params by the names of the checkpoint; see "
+        "jqx.interop.tree.",
+    )
+    require_that(
+        isinstance(tree, QTensor) or stored_dtype(tree.dtype) is not None,
+        error=ValueError,
+        function="interop.write",
+        problem=f"the array {name!r} has a dtype that no file holds.",
+        given=str(getattr(tree, "dtype", "")),
+        expected="numbers of JAX, of 64 bits at most, or bool",
+        mend="convert it.",
+    )
+    yield name, tree
