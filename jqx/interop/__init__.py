@@ -3,6 +3,7 @@
 from ._archive import Archive as Archive
 from ._archive import load as load
 from ._archive import read as read
+from ._gemma import from_gemma as from_gemma
 from ._gguf import Gguf as Gguf
 from ._gguf import GgufTensor as GgufTensor
 from ._gguf import read_gguf as read_gguf

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._checks import require_that, shown
-from . import _awq, _bitsandbytes, _compressed_tensors, _fp8, _gguf_tensors, _gptq, _mlx
+from . import (
+    _awq,
+    _bitsandbytes,
+    _compressed_tensors,
+    _fp8,
+    _gguf_tensors,
+    _gptq,
+    _mlx,
+    _mxfp4,
+)
 from ._coded import CodedLeaf
 from ._config import quantization_of
 from ._gguf_source import GgufSource
@@ -60,6 +69,7 @@ FORMATS = (
     Format("gptq", _method("gptq"), _gptq.MARKS, _gptq.leaves),
     Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
     Format("fp8", _method("fp8", "fbgemm_fp8"), _fp8.MARKS, _fp8.leaves),
+    Format("mxfp4", _method("mxfp4"), _mxfp4.MARKS, _mxfp4.leaves),
     Format("mlx", _is_mlx, _mlx.MARKS, _mlx.leaves),
     Format(
         "bitsandbytes",
@@ -73,6 +83,9 @@ FORMATS = (
 
 _UNREAD = {"torchao": "torchao keeps its tensors in a layout of its own kernels"}
 """Methods that are known and not read, and why."""
+
+_TORCHAO = "._weight_qdata"
+"""End of names of tensors of torchao."""
 
 
 def read_leaves(
@@ -136,6 +149,16 @@ def format_of_source(source: Source) -> Format | None:
 
 def _marked(source: Source) -> Format | None:
     """Returns the format of a file without a config, which must be one that needs none."""
+    foreign = next((name for name in source.entries if name.endswith(_TORCHAO)), None)
+    require_that(
+        foreign is None,
+        error=ValueError,
+        function="interop.read",
+        problem=f"{source.path!r} is of torchao, which jqx does not read.",
+        given=f"the tensor {shown(foreign)}",
+        expected=f"one of {', '.join(form.name for form in FORMATS)}: {_UNREAD['torchao']}",
+        mend="save the float weights, or quantize with llm-compressor (compressed-tensors).",
+    )
     for form in FORMATS:
         name = next((name for name in source.entries if name.endswith(form.marks)), None)
         if name is not None and form.alone:

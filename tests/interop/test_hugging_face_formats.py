@@ -228,3 +228,56 @@ def test_formats_of_one_kind_for_all_layers(tmp_path):
     for form, kinds in [("awq", awq), ("fp8", fp8)]:
         with pytest.raises(ValueError, match=r"cannot hold the tensor 'b\.weight'"):
             write(tmp_path / "m", tree_of(kinds), form, config={})
+
+
+# gpt-oss.
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+OSS = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+
+
+def experts(shape=(2, 6, 3)):
+    rng = np.random.default_rng(0)
+    return {
+        "m.experts.up_proj_blocks": rng.integers(0, 256, (*shape, 16)).astype(np.uint8),
+        "m.experts.up_proj_scales": rng.integers(100, 140, shape).astype(np.uint8),
+        "m.experts.up_proj_bias": np.ones(shape[:2], np.float32),
+    }
+
+
+def test_experts_of_gpt_oss_are_read(tmp_path):
+    tensors = experts()
+    with jqx.interop.read(write_folder(tmp_path, tensors, OSS)) as archive:
+        assert archive.format == "mxfp4"
+        assert {*archive.paths} == {"m.experts.up_proj", "m.experts.up_proj_bias"}
+        q = archive.read("m.experts.up_proj")
+    assert q.shape == (2, 6, 96) and q.nbytes == 2 * 6 * (48 + 3)
+    blocks = tensors["m.experts.up_proj_blocks"]
+    want = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(2, 6, 3, 32)
+    powers = np.ldexp(np.float32(1), tensors["m.experts.up_proj_scales"].astype(int) - 127)
+    np.testing.assert_array_equal(q.dequantize(), (want * powers[..., None]).reshape(q.shape))
+
+
+def test_experts_that_do_not_fit_are_refused(tmp_path):
+    tensors = experts()
+    blocks, scales, _ = tensors
+    for name, x, words in [
+        (blocks, tensors[blocks][..., :8], "the last of 16 bytes"),
+        (scales, tensors[scales][:1], "a scale for each block"),
+        (scales, tensors[scales].astype(np.int8), "uint8"),
+    ]:
+        folder = write_folder(tmp_path, {**tensors, name: x}, OSS)
+        with pytest.raises(ValueError, match=words):
+            jqx.interop.read(folder)
+    folder = write_folder(tmp_path, {n: x for n, x in tensors.items() if n != blocks}, OSS)
+    with pytest.raises(ValueError, match="belongs to no layer"):
+        jqx.interop.read(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config to say how"):
+        jqx.load(folder / "model.safetensors")
+
+
+def test_files_of_torchao_are_refused(tmp_path):
+    folder = write_folder(tmp_path, {"m._weight_qdata": np.ones((4, 4), np.int8)})
+    with pytest.raises(ValueError, match="of torchao, which jqx does not read"):
+        jqx.load(folder)
