@@ -13,4 +13,7 @@ from ._named_tree import tree as tree
 from ._names import Name as Name
 from ._save import save as save
 from ._save import save_leaves as save_leaves
+from ._verification import TensorCheck as TensorCheck
+from ._verification import Verification as Verification
+from ._verify import verify as verify
 from ._write import write as write

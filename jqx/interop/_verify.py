@@ -1,0 +1,281 @@
+"""`verify`: what was written, read again and compared with the float model."""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._calls import called
+from .._checks import check_instance, require_that, shown
+from ..calibrators._shared import per_block
+from ..diagnostics import Comparison, compare
+from ..diagnostics._shared import scheme_of, sqnr
+from ..policy import Policy, Rule
+from ..tensor import QSpec, QTensor
+from ..transforms import make_plan
+from ._archive import Archive, load
+from ._named_tree import Rules, tree
+from ._verification import TensorCheck, Verification
+
+_SAME = 30.0
+"""Decibels that floats which are no weights of codes must have beside the float model, at least."""
+
+_SCALES = re.compile(r"(.*[._/])?\w*scale(_inv|_ub)?")
+"""Names of scales that stand in files by themselves, of key-value caches and activations."""
+
+
+@called("interop.verify", 'pass for example jqx.interop.verify("folder", "float folder").')
+def verify(
+    file: Any,
+    reference: Any,
+    *,
+    names: Rules | None = None,
+    function: Callable[..., Any] | None = None,
+    batch: Sequence[Any] | None = None,
+    least: float = 3.0,
+    ignore: Sequence[str] = (),
+) -> Verification:
+    """Reads a quantized model again and compares it with the float one.
+
+    Each tensor is dequantized and laid beside its float one, one at a time. What is wrong: a tensor
+    that one of both lacks, another shape, numbers that are not finite, rows that became zeros, an
+    error beyond `least`, floats that are not those of the model in the dtype of the file, a scale
+    (of key-value caches, of activations) that is 0, negative or not finite. With a function and a
+    batch, its contractions are compared site by site too, as by `jqx.compare`.
+
+    Args:
+      file: a path that `jqx.load` takes, such as what `jqx.interop.write` or `jqx.save` wrote; an
+        open `jqx.interop.Archive`; or a tree.
+      reference: the float model, likewise; with a function, the parameters that it takes.
+      names: rules that turn the names of `file` into the paths of `reference`, see
+        `jqx.interop.tree`; `None` where they are the same ("/" and "." are one).
+      function: of the parameters, and of `batch`. Of a file of a quantized function, the one that
+        was quantized.
+      batch: its other arguments, a tuple.
+      least: decibels that a weight, and a site by itself, must have at least. 3.0 finds what is
+        laid out wrongly; 4 bits in groups have about 20.
+      ignore: regular expressions of paths that are not compared, matched in full.
+
+    Returns:
+      A `Verification`: rows by tensor, `problems`, `ok`; prints as a table. `check()` raises.
+
+    Raises:
+      OSError, ValueError: a file cannot be read; a rule or pattern matches nothing; `batch` is
+        missing.
+      TypeError: an argument is not of its kind.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> w = jax.random.normal(jax.random.key(0), (8, 64))
+      >>> q = jqx.QTensor.quantize(w, jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})))
+      >>> jqx.interop.verify({"up": {"weight": q}}, {"up.weight": w}).ok
+      True
+      >>> print(jqx.interop.verify({"up.weight": q, "k_scale": jnp.zeros(1)}, {"up.weight": w}))
+      path       scheme                         wrong         SQNR dB  max error
+      --------------------------------------------------------------------------
+      k_scale    float32                        a scale is 0        -          -
+      up.weight  int4 per_block({0: 1, 1: 32})  -                19.8      0.225
+      2 tensors, 1 of them wrong
+    """
+    least = float(least)
+    _check_arguments(function, batch, ignore)
+    with contextlib.ExitStack() as opened:
+        own = _opened(file, names, opened)
+        wanted = _opened(reference, None, opened)
+        rows = tuple(_rows(own, wanted, least, [*ignore]))
+    problems = [f"{row.path!r}: {problem}" for row in rows for problem in row.problems]
+    sites = None
+    if function is not None and not problems:
+        assert batch is not None
+        sites = _sites(function, file, reference, names, batch)
+        for site in (*sites.sites, sites.result):
+            found = site.local_sqnr if site is not sites.result else site.sqnr
+            if not found >= least:
+                problems.append(f"the site {site.name!r}: {found:.1f} dB")
+    return Verification(rows, sites, tuple(problems))
+
+
+class _Leaves(NamedTuple):
+    """Leaves by key, each with its path, and how it is read."""
+
+    paths: Mapping[str, str]
+    read: Callable[[str], Any]
+
+
+def _opened(given: Any, names: Rules | None, opened: contextlib.ExitStack) -> _Leaves:
+    """Returns the leaves of a path, an archive or a tree."""
+    if isinstance(given, (str, os.PathLike)):
+        given = opened.enter_context(Archive(given))
+    if isinstance(given, Archive) and names is None:
+        return _Leaves({_key(path): path for path in given.paths}, given.read)
+    if names is not None:
+        archive: Any = given
+        check_instance("interop.verify", "file", archive, Archive, mend="pass a path, with names.")
+        given = tree(archive, names)
+    flat = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_coded)
+    leaves = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in flat}
+    fits = leaves and all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values())
+    require_that(
+        fits,
+        error=TypeError,
+        function="interop.verify",
+        problem="there is nothing to compare.",
+        given=f"an object of type {type(given).__name__}",
+        expected="a path, an open Archive, or a tree of arrays and QTensors",
+        mend="pass for example the folder that was written.",
+    )
+    return _Leaves({_key(path): path for path in leaves}, leaves.__getitem__)
+
+
+def _key(path: str) -> str:
+    return path.replace("/", ".")
+
+
+def _is_coded(x: Any) -> bool:
+    return isinstance(x, QTensor)
+
+
+def _rows(
+    own: _Leaves, wanted: _Leaves, least: float, ignore: Sequence[str]
+) -> Iterator[TensorCheck]:
+    every = dict.fromkeys((*own.paths, *wanted.paths))
+    for pattern in ignore:
+        paths = (leaves.paths.get(key, "") for leaves in (own, wanted) for key in every)
+        require_that(
+            any(re.fullmatch(pattern, path) for path in paths),
+            error=ValueError,
+            function="interop.verify",
+            problem="a pattern of `ignore` matches nothing.",
+            given=shown(pattern),
+            expected="regular expressions of whole paths",
+            mend="drop it, or look at the paths of the file.",
+        )
+    for key in every:
+        path = own.paths.get(key) or wanted.paths[key]
+        if any(re.fullmatch(pattern, path) for pattern in ignore):
+            continue
+        if key not in own.paths:
+            yield TensorCheck(path, "-", math.nan, math.nan, ("missing in the file",))
+        elif key not in wanted.paths:
+            yield _alone(path, own.read(path))
+        else:
+            yield _compared(path, own.read(path), wanted.read(wanted.paths[key]), least)
+
+
+def _alone(path: str, x: Any) -> TensorCheck:
+    """Returns what is wrong with a tensor that the float model has not."""
+    kind = scheme_of(x) if _is_coded(x) else x.dtype.name
+    problems = ["not in the float model"]
+    if not _is_coded(x) and _SCALES.fullmatch(path):
+        values = np.asarray(x).astype(np.float64)
+        wrong = {
+            "a scale is 0": (values == 0).any(),
+            "a scale is negative": (values < 0).any(),
+            "a scale is not finite": not np.isfinite(values).all(),
+        }
+        problems = [text for text, found in wrong.items() if found]
+    return TensorCheck(path, kind, math.nan, math.nan, tuple(problems))
+
+
+def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
+    kind = scheme_of(x) if _is_coded(x) else x.dtype.name
+    if tuple(x.shape) != tuple(real.shape):
+        text = f"shape {tuple(x.shape)}, not {tuple(real.shape)}"
+        return TensorCheck(path, kind, math.nan, math.nan, (text,))
+    want = np.asarray(real.dequantize() if _is_coded(real) else real)
+    if not jnp.issubdtype(want.dtype, jnp.floating):
+        same = not _is_coded(x) and np.array_equal(np.asarray(x), want)
+        error = 0.0 if same else math.nan
+        return TensorCheck(
+            path, kind, math.inf if same else math.nan, error, () if same else ("differs",)
+        )
+    if not _is_coded(x):
+        want, least = want.astype(x.dtype), _SAME
+    found = np.asarray(x.dequantize() if _is_coded(x) else x).astype(np.float32)
+    want = want.astype(np.float32)
+    error, decibel, problems = 0.0, sqnr(want, found), []
+    if found.size:
+        with np.errstate(invalid="ignore"):
+            error = float(np.abs(found - want).max())
+    if np.isfinite(want).all() and not np.isfinite(found).all():
+        problems.append("numbers that are not finite")
+    elif not decibel >= least and not np.array_equal(found, want, equal_nan=True):
+        problems.append(f"less than {least:g} dB")
+    lost = _lost_rows(found, want)
+    if lost:
+        problems.append(f"{lost} rows are zeros")
+    return TensorCheck(path, kind, decibel, error, tuple(problems))
+
+
+def _lost_rows(found: np.ndarray, want: np.ndarray) -> int:
+    """Returns how many rows became zeros."""
+    if found.ndim < 2 or not found.size:
+        return 0
+    return int((~found.any(-1) & want.any(-1)).sum())
+
+
+def _sites(
+    function: Callable[..., Any],
+    file: Any,
+    reference: Any,
+    names: Rules | None,
+    batch: Sequence[Any],
+) -> Comparison:
+    """Returns the error of each contraction with a quantized weight."""
+    if isinstance(file, (str, os.PathLike)):
+        with Archive(file) as archive:
+            is_function = archive.quantized is not None
+            params = None if is_function else _tree(archive, names)
+        if is_function:
+            whole = load(file)
+            return compare(function, whole.plan, whole.affines, weights=whole.params)(
+                reference, *batch
+            )
+    else:
+        params = _tree(file, names) if isinstance(file, Archive) else file
+    flat, structure = jax.tree_util.tree_flatten_with_path(reference)
+    keys = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_coded)
+    leaves = {_key(jax.tree_util.keystr(p, simple=True, separator="/")): x for p, x in pairs}
+    codes = {key: leaves[_key(key)] for key in keys if _is_coded(leaves.get(_key(key)))}
+    rules = [Rule(re.escape(key), weight=_spec(q)) for key, q in codes.items()]
+    plan = make_plan(function, Policy(rules))(reference, *batch)
+    weights = structure.unflatten(codes.get(key, x) for key, (_, x) in zip(keys, flat, strict=True))
+    return compare(function, plan, weights=weights)(reference, *batch)
+
+
+def _tree(archive: Archive, names: Rules | None) -> Any:
+    return archive.map(archive.read) if names is None else tree(archive, names)
+
+
+def _spec(q: QTensor) -> QSpec:
+    """Returns a spec of the format of a QTensor: which site has which codes."""
+    return QSpec(q.qtype, per_block(dict(enumerate(q.groups.sizes)), tail=True))
+
+
+def _check_arguments(function: Any, batch: Any, ignore: Any) -> None:
+    require_that(
+        (function is None) == (batch is None),
+        error=ValueError,
+        function="interop.verify",
+        problem="a function needs a batch, and a batch a function.",
+        given="one of both",
+        expected="function=f, batch=(x, ...), for f(reference, x, ...)",
+        mend="pass both, or neither.",
+    )
+    fits = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
+    require_that(
+        fits,
+        error=TypeError,
+        function="interop.verify",
+        problem="`ignore` holds no patterns.",
+        given=shown(ignore),
+        expected="a list of regular expressions",
+        mend="pass for example ignore=['lm_head.weight'].",
+    )

@@ -1,0 +1,149 @@
+"""What was written is read again and compared with the float model."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import QTensor
+from jqx.interop import Name, verify, write
+
+from .refusals import assert_refused
+
+NAMES = [
+    Name("layers.{i}.up.weight", "up", transpose=True),
+    Name("head.weight", "head", transpose=True),
+    Name("norm.weight", "norm"),
+]
+
+
+def apply(params, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, params["up"])
+    return (x * params["norm"][None]) @ params["head"]
+
+
+@pytest.fixture(scope="module")
+def floats():
+    keys = jax.random.split(jax.random.key(0), 4)
+    names = {f"layers.{i}.up.weight": jax.random.normal(keys[i], (32, 32)) for i in range(3)}
+    return {
+        **names,
+        "head.weight": jax.random.normal(keys[3], (16, 32)),
+        "norm.weight": jnp.ones(32),
+    }
+
+
+def quantized(floats, scheme="int4"):
+    spec = jqx.QSpec(scheme, jqx.per_block({0: 1, 1: 32}))
+    return {
+        name: QTensor.quantize(x, spec) if name.startswith("layers") else x
+        for name, x in floats.items()
+    }
+
+
+def test_what_is_written_well_is_right(tmp_path, floats):
+    write(tmp_path / "m", quantized(floats), "compressed-tensors", config={})
+    jqx.save(tmp_path / "f", floats)
+    found = verify(tmp_path / "m", tmp_path / "f")
+    assert found.ok and found.check() is found and found.sites is None
+    assert {row.path for row in found.tensors} == {*floats}
+    for row in found.tensors:
+        assert 15 < row.sqnr < 25 if row.path.startswith("layers") else row.sqnr == math.inf
+    with jqx.interop.read(tmp_path / "m") as archive:
+        assert verify(archive, floats) == found
+    assert json.loads(json.dumps(found.to_dict()))["problems"] == []
+    assert "0 of them wrong" in str(found)
+
+
+def test_sites_of_a_function_are_compared(tmp_path, floats):
+    write(tmp_path / "m", quantized(floats), "compressed-tensors", config={})
+    jqx.save(tmp_path / "f", floats)
+    with jqx.interop.read(tmp_path / "f") as archive:
+        params = jqx.interop.tree(archive, NAMES)
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    found = verify(tmp_path / "m", params, names=NAMES, function=apply, batch=batch)
+    assert found.ok and [site.name for site in found.sites.sites] == ["up[0]", "up[1]", "up[2]"]
+    assert all(15 < site.local_sqnr < 30 for site in found.sites.sites)
+    assert "own SQNR dB" in str(found)
+    strict = verify(tmp_path / "m", params, names=NAMES, function=apply, batch=batch, least=15)
+    assert strict.ok
+
+
+def test_a_file_of_a_quantized_function(tmp_path, floats):
+    params = {"up": jnp.stack([floats[f"layers.{i}.up.weight"] for i in range(3)])}
+    params |= {"norm": floats["norm.weight"], "head": floats["head.weight"].T}
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    whole = jqx.ptq(apply, jqx.presets.w8a8_dynamic(), progress=False)(params, [batch])
+    jqx.save(tmp_path / "q", whole)
+    found = verify(tmp_path / "q", params, function=apply, batch=batch)
+    assert found.ok and len(found.sites.sites) == 4
+    other = {**params, "head": params["head"][::-1]}
+    assert any("'head'" in line for line in verify(tmp_path / "q", other).problems)
+
+
+def with_scale(q, scale):
+    return dataclasses.replace(q, scale=scale)
+
+
+WRONG = {
+    "missing": (lambda q: None, "missing in the file"),
+    "shape": (lambda q: q[:16], r"shape \(16, 32\)"),
+    "layout": (lambda q: q.T, "less than 3 dB"),
+    "sign": (lambda q: with_scale(q, -q.scale), "less than 3 dB"),
+    "infinite": (lambda q: with_scale(q, q.scale.at[0].set(jnp.inf)), "not finite"),
+    "zeros": (lambda q: with_scale(q, q.scale.at[3].set(0)), "1 rows are zeros"),
+    "twice": (lambda q: with_scale(q, q.scale * 2), "less than 3 dB"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_found(floats, case):
+    name, tree = "layers.1.up.weight", quantized(floats, "int8")
+    change, words = WRONG[case]
+    changed = change(tree.pop(name))
+    if changed is not None:
+        tree[name] = changed
+    found = verify(tree, floats)
+    assert not found.ok and len([row for row in found.tensors if row.problems]) == 1
+    with pytest.raises(ValueError, match=f"'{name}': .*{words}"):
+        found.check()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "is 0"), (-1, "negative"), (np.nan, "not finite")]
+)
+def test_scales_of_caches_are_looked_at(floats, value, words):
+    tree = quantized(floats)
+    for name in ("layers.0.k_scale", "layers.0.up.input_scale", "layers.0.up.weight_scale_inv"):
+        assert verify({**tree, name: jnp.ones(2)}, floats).ok
+        (problem,) = verify({**tree, name: jnp.array([1, value])}, floats).problems
+        assert name in problem and words in problem
+
+
+def test_floats_are_those_of_the_model_in_the_dtype_of_the_file(floats):
+    tree = quantized(floats)
+    half = {**tree, "head.weight": tree["head.weight"].astype(jnp.bfloat16)}
+    assert verify(half, floats).ok
+    other = {**tree, "norm.weight": tree["norm.weight"] * 1.1}
+    assert verify(other, floats).problems == ("'norm.weight': less than 30 dB",)
+    more = {**tree, "more.weight": jnp.ones(3)}
+    assert verify(more, floats).problems == ("'more.weight': not in the float model",)
+    assert verify(more, floats, ignore=[r"more\..*"]).ok
+
+
+def test_arguments_that_do_not_fit(tmp_path, floats):
+    assert_refused(lambda: verify(floats, floats, function=apply), "a function needs a batch")
+    assert_refused(lambda: verify(floats, floats, ignore=["nothing"]), "matches nothing")
+    assert_refused(lambda: verify(floats, floats, ignore="x"), "no patterns", error=TypeError)
+    assert_refused(lambda: verify({}, floats), "nothing to compare", error=TypeError)
+    assert_refused(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
+    assert_refused(lambda: verify(floats, floats, names=NAMES), "`file`", error=TypeError)
+    assert_refused(lambda: verify(tmp_path / "no", floats), "cannot", error=FileNotFoundError)
