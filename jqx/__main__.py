@@ -1,4 +1,4 @@
-"""`python -m jqx`: quantize, report, diff and plot files of weights."""
+"""`python -m jqx`: quantize, convert, verify, report, diff and plot files of weights."""
 
 import sys
 

@@ -221,7 +221,7 @@ PUBLIC = {
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
         AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse
-        Percentile percentile Rms rms Ceil ceil FourOverSix four_over_six
+        Percentile percentile Rms rms Rounded Ceil ceil FourOverSix four_over_six
     """,
     "diagnostics": """
         compare Comparison SiteError explain Explanation Explained lowering Lowering Contraction

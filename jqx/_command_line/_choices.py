@@ -11,6 +11,7 @@ first.
 
 import argparse
 import re
+import textwrap
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,16 @@ _SUFFIXES = ("weight", "weights", "kernel", "embedding", "embeddings")
 _TABLE = re.compile(r".*(embeddings?|embed_tokens|wte|wpe)(\.weight)?", re.DOTALL)
 _PRESETS = [name for name in vars(presets) if not name.startswith("_")]
 
+SCHEMES = """schemes: a format (a dtype of JAX, or a name of jqx.numerics), and options after colons
+  float                         as it is
+  int8, float8_e4m3fn, nvfp4    one scale a channel; in a block format, one a block
+  int4:group=32, nf4:block=64   one scale for each 32 or 64 weights along the axes that are summed
+  int8:tensor, int8:channel     one scale in all, one a channel
+  uint4:group=64:asymmetric     zero points
+  int4:calibrator=mse           a calibrator, by its name in jqx.calibrators
+  int8:contract=0,1             which axes are summed over, where the layout does not tell"""
+"""What `--help` says of schemes."""
+
 
 class Choice(NamedTuple):
     """What becomes of a tensor.
@@ -44,6 +55,9 @@ class Choice(NamedTuple):
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how tensors are quantized."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", 79)
+    parser.epilog = SCHEMES
     parser.add_argument("--policy", choices=_PRESETS, help="a preset, for all weights")
     parser.add_argument(
         "--tables",

@@ -1,14 +1,18 @@
 """`main`: reads the arguments, runs a sub-command, says in one line what went wrong."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import _diff, _plot, _quantize, _report
+from . import _convert, _diff, _plot, _quantize, _report, _verify
 
-_CODES = "Exit codes: 0 done, or equal; 1 the files of diff differ; 2 wrong usage, or a wrong file."
+_CODES = (
+    "Exit codes: 0 done, or equal; 1 the files of diff differ, or verify found a fault; 2 wrong "
+    "usage, or a wrong file."
+)
 
 
 class _UsageError(Exception):
@@ -30,12 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0 where all went well and, for `diff`, the files are equal; 1 where `diff` finds a
-      difference; 2 for wrong arguments or files, with one line on standard error.
+      difference, or `verify` a fault; 2 for wrong arguments or files, with one line on standard
+      error.
     """
     parser = _Parser(prog="python -m jqx", description=__doc__, epilog=_CODES)
-    parser.description = "Quantize, measure, compare and draw files of weights (safetensors)."
+    parser.description = "Quantize, convert, verify, measure and draw files of weights."
+    version = importlib.import_module(__name__.partition(".")[0]).__version__
+    parser.add_argument("--version", action="version", version=f"jqx {version}")
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
-    for module in (_quantize, _report, _diff, _plot):
+    for module in (_quantize, _convert, _verify, _report, _diff, _plot):
         module.add(commands)
     try:
         args = parser.parse_args(argv)

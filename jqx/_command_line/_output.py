@@ -1,9 +1,13 @@
 """What sub-commands print beside tables."""
 
+import argparse
 import json
+import os
 from typing import Any
 
+from .._checks import require_that
 from ..diagnostics._shared import finite
+from ..tensor import QTensor
 
 
 def print_json(data: Any) -> None:
@@ -15,3 +19,27 @@ def savings(before: int, after: int) -> str:
     """Returns in words what became of a number of bytes."""
     times = f" ({before / after:.2f} times fewer)" if after else ""
     return f"{before:,} bytes become {after:,}{times}"
+
+
+def size_of(leaf: Any) -> int:
+    """Returns the bytes of a leaf, abstract or not."""
+    return leaf.nbytes if isinstance(leaf, QTensor) else leaf.size * leaf.dtype.itemsize
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that allows to write over what is there."""
+    parser.add_argument("--force", action="store_true", help="replace what is there already")
+
+
+def check_absent(function: str, path: str, force: bool) -> None:
+    """Checks that no file, and no folder of a checkpoint, is replaced unless that is asked for."""
+    is_model = os.path.isdir(path) and function == "convert"
+    require_that(
+        force or not (os.path.isfile(path) or is_model),
+        error=FileExistsError,
+        function=function,
+        problem=f"{path!r} is there already.",
+        given="no --force",
+        expected="the name of something new",
+        mend="choose another name, or pass --force.",
+    )

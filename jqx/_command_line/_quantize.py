@@ -9,9 +9,8 @@ from typing import Any
 from .._checks import require_that
 from ..diagnostics._shared import Table, scheme_of
 from ..interop import Archive, save_leaves
-from ..tensor import QTensor
 from ._choices import Choice, add_choices, choose, quantize_leaf
-from ._output import print_json, savings
+from ._output import add_force, check_absent, print_json, savings, size_of
 
 
 def add(commands: Any) -> None:
@@ -23,8 +22,9 @@ def add(commands: Any) -> None:
         "jqx.load reads.",
     )
     parser.add_argument("input", help="a safetensors file")
-    parser.add_argument("output", help="the file to write; an old one is replaced at the end")
+    parser.add_argument("output", help="the file to write")
     add_choices(parser)
+    add_force(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=run)
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs it and returns the exit code."""
+    check_absent("quantize", args.output, args.force or args.dry_run)
     with Archive(args.input) as archive:
         choices = choose(archive, args)
         require_that(
@@ -83,8 +84,8 @@ def _show(
             "dtype": specs[path].dtype.name,
             "scheme": None if choice.spec is None else scheme_of(specs[path]),
             "why": choice.why,
-            "bytes_before": _bytes(archive.spec(path)),
-            "bytes_after": _bytes(specs[path]),
+            "bytes_before": size_of(archive.spec(path)),
+            "bytes_after": size_of(specs[path]),
         }
         for path, choice in choices.items()
     ]
@@ -110,7 +111,3 @@ def _show(
         for t in tensors
     ]
     print(Table(("path", "tensor", "scheme", "by", "bytes", "after"), tuple(rows), footer, texts=4))
-
-
-def _bytes(leaf: Any) -> int:
-    return leaf.nbytes if isinstance(leaf, QTensor) else leaf.size * leaf.dtype.itemsize

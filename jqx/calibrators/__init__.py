@@ -25,6 +25,7 @@ from ._percentile import Percentile as Percentile
 from ._percentile import percentile as percentile
 from ._rms import Rms as Rms
 from ._rms import rms as rms
+from ._rounded import Rounded as Rounded
 from ._scale_rules import Ceil as Ceil
 from ._scale_rules import FourOverSix as FourOverSix
 from ._scale_rules import ceil as ceil

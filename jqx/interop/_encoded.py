@@ -147,8 +147,7 @@ def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
             q,
             format,
             expected="scales that float16 holds",
-            mend="quantize it with float16 scales: q = dataclasses.replace(q, "
-            "scale=q.scale.astype(jnp.float16)) before codes are chosen.",
+            mend="quantize it with scales of float16: calibrator=jqx.calibrators.Rounded().",
         )
     return halves
 

@@ -21,7 +21,9 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(tree: Any) -> dict[str, Leaf]:
-    """Returns the leaves of a tree by name."""
+    """Returns the leaves of a tree by name; a dict of `Leaf`s is what it says."""
+    if isinstance(tree, Mapping) and tree and all(isinstance(x, Leaf) for x in tree.values()):
+        return dict(tree)
     if isinstance(tree, Archive):
         return {path: Leaf(tree.spec(path), partial(tree.read, path)) for path in tree.paths}
     leaves: dict[str, Leaf] = {}

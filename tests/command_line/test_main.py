@@ -7,6 +7,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+import jqx
 from jqx._command_line import main
 
 from .files import error_of, saved
@@ -49,14 +50,24 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path, count):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("command", [[], ["quantize"], ["report"], ["diff"], ["plot"]])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in "quantize convert verify report diff plot".split())]
+)
 def test_help_says_what_there_is(capsys, command):
     with pytest.raises(SystemExit) as info:
         main([*command, "--help"])
     assert info.value.code == 0
     out = capsys.readouterr().out
     assert "usage: python -m jqx" in out
-    assert ("Exit codes: " in out) == (command in ([], ["diff"]))
+    assert ("Exit codes: " in out) == (command in ([], ["diff"], ["verify"]))
+    assert ("int4:group=32" in out) == (command[:1] not in ([], ["diff"], ["verify"]))
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as info:
+        main(["--version"])
+    assert info.value.code == 0
+    assert capsys.readouterr().out == f"jqx {jqx.__version__}\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["what"], ["diff"], ["diff", "a"], ["plot", "a"]])

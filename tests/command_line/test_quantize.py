@@ -179,7 +179,11 @@ def test_bytes_are_those_of_the_file(capsys, source, out):
 
 
 def test_the_input_may_be_the_output(capsys, source):
-    assert run(capsys, "quantize", source, source, "--policy", "w8a16")[0] == 0
+    command = ["quantize", source, source, "--policy", "w8a16"]
+    assert "is there already" in error_of(capsys, *command)
+    assert run(capsys, *command, "--dry-run")[0] == 0
+    assert not isinstance(jqx.load(source)["embed.weight"], jqx.QTensor)
+    assert run(capsys, *command, "--force")[0] == 0
     assert isinstance(jqx.load(source)["embed.weight"], jqx.QTensor)
 
 
@@ -243,7 +247,7 @@ def test_float64_is_not_cut(capsys, tmp_path, out):
     assert run(capsys, *command, "--rule", "weight=float")[0] == 0
     assert jqx.load(out)["weight"].dtype == np.float64
     with jax.enable_x64(True):
-        assert run(capsys, *command)[0] == 0
+        assert run(capsys, *command, "--force")[0] == 0
         q = jqx.load(out)["weight"]
         assert (q.dtype, q.dequantize().dtype) == (np.float64, np.float64)
 

@@ -49,9 +49,8 @@ def test_a_rule_leaves_what_is_quantized_already(capsys, tmp_path):
     assert [t["why"] for t in done["tensors"]] == ["a.*=float", "policy w8a16"]
     code, found = run_json(capsys, "report", source, "--policy", "w8a16", "--rule", "a.*=float")
     assert code == 0 and len(found["weights"]) == 2
-    assert "matches nothing" in error_of(
-        capsys, *command, "--rule", "a.*=float", "--rule", "c=int4"
-    )
+    rules = ["--rule", "a.*=float", "--rule", "c=int4"]
+    assert "matches nothing" in error_of(capsys, *command, "--force", *rules)
 
 
 def test_a_report_of_a_quantized_file_needs_no_policy(capsys, quantized):

@@ -1,0 +1,134 @@
+"""`python -m jqx convert`: a checkpoint of one format to another, tensor by tensor."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .._checks import require_that
+from ..calibrators import Rounded
+from ..interop import Archive, save_leaves, write
+from ..interop._shared import GGUF, TARGETS, TOKENIZERS, Leaf, read_json
+from ..numerics import Block, format_of
+from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._output import add_force, check_absent, print_json, savings, size_of
+
+OWN = "jqx"
+"""The format of `jqx.save`."""
+
+_IN_HALF = ("gptq", "awq", GGUF)
+"""Formats that hold scales in float16: those of weights that are quantized here are."""
+
+
+def add(commands: Any) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint in the format of others",
+        description="Reads a checkpoint of any format that jqx.load reads and writes another, "
+        "tensor by tensor. Codes and scales stay what they are; with --policy or --rule, float "
+        "weights are quantized on the way. What a format cannot hold is an error that names the "
+        "tensor.",
+    )
+    parser.add_argument("input", help="a folder as Hugging Face has them, or a file")
+    parser.add_argument("output", help="the folder to write; for jqx and gguf, the file")
+    parser.add_argument(
+        "--format", required=True, choices=[OWN, *TARGETS, GGUF], help="what is written"
+    )
+    parser.add_argument(
+        "--config", metavar="PATH", help="config.json of the model; by default, that of the input"
+    )
+    parser.add_argument(
+        "--metadata", metavar="PATH", help="of gguf: a JSON file; by default, that of the input"
+    )
+    parser.add_argument(
+        "--activation", metavar="SCHEME", help="of compressed-tensors, such as int8:token:dynamic"
+    )
+    add_choices(parser)
+    add_force(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs it and returns the exit code."""
+    check_absent("convert", args.output, args.force)
+    with Archive(args.input) as archive:
+        choices = choose(archive, args)
+        if args.format in _IN_HALF:
+            choices = {path: _in_half(choice) for path, choice in choices.items()}
+        specs = {path: made(archive.spec, path, choice) for path, choice in choices.items()}
+        read: dict[str, Callable[[], Any]] = {
+            path: partial(made, archive.read, path, choice) for path, choice in choices.items()
+        }
+        if args.format == OWN:
+            _check_unused(args, "config", "metadata", "activation")
+            tree, leaves = archive.map(specs.get), (each() for each in read.values())
+            save_leaves(args.output, tree, leaves, metadata=_texts(archive))
+        else:
+            named = {path.replace("/", "."): Leaf(specs[path], read[path]) for path in specs}
+            write(args.output, named, args.format, **_arguments(args, archive))
+        _show(args, archive, specs)
+    return 0
+
+
+def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
+    """Returns a leaf of the input, quantized where a choice says so."""
+    leaf = read(path)
+    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
+
+
+def _in_half(choice: Choice) -> Choice:
+    """Returns a choice whose scales are numbers of float16."""
+    spec = choice.spec
+    if spec is None or isinstance(format_of(spec.qtype), Block):
+        return choice
+    return choice._replace(spec=dataclasses.replace(spec, calibrator=Rounded(spec.calibrator)))
+
+
+def _arguments(args: argparse.Namespace, archive: Archive) -> dict[str, Any]:
+    """Returns what `write` is told beside the leaves."""
+    if args.format == GGUF:
+        _check_unused(args, "config", "activation")
+        known = archive.metadata if archive.format == GGUF else None
+        metadata = known if args.metadata is None else read_json(args.metadata)
+        return {"metadata": metadata, "overwrite": args.force}
+    _check_unused(args, "metadata")
+    has_tokenizer = any(os.path.isfile(os.path.join(args.input, name)) for name in TOKENIZERS)
+    return {
+        "config": archive.config or {} if args.config is None else args.config,
+        "tokenizer": args.input if has_tokenizer else None,
+        "activation": args.activation,
+        "overwrite": args.force,
+    }
+
+
+def _check_unused(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        require_that(
+            getattr(args, name) is None,
+            error=ValueError,
+            function="convert",
+            problem=f"`--{name}` has no use for {args.format}.",
+            given=f"--{name} {getattr(args, name)}",
+            expected="nothing: this format does not say it",
+            mend="leave it out.",
+        )
+
+
+def _texts(archive: Archive) -> dict[str, str]:
+    """Returns the metadata of a file that are text, as safetensors files have them."""
+    return {key: value for key, value in archive.metadata.items() if isinstance(value, str)}
+
+
+def _show(args: argparse.Namespace, archive: Archive, specs: dict[str, Any]) -> None:
+    before = sum(size_of(archive.spec(path)) for path in archive.paths)
+    after = sum(map(size_of, specs.values()))
+    if args.json:
+        written = {"written": args.output, "from": archive.format, "format": args.format}
+        print_json({**written, "tensors": len(specs), "bytes_before": before, "bytes_after": after})
+        return
+    kinds = f"{archive.format} to {args.format}"
+    print(f"{args.output}: {len(specs)} tensors, {kinds}; {savings(before, after)}")

@@ -1,0 +1,120 @@
+"""Scales that files of others hold: those of another calibrator, rounded to 16 bits."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._checks import as_dtype, check_instance, require_that
+from ..numerics import Block, format_of
+from ._absmax import absmax
+from ._calibrator import Affine, Affinity, Calibrator
+
+_KINDS = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Calibrator):
+    """Takes the scales of another calibrator, rounded to 16 bits before codes are chosen.
+
+    GPTQ, AWQ and GGUF files hold scales in float16. A scale above 0 stays above 0 and finite: it is
+    the least, or the largest number of the dtype where it is beyond them. Scales are still float32
+    arrays, of numbers that the dtype holds: `q.scale.astype(dtype)` loses nothing.
+
+    Attributes:
+      calibrator: the one that finds them.
+      dtype: float16 or bfloat16.
+
+    Raises:
+      TypeError: a field is not of its kind.
+      ValueError: `dtype` is another; when it is used, the format keeps scales of its own.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> spec = jqx.QSpec("int4", jqx.per_axis(0), calibrator=jqx.calibrators.Rounded())
+      >>> jqx.QTensor.quantize(jnp.array([[1.0, 3.0]]), spec).scale
+      Array([[0.4284668]], dtype=float32)
+    """
+
+    calibrator: Calibrator = absmax
+    dtype: DTypeLike = jnp.float16
+
+    def __post_init__(self) -> None:
+        mend = "pass one of jqx.calibrators, such as absmax."
+        name = "calibrators.Rounded"
+        check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+        object.__setattr__(self, "dtype", as_dtype(name, "dtype", self.dtype))
+        require_that(
+            self.dtype in _KINDS,
+            error=ValueError,
+            function=name,
+            problem="`dtype` is no float of 16 bits.",
+            given=f"dtype == {self.dtype}",
+            expected="float16 or bfloat16",
+            mend="pass jnp.float16, which GPTQ, AWQ and GGUF have.",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.calibrator} in {jnp.dtype(self.dtype).name}"
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """Returns the statistics of no values."""
+        return self.calibrator.empty(shape)
+
+    def observe(self, x: jax.Array, spec: Affinity) -> Any:
+        """Returns the statistics of one array."""
+        return self.calibrator.observe(x, spec)
+
+    def merge(self, a: Any, b: Any) -> Any:
+        """Returns the statistics of both."""
+        return self.calibrator.merge(a, b)
+
+    def observed(self, stats: Any) -> jax.Array:
+        """Returns how many arrays were observed."""
+        return self.calibrator.observed(stats)
+
+    def nans(self, stats: Any) -> jax.Array:
+        """Returns how many NaN values were observed."""
+        return self.calibrator.nans(stats)
+
+    def affine(self, stats: Any, spec: Affinity) -> Affine:
+        """Returns the rounded scale."""
+        return self._rounded(self.calibrator.affine(stats, spec), spec)
+
+    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+        """Returns the rounded scale for one array."""
+        return self._rounded(self.calibrator.fit(x, spec), spec)
+
+    def _rounded(self, found: Affine, spec: Affinity) -> Affine:
+        form = format_of(spec.qtype)
+        require_that(
+            not isinstance(form, Block),
+            error=ValueError,
+            function="calibrators.Rounded",
+            problem="the format keeps scales in a format of its own.",
+            given=f"qtype {form.name}",
+            expected="integers, floats or codebooks",
+            mend="take the calibrator itself.",
+        )
+        return found._replace(scale=_nearest(found.scale, jnp.dtype(self.dtype)))
+
+
+def _nearest(scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns the numbers of a dtype that are nearest, in float32; see `Rounded`.
+
+    A conversion there and back would be left out by XLA, which may keep excess precision.
+    """
+    kind = jnp.finfo(dtype)
+    size = jnp.abs(scale)
+    least = float(kind.smallest_subnormal)
+    near = lax.reduce_precision(size, kind.nexp, kind.nmant)
+    if dtype == jnp.float16:  # bfloat16 has the subnormal numbers of float32
+        near = jnp.where(size < float(kind.tiny), jnp.round(size / least) * least, near)
+    near = jnp.where(jnp.isfinite(size), jnp.minimum(near, float(kind.max)), size)
+    near = jnp.where(size > 0, jnp.maximum(near, least), near)
+    return jnp.copysign(near, scale).astype(scale.dtype)
