@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import os
 import pathlib
 
 import jax
@@ -193,6 +194,60 @@ needs_weights = [
 ]
 
 
+def hugging_face(config):
+    """Rules for the names of transformers, whose rows of queries and keys are in halves."""
+    linear = {
+        **{"attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"},
+        **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    return [
+        Name("model.embed_tokens.weight", "token_embd/embedding"),
+        Name("model.norm.weight", "output_norm/scale"),
+        *(
+            Name(f"model.layers.{{i}}.{name}.weight", f"blk/{own}/scale")
+            for own, name in norms.items()
+        ),
+        *(
+            Name(f"model.layers.{{i}}.{name}.weight", f"blk/{own}/kernel", transpose=True)
+            for own, name in linear.items()
+        ),
+        *(
+            Name(
+                f"model.layers.{{i}}.self_attn.{part}_proj.weight",
+                f"blk/attn_{part}/kernel",
+                transpose=True,
+                halved=heads,
+            )
+            for part, heads in (("q", config.heads), ("k", config.kv_heads))
+        ),
+    ]
+
+
+def llama_config(config):
+    """The config of transformers."""
+    return {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float32"},
+        **{"hidden_size": config.width, "intermediate_size": config.hidden},
+        **{"num_hidden_layers": config.layers, "num_attention_heads": config.heads},
+        **{"num_key_value_heads": config.kv_heads, "vocab_size": config.tokens},
+        **{"rms_norm_eps": config.eps, "rope_theta": config.theta, "head_dim": config.head},
+        **{"tie_word_embeddings": True, "max_position_embeddings": 2048, "hidden_act": "silu"},
+    }
+
+
+def packed_logits(model, params, tokens, cache):
+    """The logits of a model whose parameters are QTensors."""
+    graph, state = nnx.split(model)
+
+    def apply(params):
+        own = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(own, params)
+        return nnx.merge(graph, own)(tokens, cache, 0)[0]
+
+    return jax.jit(jqx.convert(apply, jqx.Policy([])))(params)
+
+
 class TestPretrained:
     pytestmark = needs_weights
 
@@ -224,6 +279,46 @@ class TestPretrained:
         rows = np.load(smollm2.TOKENS)["evaluation"]
         found = smollm2.perplexity(packed, params, shapes.config, rows)
         assert abs(found - 14.705) < 0.005
+
+    def test_gptq_is_written_in_the_formats_of_others_and_read_back(self, smollm2, tmp_path):
+        """Codes, scales and zero points are equal. With JQX_KEEP the folders and logits are kept
+        there, for `interop/checkpoints/read_with_transformers.py`.
+        """
+        model, known = smollm2.pretrained(smollm2.read_file()), np.load(smollm2.TOKENS)
+        config, tokens = model.config, known["evaluation"][:2, :128].astype(np.int32)
+        weight = jqx.QSpec(
+            "uint4",
+            jqx.per_group(64),
+            symmetric=False,
+            calibrator=jqx.calibrators.Rounded(jqx.calibrators.minmax),
+        )
+        policy = jqx.Policy([jqx.Rule("blk/.*", weight=weight)])
+        rows = [known["calibration"][i : i + 1] for i in range(2)]
+        done = smollm2.quantize(model, policy, jqx.algorithms.gptq(), rows)
+        logits, _ = jax.jit(done.function)(
+            done.params, tokens, smollm2.empty_cache(config, 128, 2), 0
+        )
+        leaves = jqx.interop.named(done.params, hugging_face(config))
+        folder = pathlib.Path(os.environ.get("JQX_KEEP", tmp_path))
+        np.savez(folder / "logits.npz", tokens=tokens, logits=np.asarray(logits))
+        for form in ("compressed-tensors", "gptq"):
+            told = llama_config(config)
+            jqx.interop.write(folder / form, leaves, form, config=told, overwrite=True)
+            with jqx.interop.read(folder / form) as archive:
+                assert {*archive.paths} == {*leaves}
+                params = jqx.interop.tree(archive, hugging_face(config))
+                for path in archive.paths:
+                    q, found = leaves[path], archive.read(path)
+                    if not isinstance(q, jqx.QTensor):
+                        np.testing.assert_array_equal(found, q)
+                        continue
+                    assert isinstance(found, jqx.QTensor)
+                    shift = 0 if found.qtype == q.qtype else 8
+                    for a, b in ((found.codes, q.codes), (found.zero_point, q.zero_point)):
+                        np.testing.assert_array_equal(np.asarray(a).astype(int) + shift, b, path)
+                    np.testing.assert_array_equal(found.scale.astype(jnp.float32), q.scale, path)
+            again = packed_logits(model, params, tokens, smollm2.empty_cache(config, 128, 2))
+            np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
 
     def test_a_cache_gives_the_logits_of_a_prefill(self, smollm2):
         model = smollm2.pretrained(smollm2.read_file())

@@ -44,6 +44,9 @@ _SCALES = {
 }
 """Dtypes of scales that are no floats of 16 or 32 bits."""
 
+_HEAD = "lm_head"
+"""What transformers calls the last layer of a language model."""
+
 
 def config(
     says: Mapping[str, Says], floats: Sequence[str], activation: QSpec | None
@@ -61,6 +64,9 @@ def config(
     kinds = list(dict.fromkeys(says.values()))
     formats = sorted({kind.format for kind in kinds})
     inputs = None if activation is None else _inputs(activation)
+    ignored = dict.fromkeys(name.removesuffix(".weight") for name in floats)
+    if len(kinds) == 1 and f"{_HEAD}.weight" not in says:
+        ignored[_HEAD] = None  # one that is tied to the table has no tensor, and is a Linear
     groups = {}
     for i, kind in enumerate(kinds):
         modules = [path.removesuffix(".weight") for path, own in says.items() if own == kind]
@@ -76,7 +82,7 @@ def config(
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": [name.removesuffix(".weight") for name in floats],
+        "ignore": list(ignored),
         "kv_cache_scheme": None,
         "config_groups": groups,
     }

@@ -36,6 +36,8 @@ class Name:
       interleaved: heads of queries or keys whose rows llama.cpp has permuted: where rotary
         embeddings turn halves of a head, GGUF files of Llama have the rows of each pair beside
         each other, and the tree is to have halves. 0 where rows are in order.
+      halved: the other way round: heads whose rows the file has in halves, as transformers has
+        them, and the tree is to have in pairs. 0 where rows are in order.
       optional: whether it is no error that nothing matches.
 
     Raises:
@@ -54,19 +56,21 @@ class Name:
     transpose: bool | tuple[int, ...] = False
     split: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     interleaved: int = 0
+    halved: int = 0
     optional: bool = False
 
     def __post_init__(self) -> None:
         mend = "pass for example Name('lm_head.weight', 'head/kernel', transpose=True)."
         check_instance("interop.Name", "source", self.source, str, mend=mend)
         heads = check_integer("interop.Name", "interleaved", self.interleaved)
+        halved = check_integer("interop.Name", "halved", self.halved)
         require_that(
-            heads >= 0,
+            min(heads, halved) == 0 <= max(heads, halved),
             error=ValueError,
             function="interop.Name",
-            problem="`interleaved` is no number of heads.",
-            given=f"interleaved == {heads}",
-            expected="0, or the heads of the weight",
+            problem="`interleaved` or `halved` is no number of heads.",
+            given=f"interleaved == {heads}, halved == {halved}",
+            expected="0, or one of them the heads of the weight",
             mend="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for keys.",
         )
         if self.target is not None:
@@ -87,7 +91,7 @@ class Name:
     def __repr__(self) -> str:
         more = [
             f", {field}={value!r}"
-            for field in ("transpose", "split", "interleaved", "optional")
+            for field in ("transpose", "split", "interleaved", "halved", "optional")
             if (value := getattr(self, field))
         ]
         return f"Name({self.source!r} -> {self.target!r}{''.join(more)})"
@@ -151,17 +155,22 @@ class Name:
         return self._with_rows(name, leaf, back=True)
 
     def _with_rows(self, name: str, leaf: Any, *, back: bool) -> Any:
-        """Returns a leaf of the file with rows of heads in halves; or, back, in pairs."""
-        if not self.interleaved:
+        """Returns a leaf of the file with the rows of heads as the tree has them; or, back."""
+        heads = self.interleaved or self.halved
+        if not heads:
             return leaf
         axis = max(leaf.ndim - 2, 0)
         rows = leaf.shape[axis] if leaf.ndim else 1
-        fits = rows % (2 * self.interleaved) == 0
-        self._require(fits, name, leaf, f"rows of {self.interleaved} heads of pairs")
-        order = np.arange(rows).reshape(self.interleaved, -1, 2).swapaxes(1, 2).reshape(-1)
+        self._require(rows % (2 * heads) == 0, name, leaf, f"rows of {heads} heads of pairs")
+        order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf)):
             return leaf
-        return leaf.take(np.argsort(order) if back else order, axis=axis)
+        if isinstance(leaf, QTensor) and leaf.layout is not None:
+            packing = leaf.layout.packing
+            along = leaf.layout.swapped or packing is None or packing.axis % leaf.ndim == axis
+            leaf = leaf.unpack() if along else leaf
+        to_halves = bool(self.interleaved) != back
+        return leaf.take(order if to_halves else np.argsort(order), axis=axis)
 
     def _order(self, name: str, leaf: Any) -> tuple[int, ...] | None:
         if self.transpose is False:

@@ -124,7 +124,17 @@ def test_heads_that_do_not_fit_are_refused():
     with jqx.interop.read(FILE) as archive:
         rules = [Name("Q4_1", "q", interleaved=2), Name("{rest:.*}", None)]
         assert_refused(lambda: tree(archive, rules), "'Q4_1'", "rows of 2 heads")
-    assert_refused(lambda: Name("a", "b", interleaved=-1), "no number of heads")
+    for fields in ({"interleaved": -1}, {"halved": -2}, {"interleaved": 2, "halved": 2}):
+        assert_refused(lambda fields=fields: Name("a", "b", **fields), "no number of heads")
+
+
+def test_rows_of_halves_become_pairs():
+    pairs, halves = (Name("{n}", "q/{n}", **{field: 2}) for field in ("interleaved", "halved"))
+    x = jnp.arange(16.0).reshape(8, 2)
+    np.testing.assert_array_equal(pairs.view("n", x)[:, 0], [0, 4, 2, 6, 8, 12, 10, 14])
+    for a, b in ((pairs, halves), (halves, pairs)):
+        np.testing.assert_array_equal(a.view("n", b.view("n", x)), x)
+        np.testing.assert_array_equal(a.unview("n", x), b.view("n", x))
 
 
 # Writing.

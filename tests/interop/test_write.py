@@ -98,6 +98,15 @@ def test_what_is_written_as_compressed_tensors_is_read_back(tmp_path):
         assert archive.read("norm.weight").shape == (4,)
 
 
+def test_a_head_that_is_tied_to_the_table_is_left_in_float(tmp_path):
+    """transformers has a Linear without tensors there, which `targets` would mean."""
+    weight = integers(4)
+    for name, ignored in (("up.weight", ["lm_head"]), ("lm_head.weight", [])):
+        write(tmp_path / name, {name: weight}, "compressed-tensors", config={})
+        with jqx.interop.read(tmp_path / name) as archive:
+            assert archive.config["quantization_config"]["ignore"] == ignored
+
+
 def test_unsigned_codes_are_those_of_a_zero_point(tmp_path):
     for zeros in (False, True):
         q = integers(4, zeros=zeros, signed=False)
