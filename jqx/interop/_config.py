@@ -94,7 +94,8 @@ def read_json(path: str) -> Any:
       ValueError: it is too long, or no JSON.
     """
     with open_regular("interop.read", path) as file:
-        text = file.read(_MOST_BYTES + 1)
+        size = os.fstat(file.fileno()).st_size  # what `read` is asked for is allocated at once
+        text = file.read(min(size, _MOST_BYTES) + 1)
     try:
         require_that(
             len(text) <= _MOST_BYTES,

@@ -1,0 +1,190 @@
+"""Checkpoints of every format with something changed: read, or refused in four parts; no crash, no
+shape that nobody asked for, no memory beyond the file.
+"""
+
+import dataclasses
+import json
+import pathlib
+import struct
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx import QTensor
+from jqx.interop import write
+from jqx.numerics import mxfp4, nf4, nvfp4
+
+from .raw_folders import CHECKPOINTS, write_folder
+from .test_hugging_face_formats import OSS, experts
+from .test_write import floats, integers
+
+FEW, MANY = 150, 100_000
+VALUES = (
+    *(None, True, False, -1, 0, 1, 3, 4, 5, 7, 16, 64, 2**31, 2**63, 2**64, 1e300, -0.5),
+    *("", "x", "re:(a+)+$", "re:(", [], {}, [1], [[]], {"a": 1}, "int", "float", "group"),
+)
+
+
+def half(q):
+    return dataclasses.replace(q, scale=q.scale.astype(jnp.float16))
+
+
+def block(qtype, size):
+    return floats(jqx.QSpec(qtype, jqx.per_block({0: 1, 1: size})), (8, 64))
+
+
+def fp8():
+    return floats(jqx.QSpec(jnp.float8_e4m3fn, jqx.per_block({0: 128, 1: 128})), (128, 128))
+
+
+FOLDERS = {
+    "compressed-tensors": lambda: {
+        "a.weight": integers(4, zeros=True),
+        "b.weight": block(nvfp4, 16),
+    },
+    "gptq": lambda: {"a.weight": half(integers(4, zeros=True, shape=(8, 64)))},
+    "awq": lambda: {"a.weight": half(integers(4, zeros=True, shape=(8, 64)))},
+    "fp8": lambda: {"a.weight": fp8()},
+    "mlx": lambda: {"a.weight": half(integers(4, shape=(8, 64))), "b.weight": block(mxfp4, 32)},
+    "bitsandbytes": lambda: {"a.weight": block(nf4, 64)},
+}
+
+
+@pytest.fixture(params=[*FOLDERS, "mxfp4", "gguf", "jqx"])
+def source(request, tmp_path):
+    """A small checkpoint, and where a changed one is put."""
+    kind, path = request.param, tmp_path / "whole"
+    if kind in FOLDERS:
+        write(path, {**FOLDERS[kind](), "norm.weight": jnp.ones(4)}, kind, config={"a": 1})
+    elif kind == "mxfp4":
+        write_folder(path, experts((1, 2, 2)), OSS)
+    else:
+        path.mkdir()
+        if kind == "gguf":
+            whole = (CHECKPOINTS / "gguf-0.19.0" / "model.gguf").read_bytes()
+            (path / "model.safetensors").write_bytes(whole)
+        else:
+            jqx.save(path / "model.safetensors", {"a": integers(4), "b": [jnp.ones(3)]})
+    files = {file.name: file.read_bytes() for file in path.iterdir()}
+    made = tmp_path / "changed"
+    made.mkdir()
+    return files, made / "model.safetensors" if kind == "gguf" else made
+
+
+def changed_json(rng, data):
+    """Returns JSON with one value replaced, dropped, or doubled under another name."""
+    places = []
+
+    def walk(node):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, item in items:
+            places.append((node, key))
+            if isinstance(item, (dict, list)):
+                walk(item)
+
+    walk(data)
+    node, key = places[rng.integers(len(places))]
+    kind = rng.integers(4)
+    if kind == 0:
+        del node[key]
+    elif kind == 1 and isinstance(node, dict):
+        node[f"{key}{rng.integers(3)}"] = node[key]
+    elif kind == 2 and type(node[key]) is int:
+        node[key] = node[key] + int(rng.integers(-3, 4))
+    else:
+        node[key] = VALUES[rng.integers(len(VALUES))]
+    return data
+
+
+def with_header(rng, raw):
+    """Returns a safetensors file whose header is changed, its bytes where they were."""
+    length = struct.unpack("<Q", raw[:8])[0]
+    head = json.dumps(changed_json(rng, json.loads(raw[8 : 8 + length]))).encode()
+    return struct.pack("<Q", len(head)) + head + raw[8 + length :]
+
+
+def with_bytes(rng, raw):
+    """Returns a file with one to three bytes changed, most of them near the begin, or cut short."""
+    if rng.integers(8) == 0:
+        return raw[: rng.integers(len(raw))]
+    data = bytearray(raw)
+    for _ in range(rng.integers(1, 4)):
+        end = len(data) if rng.integers(3) == 0 else min(len(data), 1500)
+        data[rng.integers(end)] = rng.integers(256)
+    return bytes(data)
+
+
+def change(rng, files, path):
+    """Writes the checkpoint with one change."""
+    files = dict(files)
+    name = "model.safetensors"
+    is_gguf = files[name].startswith(b"GGUF")
+    kind = 2 if is_gguf else rng.integers(3)
+    if kind == 0 and "config.json" in files:
+        text = json.dumps(changed_json(rng, json.loads(files["config.json"])))
+        files["config.json"] = text.encode()
+    elif kind <= 1:
+        files[name] = with_header(rng, files[name])
+    else:
+        files[name] = with_bytes(rng, files[name])
+    if is_gguf:
+        path.write_bytes(files[name])
+        return
+    for file, raw in files.items():
+        (path / file).write_bytes(raw)
+
+
+def check(path):
+    """Reads all of it, or is refused; what is read has the shapes that were announced."""
+    try:
+        with jqx.interop.Archive(path) as archive:
+            for name in archive.paths:
+                spec, leaf = archive.spec(name), archive.numpy(name)
+                assert jax.tree.structure(spec) == jax.tree.structure(leaf)
+                for a, b in zip(jax.tree.leaves(spec), jax.tree.leaves(leaf), strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+                if isinstance(leaf, QTensor):
+                    assert leaf.shape == spec.shape
+    except (ValueError, TypeError, OSError) as error:
+        assert "to mend: " in str(error) and len(str(error)) < 20_000, repr(error)
+        return 0
+    return 1
+
+
+def run(source, count):
+    files, path = source
+    size = sum(map(len, files.values()))
+    read = 0
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        change(rng, files, path)
+        if seed % 50:
+            read += check(path)
+            continue
+        tracemalloc.start()
+        read += check(path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 40 * size + 4_000_000, seed
+    assert 0 < read < count
+
+
+def test_a_changed_checkpoint_is_read_or_refused(source):
+    run(source, FEW)
+
+
+@pytest.mark.slow
+def test_many_changed_checkpoints_are_read_or_refused(source):
+    run(source, MANY)
+
+
+def test_sizes_beyond_any_file(tmp_path):
+    for name, shape in [("a", [2**40, 2**40]), ("a", [2**63]), ("a", [-1]), ("a", [2**62, 4])]:
+        head = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+        path = pathlib.Path(tmp_path / "m.safetensors")
+        path.write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
+        assert not check(path)
