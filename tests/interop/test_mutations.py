@@ -188,3 +188,31 @@ def test_sizes_beyond_any_file(tmp_path):
         path = pathlib.Path(tmp_path / "m.safetensors")
         path.write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
         assert not check(path)
+
+
+@pytest.mark.slow
+def test_a_file_of_2_gb_is_read_a_tensor_at_a_time(tmp_path):
+    """Holes stand for zeros. Beside one weight of the result there is one tensor of the file."""
+    shape, count, tensors, place = (8, 4096, 512), 8, {}, 0
+    for i in range(count):
+        for end, more, size in (("blocks", (16,), 16), ("scales", (), 1)):
+            stop = place + int(np.prod(shape)) * size
+            name = f"layers.{i}.proj_{end}"
+            tensors[name] = {"dtype": "U8", "shape": [*shape, *more], "data_offsets": [place, stop]}
+            place = stop
+    head = json.dumps(tensors).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.truncate(8 + len(head) + place)
+    (tmp_path / "config.json").write_text(json.dumps(OSS))
+    assert place > 2_000_000_000
+    tracemalloc.start()
+    with jqx.interop.Archive(tmp_path) as archive:
+        _, opened = tracemalloc.get_traced_memory()
+        for name in archive.paths:
+            leaf = archive.numpy(name)
+            assert leaf.nbytes == place // count
+            del leaf
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert opened < 1_000_000 and peak < 2.1 * place / count

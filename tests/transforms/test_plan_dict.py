@@ -105,6 +105,7 @@ CALIBRATORS = [
     calibrators.rms(3.0),
     calibrators.Percentile(99.99),
     calibrators.Delayed(4, 1),
+    calibrators.Rounded(calibrators.Mse(candidates=7), jnp.bfloat16),
 ]
 GRADIENTS = [
     *public(gradients, lambda value: hasattr(value, "bwd") or hasattr(value, "surrogate")),
