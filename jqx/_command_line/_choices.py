@@ -12,6 +12,7 @@ first.
 import argparse
 import re
 import textwrap
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -145,6 +146,12 @@ def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
         return _abstract(x, spec)
     packs = format_of(spec.qtype).bits < 8 and x.ndim > 0
     return QTensor.quantize(x, spec, pack=-1 if packs else None)
+
+
+def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
+    """Returns a leaf of a file, abstract as `read` gives it, quantized where a choice says so."""
+    leaf = read(path)
+    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
 
 
 @cache

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..calibrators import Rounded
 from ..interop import Archive, save_leaves, write
 from ..interop._shared import GGUF, TARGETS, TOKENIZERS, Leaf, read_json
 from ..numerics import Block, format_of
-from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._choices import Choice, add_choices, choose, made
 from ._output import add_force, check_absent, print_json, savings, size_of
 
 OWN = "jqx"
@@ -69,15 +69,10 @@ def run(args: argparse.Namespace) -> int:
             save_leaves(args.output, tree, leaves, metadata=_texts(archive))
         else:
             named = {path.replace("/", "."): Leaf(specs[path], read[path]) for path in specs}
+            _check_names(named, specs)
             write(args.output, named, args.format, **_arguments(args, archive))
         _show(args, archive, specs)
     return 0
-
-
-def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
-    """Returns a leaf of the input, quantized where a choice says so."""
-    leaf = read(path)
-    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
 
 
 def _in_half(choice: Choice) -> Choice:
@@ -116,6 +111,19 @@ def _check_unused(args: argparse.Namespace, *names: str) -> None:
             expected="nothing: this format does not say it",
             mend="leave it out.",
         )
+
+
+def _check_names(named: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
+    """Checks that each tensor keeps a name of its own."""
+    require_that(
+        len(named) == len(specs),
+        error=ValueError,
+        function="convert",
+        problem="two tensors have one name.",
+        given='paths that differ in "/" and "." alone',
+        expected='a name for each, with "." in the place of "/"',
+        mend="rename one of them, with jqx.interop.tree and named.",
+    )
 
 
 def _texts(archive: Archive) -> dict[str, str]:

@@ -3,13 +3,13 @@
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._checks import require_that
 from ..diagnostics._shared import Table, scheme_of
 from ..interop import Archive, save_leaves
-from ._choices import Choice, add_choices, choose, quantize_leaf
+from ._choices import Choice, add_choices, choose, made
 from ._output import add_force, check_absent, print_json, savings, size_of
 
 
@@ -44,23 +44,13 @@ def run(args: argparse.Namespace) -> int:
             expected="a policy, for tensors named as weights are, or a rule",
             mend="pass --policy, or --rule 'regex=scheme' for other names.",
         )
-        specs = {path: _after(archive.spec(path), choices[path]) for path in archive.paths}
+        specs = {path: made(archive.spec, path, choices[path]) for path in archive.paths}
         if not args.dry_run:
-            leaves = _shown(_leaves(archive, choices), archive)
+            leaves = (made(archive.read, path, choice) for path, choice in choices.items())
+            leaves = _shown(leaves, archive)
             save_leaves(args.output, archive.map(specs.get), leaves, metadata=archive.metadata)
         _show(args, archive, choices, specs)
     return 0
-
-
-def _after(leaf: Any, choice: Choice) -> Any:
-    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
-
-
-def _leaves(archive: Archive, choices: Mapping[str, Choice]) -> Iterator[Any]:
-    """Yields the leaves of the new file: each is made when it is asked for."""
-    for path, choice in choices.items():
-        leaf = archive.read(path)
-        yield leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
 
 
 def _shown(leaves: Iterable[Any], archive: Archive) -> Iterable[Any]:

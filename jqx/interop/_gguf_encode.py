@@ -1,5 +1,6 @@
 """What a leaf becomes in a GGUF file: the type of its tensor, and the bytes of its blocks."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,10 +34,8 @@ class GgufEntry(NamedTuple):
     @property
     def size(self) -> int:
         """Its bytes."""
-        form, count = FORMATS[self.kind], 1
-        for n in self.shape:
-            count *= n
-        return count // form.size * form.fields.itemsize
+        form = FORMATS[self.kind]
+        return math.prod(self.shape) // form.size * form.fields.itemsize
 
 
 def encode(path: str, leaf: Any) -> GgufEntry:

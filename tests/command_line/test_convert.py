@@ -114,4 +114,8 @@ def test_arguments_that_do_not_fit(capsys, tmp_path, folder):
     assert "GGUF cannot hold" in error_of(
         capsys, "convert", file, tmp_path / "out", "--format", "gguf"
     )
+    both = saved(tmp_path / "both", {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)})
+    assert "two tensors have one name" in error_of(
+        capsys, "convert", both, tmp_path / "out", "--format", "safetensors"
+    )
     assert not (tmp_path / "out").exists()
