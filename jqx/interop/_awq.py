@@ -17,7 +17,6 @@ import numpy as np
 from ..calibrators import Groups
 from ..numerics import Integer, format_of
 from ..tensor import QTensor
-from ._bits import pack
 from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
 from ._config import Config, quantization_of
 from ._encoded import (
@@ -28,6 +27,7 @@ from ._encoded import (
     module_of,
     refuse_leaf,
 )
+from ._in_runs import in_runs
 from ._source import Source
 
 MARKS = (".qweight", ".qzeros")
@@ -37,9 +37,6 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 columns each nibble of a word is, the lowest first."""
 
 _I32, _INT4 = np.dtype(np.int32), Integer(4)
-
-_WORDS = 128
-"""Columns of words that are taken apart at a time."""
 
 
 class Says(NamedTuple):
@@ -93,18 +90,38 @@ def _leaf(source: Source, module: str, config: Config, asked: np.dtype | None) -
         )
 
     def decode(codes: np.ndarray, scales: np.ndarray, *points: np.ndarray) -> list[np.ndarray]:
-        values = np.empty((rows, -(-columns // 2)), np.uint8)
-        for start in range(0, rows // 8, _WORDS):
-            part = _nibbles(codes[:, start : start + _WORDS]).T ^ np.uint8(8)
-            values[start * 8 : start * 8 + len(part)] = pack(part, 4)
         known = [(_nibbles(x).astype(np.int8) - 8).T.astype(_INT4.storage) for x in points]
-        return [values, scales.T, *known]
+        return [_packed(codes), scales.T, *known]
 
     like = weight(groups, _INT4, kind, real_dtype(source, asked, kind), zero_point=zeros)
     tensors = [(names[0], _I32), (names[1], kind)]
     tensors += [(names[2], _I32)] if zeros else []
     beside = () if zeros else (names[2],)
     return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, beside)
+
+
+def _packed(words: np.ndarray) -> np.ndarray:
+    """Returns the codes of words `[K, N / 8]` as the rows of a QTensor `[N, K]`, less 8.
+
+    A byte of it is two codes of a row, from the two halves of K: of two words, the even nibbles
+    make the bytes of four rows, and the odd ones those of the other four.
+    """
+    inputs, columns = words.shape
+    half = -(-inputs // 2)
+    values = np.empty((columns, 8, half), np.uint8)
+    low, high = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)
+    for run in in_runs(columns, 4 * inputs):
+        turned = np.ascontiguousarray(words[:, run].T).view("<u4") ^ np.uint32(0x88888888)
+        first, second = turned[:, :half], turned[:, half:]
+        if inputs % 2:
+            second = np.pad(second, ((0, 0), (0, 1)))
+        for start, pairs in enumerate(
+            ((first & low) | (second << 4) & high, (first >> 4) & low | (second & high))
+        ):
+            bytes_of = pairs.view(np.uint8).reshape(*pairs.shape, 4)
+            for i, row in enumerate(_ORDER[start::2]):
+                values[run, row] = bytes_of[..., i]
+    return values.reshape(columns * 8, half)
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:

@@ -5,14 +5,12 @@ first, whatever words the bytes are read as; a code may lie across two words. Fo
 axis along which they pack, and in what they add to a code before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from ..numerics._shared import packed_length, planes_of
-
-_AT_ONCE = 2**17
-"""Bytes of a stream that are taken apart at a time: what is made of them stays in the cache."""
+from ._in_runs import in_runs
 
 
 def stream_length(count: int, bits: int, word: int = 4) -> int:
@@ -108,43 +106,51 @@ def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def repacked(
-    raw: np.ndarray, bits: int, count: int, flip: int = 0, order: np.ndarray | None = None
+    raw: np.ndarray,
+    bits: int,
+    count: int,
+    *,
+    flip: int = 0,
+    order: np.ndarray | None = None,
+    before: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Returns streams packed as `QTensor.pack` packs; no code is held in more than a byte, and only
-    some rows are at a time.
+    """Returns streams packed as `QTensor.pack` packs. Only some rows are copied at a time; codes of
+    8 bits are changed in place where that may be.
 
     Args:
-      raw: uint8 `(rows, bytes)`.
+      raw: words of any size, `(rows, words)`, in any order in memory.
       bits: 1 to 8.
       count: codes of a row.
       flip: what each code is xor-ed with: `2**(bits - 1)` makes signed codes of those that files
         have with `2**(bits - 1)` added.
       order: which code of a row comes where; `None` leaves them in order.
+      before: makes the streams of some rows of the file, which has something else.
 
     Returns:
       uint8 `(rows, packed_length(count, bits))`; of 8 bits the codes.
     """
-    width = count if bits == 8 else packed_length(count, bits)
-    out = np.empty((raw.shape[0], width), np.uint8)
-    for rows in _runs(*raw.shape):
-        if bits == 4 and count % 4 == 0 and order is None:
-            _repack_nibbles(raw[rows, : count // 2], out[rows], flip)
+    width = raw.shape[1] * raw.itemsize
+    plain = bits == 8 and order is None and before is None and raw.flags.c_contiguous
+    if plain and width == count:
+        out = codes = raw.view(np.uint8)
+        if not flip:
+            return codes
+        out = codes if codes.flags.writeable else np.empty_like(codes)
+    else:
+        out = np.empty((raw.shape[0], count if bits == 8 else packed_length(count, bits)), np.uint8)
+    nibbles = bits == 4 and count % 4 == 0 and order is None
+    for rows in in_runs(raw.shape[0], width):
+        stream = np.ascontiguousarray(raw[rows]).view(np.uint8)
+        stream = stream if before is None else before(stream)
+        if nibbles:
+            _repack_nibbles(stream[:, : count // 2], out[rows], flip)
             continue
-        codes = from_stream(raw[rows], bits, count)
+        codes = from_stream(stream, bits, count)
         codes = codes if order is None else codes[:, order]
-        codes = codes ^ np.uint8(flip) if flip else codes
-        out[rows] = codes if bits == 8 else pack(codes, bits)
-    return out
-
-
-def restreamed(
-    packed: np.ndarray, bits: int, count: int, flip: int = 0, word: int = 4
-) -> np.ndarray:
-    """Inverts `repacked`: uint8 `(rows, stream_length(count, bits, word))`."""
-    out = np.empty((packed.shape[0], stream_length(count, bits, word)), np.uint8)
-    for rows in _runs(*packed.shape):
-        codes = unpack(packed[rows], bits, count)
-        out[rows] = to_stream(codes ^ np.uint8(flip) if flip else codes, bits, word)
+        if bits == 8:
+            np.bitwise_xor(codes, np.uint8(flip), out=out[rows])
+        else:
+            out[rows] = pack(codes ^ np.uint8(flip) if flip else codes, bits)
     return out
 
 
@@ -166,10 +172,3 @@ def _spread(x: np.ndarray) -> np.ndarray:
     shifted |= wide
     shifted &= np.uint16(0x0F0F)
     return shifted
-
-
-def _runs(rows: int, width: int) -> Iterator[slice]:
-    """Yields runs of rows of some bytes."""
-    step = max(1, _AT_ONCE // max(width, 1))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))

@@ -20,6 +20,7 @@ arXiv:2305.14314.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
         scale = nested.like
 
     def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
-        values = repacked(pairs[codes.reshape(rows, -1)], 4, columns)
+        values = repacked(codes.reshape(rows, -1), 4, columns, before=partial(np.take, pairs))
         return [values, *(scales if nested is None else nested.decode(*scales))]
 
     real = asked or _DTYPES[said.one_of("dtype", tuple(_DTYPES))]

@@ -125,10 +125,13 @@ def _values(
 ) -> np.ndarray:
     """Returns codes as a QTensor has them, of rows of words."""
     bits = form.bits
-    rows = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, 4 * codes.shape[-1])
-    if each:
-        rows = to_stream(_from_words(rows, bits, count, each), bits)
-    values = repacked(rows, bits, count, 2 ** (bits - 1), order)
+    rows = codes.reshape(-1, codes.shape[-1])
+
+    def dense(raw: np.ndarray) -> np.ndarray:
+        return to_stream(_from_words(raw, bits, count, each), bits)
+
+    before = dense if each else None
+    values = repacked(rows, bits, count, flip=2 ** (bits - 1), order=order, before=before)
     return values.view(np.int8) if bits == 8 else values
 
 

@@ -10,21 +10,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from ..calibrators import Groups
 from ..numerics import Block
 from ..numerics._shared import E8M0
-from ..tensor import QTensor
 from ._coded import CodedLeaf, abstract, weight
 from ._gguf_blocks import FORMATS, Format, Parts, in_bits
 from ._gguf_source import GgufSource
+from ._in_runs import in_runs
 
 _U8 = np.dtype(np.uint8)
-
-_AT_ONCE = 2**18
-"""Bytes that are taken apart at a time."""
 
 
 def leaves(source: GgufSource, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
@@ -56,22 +53,13 @@ def _leaf(name: str, form: Format, stored: tuple[int, ...], real: np.dtype) -> C
 
     def decode(raw: np.ndarray) -> list[np.ndarray]:
         fields = np.ascontiguousarray(raw).reshape(-1).view(form.fields).reshape(rows, blocks)
-        step = max(1, _AT_ONCE // max(1, blocks * form.size))
-        runs = [_taken_apart(form, fields[at : at + step]) for at in range(0, rows, step)]
-        runs = runs or [_taken_apart(form, fields)]
-        made = [np.concatenate(parts) for parts in zip(*runs, strict=True)]
-        return [_as_leaf(x, like_leaf) for x, like_leaf in zip(made, _leaves(like), strict=True)]
+        made = [np.empty((rows, x.shape[-1]), x.dtype) for x in jax.tree.leaves(like)]
+        for run in in_runs(rows, blocks * form.size):
+            for x, part in zip(made, _taken_apart(form, fields[run]), strict=True):
+                x[run] = part.view(x.dtype)
+        return made
 
     return CodedLeaf(name, ((name, _U8),), like, decode)
-
-
-def _leaves(like: QTensor) -> list[Any]:
-    """Returns the arrays of a QTensor, in order: values, scale and offset, each with its own."""
-    found: list[Any] = []
-    for part in (like.values, like.scale, like.offset):
-        if part is not None:
-            found += _leaves(part) if isinstance(part, QTensor) else [part]
-    return found
 
 
 def _taken_apart(form: Format, fields: np.ndarray) -> list[np.ndarray]:
@@ -92,9 +80,3 @@ def _taken_apart(form: Format, fields: np.ndarray) -> list[np.ndarray]:
 def _rows(x: np.ndarray) -> np.ndarray:
     rows, *outer = x.shape
     return x.reshape(rows, math.prod(outer))
-
-
-def _as_leaf(x: np.ndarray, like: Any) -> np.ndarray:
-    """Returns bytes as the dtype of a leaf: the same bits."""
-    dtype = jnp.dtype(like.dtype)
-    return x if x.dtype == dtype else np.ascontiguousarray(x).view(dtype)

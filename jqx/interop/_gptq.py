@@ -146,8 +146,7 @@ def _leaf(
         _check_symmetric(source, names[2], bits, rows, first)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
-        raw = np.ascontiguousarray(codes.T).view(np.uint8)
-        values = repacked(raw, bits, columns, 2 ** (bits - 1), order)
+        values = repacked(codes.T, bits, columns, flip=2 ** (bits - 1), order=order)
         points = [_zero_points(words, bits, rows, first).T.astype(form.storage) for words in zeros]
         values = values.view(np.int8) if bits == 8 else values
         return [values, scales.T, *points, *([] if order is None else [order])]

@@ -112,8 +112,7 @@ def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> Co
             scale = QTensor(abstract(groups.scale_shape, code), ones, qtype=code)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> list[np.ndarray]:
-        raw = np.ascontiguousarray(codes).view(np.uint8)
-        values = repacked(raw.reshape(-1, raw.shape[-1]), bits, columns)
+        values = repacked(codes.reshape(-1, codes.shape[-1]), bits, columns)
         if mode == "mxfp8":
             values = values.view(jnp.float8_e4m3fn)
         if mode == "nvfp4":

@@ -44,7 +44,7 @@ def _leaf(source: Source, path: str, asked: np.dtype | None) -> CodedLeaf:
     groups = Groups(shape, (*(1,) * (len(shape) - 1), 32))
 
     def decode(blocks: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
-        rows = np.ascontiguousarray(blocks).reshape(-1, shape[-1] // 2)
+        rows = blocks.reshape(-1, shape[-1] // 2)
         return [repacked(rows, 4, shape[-1]), scales.view(E8M0)]
 
     like = weight(groups, mxfp4, E8M0, real_dtype(source, asked, None))
