@@ -5,6 +5,7 @@ first, whatever words the bytes are read as; a code may lie across two words. Fo
 axis along which they pack, and in what they add to a code before.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -32,17 +33,18 @@ def from_stream(raw: np.ndarray, bits: int, count: int) -> np.ndarray:
     if bits == 8:
         return raw[..., :count]
     if bits in (1, 2, 4):
-        each = 8 // bits
-        used = raw[..., : -(-count // each)]
-        parts = np.empty((*used.shape, each), np.uint8)
-        for i in range(each):
-            parts[..., i] = (used >> np.uint8(i * bits)) & np.uint8(2**bits - 1)
-        return parts.reshape(*raw.shape[:-1], -1)[..., :count]
+        word = np.dtype("u1" if bits == 1 else "<u2")
+        index = _whole(raw, -(-count * bits // 8 // word.itemsize) * word.itemsize)
+        return np.take(_codes_of(bits), index.view(word)).view(np.uint8)[..., :count]
     groups = -(-count // 8)  # 8 codes are a whole number of bytes
-    wide = np.zeros((*raw.shape[:-1], groups * bits), np.uint8)
-    kept = min(raw.shape[-1], groups * bits)
-    wide[..., :kept] = raw[..., :kept]
-    wide = wide.reshape(*raw.shape[:-1], groups, bits)
+    wide = _whole(raw, groups * bits).reshape(*raw.shape[:-1], groups, bits)
+    if bits == 3:
+        first, second, third = (wide[..., i].astype(np.uint16) for i in range(3))
+        index = np.empty((*wide.shape[:-1], 2), np.uint16)
+        index[..., 0] = first | (second & np.uint16(15)) << np.uint16(8)
+        index[..., 1] = second >> np.uint16(4) | third << np.uint16(4)
+        codes = np.take(_codes_of(3), index).view(np.uint8)
+        return codes.reshape(*raw.shape[:-1], groups * 8)[..., :count]
     codes = np.empty((*wide.shape[:-1], 8), np.uint8)
     for i in range(8):
         byte, shift = divmod(i * bits, 8)
@@ -51,6 +53,28 @@ def from_stream(raw: np.ndarray, bits: int, count: int) -> np.ndarray:
             code = code | wide[..., byte + 1] << np.uint8(8 - shift)
         codes[..., i] = code & np.uint8(2**bits - 1)
     return codes.reshape(*raw.shape[:-1], groups * 8)[..., :count]
+
+
+def _whole(raw: np.ndarray, length: int) -> np.ndarray:
+    """Returns the first `length` bytes of streams; zeros where there are fewer."""
+    lacking = max(0, length - raw.shape[-1])
+    if lacking:
+        raw = np.concatenate([raw, np.zeros((*raw.shape[:-1], lacking), np.uint8)], axis=-1)
+    return np.ascontiguousarray(raw[..., :length])
+
+
+@functools.cache
+def _codes_of(bits: int) -> np.ndarray:
+    """Returns several codes, a byte each, by the number that their bits make: 8 codes of 1 or 2
+    bits, 4 of 3 or 4.
+    """
+    each = 8 if bits <= 2 else 4
+    numbers, codes = np.arange(2 ** (each * bits)), np.zeros(2 ** (each * bits), f"<u{each}")
+    for i in range(each):
+        codes |= (numbers >> (i * bits) & (2**bits - 1)).astype(codes.dtype) << codes.dtype.type(
+            8 * i
+        )
+    return codes
 
 
 def to_stream(codes: np.ndarray, bits: int, word: int = 4) -> np.ndarray:
@@ -77,16 +101,23 @@ def to_stream(codes: np.ndarray, bits: int, word: int = 4) -> np.ndarray:
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Packs uint8 codes below `2**bits` along the last axis as `QTensor.pack` does."""
     count, place = codes.shape[-1], 0
-    packed = np.zeros((*codes.shape[:-1], packed_length(count, bits)), np.uint8)
+    packed = np.empty((*codes.shape[:-1], packed_length(count, bits)), np.uint8)
     for width, lowest in planes_of(bits):
         each = 8 // width
         run = -(-count // each)
         plane = packed[..., place : place + run]
+        place += run
+        plane[..., count:] = 0  # of fewer codes than runs
         for i in range(each):
             part = codes[..., i * run : (i + 1) * run]
-            part = ((part >> np.uint8(lowest)) & np.uint8(2**width - 1)) << np.uint8(i * width)
-            plane[..., : part.shape[-1]] |= part
-        place += run
+            if width < bits:
+                part = part & np.uint8(2**width - 1 << lowest)
+            shift = i * width - lowest
+            part = part << np.uint8(shift) if shift > 0 else part >> np.uint8(-shift)
+            if i == 0:
+                plane[..., : part.shape[-1]] = part
+            else:
+                plane[..., : part.shape[-1]] |= part
     return packed
 
 

@@ -161,9 +161,13 @@ def _runs(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
     """
     *outer, length = packed.shape
     packed = packed.reshape(*outer, length // run, run)
+    # NumPy moves a run at once where it takes it for one element, and byte by byte else.
+    element = np.dtype((np.void, run))
+    whole = np.ascontiguousarray(packed.view(element)).view(np.uint8)
     parts = np.empty((*packed.shape[:-1], 8 // bits, run), np.uint8)
     for i in range(8 // bits):
-        parts[..., i, :] = packed >> np.uint8(i * bits) & np.uint8(2**bits - 1)
+        part = whole >> np.uint8(i * bits) & np.uint8(2**bits - 1)
+        parts.view(element)[..., i, :] = part.view(element)
     return parts.reshape(*outer, length * 8 // bits)
 
 
