@@ -27,6 +27,7 @@ from ._encoded import (
     module_of,
     refuse_leaf,
 )
+from ._gptq import modules
 from ._in_runs import in_runs
 from ._source import Source
 
@@ -55,19 +56,25 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     config = quantization_of(source.config)
     assert config is not None
-    config.one_of("bits", (4,))
     version = config.data.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         config.refuse("version", "'gemm': others are layouts of their own kernels")
     excluded = config.names("modules_to_not_convert")
-    end = ".qweight"
-    for name in source.entries:
-        module = name.removesuffix(end)
-        if name.endswith(end) and not any(part in module for part in excluded):
-            yield _leaf(source, module, config, dtype)
+    for module in modules(source):
+        if not any(part in module for part in excluded):
+            yield leaf_of(source, module, config, dtype)
 
 
-def _leaf(source: Source, module: str, config: Config, asked: np.dtype | None) -> CodedLeaf:
+def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None) -> CodedLeaf:
+    """Returns the QTensor of a layer.
+
+    Args:
+      source: where it is.
+      module: its name.
+      config: what is said of it.
+      asked: the real dtype; `None` takes that of the scales.
+    """
+    config.one_of("bits", (4,))
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros")]
     stored, _ = checked(source, names[0], None, (_I32,))
     if len(stored) != 2 or 0 in stored:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._checks import require_that, shown
 from . import (
+    _auto_round,
     _awq,
     _bitsandbytes,
     _compressed_tensors,
@@ -68,6 +69,12 @@ FORMATS = (
     ),
     Format("gptq", _method("gptq"), _gptq.MARKS, _gptq.leaves),
     Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
+    Format(
+        "auto-round",
+        _method("auto-round", "intel/auto-round"),
+        _auto_round.MARKS,
+        _auto_round.leaves,
+    ),
     Format("fp8", _method("fp8", "fbgemm_fp8"), _fp8.MARKS, _fp8.leaves),
     Format("mxfp4", _method("mxfp4"), _mxfp4.MARKS, _mxfp4.leaves),
     Format("mlx", _is_mlx, _mlx.MARKS, _mlx.leaves),

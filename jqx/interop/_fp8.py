@@ -1,11 +1,13 @@
 """Checkpoints of Hugging Face in float8_e4m3: `fbgemm_fp8`, and `fp8` in blocks, as DeepSeek-V3 and
 Qwen3 have them.
 
-A layer `m` of a weight [N, K] has `m.weight`, float8_e4m3, and
+A weight `w` [N, K], such as `m.weight`, is float8_e4m3, and has
 
-    fbgemm_fp8  m.weight_scale float32 [N, 1]; m.input_scale_ub float32 [1], a leaf of its own
-    fp8         m.weight_scale_inv float32 [ceil(N / 128), ceil(K / 128)]: multiplied, despite its
-                name; the last blocks may be smaller ones. float8_e8m0 where `scale_fmt` is ue8m0
+    fbgemm_fp8  w_scale float32 [N, 1]; m.input_scale_ub float32 [1], a leaf of its own
+    fp8         w_scale_inv float32 [ceil(N / 128), ceil(K / 128)]: multiplied, despite its name;
+                the last blocks may be smaller ones. float8_e8m0 where `scale_fmt` is ue8m0
+
+Experts may be stacked, [E, N, K]; a weight may have one scale.
 
 Sources: https://huggingface.co/docs/transformers (fbgemm_fp8, finegrained_fp8; 2026); DeepSeek-V3,
 arXiv:2412.19437, section 3.3.
@@ -25,7 +27,7 @@ from ._config import Config, quantization_of
 from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
-MARKS = (".weight_scale_inv", ".weight_scale")
+MARKS = ("_scale_inv", ".weight_scale")
 """Ends of names of tensors that float checkpoints have not."""
 
 _CODE = jnp.dtype(jnp.float8_e4m3fn)
@@ -50,9 +52,13 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     assert config is not None
     blocks = _blocks(config) if config.data["quant_method"] == "fp8" else None
     for name in source.entries:
-        end = next((end for end in MARKS if name.endswith(end)), None)
-        if end is not None:
-            yield _leaf(source, name.removesuffix(end), name, blocks, dtype)
+        path = name.removesuffix("_inv").removesuffix("_scale")
+        if name.endswith(MARKS) or (name == f"{path}_scale" and _is_coded(source, path)):
+            yield _leaf(source, path, name, blocks, dtype)
+
+
+def _is_coded(source: Source, name: str) -> bool:
+    return name in source.entries and source.dtype(name) == _CODE
 
 
 def _blocks(config: Config) -> tuple[int, int] | None:
@@ -69,27 +75,19 @@ def _blocks(config: Config) -> tuple[int, int] | None:
 
 
 def _leaf(
-    source: Source,
-    module: str,
-    scale: str,
-    blocks: tuple[int, int] | None,
-    asked: np.dtype | None,
+    source: Source, name: str, scale: str, blocks: tuple[int, int] | None, asked: np.dtype | None
 ) -> CodedLeaf:
-    name = f"{module}.weight"
     shape, _ = checked(source, name, None, (_CODE,))
     if not 2 <= len(shape) <= 3 or 0 in shape:
         checked(source, name, (0, 0), (_CODE,), "two axes, or three where matrices are stacked")
-    *lead, rows, columns = shape
     stored, kind = checked(source, scale, None, (*FLOATS, E8M0))
-    ones = (1,) * len(lead)
+    ones = (1,) * len(shape)
+    each = ones if stored in ((), (1,)) else (*stored, *ones[len(stored) :])
+    sizes = tuple(n if m == 1 else 1 for n, m in zip(shape, each, strict=False))
     if blocks is not None:
-        groups = Groups(shape, (*ones, min(blocks[0], rows), min(blocks[1], columns)))
-    elif stored in ((), (1,)):
-        groups = Groups(shape, shape)
-    else:
-        groups = Groups(shape, (*ones, 1, columns))
-    wide = tuple(n for n in groups.scale_shape if n != 1)
-    if tuple(n for n in stored if n != 1) != wide:
+        sizes = (*ones[2:], *map(min, blocks, shape[-2:]))
+    groups = Groups(shape, sizes)
+    if groups.scale_shape != each:
         refuse(
             source,
             scale,

@@ -76,13 +76,16 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     assert config is not None
     config.one_of("pack_dtype", ("int32",), "int32")
     first = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), _old_format(config)) == "gptq"
+    for module in modules(source):
+        own = _config_of(config, module)
+        if own is not None:
+            yield leaf_of(source, module, own, first, dtype)
+
+
+def modules(source: Source) -> Iterator[str]:
+    """Yields the layers that have codes, by name."""
     end = ".qweight"
-    for name in source.entries:
-        if name.endswith(end):
-            module = name.removesuffix(end)
-            said = _said_of(config, module)
-            if said is not None:
-                yield _leaf(source, module, said, first, dtype)
+    yield from (name.removesuffix(end) for name in source.entries if name.endswith(end))
 
 
 def _old_format(config: Config) -> str:
@@ -92,7 +95,7 @@ def _old_format(config: Config) -> str:
     return "gptq"
 
 
-def _said_of(config: Config, module: str) -> Says | None:
+def _config_of(config: Config, module: str) -> Config | None:
     """Returns what the config says of a layer; `None` where it is not quantized."""
     fields = dict(config.data)
     overrides = config.data.get("dynamic") or {}
@@ -104,19 +107,27 @@ def _said_of(config: Config, module: str) -> Says | None:
                 return None
             fields |= Config(own, f"{config.where}.dynamic[{pattern!r}]").data
             break
-    own = Config(fields, config.where)
-    group = own.data.get("group_size", -1)
-    return Says(
-        own.one_of("bits", _BITS),
-        -1 if group == -1 else own.integer("group_size"),
-        own.flag("sym", True),
-        own.flag("desc_act", False),
-    )
+    return Config(fields, config.where)
 
 
-def _leaf(
-    source: Source, module: str, said: Says, first: bool, asked: np.dtype | None
+def leaf_of(
+    source: Source, module: str, config: Config, first: bool, asked: np.dtype | None
 ) -> CodedLeaf:
+    """Returns the QTensor of a layer.
+
+    Args:
+      source: where it is.
+      module: its name.
+      config: what is said of it.
+      first: whether zero points are stored less 1.
+      asked: the real dtype; `None` takes that of the scales.
+    """
+    said = Says(
+        config.one_of("bits", _BITS),
+        -1 if config.data.get("group_size", -1) == -1 else config.integer("group_size"),
+        config.flag("sym", True),
+        config.flag("desc_act", False),
+    )
     bits, form = said.bits, Integer(said.bits)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros", "g_idx")]
     (words, rows), _ = _matrix(source, names[0], None, (_I32,))

@@ -9,7 +9,7 @@ import jqx
 from jqx import QTensor
 from jqx.interop import write
 
-from .raw_folders import write_folder
+from .raw_folders import CHECKPOINTS, write_folder
 from .test_write import floats, integers, same, tree_of
 
 BLOCKS = jqx.QSpec(jnp.float8_e4m3fn, jqx.per_block({0: 128, 1: 128}, tail=True))
@@ -176,6 +176,37 @@ def test_what_is_written_as_fp8_is_read_back(tmp_path):
             found = archive.read(f"{name}.weight")
             same(found, leaf, name)
             assert jax.tree.structure(found) == jax.tree.structure(archive.spec(f"{name}.weight"))
+
+
+TRANSFORMERS = CHECKPOINTS / "transformers-5.24.0"
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in TRANSFORMERS.iterdir()))
+def test_weights_are_those_of_transformers(case):
+    expected = np.load(TRANSFORMERS / case / "expected.npz")
+    with jqx.interop.read(TRANSFORMERS / case) as archive:
+        assert archive.format == case.partition("_")[0]
+        assert {*archive.paths} == {*expected, "norm.weight"}
+        for name in expected:
+            q = archive.read(name)
+            assert isinstance(q, QTensor) and q.dtype == jnp.float32
+            wanted = expected[name]
+            wanted = wanted.swapaxes(1, 2) if case == "mxfp4" else wanted
+            np.testing.assert_array_equal(q.dequantize(), wanted)
+
+
+def test_scales_of_stacked_experts_lie_along_the_axis_that_they_have(tmp_path):
+    codes = np.arange(2 * 4 * 4).reshape(2, 4, 4).astype(jnp.float8_e4m3fn)
+    scale = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.float32)
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    for shape in [(2, 1, 4), (2, 4, 1)]:
+        tensors = {"experts.up": codes, "experts.up_scale": scale.reshape(shape)}
+        q = jqx.load(str(write_folder(tmp_path, tensors, config)))["experts.up"]
+        wanted = codes.astype(np.float32) * scale.reshape(shape)
+        np.testing.assert_array_equal(q.dequantize(), wanted)
+    tensors = {"experts.up": codes, "experts.up_scale": scale[:, :3].reshape(2, 3, 1)}
+    with pytest.raises(ValueError, match="has not the shape"):
+        jqx.load(str(write_folder(tmp_path, tensors, config)))
 
 
 def test_fbgemm_has_a_scale_for_each_row(tmp_path):
