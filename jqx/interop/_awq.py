@@ -44,11 +44,13 @@ class Says(NamedTuple):
     """What the config says of a layer.
 
     Attributes:
-      group: size of a group; -1 where all inputs are one.
+      group: size of a group.
+      inputs: of the layer.
       zero_point: whether there are zero points other than that of symmetric codes.
     """
 
     group: int
+    inputs: int
     zero_point: bool
 
 
@@ -181,31 +183,32 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         made = (_words(codes.T), _words(points.T), exact_halves(path, q, name).T)
         return dict(zip(tensors, made, strict=True))
 
-    return Encoded(tensors, make, Says(-1 if count == 1 else leaf.groups.sizes[1], zeros))
+    return Encoded(tensors, make, Says(leaf.groups.sizes[1], columns, zeros))
 
 
 def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
-      ValueError: the format has one group size for all layers, and zero points for all or none.
+      ValueError: layers have groups of several sizes.
     """
-    first, *_ = says
+    cut = [own.group for own in says.values() if own.group < own.inputs]
+    group = cut[0] if cut else -1
     for path, own in says.items():
-        if own != says[first]:
+        if cut and own.group != min(group, own.inputs):
             refuse_leaf(
                 path,
-                f"{own}",
+                f"groups of {own.group} of {own.inputs} inputs",
                 "AWQ",
-                expected=f"as {first!r} is: {says[first]}",
-                mend="quantize all layers alike, or write GPTQ or compressed-tensors.",
+                expected=f"groups of {group}, as other layers have them",
+                mend="quantize all layers with the same groups, or write GPTQ or "
+                "compressed-tensors.",
             )
-    group, zero_point = says[first]
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group,
-        "zero_point": zero_point,
+        "zero_point": any(own.zero_point for own in says.values()),
         "version": "gemm",
         "modules_to_not_convert": [name.removesuffix(".weight") for name in floats] or None,
     }

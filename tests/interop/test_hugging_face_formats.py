@@ -168,6 +168,19 @@ def test_what_is_written_as_awq_is_read_back(tmp_path, zeros):
             same(archive.read(f"{name}.weight"), leaf, name)
 
 
+def test_layers_of_awq_share_one_size_of_groups(tmp_path):
+    kinds = {
+        "a": integers(4, shape=(16, 64)),
+        "b": integers(4, zeros=True, shape=(16, 64)),
+        "one group": integers(4, shape=(16, 32)),
+    }
+    write(tmp_path / "m", tree_of(kinds), "awq", config={})
+    with jqx.interop.read(tmp_path / "m") as archive:
+        assert archive.config["quantization_config"]["group_size"] == 32
+        for name, leaf in kinds.items():
+            same(archive.read(f"{name}.weight"), leaf, name)
+
+
 def test_what_is_written_as_fp8_is_read_back(tmp_path):
     kinds = {"a": floats(BLOCKS, (200, 300)), "b": floats(BLOCKS, (64, 256))}
     write(tmp_path / "m", {**tree_of(kinds), "head.weight": jnp.ones((4, 4))}, "fp8", config={})
@@ -254,7 +267,7 @@ def test_what_a_format_cannot_hold_is_an_error_that_names_the_tensor(tmp_path, c
 
 
 def test_formats_of_one_kind_for_all_layers(tmp_path):
-    awq = {"a": integers(4, shape=(16, 64)), "b": integers(4, zeros=True, shape=(16, 64))}
+    awq = {"a": integers(4, shape=(16, 64)), "b": integers(4, block=64, shape=(16, 64))}
     fp8 = {"a": floats(BLOCKS, (256, 256)), "b": floats(jqx.QSpec("float8_e4m3fn"), (256, 256))}
     for form, kinds in [("awq", awq), ("fp8", fp8)]:
         with pytest.raises(ValueError, match=r"cannot hold the tensor 'b\.weight'"):
