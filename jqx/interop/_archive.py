@@ -19,7 +19,6 @@ from ..tensor import QTensor
 from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
 from ._coded import CodedLeaf
 from ._formats import read_leaves
-from ._gguf_source import GgufSource
 from ._quantized import unbound
 from ._source import open_source
 from ._tree import Read, Stored, map_stored, parse
@@ -40,7 +39,8 @@ class Archive:
 
     Args:
       path: of a file that `jqx.save` wrote; of a folder as Hugging Face has them, with a config
-        and one safetensors file or several; or of any safetensors file: that is a dict of arrays.
+        and one safetensors file or several; of any safetensors file, a dict of arrays; of a GGUF
+        file; or of a folder of Orbax, the tree of arrays that was saved.
       values: formats of your own, by the names under which they were saved.
       config: what stands in `config.json`, as a dict; `None` takes that of the folder. `{}` reads
         the tensors of a quantized checkpoint as they are.
@@ -89,11 +89,11 @@ class Archive:
         self._reader = open_source(path, config)
         try:
             self.config = self._reader.config
-            known, own = self._reader.metadata, (KEY, QUANTIZED)
-            own = () if isinstance(self._reader, GgufSource) else own
-            self.metadata = {k: v for k, v in known.items() if k not in own}
-            self.quantized = known.get(QUANTIZED) if own else None
-            self.format, self._tree = self._parse(values, real)
+            known, keys = self._reader.metadata, (KEY, QUANTIZED)
+            own = {key: known.get(key) for key in keys if self._reader.describes_tree}
+            self.metadata = {key: known[key] for key in known if key not in own}
+            self.quantized = own.get(QUANTIZED)
+            self.format, self._tree = self._parse(own.get(KEY), values, real)
             self._leaves = self._named()
         except BaseException:
             self._reader.__exit__()
@@ -156,9 +156,8 @@ class Archive:
         )
         return self._leaves[path]
 
-    def _parse(self, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
-        text = self._reader.metadata.get(KEY)
-        if text is None or isinstance(self._reader, GgufSource):
+    def _parse(self, text: str | None, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
+        if text is None:
             return read_leaves(self._reader, dtype)
         require_that(
             dtype is None,

@@ -15,6 +15,7 @@ from . import (
     _bitsandbytes,
     _compressed_tensors,
     _fp8,
+    _gemma,
     _gguf_tensors,
     _gptq,
     _mlx,
@@ -23,6 +24,7 @@ from . import (
 from ._coded import CodedLeaf
 from ._config import quantization_of
 from ._gguf_source import GgufSource
+from ._orbax import OrbaxSource
 from ._source import Source
 from ._tree import StoredArray
 
@@ -37,6 +39,7 @@ class Format(NamedTuple):
       leaves: yields the QTensors of a checkpoint, of its source and the real dtype that is asked
         for. What they are not made of are plain arrays.
       alone: whether tensors tell how they are read, without a config.
+      source: the files that are of this format, whatever a config says.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Format(NamedTuple):
     marks: tuple[str, ...]
     leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
     alone: bool = False
+    source: type | None = None
 
 
 def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -85,6 +89,7 @@ FORMATS = (
         _bitsandbytes.leaves,
         alone=True,
     ),
+    Format("gguf", lambda _: False, (), _gguf_tensors.leaves, source=GgufSource),
 )
 """Those that are read, in the order in which they are tried."""
 
@@ -95,30 +100,26 @@ _TORCHAO = "._weight_qdata"
 """End of names of tensors of torchao."""
 
 
-def read_leaves(
-    source: Source, dtype: np.dtype | None
-) -> tuple[str, dict[str, CodedLeaf | StoredArray]]:
-    """Returns the name of the format of a checkpoint, and its leaves by path, in the order of the
-    file.
+def read_leaves(source: Source, dtype: np.dtype | None) -> tuple[str, Any]:
+    """Returns the name of the format of a checkpoint, and its tree with what makes each leaf: a
+    dict of all by path, in the order of the file; of Orbax, the tree that was saved.
 
     Raises:
       ValueError: as `format_of_source`; or the tensors are not what the config says.
     """
-    form, made = None, []
-    if isinstance(source, GgufSource):
-        made = list(_gguf_tensors.leaves(source, dtype))
-    elif form := format_of_source(source):
-        made = list(form.leaves(source, dtype))
+    if isinstance(source, OrbaxSource):
+        return _gemma.read_tree(source, dtype)
+    form = format_of_source(source)
+    made = [] if form is None else list(form.leaves(source, dtype))
     used = {name: leaf for leaf in made for name in (*dict(leaf.tensors), *leaf.beside)}
-    if form is not None:
+    if form is not None and form.source is None:
         _check_left(source, form, used)
     leaves: dict[str, CodedLeaf | StoredArray] = {}
     for name in source.entries:
         leaf = used.get(name) or StoredArray(name, source.dtype(name))
         _check_alone(source, leaves, leaf)
         leaves[leaf.path] = leaf
-    plain = "gguf" if isinstance(source, GgufSource) else "safetensors"
-    return plain if form is None else form.name, leaves
+    return "safetensors" if form is None else form.name, leaves
 
 
 def _check_alone(source: Source, leaves: Mapping[str, Any], leaf: CodedLeaf | StoredArray) -> None:
@@ -140,6 +141,9 @@ def format_of_source(source: Source) -> Format | None:
       ValueError: its config names a format that jqx does not read, or there is no config and the
         tensors are of a format that needs one.
     """
+    own = next((form for form in FORMATS if form.source is type(source)), None)
+    if own is not None:
+        return own
     config = source.config
     if config is None:
         return _marked(source)

@@ -1,13 +1,19 @@
 """Trees of the gemma library in int4 or int8: `kernel` and the `scale` that divides it."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._calls import called
 from .._checks import check_instance, require_that, shown
+from ..calibrators import Groups
 from ..tensor import QTensor
+from ._bits import pack
+from ._coded import CodedLeaf, weight
+from ._orbax import OrbaxSource
+from ._tree import StoredArray
 
 _PREFIX, _ONLY, _WEIGHT = "_IntEinsum_", "_IntEinsum_0", "w"
 _KINDS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.int8))
@@ -17,12 +23,14 @@ _KINDS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.int8))
 def from_gemma(params: Any) -> Any:
     """Returns parameters of the gemma library, quantized by `gemma.peft.quantize`, with QTensors.
 
-    Published int4 checkpoints of Gemma are such trees, in Orbax: restore them with
-    `orbax.checkpoint`. Each `kernel` beside a `scale` becomes one QTensor, under the key that the
-    float weight has (`w`, `gating_einsum`, `linear`), so that functions of the float parameters run
-    on them, by `jqx.convert(f, jqx.Policy([]))`. Codes are those of the tree. gemma divides by its
-    scale, and a QTensor multiplies by one over it, in float32: a weight may differ by one unit in
-    the last place.
+    Published int4 checkpoints of Gemma are such trees, in Orbax. `jqx.load(folder)` reads one array
+    by array, to the same result; this function takes a tree that is restored already.
+
+    Each `kernel` beside a `scale` becomes one QTensor, under the key that the float weight has
+    (`w`, `gating_einsum`, `linear`), so that functions of the float parameters run on them, by
+    `jqx.convert(f, jqx.Policy([]))`. Codes are those of the tree. gemma divides by its scale, and a
+    QTensor multiplies by one over it, in float32: a weight may differ by one unit in the last
+    place.
 
     Args:
       params: nested dicts of arrays.
@@ -46,30 +54,9 @@ def from_gemma(params: Any) -> Any:
     """
     mend = "pass what orbax.checkpoint restores: nested dicts of arrays."
     check_instance("interop.from_gemma", "params", params, Mapping, mend=mend)
-    count = [0]
-
-    def walk(node: Any, path: tuple[str, ...]) -> Any:
-        if not isinstance(node, Mapping):
-            return node
-        made: dict[str, Any] = {}
-        for key, item in node.items():
-            here = (*path, str(key))
-            coded = isinstance(item, Mapping) and "kernel" in item and "scale" in item
-            name = key
-            if coded and str(key).startswith(_PREFIX):
-                name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)
-            _require(name not in made, here, "two weights of one name", "one", "drop one of them")
-            if coded and item["kernel"].dtype in _KINDS:
-                _require(len(item) == 2, here, shown([*item]), "kernel and scale", "drop the rest")
-                made[name] = _coded(here, item["kernel"], item["scale"])
-                count[0] += 1
-            else:
-                made[name] = walk(item, here)
-        return made
-
-    found = walk(params, ())
+    found, count = _replaced(params, _coded)
     _require(
-        count[0] > 0,
+        count > 0,
         (),
         "no `kernel` of int4 or int8 beside a `scale`",
         "a tree that gemma.peft.quantize made",
@@ -78,12 +65,86 @@ def from_gemma(params: Any) -> Any:
     return found
 
 
-def _coded(path: tuple[str, ...], kernel: Any, scale: Any) -> QTensor:
+def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
+    """Returns the format of a checkpoint of Orbax, and its tree with what makes each leaf."""
+
+    def leaf(path: tuple[str, ...], kernel: str, scale: str) -> CodedLeaf:
+        own = [_Named(source.entries[name].shape, source.dtype(name)) for name in (kernel, scale)]
+        groups = _groups(path, *own)
+        kinds = [x.dtype for x in own]
+        like = weight(groups, kinds[0], np.dtype(np.float32), asked or kinds[1])
+
+        def decode(codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+            values = codes
+            if kinds[0] == _KINDS[0]:
+                values = pack(codes.astype(np.int8).view(np.uint8) & np.uint8(15), 4)
+            return [values, np.float32(1) / scales.astype(np.float32)]
+
+        tensors = tuple(zip((kernel, scale), kinds, strict=True))
+        return CodedLeaf("/".join(path), tensors, like, decode)
+
+    def stored(node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {key: stored(item) for key, item in node.items()}
+        if isinstance(node, list):
+            return [stored(item) for item in node]
+        return StoredArray(node, source.dtype(node)) if isinstance(node, str) else node
+
+    found, count = _replaced(source.tree, leaf, source.dtype)
+    return "gemma" if count else "orbax", stored(found)
+
+
+class _Named(NamedTuple):
+    """What is known of an array that is not read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def _replaced(
+    params: Any,
+    make: Callable[[tuple[str, ...], Any, Any], Any],
+    dtype_of: Callable[[Any], Any] = lambda x: x.dtype,
+) -> tuple[Any, int]:
+    """Returns a tree with what `make` makes of each `kernel` and `scale`, and their number."""
+    count = 0
+
+    def walk(node: Any, path: tuple[str, ...]) -> Any:
+        nonlocal count
+        if not isinstance(node, Mapping):
+            return node
+        made: dict[str, Any] = {}
+        for key, item in node.items():
+            here = (*path, str(key))
+            coded = isinstance(item, Mapping) and "kernel" in item and "scale" in item
+            coded = coded and not any(isinstance(item[k], Mapping) for k in ("kernel", "scale"))
+            name = key
+            if coded and str(key).startswith(_PREFIX):
+                name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)
+            _require(name not in made, here, "two weights of one name", "one", "drop one of them")
+            if coded and dtype_of(item["kernel"]) in _KINDS:
+                _require(len(item) == 2, here, shown([*item]), "kernel and scale", "drop the rest")
+                made[name] = make((*path, str(name)), item["kernel"], item["scale"])
+                count += 1
+            else:
+                made[name] = walk(item, here)
+        return made
+
+    return walk(params, ()), count
+
+
+def _groups(path: tuple[str, ...], kernel: Any, scale: Any) -> Groups:
+    """Returns who shares a scale."""
     shape, sizes = tuple(kernel.shape), tuple(scale.shape)
     fits = len(shape) == len(sizes) and all(m in (1, n) for n, m in zip(shape, sizes, strict=True))
     given = f"kernel {kernel.dtype.name}{list(shape)}, scale {scale.dtype.name}{list(sizes)}"
     expected = "sizes of the scale that are those of the kernel, or 1"
     _require(fits, path, given, expected, "download the checkpoint again")
+    return Groups(shape, tuple(n if m == 1 else 1 for n, m in zip(shape, sizes, strict=True)))
+
+
+def _coded(path: tuple[str, ...], kernel: Any, scale: Any) -> QTensor:
+    _groups(path, kernel, scale)
     factor = 1 / jnp.asarray(scale).astype(jnp.float32)
     qtype, real = jnp.dtype(kernel.dtype), jnp.dtype(scale.dtype)
     q = QTensor(jnp.asarray(kernel), factor, qtype=qtype, dtype=real)

@@ -20,12 +20,14 @@ from ._coded import CodedLeaf, abstract, weight
 from ._gguf_blocks import FORMATS, Format, Parts, in_bits
 from ._gguf_source import GgufSource
 from ._in_runs import in_runs
+from ._source import Source
 
 _U8 = np.dtype(np.uint8)
 
 
-def leaves(source: GgufSource, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a file."""
+    assert isinstance(source, GgufSource)
     real = np.dtype(np.float32) if dtype is None else dtype
     for name, kind in source.kinds.items():
         source.dtype(name)  # or it is none that is read

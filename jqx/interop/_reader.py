@@ -27,6 +27,7 @@ class Reader:
       entries: each tensor's dtype, shape and place.
       metadata: what the file says of itself.
       config: of the model whose tensors these are; a file has none.
+      describes_tree: see `Source`.
 
     Raises:
       OSError: the file cannot be opened, or is no regular one.
@@ -35,6 +36,7 @@ class Reader:
 
     metadata: dict[str, Any]
     entries: dict[str, Entry]
+    describes_tree = True
 
     def __init__(self, path: Path) -> None:
         self._bytes = Bytes(path)

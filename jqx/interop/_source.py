@@ -12,6 +12,7 @@ from .._files import Path, as_path
 from ._bytes import Bytes
 from ._config import read_config, read_json
 from ._gguf_source import MAGIC, GgufSource
+from ._orbax import OrbaxSource, is_orbax
 from ._reader import Reader
 from ._safetensors import Entry
 
@@ -19,8 +20,13 @@ INDEX = "model.safetensors.index.json"
 
 
 class Source(Protocol):
-    """Tensors by name, which are read one by one. See `Reader`."""
+    """Tensors by name, which are read one by one. See `Reader`.
 
+    Attributes:
+      describes_tree: whether its metadata may say of which tree of jqx the tensors are.
+    """
+
+    describes_tree: bool
     path: str
     metadata: dict[str, Any]
     entries: dict[str, Entry]
@@ -41,6 +47,8 @@ class Folder:
       OSError: a file cannot be opened, or there is none.
       ValueError: the files are not those that the index says, or hold other tensors.
     """
+
+    describes_tree = True
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -108,24 +116,29 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
       ValueError: it is none of the formats that jqx reads.
     """
     text = as_path("load", path)
-    if os.path.isdir(text):
-        source: Source = Folder(text)
-    else:
-        with Bytes(text) as file:
-            is_gguf = file.head(len(MAGIC)) == MAGIC
-        require_that(
-            not (is_gguf and config is not None),
-            error=ValueError,
-            function="load",
-            problem="`config` has no use.",
-            given=f"a config, and the GGUF file {text!r}",
-            expected="config=None: each tensor of the file says what it is",
-            mend="leave it out.",
-        )
-        source = GgufSource(text) if is_gguf else Reader(text)
+    kind = _kind_of(text)
+    require_that(
+        config is None or kind in (Folder, Reader),
+        error=ValueError,
+        function="load",
+        problem="`config` has no use.",
+        given=f"a config, and {'the GGUF file' if kind is GgufSource else 'the Orbax folder'} "
+        f"{text!r}",
+        expected="config=None: the file says of each tensor what it is",
+        mend="leave it out.",
+    )
+    source: Source = kind(text)
     if config is not None:
         source.config = config
     return source
+
+
+def _kind_of(path: str) -> type:
+    """Returns what opens a file or folder."""
+    if os.path.isdir(path):
+        return OrbaxSource if is_orbax(path) else Folder
+    with Bytes(path) as file:
+        return GgufSource if file.head(len(MAGIC)) == MAGIC else Reader
 
 
 def _files_of(folder: str) -> dict[str, set[str] | None]:
