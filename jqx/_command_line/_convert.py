@@ -12,11 +12,9 @@ from ..calibrators import Rounded
 from ..interop import Archive, save_leaves, write
 from ..interop._shared import GGUF, TARGETS, TOKENIZERS, Leaf, read_json
 from ..numerics import Block, format_of
+from ._beside import OWN, left_out, print_left_out, texts
 from ._choices import Choice, add_choices, choose, made
 from ._output import add_force, check_absent, print_json, savings, size_of
-
-OWN = "jqx"
-"""The format of `jqx.save`."""
 
 _IN_HALF = ("gptq", "awq", GGUF)
 """Formats that hold scales in float16: those of weights that are quantized here are."""
@@ -29,8 +27,9 @@ def add(commands: Any) -> None:
         help="write a checkpoint in the format of others",
         description="Reads a checkpoint of any format that jqx.load reads and writes another, "
         "tensor by tensor. Codes and scales stay what they are; with --policy or --rule, float "
-        "weights are quantized on the way. What a format cannot hold is an error that names the "
-        "tensor.",
+        "weights are quantized on the way. A tensor that a format cannot hold is an error that "
+        "names it; what else is left out is printed. Files of jqx keep metadata that are no text "
+        "as JSON.",
     )
     parser.add_argument("input", help="a folder as Hugging Face has them, or a file")
     parser.add_argument("output", help="the folder to write; for jqx and gguf, the file")
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if args.format == OWN:
             _check_unused(args, "config", "metadata", "activation")
             tree, leaves = archive.map(specs.get), (each() for each in read.values())
-            save_leaves(args.output, tree, leaves, metadata=_texts(archive))
+            save_leaves(args.output, tree, leaves, metadata=texts(archive))
         else:
             named = {path.replace("/", "."): Leaf(specs[path], read[path]) for path in specs}
             _check_names(named, specs)
@@ -126,17 +125,15 @@ def _check_names(named: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
     )
 
 
-def _texts(archive: Archive) -> dict[str, str]:
-    """Returns the metadata of a file that are text, as safetensors files have them."""
-    return {key: value for key, value in archive.metadata.items() if isinstance(value, str)}
-
-
 def _show(args: argparse.Namespace, archive: Archive, specs: dict[str, Any]) -> None:
     before = sum(size_of(archive.spec(path)) for path in archive.paths)
     after = sum(map(size_of, specs.values()))
+    lost = left_out(archive, args.input, args.format)
     if args.json:
         written = {"written": args.output, "from": archive.format, "format": args.format}
-        print_json({**written, "tensors": len(specs), "bytes_before": before, "bytes_after": after})
+        sizes = {"bytes_before": before, "bytes_after": after, "left_out": lost}
+        print_json({**written, "tensors": len(specs), **sizes})
         return
     kinds = f"{archive.format} to {args.format}"
     print(f"{args.output}: {len(specs)} tensors, {kinds}; {savings(before, after)}")
+    print_left_out(lost)

@@ -9,6 +9,7 @@ from typing import Any
 from .._checks import require_that
 from ..diagnostics._shared import Table, scheme_of
 from ..interop import Archive, save_leaves
+from ._beside import OWN, left_out, print_left_out, texts
 from ._choices import Choice, add_choices, choose, made
 from ._output import add_force, check_absent, print_json, savings, size_of
 
@@ -21,7 +22,7 @@ def add(commands: Any) -> None:
         description="Quantizes weights of a safetensors file, one at a time, and writes what "
         "jqx.load reads.",
     )
-    parser.add_argument("input", help="a safetensors file")
+    parser.add_argument("input", help="a file or folder that jqx.load reads")
     parser.add_argument("output", help="the file to write")
     add_choices(parser)
     add_force(parser)
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.dry_run:
             leaves = (made(archive.read, path, choice) for path, choice in choices.items())
             leaves = _shown(leaves, archive)
-            save_leaves(args.output, archive.map(specs.get), leaves, metadata=archive.metadata)
+            save_leaves(args.output, archive.map(specs.get), leaves, metadata=texts(archive))
         _show(args, archive, choices, specs)
     return 0
 
@@ -81,13 +82,16 @@ def _show(
     ]
     before, after = (sum(t[key] for t in tensors) for key in ("bytes_before", "bytes_after"))
     count = sum(t["scheme"] is not None for t in tensors)
+    lost = left_out(archive, args.input, OWN)
     if args.json:
         totals = {"quantized": count, "bytes_before": before, "bytes_after": after}
+        totals["left_out"] = lost
         print_json({"written": None if args.dry_run else args.output, **totals, "tensors": tensors})
         return
     footer = f"{count} of {len(tensors)} tensors quantized; {savings(before, after)}"
     if not args.dry_run:
         print(f"{args.output}: {footer}")
+        print_left_out(lost)
         return
     rows = [
         (

@@ -1,6 +1,7 @@
 """What other folders of jqx import from this one, and users do not."""
 
 from ._config import read_json as read_json
+from ._source import INDEX as INDEX
 from ._tree_leaves import Leaf as Leaf
 from ._write import GGUF as GGUF
 from ._write import TARGETS as TARGETS

@@ -86,6 +86,37 @@ def test_a_quantized_function_is_converted_and_verified(capsys, tmp_path):
     assert code == 2 and "MLX cannot hold the tensor 'up.weight'" in error
 
 
+def test_what_is_left_out_is_told(capsys, tmp_path, folder):
+    (folder / "notes.txt").write_text("mine")
+    code, printed, _ = run(capsys, "convert", folder, tmp_path / "a", "--format", "safetensors")
+    assert code == 0 and printed.endswith("left out: the files notes.txt\n")
+    _, found = run_json(capsys, "convert", folder, tmp_path / "b", "--format", "jqx")
+    files = "the files config.json, notes.txt, tokenizer.json"
+    assert found["left_out"] == [files]
+    quantized = run_json(capsys, "quantize", folder, tmp_path / "c", *RULES)[1]
+    assert quantized["left_out"] == [files]
+
+
+def test_files_of_jqx_keep_metadata_as_json(capsys, tmp_path):
+    file = CHECKPOINTS / "gguf-0.19.0" / "model.gguf"
+    _, found = run_json(capsys, "convert", file, tmp_path / "m", "--format", "jqx")
+    assert found["left_out"] == []
+    with jqx.interop.read(file) as gguf, jqx.interop.read(tmp_path / "m") as own:
+        assert own.metadata.keys() == gguf.metadata.keys()
+        assert own.metadata["general.name"] == "fixture"
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "llama.rope.freq_base"):
+            assert json.loads(own.metadata[key]) == np.asarray(gguf.metadata[key]).tolist()
+    _, found = run_json(capsys, "convert", tmp_path / "m", tmp_path / "n", "--format", "jqx")
+    assert found["left_out"] == []
+
+
+def test_the_plan_of_a_quantized_function_is_told_to_be_left_out(capsys, tmp_path):
+    made = jqx.ptq(lambda p, x: x @ p["up"], jqx.presets.w8a8(), progress=False)
+    jqx.save(tmp_path / "q", made({"up": jnp.ones((64, 32))}, [(jnp.ones((2, 64)),)]))
+    _, found = run_json(capsys, "convert", tmp_path / "q", tmp_path / "o", "--format", "jqx")
+    assert "the plan and the scales of activations" in found["left_out"][0]
+
+
 def test_verify_finds_faults(capsys, tmp_path, folder):
     wrong = {**FLOATS, "lm_head.weight": -FLOATS["lm_head.weight"], "k_scale": np.zeros(1, "f4")}
     other = saved(tmp_path / "other", wrong)

@@ -1,0 +1,63 @@
+"""What a checkpoint has beside its tensors: what becomes of it, and what is left out."""
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from ..interop import Archive
+from ..interop._shared import GGUF, INDEX, TOKENIZERS
+
+OWN = "jqx"
+"""The format of `jqx.save`."""
+
+_WRITTEN = ("config.json", "quantize_config.json", *TOKENIZERS)
+"""Files that a folder gets again, as they are or anew."""
+
+
+def texts(archive: Archive) -> dict[str, str]:
+    """Returns the metadata of a file as safetensors files have them: what is no text, as JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, default=_plain)
+        for key, value in archive.metadata.items()
+    }
+
+
+def _plain(x: Any) -> Any:
+    assert isinstance(x, (np.ndarray, np.generic)), type(x)
+    return x.tolist()
+
+
+def left_out(archive: Archive, source: str, format: str) -> list[str]:
+    """Returns what a checkpoint of another format does not get, in words.
+
+    Args:
+      archive: what is read.
+      source: its path.
+      format: what is written.
+    """
+    found = []
+    if archive.quantized is not None:
+        found.append("the plan and the scales of activations of a quantized function")
+    kept = format == OWN or (format == GGUF and archive.format == GGUF)
+    names = [] if kept else [key for key in archive.metadata if key != "format"]
+    if names:
+        found.append(f"{len(names)} entries of metadata: {_shortly(names)}")
+    written = {INDEX} if format in (OWN, GGUF) else {INDEX, *_WRITTEN}
+    is_folder = os.path.isdir(source) and archive.format not in ("gemma", "orbax")
+    files = sorted({*os.listdir(source)} - written) if is_folder else []
+    beside = [name for name in files if not name.endswith(".safetensors")]
+    if beside:
+        found.append(f"the files {_shortly(beside)}")
+    return found
+
+
+def _shortly(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def print_left_out(found: list[str]) -> None:
+    """Prints it, a line each."""
+    for text in found:
+        print(f"left out: {text}")
