@@ -83,6 +83,11 @@ distance of two programs."""
 FEW = 4
 
 
+def pytest_addoption(parser):
+    """Adds how often the slow test of changed checkpoints changes those of each format."""
+    parser.addoption("--mutations", type=int, default=10_000, help="of checkpoints of each format")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leaves the first case of a test marked `many`, and about one in four of the others, to the

@@ -85,8 +85,8 @@ def _show(
     lost = left_out(archive, args.input, OWN)
     if args.json:
         totals = {"quantized": count, "bytes_before": before, "bytes_after": after}
-        totals["left_out"] = lost
-        print_json({"written": None if args.dry_run else args.output, **totals, "tensors": tensors})
+        written = {"written": None if args.dry_run else args.output, "left_out": lost}
+        print_json({**written, **totals, "tensors": tensors})
         return
     footer = f"{count} of {len(tensors)} tensors quantized; {savings(before, after)}"
     if not args.dry_run:

@@ -1,5 +1,8 @@
 """Checkpoints of every format with something changed: read, or refused in four parts; no crash, no
-shape that nobody asked for, no memory beyond the file.
+shape that nobody asked for, no memory beyond the file. The slow run of CI makes 10,000 changes to
+each format; a longer one is
+
+    pytest -m slow tests/interop/test_mutations.py --dist load --mutations 100000
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ from .raw_folders import CHECKPOINTS, write_folder
 from .test_hugging_face_formats import OSS, experts
 from .test_write import floats, integers
 
-FEW, MANY = 150, 100_000
+FEW = 150
 VALUES = (
     *(None, True, False, -1, 0, 1, 3, 4, 5, 7, 16, 64, 2**31, 2**63, 2**64, 1e300, -0.5),
     *("", "x", "re:(a+)+$", "re:(", [], {}, [1], [[]], {"a": 1}, "int", "float", "group"),
@@ -54,12 +57,22 @@ FOLDERS = {
 }
 
 
-@pytest.fixture(params=[*FOLDERS, "mxfp4", "gguf", "jqx"])
+def auto_round(path):
+    """Writes a checkpoint of auto-round: layers of GPTQ, whose config is another."""
+    write(path, FOLDERS["gptq"](), "gptq", config={})
+    said = {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "sym": False}
+    own = {**said, "group_size": 32, "extra_config": {"b.*": {"bits": 16}}}
+    (path / "config.json").write_text(json.dumps({"quantization_config": own}))
+
+
+@pytest.fixture(params=[*FOLDERS, "auto-round", "mxfp4", "gguf", "jqx"])
 def source(request, tmp_path):
     """A small checkpoint, and where a changed one is put."""
     kind, path = request.param, tmp_path / "whole"
     if kind in FOLDERS:
         write(path, {**FOLDERS[kind](), "norm.weight": jnp.ones(4)}, kind, config={"a": 1})
+    elif kind == "auto-round":
+        auto_round(path)
     elif kind == "mxfp4":
         write_folder(path, experts((1, 2, 2)), OSS)
     else:
@@ -178,8 +191,8 @@ def test_a_changed_checkpoint_is_read_or_refused(source):
 
 
 @pytest.mark.slow
-def test_many_changed_checkpoints_are_read_or_refused(source):
-    run(source, MANY)
+def test_many_changed_checkpoints_are_read_or_refused(source, pytestconfig):
+    run(source, pytestconfig.getoption("mutations"))
 
 
 def test_sizes_beyond_any_file(tmp_path):
