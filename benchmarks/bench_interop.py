@@ -6,7 +6,8 @@ Four weights of 2048 x 4096 in each format, from a file that the system has in m
 NumPy arrays as QTensors have them (`Archive.numpy`), "write" makes the folder or the file of them,
 on the disk. The floor is `np.fromfile` of the same bytes, timed in the same rounds; the goal is
 half of its speed for formats that keep their packing (fp8, and what holds a code a byte). "package"
-is the own reader of a package, to what it has of them: raw bytes for gguf and safetensors. "peak"
+is the own reader of a package, to what it has of them: the bytes of the file, from gguf, mlx, and
+safetensors, by which all others read (compressed-tensors, GPTQModel, bitsandbytes). "peak"
 is the memory of NumPy while all is read, less the result, in weights of the file.
 """
 
@@ -113,9 +114,13 @@ def plain(path: Path) -> list[np.ndarray]:
 
 def package(path: Path, form: str) -> Callable[[], object] | None:
     """Returns a call of the own reader of a package, where it is there."""
-    name = "gguf" if form == "gguf" else "safetensors"
+    name = {"gguf": "gguf", "mlx": "mlx"}.get(form, "safetensors")
     if importlib.util.find_spec(name) is None:
         return None
+    if form == "mlx":
+        mx = importlib.import_module("mlx.core")
+        (file,) = files_of(path)
+        return lambda: mx.eval(list(mx.load(str(file)).values()))
     if form == "gguf":
         reader = importlib.import_module("gguf").GGUFReader
         return lambda: [np.array(tensor.data) for tensor in reader(path).tensors]

@@ -74,8 +74,12 @@ def test_products_with_every_type_take_no_weight_apart():
         leaves = {name: archive.read(name) for name in names}
     found = jax.jit(lambda x, leaves: {n: jqx.matmul(x, q.T) for n, q in leaves.items()})(x, leaves)
     for name, q in leaves.items():
-        want = x.astype(np.float64) @ np.asarray(q.dequantize()).astype(np.float64).T
-        np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-4)
+        real = np.asarray(q.dequantize()).astype(np.float64)
+        least = 0 if q.offset is None else np.repeat(np.asarray(q.offset, np.float64), 32, -1)
+        terms = np.abs(x) @ (np.abs(real - least) + np.abs(least)).T
+        # 512 sums, two products, the sum of both parts: each rounds once
+        error = np.abs(np.asarray(found[name]) - x.astype(np.float64) @ real.T)
+        assert (error <= 516 * 2.0**-24 * terms).all(), name
 
 
 def test_rows_of_zero_and_files_of_floats(tmp_path):
