@@ -26,6 +26,7 @@ from .test_hugging_face_formats import OSS, experts
 from .test_write import floats, integers
 
 FEW = 150
+BY_16, BY_128 = jqx.per_block({0: 1, 1: 16}), jqx.per_block({0: 128, 1: 128})
 VALUES = (
     *(None, True, False, -1, 0, 1, 3, 4, 5, 7, 16, 64, 2**31, 2**63, 2**64, 1e300, -0.5),
     *("", "x", "re:(a+)+$", "re:(", [], {}, [1], [[]], {"a": 1}, "int", "float", "group"),
@@ -41,7 +42,7 @@ def block(qtype, size):
 
 
 def fp8():
-    return floats(jqx.QSpec(jnp.float8_e4m3fn, jqx.per_block({0: 128, 1: 128})), (128, 128))
+    return floats(jqx.QSpec(jnp.float8_e4m3fn, BY_128), (128, 128))
 
 
 FOLDERS = {
@@ -201,6 +202,46 @@ def test_sizes_beyond_any_file(tmp_path):
         path = pathlib.Path(tmp_path / "m.safetensors")
         path.write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
         assert not check(path)
+
+
+LARGE = (1024, 4096)
+TO_READ = {
+    **{
+        f"gptq {bits}": ("gptq", lambda bits=bits: half(integers(bits, shape=LARGE)))
+        for bits in (2, 4)
+    },
+    "gptq order": ("gptq", lambda: half(integers(4, zeros=True, order=True, shape=LARGE))),
+    "awq": ("awq", lambda: half(integers(4, zeros=True, shape=LARGE))),
+    "packed 3": ("compressed-tensors", lambda: integers(3, zeros=True, shape=LARGE)),
+    "packed 4": ("compressed-tensors", lambda: integers(4, zeros=True, shape=LARGE)),
+    "nvfp4": ("compressed-tensors", lambda: floats(jqx.QSpec(nvfp4, BY_16), LARGE)),
+    "fp8": ("fp8", lambda: floats(jqx.QSpec(jnp.float8_e4m3fn, BY_128), LARGE)),
+    "mlx": ("mlx", lambda: half(integers(4, shape=LARGE))),
+    "nf4": ("bitsandbytes", lambda: floats(jqx.QSpec(nf4, jqx.per_block({0: 1, 1: 64})), LARGE)),
+    "Q4_0": ("gguf", lambda: half(integers(4, shape=LARGE))),
+    "MXFP4": ("gguf", lambda: floats(jqx.QSpec(mxfp4, jqx.per_block({0: 1, 1: 32})), LARGE)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TO_READ)
+def test_beside_the_result_one_tensor_is_held(tmp_path, kind):
+    """Codes are taken apart in runs, which need some memory whatever the size of a tensor."""
+    form, leaf = TO_READ[kind]
+    path = tmp_path / "m"
+    more = {"config": {}} if form != "gguf" else {"metadata": {"general.architecture": "llama"}}
+    write(path, {"a.weight": leaf()}, form, **more)
+    runs = 1_500_000
+    with jqx.interop.Archive(path) as archive:
+        (name,) = archive.paths
+        archive.numpy(name)  # tables of codes
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(archive.spec(name)))
+        tracemalloc.start()
+        kept = archive.numpy(name)
+        now, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert now >= 0.9 * size and kept.nbytes >= size
+    assert peak - now <= size + runs, (peak - now) / size
 
 
 @pytest.mark.slow
