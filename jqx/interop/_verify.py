@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._calls import called
-from .._checks import check_instance, require_that, shown
+from .._checks import check_instance, check_pattern, require_that, shown
 from ..calibrators._shared import per_block
 from ..diagnostics import Comparison, compare
 from ..diagnostics._shared import scheme_of, sqnr
@@ -23,8 +23,16 @@ from ._archive import Archive, load
 from ._named_tree import Rules, tree
 from ._verification import TensorCheck, Verification
 
-_SAME = 30.0
-"""Decibels that floats which are no weights of codes must have beside the float model, at least."""
+_SAME = 45.0
+"""Decibels that floats which are no weights of codes must have beside the float model, at least:
+those of two roundings to bfloat16 have 50.
+"""
+
+_CLOSE = 20.0
+"""Decibels that these must have before the model is rounded to their dtype."""
+
+_FEEBLE = 0.01
+"""Share of the mean power of rows, below which a row is not looked at by itself."""
 
 _SCALES = re.compile(r"(.*[._/])?\w*scale(_inv|_ub)?")
 """Names of scales that stand in files by themselves, of key-value caches and activations."""
@@ -44,9 +52,10 @@ def verify(
     """Reads a quantized model again and compares it with the float one.
 
     Each tensor is dequantized and laid beside its float one, one at a time. What is wrong: a tensor
-    that one of both lacks, another shape, numbers that are not finite, rows that became zeros, an
-    error beyond `least`, floats that are not those of the model in the dtype of the file, a scale
-    (of key-value caches, of activations) that is 0, negative or not finite. With a function and a
+    that one of both lacks, another shape, integers in the place of floats, numbers that are not
+    finite, rows that became zeros or are further from those of the model than zeros are, an error
+    beyond `least`, floats that are not those of the model in the dtype of the file, a scale (of
+    key-value caches, of activations) that is 0, negative or not finite. With a function and a
     batch, its contractions are compared site by site too, as by `jqx.compare`.
 
     Args:
@@ -113,7 +122,7 @@ def _opened(given: Any, names: Rules | None, opened: contextlib.ExitStack) -> _L
     if isinstance(given, (str, os.PathLike)):
         given = opened.enter_context(Archive(given))
     if isinstance(given, Archive) and names is None:
-        return _Leaves({_key(path): path for path in given.paths}, given.read)
+        return _leaves(given.paths, given.read)
     if names is not None:
         archive: Any = given
         check_instance("interop.verify", "file", archive, Archive, mend="pass a path, with names.")
@@ -130,7 +139,22 @@ def _opened(given: Any, names: Rules | None, opened: contextlib.ExitStack) -> _L
         expected="a path, an open Archive, or a tree of arrays and QTensors",
         mend="pass for example the folder that was written.",
     )
-    return _Leaves({_key(path): path for path in leaves}, leaves.__getitem__)
+    return _leaves([*leaves], leaves.__getitem__)
+
+
+def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
+    keys = {_key(path): path for path in paths}
+    twice = next((path for path in paths if keys[_key(path)] != path), None)
+    require_that(
+        twice is None,
+        error=ValueError,
+        function="interop.verify",
+        problem="two tensors have one name.",
+        given=f"{twice!r} and {keys.get(_key(twice or ''), '')!r}",
+        expected='names that differ in more than "/" and "."',
+        mend="rename one of them.",
+    )
+    return _Leaves(keys, read)
 
 
 def _key(path: str) -> str:
@@ -146,6 +170,7 @@ def _rows(
 ) -> Iterator[TensorCheck]:
     every = dict.fromkeys((*own.paths, *wanted.paths))
     for pattern in ignore:
+        check_pattern("interop.verify", "ignore", pattern)
         paths = (leaves.paths.get(key, "") for leaves in (own, wanted) for key in every)
         require_that(
             any(re.fullmatch(pattern, path) for path in paths),
@@ -171,16 +196,19 @@ def _rows(
 def _alone(path: str, x: Any) -> TensorCheck:
     """Returns what is wrong with a tensor that the float model has not."""
     kind = scheme_of(x) if _is_coded(x) else x.dtype.name
-    problems = ["not in the float model"]
-    if not _is_coded(x) and _SCALES.fullmatch(path):
-        values = np.asarray(x).astype(np.float64)
-        wrong = {
-            "a scale is 0": (values == 0).any(),
-            "a scale is negative": (values < 0).any(),
-            "a scale is not finite": not np.isfinite(values).all(),
-        }
-        problems = [text for text, found in wrong.items() if found]
+    is_scale = not _is_coded(x) and _SCALES.fullmatch(path)
+    problems = _wrong_scales(x) if is_scale else ["not in the float model"]
     return TensorCheck(path, kind, math.nan, math.nan, tuple(problems))
+
+
+def _wrong_scales(x: Any) -> list[str]:
+    values = np.asarray(x).astype(np.float64)
+    wrong = {
+        "a scale is 0": (values == 0).any(),
+        "a scale is negative": (values < 0).any(),
+        "a scale is not finite": not np.isfinite(values).all(),
+    }
+    return [text for text, found in wrong.items() if found]
 
 
 def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
@@ -195,29 +223,41 @@ def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
         return TensorCheck(
             path, kind, math.inf if same else math.nan, error, () if same else ("differs",)
         )
-    if not _is_coded(x):
-        want, least = want.astype(x.dtype), _SAME
+    if not _is_coded(x) and not jnp.issubdtype(x.dtype, jnp.floating):
+        text = f"{x.dtype.name}, and {want.dtype.name} in the model"
+        return TensorCheck(path, kind, math.nan, math.nan, (text,))
+    real, want = want.astype(np.float32), want.astype(np.float32)
     found = np.asarray(x.dequantize() if _is_coded(x) else x).astype(np.float32)
-    want = want.astype(np.float32)
-    error, decibel, problems = 0.0, sqnr(want, found), []
-    if found.size:
-        with np.errstate(invalid="ignore"):
-            error = float(np.abs(found - want).max())
-    if np.isfinite(want).all() and not np.isfinite(found).all():
+    with np.errstate(invalid="ignore", over="ignore"):
+        if not _is_coded(x):
+            want, least = want.astype(x.dtype).astype(np.float32), _CLOSE
+        error = float(np.abs(found - real).max()) if found.size else 0.0
+    decibel, problems = sqnr(real, found), []
+    if np.isfinite(real).all() and not np.isfinite(found).all():
         problems.append("numbers that are not finite")
-    elif not decibel >= least and not np.array_equal(found, want, equal_nan=True):
+    elif not decibel >= least and not np.array_equal(found, real, equal_nan=True):
         problems.append(f"less than {least:g} dB")
-    lost = _lost_rows(found, want)
-    if lost:
-        problems.append(f"{lost} rows are zeros")
+    elif not (sqnr(want, found) >= _SAME or _is_coded(x) or np.array_equal(found, want, True)):
+        problems.append(f"less than {_SAME:g} dB")
+    problems += _wrong_rows(found, real, problems)
+    if not _is_coded(x) and _SCALES.fullmatch(path):
+        problems += _wrong_scales(x)
     return TensorCheck(path, kind, decibel, error, tuple(problems))
 
 
-def _lost_rows(found: np.ndarray, want: np.ndarray) -> int:
-    """Returns how many rows became zeros."""
-    if found.ndim < 2 or not found.size:
-        return 0
-    return int((~found.any(-1) & want.any(-1)).sum())
+def _wrong_rows(found: np.ndarray, real: np.ndarray, problems: Sequence[str]) -> list[str]:
+    """Returns what is wrong with single rows, all axes but the last taken as rows; where the whole
+    is wrong, only which are lost.
+    """
+    if found.ndim < 2 or not found.size or not np.isfinite(real).all():
+        return []
+    found, real = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (found, real))
+    with np.errstate(invalid="ignore"):
+        power, noise = (real**2).sum(-1), ((found - real) ** 2).sum(-1)
+    lost = ~found.any(-1) & real.any(-1)
+    far = (noise > power) & (power > _FEEBLE * power.mean()) & (not problems)
+    counts = {"are zeros": int(lost.sum()), "are worse than zeros": int(far.sum())}
+    return [f"{count} rows {text}" for text, count in counts.items() if count]
 
 
 def _sites(

@@ -132,16 +132,48 @@ def test_floats_are_those_of_the_model_in_the_dtype_of_the_file(floats):
     tree = quantized(floats)
     half = {**tree, "head.weight": tree["head.weight"].astype(jnp.bfloat16)}
     assert verify(half, floats).ok
-    other = {**tree, "norm.weight": tree["norm.weight"] * 1.1}
-    assert verify(other, floats).problems == ("'norm.weight': less than 30 dB",)
+    other = {**tree, "norm.weight": tree["norm.weight"] * 1.05}
+    assert verify(other, floats).problems == ("'norm.weight': less than 45 dB",)
     more = {**tree, "more.weight": jnp.ones(3)}
     assert verify(more, floats).problems == ("'more.weight': not in the float model",)
     assert verify(more, floats, ignore=[r"more\..*"]).ok
 
 
+def test_floats_that_are_lost_in_their_dtype_are_found():
+    w = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    lost = {
+        "int8, and float32 in the model": (w * 0.2, np.zeros((32, 64), np.int8)),
+        "bool, and float32 in the model": (w, w > 0),
+        "numbers that are not finite": (w * 1e5, jnp.asarray(w * 1e5).astype(jnp.float16)),
+        "less than 20 dB": (w * 1e-4, (w * 1e-4).astype(jnp.float8_e4m3fn)),
+    }
+    for words, (real, found) in lost.items():
+        (problem, *_) = verify({"w": jnp.asarray(found)}, {"w": real}).problems
+        assert words in problem
+    overflown = (w * 1e4).astype(jnp.float8_e4m3fn)
+    assert "not finite" in verify({"w": overflown}, {"w": w * 1e4}).problems[0]
+
+
+def test_swapped_rows_and_layers_are_found(floats):
+    name = "layers.0.up.weight"
+    tree = quantized(floats, "int8")
+    rows = np.arange(32)
+    rows[[3, 4]] = 4, 3
+    found = verify({**tree, name: tree[name].take(rows, axis=0)}, floats)
+    assert found.problems == (f"{name!r}: 2 rows are worse than zeros",)
+    rng = np.random.default_rng(0)
+    a, b = (1 + 0.02 * rng.normal(size=(2, 576))).astype(np.float32)
+    assert len(verify({"a": a, "b": b}, {"a": b, "b": a}).problems) == 2
+    zero = {"up.k_scale": jnp.zeros(1)}
+    assert verify(zero, zero).problems == ("'up.k_scale': a scale is 0",)
+
+
 def test_arguments_that_do_not_fit(tmp_path, floats):
     assert_refused(lambda: verify(floats, floats, function=apply), "a function needs a batch")
     assert_refused(lambda: verify(floats, floats, ignore=["nothing"]), "matches nothing")
+    assert_refused(lambda: verify(floats, floats, ignore=["["]), "no regular expression")
+    twice = {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}
+    assert_refused(lambda: verify(twice, floats), "two tensors have one name")
     assert_refused(lambda: verify(floats, floats, ignore="x"), "no patterns", error=TypeError)
     assert_refused(lambda: verify({}, floats), "nothing to compare", error=TypeError)
     assert_refused(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
