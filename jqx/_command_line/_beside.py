@@ -29,13 +29,16 @@ def _plain(x: Any) -> Any:
     return x.tolist()
 
 
-def left_out(archive: Archive, source: str, format: str) -> list[str]:
+def left_out(
+    archive: Archive, source: str, format: str, activation: str | None = None
+) -> list[str]:
     """Returns what a checkpoint of another format does not get, in words.
 
     Args:
       archive: what is read.
       source: its path.
       format: what is written.
+      activation: how activations are to be quantized, where that is said anew.
     """
     found = []
     if archive.quantized is not None:
@@ -50,7 +53,21 @@ def left_out(archive: Archive, source: str, format: str) -> list[str]:
     beside = [name for name in files if not name.endswith(".safetensors")]
     if beside:
         found.append(f"the files {_shortly(beside)}")
+    if format not in (OWN, GGUF):
+        found += _of_config(archive, activation)
     return found
+
+
+def _of_config(archive: Archive, activation: str | None) -> list[str]:
+    """Returns what a config says of other things than weights, and one that is written does not."""
+    said = (archive.config or {}).get("quantization_config") or {}
+    groups = said.get("config_groups", {}).values()
+    fields = [f"{kind}_activations" for kind in ("input", "output")]
+    found = [field for field in fields if any(group.get(field) for group in groups)]
+    found = found if activation is None else []
+    found += ["kv_cache_scheme"] if said.get("kv_cache_scheme") else []
+    found += ["activation_scheme: static"] if said.get("activation_scheme") == "static" else []
+    return [f"{field} of the config" for field in found]
 
 
 def _shortly(names: list[str]) -> str:

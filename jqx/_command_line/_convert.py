@@ -128,7 +128,7 @@ def _check_names(named: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
 def _show(args: argparse.Namespace, archive: Archive, specs: dict[str, Any]) -> None:
     before = sum(size_of(archive.spec(path)) for path in archive.paths)
     after = sum(map(size_of, specs.values()))
-    lost = left_out(archive, args.input, args.format)
+    lost = left_out(archive, args.input, args.format, args.activation)
     if args.json:
         written = {"written": args.output, "from": archive.format, "format": args.format}
         sizes = {"bytes_before": before, "bytes_after": after, "left_out": lost}

@@ -12,7 +12,7 @@ from jax import dtypes
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, check_instance, check_real, require_that
+from .._checks import as_dtype, check_instance, check_real, require_that, shown
 from .._errors import nesting
 from .._files import Path
 from ..tensor import QTensor
@@ -108,7 +108,7 @@ class Archive:
 
     def __contains__(self, path: object) -> bool:
         """Whether there is a leaf of this path."""
-        return path in self._leaves
+        return isinstance(path, str) and path in self._leaves
 
     def spec(self, path: str) -> Any:
         """Returns a leaf with `jax.ShapeDtypeStruct` in place of arrays; nothing is read."""
@@ -146,10 +146,10 @@ class Archive:
 
     def _leaf(self, path: str) -> Leaf:
         require_that(
-            path in self._leaves,
+            path in self,
             error=ValueError,
             function="interop.Archive",
-            problem=f"there is no leaf {path!r}.",
+            problem=f"there is no leaf {shown(path)}.",
             given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
             expected="one of archive.paths",
             mend="look there.",

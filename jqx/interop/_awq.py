@@ -31,7 +31,7 @@ from ._gptq import modules
 from ._in_runs import in_runs
 from ._source import Source
 
-MARKS = (".qweight", ".qzeros")
+MARKS = (".qweight", ".qzeros", ".scales")
 """Ends of names of tensors that float checkpoints have not."""
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -63,7 +63,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
         config.refuse("version", "'gemm': others are layouts of their own kernels")
     excluded = config.names("modules_to_not_convert")
     for module in modules(source):
-        if not any(part in module for part in excluded):
+        if not any(f".{part}." in f".{module}." for part in excluded):
             yield leaf_of(source, module, config, dtype)
 
 
@@ -204,11 +204,23 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
                 mend="quantize all layers with the same groups, or write GPTQ or "
                 "compressed-tensors.",
             )
+    names = [name.removesuffix(".weight") for name in floats]
+    for name in names:
+        part = next((path for path in says if name in path.removesuffix(".weight")), None)
+        if part is not None:
+            refuse_leaf(
+                part,
+                f"a quantized layer, and {name!r} in float",
+                "AWQ",
+                expected="layers in float whose names are no parts of those of quantized ones: "
+                "loaders leave out what has such a part",
+                mend=f"quantize {name!r} too, or write GPTQ or compressed-tensors.",
+            )
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group,
         "zero_point": any(own.zero_point for own in says.values()),
         "version": "gemm",
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in floats] or None,
+        "modules_to_not_convert": names or None,
     }

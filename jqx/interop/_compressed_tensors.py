@@ -22,15 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._coded import (
-    CodedLeaf,
-    refuse,
-)
+from ._coded import CodedLeaf, refuse
 from ._compressed_weights import READ
 from ._config import Config, matches, quantization_of
 from ._source import Source
 
-MARKS = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_global_scale")
+_PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
+
+MARKS = tuple(f".weight_{part}" for part in _PARTS)
 """Ends of names of tensors that this format alone has."""
 
 _INTEGERS = ("pack-quantized", "int-quantized")
@@ -61,12 +60,21 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     config = quantization_of(source.config)
     assert config is not None
+    _check_plain(config)
     schemes, ignored = _schemes(config), config.names("ignore")
     for module in _modules(source):
         if any(matches(pattern, module, config.where) for pattern in ignored):
             continue
         scheme = _scheme_of(source, module, schemes, config)
         yield READ[_kind(source, module, scheme)](source, module, scheme.weights, dtype)
+
+
+def _check_plain(config: Config) -> None:
+    """Checks that layers multiply by their weights, and that these are dense."""
+    if config.data.get("transform_config"):
+        config.refuse("transform_config", "none: rotations that a model does as it runs")
+    if config.data.get("sparsity_config"):
+        config.part("sparsity_config").one_of("format", ("dense",), "dense")
 
 
 def _modules(source: Source) -> list[str]:

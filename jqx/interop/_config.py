@@ -134,10 +134,14 @@ def read_config(folder: str) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
-    """Returns what a config says of quantization; `None` where it says nothing."""
-    for key in ("quantization_config", "compression_config"):
-        if config and config.get(key) is not None:
-            return Config(config[key], key)
+    """Returns what a config says of quantization, of the model or of its `text_config`; `None`
+    where it says nothing.
+    """
+    text = (config or {}).get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else None):
+        for key in ("quantization_config", "compression_config"):
+            if part and part.get(key) is not None:
+                return Config(part[key], key)
     return None
 
 

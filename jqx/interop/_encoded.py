@@ -52,6 +52,8 @@ def module_of(path: str, leaf: Any, format: str) -> str:
             expected="quantized tensors that are called <module>.weight",
             mend="name it so, with jqx.interop.tree(..., names), or leave it in float.",
         )
+    if 0 in leaf.shape:
+        refuse_leaf(path, leaf, format, expected="weights", mend="leave it in float.")
     return path.removesuffix(".weight")
 
 

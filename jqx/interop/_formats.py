@@ -6,6 +6,7 @@ The config decides; tensors that only one format has and that no config speaks o
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that, shown
@@ -144,9 +145,7 @@ def format_of_source(source: Source) -> Format | None:
     own = next((form for form in FORMATS if form.source is type(source)), None)
     if own is not None:
         return own
-    config = source.config
-    if config is None:
-        return _marked(source)
+    config = source.config or {}
     found = next((form for form in FORMATS if form.says(config)), None)
     said = quantization_of(config)
     if found is None and said is not None:
@@ -155,11 +154,11 @@ def format_of_source(source: Source) -> Format | None:
         said.refuse(
             "quant_method", f"one of {', '.join(form.name for form in FORMATS)}{why and f': {why}'}"
         )
-    return found
+    return _marked(source) if found is None and not source.asked else found
 
 
 def _marked(source: Source) -> Format | None:
-    """Returns the format of a file without a config, which must be one that needs none."""
+    """Returns the format of files whose config says none, which must be one that needs none."""
     foreign = next((name for name in source.entries if name.endswith(_TORCHAO)), None)
     require_that(
         foreign is None,
@@ -178,18 +177,26 @@ def _marked(source: Source) -> Format | None:
             name is None,
             error=ValueError,
             function="interop.read",
-            problem=f"{source.path!r} is quantized, and there is no config to say how.",
+            problem=f"{source.path!r} is quantized, and no config says how.",
             given=f"the tensor {shown(name)}, as {form.name} has them",
-            expected="a folder with a config.json, or config=",
+            expected="a folder whose config.json has a quantization_config, or config=",
             mend="pass the folder in place of the file, or config=json.load(...); config={} reads "
             "the tensors as they are.",
         )
     return None
 
 
+def _are_codes(source: Source, name: str) -> bool:
+    """Whether a tensor holds codes by its dtype: floats of 8 bits, weights that are no floats."""
+    kind = source.dtype(name)
+    is_float = jnp.issubdtype(kind, jnp.floating)
+    return (is_float and kind.itemsize == 1) or (name.endswith(".weight") and not is_float)
+
+
 def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
     """Checks that no tensor of a format is left over, and that there are any."""
-    name = next((n for n in source.entries if n.endswith(form.marks) and n not in used), None)
+    left = (name for name in source.entries if name not in used)
+    name = next((n for n in left if n.endswith(form.marks) or _are_codes(source, n)), None)
     require_that(
         name is None,
         error=ValueError,

@@ -90,7 +90,7 @@ def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
             return [stored(item) for item in node]
         return StoredArray(node, source.dtype(node)) if isinstance(node, str) else node
 
-    found, count = _replaced(source.tree, leaf, source.dtype)
+    found, count = _replaced(source.tree, leaf, source.dtype, lambda x: isinstance(x, str))
     return "gemma" if count else "orbax", stored(found)
 
 
@@ -105,6 +105,7 @@ def _replaced(
     params: Any,
     make: Callable[[tuple[str, ...], Any, Any], Any],
     dtype_of: Callable[[Any], Any] = lambda x: x.dtype,
+    is_array: Callable[[Any], bool] = lambda x: hasattr(x, "dtype"),
 ) -> tuple[Any, int]:
     """Returns a tree with what `make` makes of each `kernel` and `scale`, and their number."""
     count = 0
@@ -117,7 +118,7 @@ def _replaced(
         for key, item in node.items():
             here = (*path, str(key))
             coded = isinstance(item, Mapping) and "kernel" in item and "scale" in item
-            coded = coded and not any(isinstance(item[k], Mapping) for k in ("kernel", "scale"))
+            coded = coded and all(map(is_array, (item["kernel"], item["scale"])))
             name = key
             if coded and str(key).startswith(_PREFIX):
                 name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)

@@ -71,8 +71,9 @@ class Gguf:
     """A GGUF file.
 
     Attributes:
-      metadata: what the file says of itself, by key: numbers, strings and booleans of Python,
-        arrays of NumPy, and lists of strings or of arrays.
+      metadata: what the file says of itself, by key: strings, booleans and numbers of Python
+        (numbers of other dtypes than `write` gives these are NumPy's), arrays of NumPy, and lists
+        of strings or of arrays.
       tensors: by name, in the order of the file.
     """
 

@@ -25,6 +25,9 @@ _NUMBERS = {
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
+_TOLD = ("uint32", "float32")
+"""Dtypes of which numbers of Python are written; others keep theirs, as NumPy's."""
+
 _LEAST = {**{kind: np.dtype(d).itemsize for kind, d in _NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
 """Bytes of a value, at least."""
 
@@ -62,11 +65,13 @@ def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, 
         key = cursor.string(f"key {i} of {pairs}")
         check(path, key not in metadata, f"the key {shown(key)} twice", "each key once")
         metadata[key] = cursor.value(cursor.number("<u4", "the type of a value"), shown(key))
-    alignment = metadata.get("general.alignment", 32)
+    said = metadata.get("general.alignment", 32)
+    is_integer = isinstance(said, (int, np.integer)) and not isinstance(said, bool)
+    alignment = int(said) if is_integer else 0
     check(
         path,
-        type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0,
-        f"general.alignment == {shown(alignment)}",
+        alignment > 0 and alignment & (alignment - 1) == 0,
+        f"general.alignment == {shown(said)}",
         "a power of two",
     )
     entries: dict[str, Entry] = {}
@@ -119,7 +124,11 @@ class _Cursor:
 
     def number(self, dtype: str, what: str) -> Any:
         """Returns a number, as Python's."""
-        return self.take(np.dtype(dtype).itemsize, what).view(dtype)[0].item()
+        return self.scalar(dtype, what).item()
+
+    def scalar(self, dtype: str, what: str) -> Any:
+        """Returns a number, as NumPy's."""
+        return self.take(np.dtype(dtype).itemsize, what).view(dtype)[0]
 
     def string(self, what: str) -> str:
         """Returns a string, whose length stands before it."""
@@ -140,7 +149,9 @@ class _Cursor:
         self._check_kind(kind, what)
         if kind == _BOOL:
             return self.number("<u1", what) != 0
-        return self.number(_NUMBERS[kind], what)
+        x = self.scalar(_NUMBERS[kind], what)
+        told = x.dtype.name in _TOLD or (x.dtype.name == "int32" and x < 0)
+        return x.item() if told else x.dtype.newbyteorder("=").type(x)
 
     def _array(self, key: str) -> Any:
         what = f"the value of {key}"

@@ -25,14 +25,14 @@ class GgufSource:
       entries: each tensor's type, shape and place.
       kinds: the number of each tensor's type.
       config: none.
-      describes_tree: see `Source`.
+      describes_tree, asked: see `Source`.
 
     Raises:
       OSError: the file cannot be opened, or is no regular one.
       ValueError: it is no GGUF file that can be read.
     """
 
-    describes_tree = False
+    describes_tree, asked = False, False
 
     def __init__(self, path: Path) -> None:
         self._bytes = Bytes(path)

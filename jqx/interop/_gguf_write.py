@@ -1,5 +1,6 @@
 """GGUF files, written tensor by tensor, whole or not there."""
 
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import check_instance, require_that, shown
+from .._errors import message
 from .._files import Path, Replacement, as_path
 from ..tensor import QTensor
 from ._encoded import as_numpy
@@ -110,7 +112,18 @@ def _header(
 
 
 def _text(text: str) -> bytes:
-    raw = text.encode()
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            message(
+                "interop.write",
+                "a name or a string of `metadata` is no text.",
+                given=f"{text!r}: {error}",
+                expected="strings that UTF-8 has: no lone surrogates",
+                mend="correct it.",
+            )
+        ) from None
     return struct.pack("<Q", len(raw)) + raw
 
 
@@ -145,7 +158,9 @@ def _as_numbers(value: Any) -> np.ndarray | None:
         return np.array(value)
     if all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
         if any(isinstance(item, float) for item in items):
-            return np.array(value, np.float32)
+            most = np.finfo(np.float32).max
+            wide = any(most < abs(item) < math.inf for item in items)
+            return np.array(value, np.float64 if wide else np.float32)
         low, high = min(items), max(items)
         order = (np.uint32, np.int32, np.uint64, np.int64)
         for dtype in (np.int32, *order) if is_list else order:

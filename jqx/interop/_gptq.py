@@ -47,7 +47,7 @@ from ._encoded import (
 )
 from ._source import Source
 
-MARKS = (".qweight", ".qzeros", ".g_idx")
+MARKS = (".qweight", ".qzeros", ".g_idx", ".scales")
 """Ends of names of tensors that float checkpoints have not."""
 
 _BITS = (2, 3, 4, 8)

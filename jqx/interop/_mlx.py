@@ -38,7 +38,7 @@ from ._encoded import (
 )
 from ._source import Source
 
-MARKS = (".scales",)
+MARKS = (".scales", ".biases")
 """Ends of names of tensors that float checkpoints have not."""
 
 _BITS = (2, 3, 4, 5, 6, 8)

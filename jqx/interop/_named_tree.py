@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._calls import called
-from .._checks import require_that
+from .._checks import check_instance, require_that
 from ..tensor import QTensor
 from ._archive import Archive, as_jax
 from ._names import Name, as_names
@@ -59,6 +59,8 @@ def tree(
       ...     jqx.interop.tree(archive, names)["up"].shape
       (4, 2, 3)
     """
+    mend = "pass an open one: with jqx.interop.read(path) as archive."
+    check_instance("interop.tree", "archive", archive, Archive, mend=mend)
     rules = as_names(names)
     places = _places(archive, rules)
     shapes = {path: _spec(archive, place) for path, place in places.items()}
@@ -69,7 +71,7 @@ def tree(
             return shapes[path]
         leaf = _filled(archive, places[path], shapes[path])
         where = sharding_of(sharding, path, shapes[path])
-        return jax.tree.map(as_jax, leaf) if where is None else placed(leaf, where)
+        return jax.tree.map(as_jax, leaf) if where is None else placed(path, leaf, where)
 
     leaves = {path: made(path) for path in places}
     if paths is None:
@@ -100,12 +102,21 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
       (4, 3)
     """
     rules, found, used = as_names(names), {}, set()
-    for path, leaf in _paths(params):
+    for path, leaf in _paths("interop.named", params):
         pairs = ((rule, rule.match_path(path)) for rule in rules)
         rule, parts = next(((r, p) for r, p in pairs if p is not None), (None, {}))
         _require_rule(rule is not None, f"the leaf {path!r}", "interop.named")
         assert rule is not None
         used.add(rule.source)
+        require_that(
+            len(leaf.shape) >= len(rule.stacked),
+            error=ValueError,
+            function="interop.named",
+            problem=f"the leaf {path!r} has not the axes that its rule stacks.",
+            given=f"shape {tuple(leaf.shape)}",
+            expected=f"an axis for each of {', '.join(rule.stacked)}",
+            mend=f"correct the rule: {rule!r}.",
+        )
         for index in itertools.product(*map(range, leaf.shape[: len(rule.stacked)])):
             own = {**parts, **dict(zip(rule.stacked, map(str, index), strict=True))}
             name = rule.name_of(own)
@@ -219,7 +230,7 @@ def _filled(archive: Archive, place: Place, spec: Any) -> Any:
 
 def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
     """Returns the paths of a tree, after checking that its leaves are those that are found."""
-    wanted = dict(_paths(like))
+    wanted = dict(_paths("interop.tree", like))
     for path, leaf in shapes.items():
         require_that(
             path in wanted,
@@ -256,9 +267,21 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, QTensor)
 
 
-def _paths(params: Any) -> list[tuple[str, Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
-    return [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in pairs]
+def _paths(function: str, params: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of a tree by path, after checking that they have shapes."""
+    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
+    pairs = [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in flat]
+    for path, x in pairs:
+        require_that(
+            hasattr(x, "shape") and hasattr(x, "dtype"),
+            error=TypeError,
+            function=function,
+            problem=f"the leaf {path!r} is no array.",
+            given=f"an object of type {type(x).__name__}",
+            expected="arrays, QTensors, or jax.ShapeDtypeStruct",
+            mend="convert it, for example with jnp.asarray.",
+        )
+    return pairs
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

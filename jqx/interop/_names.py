@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class Name:
         the tensors out.
       transpose: swaps the last two axes, as between torch's `[out, in]` and `x @ w`; or the order
         of all axes. A view: no code is moved.
-      split: sizes into which an axis is split, by its number once transposed, such as
+      split: sizes into which an axis is split, by its number once transposed, from 0 on, such as
         `{1: (heads, size)}`.
       interleaved: heads of queries or keys whose rows llama.cpp has permuted: where rotary
         embeddings turn halves of a head, GGUF files of Llama have the rows of each pair beside
@@ -72,6 +73,15 @@ class Name:
             given=f"interleaved == {heads}, halved == {halved}",
             expected="0, or one of them the heads of the weight",
             mend="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for keys.",
+        )
+        require_that(
+            isinstance(self.split, Mapping) and all(map(_is_split, self.split.items())),
+            error=TypeError,
+            function="interop.Name",
+            problem="`split` says no sizes of axes.",
+            given=shown(self.split),
+            expected="sizes from 1 on, in a tuple, by the number of the axis, from 0 on",
+            mend="pass for example split={1: (heads, size)}.",
         )
         if self.target is not None:
             check_instance("interop.Name", "target", self.target, str, mend=mend)
@@ -131,6 +141,9 @@ class Name:
         order = self._order(name, leaf)
         leaf = leaf if order is None else leaf.transpose(order)
         shape: list[int] = []
+        for axis, sizes in self.split.items():
+            fits = axis < leaf.ndim and math.prod(sizes) == leaf.shape[axis]
+            self._require(fits, name, leaf, f"an axis {axis} of {' * '.join(map(str, sizes))}")
         for axis, n in enumerate(leaf.shape):
             shape += self.split.get(axis, (n,))
         return leaf if tuple(shape) == tuple(leaf.shape) else leaf.reshape(tuple(shape))
@@ -212,6 +225,12 @@ def as_names(names: Any) -> tuple[Name, ...]:
             )
         )
     return tuple(rules)
+
+
+def _is_split(item: tuple[Any, Any]) -> bool:
+    axis, sizes = item
+    fits = isinstance(sizes, tuple) and all(type(n) is int and n >= 1 for n in sizes)
+    return type(axis) is int and axis >= 0 and fits and len(sizes) > 0
 
 
 @functools.cache

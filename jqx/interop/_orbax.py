@@ -31,14 +31,14 @@ class OrbaxSource:
       entries: each array's dtype, shape, and bytes as they are in memory.
       metadata: nothing.
       config: none.
-      describes_tree: see `Source`.
+      describes_tree, asked: see `Source`.
 
     Raises:
       ImportError: Orbax is not installed.
       ValueError: it is no checkpoint that Orbax reads, or has other things than arrays.
     """
 
-    describes_tree = False
+    describes_tree, asked = False, False
 
     def __init__(self, path: str) -> None:
         self.path = path

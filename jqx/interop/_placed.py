@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import dtypes
 from jax.sharding import NamedSharding, Sharding
 
 from .._checks import require_that
+from .._errors import message
 from ..tensor import QTensor
 from ..tensor._shared import partition_specs
 
@@ -32,8 +34,35 @@ def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
     return found
 
 
-def placed(leaf: Any, sharding: Sharding) -> Any:
+def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
     """Returns an array or QTensor of NumPy arrays on devices: each gets its part alone."""
+    for x in jax.tree.leaves(leaf):
+        kept = dtypes.canonicalize_dtype(x.dtype)
+        require_that(
+            kept == x.dtype,
+            error=ValueError,
+            function="interop.tree",
+            problem=f"{path!r} would lose numbers on a device.",
+            given=f"{x.dtype.name}, which JAX would cut to {kept.name}",
+            expected="dtypes that JAX has",
+            mend="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",
+        )
+    try:
+        return _put(leaf, sharding)
+    except (ValueError, IndexError) as error:
+        text, *_ = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            message(
+                "interop.tree",
+                f"{path!r} cannot be put where `sharding` says.",
+                given=f"shape {tuple(leaf.shape)}, {sharding}: {text}",
+                expected="as many axes as the array has at most, whose parts divide its sizes",
+                mend="return another sharding for this path.",
+            )
+        ) from error
+
+
+def _put(leaf: Any, sharding: Sharding) -> Any:
     if isinstance(leaf, QTensor) and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
         specs = partition_specs("interop.tree", leaf, sharding.spec, dict(mesh.shape))

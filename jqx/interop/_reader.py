@@ -27,7 +27,7 @@ class Reader:
       entries: each tensor's dtype, shape and place.
       metadata: what the file says of itself.
       config: of the model whose tensors these are; a file has none.
-      describes_tree: see `Source`.
+      describes_tree, asked: see `Source`.
 
     Raises:
       OSError: the file cannot be opened, or is no regular one.
@@ -36,7 +36,7 @@ class Reader:
 
     metadata: dict[str, Any]
     entries: dict[str, Entry]
-    describes_tree = True
+    describes_tree, asked = True, False
 
     def __init__(self, path: Path) -> None:
         self._bytes = Bytes(path)

@@ -50,6 +50,9 @@ _BYTES = (
 )
 """Dtypes without such a name, which are stored a byte an element."""
 
+METADATA = "__metadata__"
+"""What stands in a header in the place of a tensor, and is none."""
+
 HEADER_LIMIT = 100_000_000
 """Bytes of a header, at most: the limit of other readers."""
 
@@ -138,7 +141,7 @@ def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry
         pass
     check(path, isinstance(header, dict), given)
     assert isinstance(header, dict)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(METADATA, {})
     check(
         path,
         isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
@@ -218,7 +221,7 @@ def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
         name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
         for name, e in entries.items()
     }
-    header = {"__metadata__": dict(metadata), **fields} if metadata else fields
+    header = {METADATA: dict(metadata), **fields} if metadata else fields
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     require_that(

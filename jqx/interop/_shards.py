@@ -7,12 +7,13 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import numpy as np
 
 from .._checks import require_that
+from .._errors import message
 from .._files import Path, as_path
 from ._encoded import Tensors
 from ._safetensors import stored_dtype
@@ -63,7 +64,8 @@ class FolderWriter:
         self._writers: dict[str, Writer] = {}
 
     def __enter__(self) -> "FolderWriter":
-        self._part.mkdir()
+        with self._told():
+            self._part.mkdir()
         try:
             for file, names in self._shards.items():
                 own = {name: self._tensors[name] for name in names}
@@ -97,14 +99,30 @@ class FolderWriter:
     def _commit(self) -> None:
         """Puts the folder where `path` is; what was there before is then where it was made."""
         self._check_target()
-        if not self._target.exists():
-            os.rename(self._part, self._target)
-        elif not _exchange(self._part, self._target):
-            aside = self._target.with_name(f"{self._part.name}.old")
-            os.rename(self._target, aside)
-            os.rename(self._part, self._target)
-            shutil.rmtree(aside, ignore_errors=True)
+        with self._told():
+            if not self._target.exists():
+                os.rename(self._part, self._target)
+            elif not _exchange(self._part, self._target):
+                aside = self._target.with_name(f"{self._part.name}.old")
+                os.rename(self._target, aside)
+                os.rename(self._part, self._target)
+                shutil.rmtree(aside, ignore_errors=True)
         _sync(self._target.parent)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Says of what the system refuses where it was to be."""
+        try:
+            yield
+        except OSError as error:
+            text = message(
+                "interop.write",
+                f"{str(self._target)!r} cannot be written.",
+                given=error.strerror or str(error),
+                expected="a place where folders may be made",
+                mend="look at its permissions and its name.",
+            )
+            raise type(error)(text) from error
 
     def _check_target(self) -> None:
         is_there = os.path.lexists(self._target)

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from .._checks import require_that, shown
+from .._errors import message
 from .._files import Path, as_path
 from ._bytes import Bytes
 from ._config import read_config, read_json
@@ -18,13 +20,19 @@ from ._safetensors import Entry
 
 INDEX = "model.safetensors.index.json"
 
+_PART = re.compile(r".*-\d+-of-0*(\d+)\.safetensors")
+"""The name of one file of several."""
+
 
 class Source(Protocol):
     """Tensors by name, which are read one by one. See `Reader`.
 
     Attributes:
       describes_tree: whether its metadata may say of which tree of jqx the tensors are.
+      asked: whether the config is the caller's, who knows what the tensors are.
     """
+
+    asked: bool
 
     describes_tree: bool
     path: str
@@ -48,7 +56,7 @@ class Folder:
       ValueError: the files are not those that the index says, or hold other tensors.
     """
 
-    describes_tree = True
+    describes_tree, asked = True, False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -128,6 +136,7 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
         mend="leave it out.",
     )
     source: Source = kind(text)
+    source.asked = config is not None
     if config is not None:
         source.config = config
     return source
@@ -146,23 +155,43 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         return _listed(index)
-    found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        text = message(
+            "interop.read",
+            f"{folder!r} cannot be opened.",
+            given=error.strerror or str(error),
+            expected="a folder that may be read",
+            mend="look at its permissions.",
+        )
+        raise type(error)(text) from error
+    found = [name for name in names if name.endswith(".safetensors")]
     wanted = ["model.safetensors"] if "model.safetensors" in found else found
     require_that(
         len(wanted) == 1,
         error=ValueError if found else IsADirectoryError,
         function="interop.read",
         problem=f"{folder!r} does not say which files are the model's.",
-        given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others_in(folder),
+        given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others(names),
         expected=f"model.safetensors, one safetensors file, or {INDEX} beside several",
         mend="pass the file itself; of a checkpoint in another form (.bin, .pt), save it as "
         "safetensors first.",
     )
+    part = _PART.fullmatch(wanted[0])
+    require_that(
+        part is None or int(part[1]) == 1,
+        error=ValueError,
+        function="interop.read",
+        problem=f"{folder!r} lacks files of the model.",
+        given=f"{wanted[0]!r} alone, and no {INDEX}",
+        expected="all files, and the index",
+        mend="download the folder again; or pass the file itself, to read what is in it.",
+    )
     return {wanted[0]: None}
 
 
-def _others_in(folder: str) -> str:
-    names = sorted(os.listdir(folder))
+def _others(names: Sequence[str]) -> str:
     return f"a folder of {', '.join(map(repr, names[:6])) or 'nothing'}"
 
 

@@ -26,7 +26,7 @@ from .._checks import as_dtype, require_that, shown
 from .._errors import message
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Values, fields_from_json, fields_to_json, unchecked_segments
-from ._safetensors import stored_dtype
+from ._safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
 """Makes an array of the name of a tensor and its dtype."""
@@ -111,7 +111,7 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
         is not among `values`.
     """
     leaves: list[tuple[str, Any]] = []
-    taken = {"__metadata__"}
+    taken = {METADATA}
 
     def node_of(x: Any, keys: tuple[str, ...]) -> Any:
         if x is None:

@@ -61,6 +61,7 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         return
     name = ".".join(keys)
     known = isinstance(tree, (QTensor, jax.Array, np.ndarray))
+    known = known and not isinstance(tree, np.ma.MaskedArray)
     require_that(
         known and keys,
         error=TypeError,

@@ -11,14 +11,16 @@ import numpy as np
 
 from .._calls import called
 from .._checks import check_integer, require_that, shown
+from .._errors import message
 from .._files import Path, as_path
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import as_spec
 from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
-from ._config import read_config
+from ._config import read_config, read_json
 from ._encoded import Encoded, as_numpy, refuse_leaf
 from ._gguf_write import write_gguf
+from ._safetensors import METADATA, NAMES, stored_dtype
 from ._shards import FolderWriter
 from ._tree_leaves import Leaf, leaves_of
 
@@ -152,7 +154,7 @@ dtype=float32, 2,560 bytes)
         return
     target = _target(format)
     _check_unused(metadata, "metadata", format)
-    limit = MOST if limit is None else check_integer("interop.write", "limit", limit)
+    limit = MOST if limit is None else _limit(limit)
     leaves = leaves_of(tree)
     more = _activations(format, target, spec, leaves)
     encoded = {
@@ -172,7 +174,7 @@ dtype=float32, 2,560 bytes)
     if target.key:
         model[target.key] = target.config(says, floats, *more)
     tensors = _tensors(leaves, encoded)
-    files = {"config.json": json.dumps(model, indent=2).encode(), **_tokenizer(tokenizer)}
+    files = {**_tokenizer(tokenizer), "config.json": _text_of(model)}
     with FolderWriter(
         path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
     ) as out:
@@ -195,6 +197,35 @@ def _target(format: Any) -> Target:
         mend="pass one of these; jqx.save writes jqx's own files.",
     )
     return TARGETS[format]
+
+
+def _limit(limit: Any) -> int:
+    require_that(
+        check_integer("interop.write", "limit", limit) >= 1,
+        error=ValueError,
+        function="interop.write",
+        problem="`limit` is no size of a file.",
+        given=f"limit == {limit}",
+        expected="bytes, 1 or more",
+        mend="leave it out, or pass for example limit=5 * 10**9.",
+    )
+    return int(limit)
+
+
+def _text_of(config: Mapping[str, Any]) -> bytes:
+    """Returns `config.json`."""
+    try:
+        return json.dumps(config, indent=2).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            message(
+                "interop.write",
+                "`config` is no JSON.",
+                given=str(error),
+                expected="dicts, lists, strings, numbers of Python, booleans and None",
+                mend="convert what is none, such as NumPy's numbers with float(x).",
+            )
+        ) from None
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
@@ -278,7 +309,7 @@ def _tensors(
     """Returns dtype and shape of what is written, by name."""
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
-        own = {name: (np.dtype(leaf.spec.dtype), tuple(leaf.spec.shape))}
+        own = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
         for each, kind in (encoded[name].tensors if name in encoded else own).items():
             require_that(
                 each not in tensors,
@@ -293,19 +324,35 @@ def _tensors(
     return tensors
 
 
+def _stored(name: str, spec: Any) -> np.dtype:
+    """Returns the dtype of an array, after checking that files of others have it too."""
+    if isinstance(spec, QTensor):
+        return np.dtype(spec.dtype)
+    require_that(
+        stored_dtype(spec.dtype) == spec.dtype and name != METADATA,
+        error=ValueError,
+        function="interop.write",
+        problem=f"the array {name!r} is none that safetensors files of others have.",
+        given=f"{np.dtype(spec.dtype).name}, of the name {name!r}",
+        expected=f"a dtype among {', '.join(NAMES)}, and another name than {METADATA!r}",
+        mend="convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype.",
+    )
+    return np.dtype(spec.dtype)
+
+
 def _config(config: Any, tree: Any) -> dict[str, Any]:
     """Returns the config of the model, without what it says of quantization."""
     if config is None and isinstance(tree, Archive):
         config = tree.config
     if isinstance(config, (str, os.PathLike)):
         path = as_path("interop.write", config)
-        config = read_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+        config = read_config(path) if os.path.isdir(path) else read_json(path)
     require_that(
         isinstance(config, Mapping),
         error=TypeError,
         function="interop.write",
         problem="there is no config of the model.",
-        given=f"config of type {type(config).__name__}",
+        given="none" if config is None else f"config of type {type(config).__name__}",
         expected="a dict, or the path of a config.json",
         mend="pass config=json.load(...) of the float model; config={} writes that of quantization "
         "alone.",

@@ -110,6 +110,24 @@ def test_files_of_jqx_keep_metadata_as_json(capsys, tmp_path):
     assert found["left_out"] == []
 
 
+def test_what_a_config_says_of_activations_is_told_to_be_left_out(capsys, tmp_path):
+    w = jqx.QTensor.quantize(jnp.ones((32, 64)), jqx.QSpec("int8", jqx.per_axis(0)))
+    tree = {"m.weight": w, "m.k_scale": jnp.ones(1)}
+    scheme = "int8:token:dynamic"
+    write(tmp_path / "a", tree, "compressed-tensors", config={}, activation=scheme)
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
+    path.write_text(json.dumps(config))
+    to = ["--format", "compressed-tensors"]
+    _, found = run_json(capsys, "convert", tmp_path / "a", tmp_path / "b", *to)
+    cache = "kv_cache_scheme of the config"
+    assert found["left_out"] == ["input_activations of the config", cache]
+    to += ["--activation", scheme]
+    _, found = run_json(capsys, "convert", tmp_path / "a", tmp_path / "c", *to)
+    assert found["left_out"] == [cache]
+
+
 def test_the_plan_of_a_quantized_function_is_told_to_be_left_out(capsys, tmp_path):
     made = jqx.ptq(lambda p, x: x @ p["up"], jqx.presets.w8a8(), progress=False)
     jqx.save(tmp_path / "q", made({"up": jnp.ones((64, 32))}, [(jnp.ones((2, 64)),)]))

@@ -1,5 +1,6 @@
 """Files of others are read, tensor by tensor; damaged ones are refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx import QTensor
 
+from .raw_folders import write_file
 from .trees import DTYPES, assert_same, quantized, random_array
 
 
@@ -219,3 +222,49 @@ def test_values_are_objects_by_name(path):
     jqx.save(path, jnp.ones(2))
     with pytest.raises(TypeError, match="`values` is not a dict of objects by name"):
         jqx.load(path, values=[1])
+
+
+def test_codes_that_no_config_speaks_of_are_refused(tmp_path):
+    q = QTensor.quantize(jnp.ones((32, 64)), jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})))
+    half = dataclasses.replace(q, scale=q.scale.astype(jnp.float16))
+    jqx.interop.write(tmp_path / "m", {"m.weight": half}, "gptq", config={})
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    for said in ({"model_type": "a"}, {"quantization": 4}):
+        path.write_text(json.dumps(said))
+        with pytest.raises(ValueError, match="no config says how"):
+            jqx.load(tmp_path / "m")
+        raw = jqx.load(tmp_path / "m", config=said)  # who passes one knows what it says
+        assert raw["m.qweight"].dtype == jnp.int32
+    path.write_text(json.dumps({"text_config": config}))
+    assert isinstance(jqx.load(tmp_path / "m")["m.weight"], QTensor)
+
+
+LACKING = {
+    "compressed-tensors": ("float8_e4m3fn", jqx.per_axis(0), "weight_scale"),
+    "fp8": ("float8_e4m3fn", jqx.per_block({0: 32, 1: 32}), "weight_scale_inv"),
+    "mlx": ("int4", jqx.per_block({0: 1, 1: 32}), "scales"),
+}
+
+
+@pytest.mark.parametrize("form", LACKING)
+def test_a_layer_that_lacks_its_scale_is_refused(tmp_path, form):
+    kind, blocks, end = LACKING[form]
+    q = QTensor.quantize(jnp.ones((32, 64)), jqx.QSpec(kind, blocks))
+    jqx.interop.write(tmp_path / "m", {"a.weight": q, "b.weight": q}, form, config={})
+    with jqx.interop.read(tmp_path / "m", config={}) as archive:
+        rest = {name: archive.numpy(name) for name in archive.paths if name != f"a.{end}"}
+    write_file(tmp_path / "m" / "model.safetensors", rest)
+    with pytest.raises(ValueError, match=r"'a\.\w+' .* belongs to no layer"):
+        jqx.load(tmp_path / "m")
+
+
+def test_one_file_of_several_is_no_model(tmp_path):
+    tree = {f"{i}.weight": jnp.ones((8, 8)) for i in range(4)}
+    jqx.interop.write(tmp_path / "m", tree, "safetensors", config={}, limit=300)
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    for path in [*files[1:], *(tmp_path / "m").glob("*.index.json")]:
+        path.unlink()
+    with pytest.raises(ValueError, match="lacks files of the model"):
+        jqx.load(tmp_path / "m")
+    assert [*jqx.load(files[0])] == ["0.weight"]

@@ -83,7 +83,7 @@ def test_tensors_as_they_are():
 
 def test_a_file_alone_does_not_say_how_it_is_quantized():
     path = str(FOLDER / "model.safetensors")
-    with pytest.raises(ValueError, match="there is no config to say how"):
+    with pytest.raises(ValueError, match="no config says how"):
         jqx.load(path)
     config = json.loads((FOLDER / "config.json").read_text())
     with jqx.interop.read(path, config=config) as archive:
@@ -177,7 +177,7 @@ def test_what_contradicts_its_config_is_refused(tmp_path, case):
 
 
 def test_layers_that_lack_their_scale_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"'m.weight_packed' .* belongs to no layer"):
+    with pytest.raises(ValueError, match=r"'m.weight_\w+' .* belongs to no layer"):
         jqx.load(str(write_folder(tmp_path, LACKING, config_of())))
 
 

@@ -317,7 +317,7 @@ def test_experts_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="belongs to no layer"):
         jqx.interop.read(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="no config to say how"):
+    with pytest.raises(ValueError, match="no config says how"):
         jqx.load(folder / "model.safetensors")
 
 

@@ -11,6 +11,7 @@ from jqx import QTensor
 from jqx.interop import Name, named, read, tree
 
 from .raw_folders import write_file
+from .refusals import assert_refused
 from .test_write import integers
 
 LAYERS = 3
@@ -164,3 +165,26 @@ def test_templates_that_are_none_are_refused():
     for names in ("ab", [("a",)], [1]):
         with pytest.raises(TypeError, match="`names` are no rules"):
             named({"a": jnp.ones(2)}, names)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    jqx.save(tmp_path / "m", {"a": np.array([2**40, 1]), "b": np.ones((4, 6), np.float32)})
+    cut = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(None, "x"))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    names = {"a": "a", "b": "b"}
+
+    def refused(words, error=ValueError, names=names, **more):
+        with jqx.interop.read(tmp_path / "m") as archive:
+            assert_refused(lambda: tree(archive, names, **more), words, error=error)
+
+    refused("'a' would lose numbers", sharding=one)
+    refused("'b' cannot be put", sharding=lambda path, _: cut if path == "b" else None)
+    refused("the leaf 'up' is no array", TypeError, like={"up": 3})
+    for split in ({-1: (2, 3)}, {1: 6}, {1: [2, 3]}, {1: (2, 0)}, [1]):
+        assert_refused(lambda s=split: Name("b", "b", split=s), "`split`", error=TypeError)
+    for split in ({2: (2, 3)}, {1: (2, 2)}):
+        refused("cannot lie as its rule says", names=[Name("a", "a"), Name("b", "b", split=split)])
+    assert_refused(lambda: tree({"a": 1}, names), "`archive`", error=TypeError)
+    assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "no array", error=TypeError)
+    rules = [Name("l.{i}.a", "a")]
+    assert_refused(lambda: named({"a": jnp.ones(())}, rules), "has not the axes")

@@ -244,6 +244,45 @@ def test_an_error_leaves_the_old_folder(tmp_path, monkeypatch):
     assert json.loads((folder / "config.json").read_text())["old"] is True
 
 
+def test_a_config_is_the_file_that_is_named(tmp_path):
+    (tmp_path / "mine.json").write_text('{"model_type": "mine"}')
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    tree = {"a.weight": jnp.ones((2, 2))}
+    for path, wanted in [(tmp_path / "mine.json", "mine"), (tmp_path, "other")]:
+        write(tmp_path / "m", tree, "safetensors", config=path, overwrite=True)
+        assert json.loads((tmp_path / "m" / "config.json").read_text())["model_type"] == wanted
+    for given, error in [
+        (tmp_path / "no.json", FileNotFoundError),
+        ({"a": np.float32(3)}, TypeError),
+    ]:
+        with pytest.raises(error, match="to mend:"):
+            write(tmp_path / "n", tree, "safetensors", config=given)
+
+
+def test_arrays_that_files_of_others_lack_are_refused(tmp_path):
+    for name, x in {
+        "a": jnp.ones(4, jnp.int4),
+        "b": jnp.ones(4).astype(jnp.float8_e3m4),
+        "__metadata__": jnp.ones(4),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name!r} is none that safetensors files"):
+            write(tmp_path / "m", {name: x}, "safetensors", config={})
+    with pytest.raises(TypeError, match="no tensor at 'a'"):
+        write(tmp_path / "m", {"a": np.ma.masked_array([1.0])}, "safetensors", config={})
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match="`limit` is no size"):
+            write(tmp_path / "m", {"a": jnp.ones(2)}, "safetensors", config={}, limit=limit)
+    empty = QTensor.quantize(jnp.ones((0, 64)), jqx.QSpec("int8", jqx.per_axis(0)))
+    with pytest.raises(ValueError, match=r"cannot hold the tensor 'a\.weight'"):
+        write(tmp_path / "m", {"a.weight": empty}, "compressed-tensors", config={})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_made_is_an_error_of_the_target(tmp_path):
+    with pytest.raises(OSError, match="cannot be written"):
+        write(tmp_path / ("n" * 300), {"a": jnp.ones(2)}, "safetensors", config={})
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_the_old_folder_or_the_new_one_is_whole(tmp_path):
     program = """
