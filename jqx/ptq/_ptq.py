@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
+from jax.tree_util import keystr
 
 from .._calls import called
 from .._checks import check_instance, require_that, shown
@@ -32,11 +34,14 @@ from ..transforms._shared import (
     Chosen,
     Maps,
     Names,
+    as_chosen,
     as_params,
     check_algorithm,
     check_arguments,
     check_batches,
     check_function,
+    is_array,
+    is_quantized,
     observers_of,
     parts_of,
     picked,
@@ -89,10 +94,14 @@ def ptq(
       a tuple of the other arguments of `f`, or a lone one. The first is planned with; the others
       are read only where there is something to calibrate. It returns a `Quantized`.
 
+      Parameters may hold QTensors that the policy leaves alone, such as those of a checkpoint: they
+      are what they were. Algorithms see them as floats, which takes the memory of these.
+
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or `batches` is no list of batches.
       ValueError: there is no batch, `target` or `effort` is unknown, `effort` stands beside an
         algorithm, or a step refuses what it is given.
+      NotImplementedError: an algorithm that is named changes a weight that is quantized already.
 
     Gradient: none; weights are codes.
 
@@ -160,11 +169,19 @@ def _carried_out(
     plan, run = mapped.plan, hasattr(rounding, "run")
     observers = None if run else observers_of(rounding)
     stats, scales, reports = None, {}, []
+    given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
+    floats = values = values if is_plain else dequantize_params(values)
     if run or rewrites or corrections:
         batches = list(batches)
+
+    def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:
+        found = as_chosen(each.rewrite(*arguments, progress=progress))
+        _with_given(given_values, floats, found.params)
+        return found
+
     for each in rewrites:
         given = mapped.function, plan, values, batches
-        chosen = choice.attempt(each, each.rewrite, *given, progress=progress)
+        chosen = choice.attempt(each, rewrite, each, *given, progress=progress)
         if chosen is not None:
             values, mapped = chosen.params, mapped.then(chosen.maps)
             reports.append(chosen.report)
@@ -178,6 +195,8 @@ def _carried_out(
         chosen = choice.choose(rounding, *given, progress=progress)
     elif rounding is not None:
         chosen = choice.attempt(rounding, rounding, plan, values, stats)
+    if is_plain:
+        return _Done(values, quantize_params(values, plan), scales, mapped, reports)
     chosen = Chosen(values, None) if chosen is None else chosen
     codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
     reports.append(chosen.report)
@@ -189,7 +208,33 @@ def _carried_out(
             real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
+    codes = _with_given(given_values, floats, codes)
     return _Done(values, codes, scales, mapped, reports)
+
+
+def _with_given(given: Any, floats: Any, codes: Any) -> Any:
+    """Returns parameters with the QTensors that were given, which algorithms saw as floats.
+
+    Raises:
+      NotImplementedError: an algorithm has changed one of them.
+    """
+
+    def pick(path: Any, own: Any, real: Any, chosen: Any) -> Any:
+        if not is_quantized(own):
+            return chosen
+        same = is_array(chosen) and np.array_equal(chosen, real, equal_nan=True)
+        require_that(
+            chosen is real or same,
+            error=NotImplementedError,
+            function="ptq",
+            problem="the algorithm changes a weight that is quantized already.",
+            given=f"{keystr(path, simple=True, separator='/')!r}: {own!r}",
+            expected="one that leaves it as it is, such as jqx.algorithms.nearest() or gptq()",
+            mend="pass another algorithm, or the weight in float: jqx.dequantize_params(params).",
+        )
+        return own
+
+    return jax.tree_util.tree_map_with_path(pick, given, floats, codes, is_leaf=is_quantized)
 
 
 def _checked(plan: Plan, chosen: Any) -> Any:

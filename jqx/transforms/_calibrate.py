@@ -27,7 +27,7 @@ from ._places import places_of
 from ._plan import Plan
 from ._plan_call import params_of, with_contractions
 from ._site import Site
-from ._trace import check_function, trace_call
+from ._trace import check_function, is_quantized, trace_call
 from ._weight import real_of
 from .primitives import Records, counted
 
@@ -57,8 +57,15 @@ class Observe(Rules):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
         values = [real_of(value_of(x)) for x in operands]
         results = _compat.bind(eqn, values)
-        (result,) = counted(eqn, operands, results)
-        seen, counts = [*values, *results], [*operands, result]
+        counts = [*operands, *results]
+        if self.is_counting:
+            roles = [x.role for x in site.operands] + [""] * len(operands)
+            known = [
+                value if role == "weight" and is_quantized(x) else x
+                for role, x, value in zip(roles, operands, values, strict=False)
+            ]
+            counts = [*operands, *counted(eqn, known, results)]
+        seen, result = [*values, *results], counts[-1]
         sizes = values[2] if site.op == "ragged_dot" else None
         records = {}
         for entry in self.entries.at(site.address):

@@ -58,7 +58,12 @@ class _Integers(Rules):
         return QTensor.quantize(x, operand.spec, self.affines.get(operand.key))
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        return [CONTRACTIONS[eqn.primitive.name].apply(eqn, operands)]
+        try:
+            return [CONTRACTIONS[eqn.primitive.name].apply(eqn, operands)]
+        except (ValueError, NotImplementedError):
+            if not (self.dequantize and any(map(is_quantized, operands))):
+                raise
+        return _compat.bind(eqn, list(map(real_of, operands)))
 
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
         if self.dequantize or not is_quantized(x):

@@ -3,6 +3,7 @@ none is ever made.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -122,3 +123,16 @@ def test_what_cannot_be_is_refused(name):
     with pytest.raises(ValueError, match="permuted") as caught:
         CANNOT[name](q, normal(0, 5, 8))
     assert "to mend:" in str(caught.value)
+
+
+def test_gradients_beside_scales_of_scales_of_many_weights():
+    q, x = super_blocks(256, 512), normal(0, 1, 512)
+
+    def loss(x, inner, dense):
+        w = dataclasses.replace(q, scale=dataclasses.replace(q.scale, scale=inner))
+        return 1e-3 * (jnp.matmul(x, w.dequantize().T) if dense else jqx.matmul(x, w.T)).sum()
+
+    inner = q.scale.scale
+    found, expected = (jax.jit(jax.grad(partial(loss, dense=d), (0, 1)))(x, inner) for d in (0, 1))
+    for a, b in zip(found, expected, strict=True):
+        near(a.astype(jnp.float32), b.astype(jnp.float32), 2e-3 if a.dtype == jnp.float16 else 1e-4)

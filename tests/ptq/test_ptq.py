@@ -108,3 +108,52 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(error, match=rf"jqx\.ptq: .*{fact}"):
             make()
+
+
+class TestWeightsOfACheckpoint:
+    """Some weights are QTensors already, which the policy leaves alone."""
+
+    @staticmethod
+    def apply(p, x):
+        return jax.nn.relu(x @ p["old"].T) @ p["new"]
+
+    @pytest.fixture(scope="class")
+    def params(self):
+        rng = np.random.default_rng(0)
+        old = jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)
+        new = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32)
+        return {"old": jqx.QTensor.quantize(old, "int8"), "new": new}
+
+    @pytest.fixture(scope="class")
+    def batch(self):
+        return jnp.asarray(np.random.default_rng(1).normal(size=(160, 128)), jnp.float32)
+
+    @pytest.mark.parametrize("name", ["nearest", "gptq", "rotate", None])
+    def test_they_are_what_they_were(self, params, batch, name):
+        algorithm = None if name is None else getattr(jqx.algorithms, name)()
+        policy = jqx.Policy({"new": "int4:group=32"})
+        found = jqx.ptq(self.apply, policy, algorithm, target=False, progress=False)(
+            params, [batch]
+        )
+        assert_equal(found.params["old"], params["old"])
+        assert found.params["new"].qtype == jnp.int4
+        want = self.apply(jqx.dequantize_params(params), batch)
+        noise = jnp.linalg.norm(found(batch) - want) / jnp.linalg.norm(want)
+        assert noise < 0.2  # 4 bits: a tenth
+
+    def test_activations_beside_them_are_quantized(self, params, batch):
+        rules = [
+            jqx.Rule("new", weight="int8", activation="int8"),
+            jqx.Rule("old", activation="int8"),
+        ]
+        found = jqx.ptq(self.apply, jqx.Policy(rules), progress=False)(params, [batch])
+        assert "smooth_quant" in found.report.codes or "without" in found.report.codes
+        want = self.apply(jqx.dequantize_params(params), batch)
+        assert jnp.linalg.norm(found(batch) - want) < 0.03 * jnp.linalg.norm(want)
+        assert len(found.affines) == 2
+
+    def test_an_algorithm_that_changes_one_is_refused(self, params, batch):
+        policy = jqx.Policy({"new": "int4:group=32"})
+        quantize = jqx.ptq(self.apply, policy, jqx.algorithms.awq(), progress=False)
+        with pytest.raises(NotImplementedError, match="changes a weight that is quantized already"):
+            quantize(params, [batch])

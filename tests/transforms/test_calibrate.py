@@ -138,3 +138,17 @@ def test_a_plan_for_other_parameters_is_refused_by_the_first_difference():
         jqx.calibrate(mlp, plan)(wider, X)
     with pytest.raises(ValueError, match="another function"):
         jqx.calibrate(lambda p, x: mlp(p, x) @ p["v"], plan)(params, X)
+
+
+def test_activations_beside_a_weight_that_is_quantized_already():
+    def f(p, x):
+        return jnp.tanh(x @ p["w"])
+
+    w = jqx.QTensor.quantize(jnp.ones((32, 16)), "int8")
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule("w", activation="int8")]))(
+        {"w": w}, jnp.ones((4, 32))
+    )
+    out, stats = jqx.calibrate(f, plan)({"w": w}, 3 * jnp.ones((4, 32)))
+    assert out.shape == (4, 16)
+    (affine,) = jqx.affines(plan, stats).values()
+    np.testing.assert_allclose(affine.scale, 3 / 127, rtol=1e-6)

@@ -101,3 +101,19 @@ def test_a_qtensor_in_other_blocks_is_refused(size):
     plan = jqx.make_plan(f, planned)(w, x)
     with pytest.raises(ValueError, match=rf"one for each \[{size}, 1\] elements"):
         jqx.convert(f, plan)(jqx.QTensor.quantize(w, given), x)
+
+
+def test_products_that_codes_cannot_enter_go_on_in_float():
+    def f(p, x):
+        return jax.grad(lambda x: jnp.sin(x @ p["w"].T).sum())(x)
+
+    w, x = normal(0, 64, 256), normal(1, 2, 256)
+    params = {"w": jqx.QTensor.quantize(w, jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})))}
+    with pytest.raises(ValueError, match="varies along a contracted axis"):
+        jqx.convert(f, jqx.Policy([]))(params, x)
+    found = jqx.convert(f, jqx.Policy([]), unsupported="dequantize")(params, x)
+    expected = f({"w": params["w"].dequantize()}, x)
+    # Sums of 256 terms in sin, whose derivative is 1 at most, then of 64: by two programs.
+    terms = jnp.abs(params["w"].dequantize())
+    allowed = 2 * 2.0**-24 * (256 * (jnp.abs(x) @ terms.T) @ terms + 64 * terms.sum(0))
+    assert (jnp.abs(found - expected) <= allowed).all()

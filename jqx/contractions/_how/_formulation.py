@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ... import _compat
 from ..._calls import called
 from ..._checks import check_instance, require_that
+from ...tensor import QTensor
 
 PREFIX = "jqx_"
 
@@ -291,11 +293,34 @@ def _with_derivative(
         dy = jnp.zeros_like(y)
         if not _is_zero(dx):
             dy = dy + linear(dx, q)
-        if not _is_zero(dq.scale):
-            dy = dy + linear(x, dataclasses.replace(q, scale=dq.scale))
+        ds = _of_scale(q.scale, dq.scale)
+        if ds is not None:
+            dy = dy + linear(x, dataclasses.replace(q, scale=ds))
         return y, dy
 
     return function
+
+
+def _of_scale(scale: Any, tangent: Any) -> Any:
+    """Returns the tangent of a scale; of one that is quantized in turn, that of its numbers; `None`
+    where it is zero.
+    """
+    leaves, structure = jax.tree.flatten(tangent, is_leaf=_is_zero)
+    if all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in leaves):
+        return None
+    if not isinstance(scale, QTensor):
+        return tangent
+    known = [_instantiated(x) for x in leaves]
+    _, made = jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(known),))
+    return made
+
+
+def _instantiated(tangent: Any) -> Any:
+    if not _is_zero(tangent):
+        return tangent
+    aval = tangent.aval
+    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(aval.shape, aval.dtype)
 
 
 def _is_zero(tangent: Any) -> bool:
