@@ -115,5 +115,5 @@ def test_products_that_codes_cannot_enter_go_on_in_float():
     expected = f({"w": params["w"].dequantize()}, x)
     # Sums of 256 terms in sin, whose derivative is 1 at most, then of 64: by two programs.
     terms = jnp.abs(params["w"].dequantize())
-    allowed = 2 * 2.0**-24 * (256 * (jnp.abs(x) @ terms.T) @ terms + 64 * terms.sum(0))
+    allowed = 2 * 2.0**-24 * (256 * (jnp.abs(x) @ terms.T) @ terms + 64 * terms.sum(0)[None])
     assert (jnp.abs(found - expected) <= allowed).all()
