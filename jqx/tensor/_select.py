@@ -160,7 +160,10 @@ def _reshape_order(q: Any, shape: tuple[int, ...]) -> Any:
     if len(target) != 1:
         refuse("QTensor.reshape", q, "a reshape that leaves it as it is")
     own = Groups.of_scale(q.shape, q.order.shape)
-    order = q.order.reshape(reshaped(own, shape).scale_shape)
+    sizes = reshaped(own, shape).scale_shape
+    if any(m not in (1, n) for m, n in zip(sizes, shape, strict=True)):
+        refuse("QTensor.reshape", q, "a reshape that leaves axes with orders of their own")
+    order = q.order.reshape(sizes)
     check_same_axis("QTensor.reshape", q, order, target[0] - len(shape))
     return order
 

@@ -189,6 +189,7 @@ CUT = {
     "joined rows": lambda q: QTensor.concatenate([q, q], 0),
     "joined columns": lambda q: QTensor.concatenate([q, q], 1),
     "one that is not permuted": lambda q: QTensor.stack([q, dataclasses.replace(q, order=None)]),
+    "layers merged": lambda q: QTensor.stack([q, q]).reshape(-1, q.shape[1]),
     "layers behind": lambda q: QTensor.stack([q, q]).transpose(1, 2, 0),
     "taken": lambda q: jqx.take(q, jnp.array([1]), axis=1),
     "sliced": lambda q: jqx.dynamic_slice(q, (0, 1), (6, 2)),

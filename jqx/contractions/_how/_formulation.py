@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ... import _compat
 from ..._calls import called
 from ..._checks import check_instance, require_that
-from ...tensor import QTensor
+from ._derivative import with_derivative
 
 PREFIX = "jqx_"
 
@@ -242,7 +240,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
     def contract(how: Any, *arrays: Any) -> Any:
         compute = _by_platform(choice, how, lambda form: form.compute)
         if any(form.needs_linear for form in choice):
-            compute = _with_derivative(
+            compute = with_derivative(
                 compute, _by_platform(choice, how, lambda form: form.linear or form.compute)
             )
         elif choice.own:
@@ -275,56 +273,6 @@ def _by_platform(
 
 def _last(f: Callable[..., Any], how: Any, *arrays: Any) -> Any:
     return f(*arrays, how)
-
-
-def _with_derivative(
-    product: Callable[[Any, Any], Any], linear: Callable[[Any, Any], Any]
-) -> Callable[[Any, Any], Any]:
-    """Gives a product of an array and a QTensor the derivative of one that is linear in the array
-    and in the scale. Nothing that it converts is kept for the backward pass.
-    """
-    function = jax.custom_jvp(product)
-    linear = jax.checkpoint(linear)
-
-    @functools.partial(function.defjvp, symbolic_zeros=True)
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        (x, q), (dx, dq) = primals, tangents
-        y = function(x, q)
-        dy = jnp.zeros_like(y)
-        if not _is_zero(dx):
-            dy = dy + linear(dx, q)
-        ds = _of_scale(q.scale, dq.scale)
-        if ds is not None:
-            dy = dy + linear(x, dataclasses.replace(q, scale=ds))
-        return y, dy
-
-    return function
-
-
-def _of_scale(scale: Any, tangent: Any) -> Any:
-    """Returns the tangent of a scale; of one that is quantized in turn, that of its numbers; `None`
-    where it is zero.
-    """
-    leaves, structure = jax.tree.flatten(tangent, is_leaf=_is_zero)
-    if all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in leaves):
-        return None
-    if not isinstance(scale, QTensor):
-        return tangent
-    known = [_instantiated(x) for x in leaves]
-    _, made = jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(known),))
-    return made
-
-
-def _instantiated(tangent: Any) -> Any:
-    if not _is_zero(tangent):
-        return tangent
-    aval = tangent.aval
-    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(aval.shape, aval.dtype)
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 class Chosen(NamedTuple):
