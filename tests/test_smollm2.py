@@ -3,8 +3,9 @@
 import dataclasses
 import importlib.util
 import itertools
-import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ import jqx
 from jqx.interop import Name
 
 from .interop.gguf_files import file_of, q4_1, stored
+
+OTHERS = ("torch", "transformers", "compressed_tensors", "accelerate")
+"""Packages that load what is written, with `interop/checkpoints/read_with_transformers.py`."""
 
 EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "smollm2.py"
 LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, TOKENS, THETA, EPS = 3, 64, 4, 2, 96, 50, 1e4, 1e-5
@@ -281,9 +285,7 @@ class TestPretrained:
         assert abs(found - 14.705) < 0.005
 
     def test_gptq_is_written_in_the_formats_of_others_and_read_back(self, smollm2, tmp_path):
-        """Codes, scales and zero points are equal. With JQX_KEEP the folders and logits are kept
-        there, for `interop/checkpoints/read_with_transformers.py`.
-        """
+        """Codes, scales and zero points are equal, and the logits of transformers, if installed."""
         model, known = smollm2.pretrained(smollm2.read_file()), np.load(smollm2.TOKENS)
         config, tokens = model.config, known["evaluation"][:2, :128].astype(np.int32)
         weight = jqx.QSpec(
@@ -299,12 +301,11 @@ class TestPretrained:
             done.params, tokens, smollm2.empty_cache(config, 128, 2), 0
         )
         leaves = jqx.interop.named(done.params, hugging_face(config))
-        folder = pathlib.Path(os.environ.get("JQX_KEEP", tmp_path))
-        np.savez(folder / "logits.npz", tokens=tokens, logits=np.asarray(logits))
+        np.savez(tmp_path / "logits.npz", tokens=tokens, logits=np.asarray(logits))
         for form in ("compressed-tensors", "gptq"):
             told = llama_config(config)
-            jqx.interop.write(folder / form, leaves, form, config=told, overwrite=True)
-            with jqx.interop.read(folder / form) as archive:
+            jqx.interop.write(tmp_path / form, leaves, form, config=told)
+            with jqx.interop.read(tmp_path / form) as archive:
                 assert {*archive.paths} == {*leaves}
                 params = jqx.interop.tree(archive, hugging_face(config))
                 for path in archive.paths:
@@ -319,6 +320,10 @@ class TestPretrained:
                     np.testing.assert_array_equal(found.scale.astype(jnp.float32), q.scale, path)
             again = packed_logits(model, params, tokens, smollm2.empty_cache(config, 128, 2))
             np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
+        if all(map(importlib.util.find_spec, OTHERS)):
+            program = EXAMPLE.parent.parent / "tests/interop/checkpoints/read_with_transformers.py"
+            found = [tmp_path / "compressed-tensors", tmp_path / "logits.npz"]
+            subprocess.run([sys.executable, program, *found], check=True)
 
     def test_a_cache_gives_the_logits_of_a_prefill(self, smollm2):
         model = smollm2.pretrained(smollm2.read_file())
