@@ -117,14 +117,14 @@ class TestWeightsOfACheckpoint:
     def apply(p, x):
         return jax.nn.relu(x @ p["old"].T) @ p["new"]
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def params(self):
         rng = np.random.default_rng(0)
         old = jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)
         new = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32)
         return {"old": jqx.QTensor.quantize(old, "int8"), "new": new}
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def batch(self):
         return jnp.asarray(np.random.default_rng(1).normal(size=(160, 128)), jnp.float32)
 
