@@ -9,7 +9,8 @@ rounds (of all bytes at once it is up to three times as fast, or not: pages of 2
 not); the goal is half of its speed for formats that keep their packing (fp8, and what holds a code
 a byte). "package" is the own reader of a package, to what it has of them: the bytes of the file,
 from gguf, mlx, and safetensors, by which all others read (compressed-tensors, GPTQModel,
-bitsandbytes). "peak" is the memory of NumPy while all is read, less the result, in weights of the file.
+bitsandbytes). "peak" is the memory of NumPy while all is read, less the result, in weights of the
+file.
 """
 
 import argparse
