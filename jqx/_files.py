@@ -50,7 +50,7 @@ def as_path(function: str, path: Any) -> str:
 
 def open_regular(function: str, path: str) -> BufferedReader:
     """Opens a file to be read, after checking that it is a regular one: nothing is waited for."""
-    with _told(function, path, "cannot be opened", "a file that may be read"):
+    with told_of(function, path, "cannot be opened", "a file that may be read"):
         _check_regular(function, path, os.stat(path))
         return open(path, "rb")
 
@@ -127,7 +127,7 @@ class Replacement:
         return status
 
     def _written(self) -> contextlib.AbstractContextManager[None]:
-        return _told(
+        return told_of(
             self._function,
             self.path,
             "cannot be written",
@@ -170,7 +170,7 @@ def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> N
 
 
 @contextlib.contextmanager
-def _told(function: str, path: str, problem: str, expected: str) -> Iterator[None]:
+def told_of(function: str, path: str, problem: str, expected: str) -> Iterator[None]:
     """Names the file that the user has named in errors of the system."""
     try:
         yield

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..interop import Archive
-from ..interop._shared import GGUF, INDEX, TOKENIZERS
+from ..interop._shared import GGUF, INDEX, TOKENIZERS, quantization_of
 
 OWN = "jqx"
 """The format of `jqx.save`."""
@@ -60,7 +60,8 @@ def left_out(
 
 def _of_config(archive: Archive, activation: str | None) -> list[str]:
     """Returns what a config says of other things than weights, and one that is written does not."""
-    said = (archive.config or {}).get("quantization_config") or {}
+    config = quantization_of(archive.config)
+    said = {} if config is None else config.data
     groups = said.get("config_groups", {}).values()
     fields = [f"{kind}_activations" for kind in ("input", "output")]
     found = [field for field in fields if any(group.get(field) for group in groups)]

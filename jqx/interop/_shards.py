@@ -7,14 +7,13 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
 
 from .._checks import require_that
-from .._errors import message
-from .._files import Path, as_path
+from .._files import Path, as_path, told_of
 from ._encoded import Tensors
 from ._safetensors import stored_dtype
 from ._source import INDEX
@@ -64,7 +63,7 @@ class FolderWriter:
         self._writers: dict[str, Writer] = {}
 
     def __enter__(self) -> "FolderWriter":
-        with self._told():
+        with self._written():
             self._part.mkdir()
         try:
             for file, names in self._shards.items():
@@ -99,7 +98,7 @@ class FolderWriter:
     def _commit(self) -> None:
         """Puts the folder where `path` is; what was there before is then where it was made."""
         self._check_target()
-        with self._told():
+        with self._written():
             if not self._target.exists():
                 os.rename(self._part, self._target)
             elif not _exchange(self._part, self._target):
@@ -109,20 +108,9 @@ class FolderWriter:
                 shutil.rmtree(aside, ignore_errors=True)
         _sync(self._target.parent)
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Says of what the system refuses where it was to be."""
-        try:
-            yield
-        except OSError as error:
-            text = message(
-                "interop.write",
-                f"{str(self._target)!r} cannot be written.",
-                given=error.strerror or str(error),
-                expected="a place where folders may be made",
-                mend="look at its permissions and its name.",
-            )
-            raise type(error)(text) from error
+    def _written(self) -> contextlib.AbstractContextManager[None]:
+        expected = "a place where folders may be made"
+        return told_of("interop.write", str(self._target), "cannot be written", expected)
 
     def _check_target(self) -> None:
         is_there = os.path.lexists(self._target)

@@ -1,5 +1,6 @@
 """What other folders of jqx import from this one, and users do not."""
 
+from ._config import quantization_of as quantization_of
 from ._config import read_json as read_json
 from ._source import INDEX as INDEX
 from ._tree_leaves import Leaf as Leaf

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._checks import require_that, shown
-from .._errors import message
-from .._files import Path, as_path
+from .._files import Path, as_path, told_of
 from ._bytes import Bytes
 from ._config import read_config, read_json
 from ._gguf_source import MAGIC, GgufSource
@@ -155,17 +154,8 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         return _listed(index)
-    try:
+    with told_of("interop.read", folder, "cannot be opened", "a folder that may be read"):
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        text = message(
-            "interop.read",
-            f"{folder!r} cannot be opened.",
-            given=error.strerror or str(error),
-            expected="a folder that may be read",
-            mend="look at its permissions.",
-        )
-        raise type(error)(text) from error
     found = [name for name in names if name.endswith(".safetensors")]
     wanted = ["model.safetensors"] if "model.safetensors" in found else found
     require_that(
