@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.interpreters import ad, partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.typing import DTypeLike
 
 Eqn = Any
@@ -153,6 +153,35 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 def varies_along(x: Any) -> frozenset[str]:
     """Returns the mesh axes along which an array is marked to differ from device to device."""
     return jax.typeof(x).mat.varying
+
+
+_unless_exported = jex_core.Primitive("jqx_unless_exported")
+_unless_exported.def_impl(lambda x, *, text: x)
+_unless_exported.def_abstract_eval(lambda x, *, text: x)
+ad.deflinear2(_unless_exported, lambda cotangent, x, *, text: [cotangent])
+batching.defvectorized(_unless_exported)
+
+
+def _lower_unless_exported(ctx: Any, x: Any, *, text: str) -> list[Any]:
+    if ctx.module_context.lowering_parameters.for_export:
+        raise ValueError(text)
+    return [x]
+
+
+mlir.register_lowering(_unless_exported, _lower_unless_exported)
+
+
+def unless_exported(x: jax.Array, text: str) -> jax.Array:
+    """Returns an array; a ValueError of this text is raised where it is lowered for `jax.export`,
+    on a platform that it is lowered for.
+    """
+    return _unless_exported.bind(x, text=text)
+
+
+def shape_that_varies(shape: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that differs on the devices along mesh axes."""
+    kind = jax.sharding.ManualAxisType(varying=axes)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=kind)
 
 
 def is_jit(eqn: Eqn) -> bool:

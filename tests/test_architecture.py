@@ -24,6 +24,7 @@ LAYERS = [
     ("ops",),
     ("calibrators",),
     ("tensor",),
+    ("kernels",),
     ("contractions",),
     ("caches",),
     ("observers",),
@@ -294,7 +295,7 @@ def test_no_folder_exports_an_internal_name():
     top["jqx.transforms"] |= {"Contraction", "OperandAxes", "View", "primitive_rules"}
     folders = {path.parent.name for path in FILES if path.parent.parent == ROOT}
     for folder in folders - set(PUBLIC):
-        assert exported(ROOT / folder / "__init__.py") == top[f"jqx.{folder}"], folder
+        assert exported(ROOT / folder / "__init__.py") == top.get(f"jqx.{folder}", set()), folder
 
 
 def test_what_a_folder_shares_is_not_public():

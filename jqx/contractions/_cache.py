@@ -18,7 +18,7 @@ from ..calibrators import Affine, Groups, absmax, minmax
 from ..calibrators._shared import per_block, per_tensor
 from ..numerics import Integer, format_of
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import refine, to_int8
+from ..tensor._shared import lay_out, refine
 from ._bare import check_bare
 from ._dot_general import Operand
 from ._window import (
@@ -297,9 +297,8 @@ def values_as(update: QTensor, q: QTensor) -> jax.Array:
     plain = update.unpack()
     if q.layout is None:
         return plain.values
-    packing, values = q.layout.packing, plain.values
-    if packing is not None:
-        values = plain.pack(packing.axis).values
-    elif q.layout.int8:
-        values = to_int8(values, format_of(q.qtype))
+    packing = q.layout.packing
+    if packing is None:
+        return lay_out(plain, q.layout).values
+    values = plain.pack(packing.axis).values
     return jnp.swapaxes(values, -1, -2) if q.layout.swapped else values

@@ -14,6 +14,7 @@ from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
+from ._how._kernels import as_activation
 from ._how._planner import SUMS, plan
 from ._how._scales import HowTo
 from ._integers._requantize import Requantization, requantize
@@ -156,9 +157,9 @@ def _contract_bare(
         # Of two operands that are not both integers, the smaller one is the activation.
         wide = common_dtype(left.dtype, right.dtype)
         if _is_smaller(left, right):
-            left = left.astype(wide).dequantize()
+            left = as_activation(left, right, wide)
         else:
-            right = right.astype(wide).dequantize()
+            right = as_activation(right, left, wide)
     if isinstance(right, QTensor):
         y = _computed(left, right, dimensions, precision)
         assert y is not None

@@ -9,6 +9,8 @@ from ._hlo import SHAPED, Instruction, Program, bits
 from ._hlo_kernels import Kernel, kernels
 
 SCOPE = re.compile(r"jqx\[((?:\[[0-9]+:[0-9]+\]|.)*?)\](?=/|\)|$)")
+MULTIPLIES = re.compile(r"/multiplies_(\w+)/")
+"""What a kernel of jqx multiplies, which its operands do not tell."""
 KINDS = {  # of fusions, as XLA names them
     "__triton_gemm": "Triton fusion",
     "__triton_nested_gemm_fusion": "Triton fusion",
@@ -93,7 +95,7 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
     return Contraction(
         site=site[1] if site else "",
         op_name=op_name,
-        operands=tuple(it.type for it in operands),
+        operands=tuple(_multiplied(it, op_name) for it in operands),
         result=inner.type,
         reads=reads,
         runs=_runs(kernel.instruction, inner),
@@ -103,6 +105,12 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
         cycles=kernel.cycles,
         kernel=kernel.instruction.name,
     )
+
+
+def _multiplied(it: Instruction, op_name: str) -> str:
+    """Returns the type of an operand as it is multiplied."""
+    found = MULTIPLIES.search(op_name)
+    return it.type if found is None else f"{found[1]}{it.type[len(it.dtype) :]}"
 
 
 def _before_broadcast(program: Program, it: Instruction) -> Instruction:

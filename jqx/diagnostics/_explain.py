@@ -173,13 +173,12 @@ def explain(
 
 def _plain(args: Any, target: str) -> tuple[str, ...]:
     """Returns the paths of QTensors that would lie otherwise if laid out for a target."""
-    platform = target_of("explain", target).platform
-    kind = "gpu" if platform == "cuda" else platform
+    target_of("explain", target)
     flat, _ = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_quantized)
     return tuple(
         keystr(path[1:], simple=True, separator="/")
         for path, q in flat
-        if _is_quantized(q) and pack_for(q, kind).layout != q.layout
+        if _is_quantized(q) and pack_for(q, target).layout != q.layout
     )
 
 

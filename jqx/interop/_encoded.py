@@ -77,6 +77,8 @@ def codes_of(q: QTensor) -> np.ndarray:
         codes = ((bits ^ np.uint8(half)).view(np.int8) - np.int8(half)) if signed else bits
     elif layout is not None and layout.int8 and form.storage == np.uint8 and form.bits == 8:
         codes = values.view(np.uint8) ^ np.uint8(128)
+    elif layout is not None and layout.uint4:
+        codes = values.astype(np.uint8)
     elif form.code_range is None:
         codes = np.asarray(form.to_bits(jax.numpy.asarray(values)))
     else:

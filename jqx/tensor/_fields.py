@@ -9,7 +9,7 @@ from .._checks import check_real, require_that, shown
 from .._errors import message
 from ..numerics import Integer, format_of
 from ..numerics._shared import E8M0, packed_length
-from ._layout import Layout, Packing, lies_otherwise, values_dtype
+from ._layout import KERNELS, Layout, Packing, lies_in_nibbles, lies_otherwise, values_dtype
 from ._order import check_order
 
 
@@ -88,26 +88,30 @@ def check_layout(q: Any) -> None:
         and isinstance(layout.packing, Packing | None)
         and all(type(number) is int for number in layout.packing or ())
         and isinstance(layout.swapped, bool)
-        and isinstance(layout.int8, bool),
+        and isinstance(layout.int8, bool)
+        and isinstance(layout.uint4, bool)
+        and layout.kernel in ("", *KERNELS),
         error=TypeError,
         function="QTensor",
         problem="`layout` is not a layout.",
         given=f"layout == {layout!r}"
-        if isinstance(q.layout, tuple)
+        if isinstance(q.layout, Layout)
         else f"an object of type {type(layout).__name__}",
         expected="None, or a jqx.tensor.Layout",
         mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
     )
     packed = layout.packing is not None
     require_that(
-        not (packed and layout.int8)
+        packed + layout.int8 + layout.uint4 <= 1
         and (form.bits < 8 or not packed)
-        and (lies_otherwise(form) or not layout.int8),
+        and (lies_otherwise(form) or not layout.int8)
+        and (lies_in_nibbles(form) or not layout.uint4),
         error=ValueError,
         function="QTensor",
         problem=f"codes of {form.name} do not lie so.",
         given=f"layout == {layout!r}",
-        expected="codes of less than 8 bits packed, or integers up to 8 bits but int8 as int8",
+        expected="codes of less than 8 bits packed, integers up to 8 bits but int8 as int8, or "
+        "other codes up to 4 bits as uint4",
         mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
     )
 

@@ -1,4 +1,4 @@
-"""How the codes of a QTensor lie in memory: packed, swapped, or each as an int8."""
+"""How the codes of a QTensor lie in memory: packed, swapped, as int8 or uint4, for a kernel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._added import added
 from .._checks import require_that
 from ..numerics import Block, Integer, QType, format_of
 from ..numerics._shared import is_signed, pack_bits, unpack_bits
@@ -17,6 +18,10 @@ from ._order import check_same_axis, permuted_axis
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
+
+
+KERNELS = ("tpu", "gpu")
+"""Where kernels of jqx run."""
 
 
 class Packing(NamedTuple):
@@ -31,7 +36,8 @@ class Packing(NamedTuple):
     length: int
 
 
-class Layout(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Layout:
     """How codes lie where each is not an element of `storage`, in the order of the shape.
 
     Axes count from the last, so that mapping over a leading axis, or indexing one, leaves it true.
@@ -41,11 +47,15 @@ class Layout(NamedTuple):
       swapped: the last two axes of `values` are swapped; those of shape, scale and zero point are
         not.
       int8: integers of another dtype of 8 bits or fewer lie as int8; those of uint8 less 128.
+      uint4: codes of 4 bits or fewer that are no integers, such as nf4 and float4, lie as uint4.
+      kernel: `"tpu"` or `"gpu"` where a kernel of jqx reads them there; an empty string elsewhere.
     """
 
     packing: Packing | None = None
     swapped: bool = False
     int8: bool = False
+    uint4: bool = added(False)
+    kernel: str = added("")
 
     @property
     def depth(self) -> int:
@@ -65,12 +75,13 @@ class Layout(NamedTuple):
         packing = self.packing
         if packing is not None:
             packing = Packing(_other(packing.axis), packing.length)
-        return Layout(packing, not self.swapped, self.int8)
+        return dataclasses.replace(self, packing=packing, swapped=not self.swapped)
 
     def __str__(self) -> str:
         packed = [] if self.packing is None else [f"packed along axis {self.packing.axis}"]
-        swapped, as_int8 = ["swapped"] * self.swapped, ["as int8"] * self.int8
-        return " and ".join(packed + swapped + as_int8)
+        told = {"swapped": self.swapped, "as int8": self.int8, "as uint4": self.uint4}
+        told[f"for a kernel on {self.kernel.upper()}"] = bool(self.kernel)
+        return " and ".join(packed + [text for text, holds in told.items() if holds])
 
 
 def _other(axis: int) -> int:
@@ -94,6 +105,8 @@ def values_dtype(layout: Layout | None, form: QType) -> jnp.dtype:
         return jnp.dtype(jnp.uint8)
     if layout is not None and layout.int8:
         return jnp.dtype(jnp.int8)
+    if layout is not None and layout.uint4:
+        return jnp.dtype(jnp.uint4)
     return form.storage
 
 
@@ -106,6 +119,12 @@ def lies_otherwise(form: QType) -> bool:
     """Whether codes are integers of 8 bits or fewer, kept in another dtype than int8."""
     element = form.elements if isinstance(form, Block) else form
     return isinstance(element, Integer) and form.bits <= 8 and form.storage != jnp.int8
+
+
+def lies_in_nibbles(form: QType) -> bool:
+    """Whether codes are of 4 bits or fewer, and no integers: nf4, float4."""
+    element = form.elements if isinstance(form, Block) else form
+    return form.bits <= 4 and not isinstance(element, Integer)
 
 
 def to_int8(codes: jax.Array, form: QType) -> jax.Array:
@@ -203,7 +222,7 @@ def codes_of(q: Any) -> jax.Array:
 @partial(jax.jit, inline=True)
 def _codes_of(q: Any) -> jax.Array:
     codes, layout = q.values, q.layout
-    if layout.packing is not None:
+    if layout.packing is not None or layout.uint4:
         codes = format_of(q.qtype).widen_bits(_bits(q))
     elif layout.int8:
         codes = _from_int8(codes, format_of(q.qtype))
@@ -220,7 +239,7 @@ def unpack(q: T) -> T:
 @partial(jax.jit, inline=True)
 def _unpacked(q: Any) -> jax.Array:
     values, layout, form = q.values, q.layout, format_of(q.qtype)
-    if layout.packing is not None:
+    if layout.packing is not None or layout.uint4:
         values = form.from_bits(_bits(q))
     elif layout.int8:
         values = _from_int8(values, form).astype(form.storage)
@@ -228,7 +247,7 @@ def _unpacked(q: Any) -> jax.Array:
 
 
 def lay_out(q: T, layout: Layout) -> T:
-    """Returns the same array with another layout, swapped or as int8; itself where it has it."""
+    """Returns the same array with another layout, not packed; itself where it has it."""
     if (q.layout or Layout()) == layout:
         return q
     if isinstance(q.values, jax.ShapeDtypeStruct):
@@ -238,7 +257,13 @@ def lay_out(q: T, layout: Layout) -> T:
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _laid_out(q: Any, layout: Layout) -> jax.Array:
-    codes = to_int8(q.codes, format_of(q.qtype)) if layout.int8 else q.unpack().values
+    form = format_of(q.qtype)
+    if layout.int8:
+        codes = to_int8(q.codes, form)
+    elif layout.uint4:
+        codes = form.to_bits(q.codes).astype(jnp.uint4)
+    else:
+        codes = q.unpack().values
     return _swap_last(codes) if layout.swapped else codes
 
 
@@ -281,7 +306,9 @@ def shape_of_values(function: str, q: Any, shape: Sequence[int]) -> tuple[int, .
 
 
 def _bits(q: Any) -> jax.Array:
-    """Returns packed codes as bits in a byte each, in the order of the values."""
+    """Returns codes of few bits as bits in a byte each, in the order of the values."""
+    if q.layout.packing is None:
+        return q.values.astype(jnp.uint8)
     axis = q.layout.stored_axis + q.values.ndim
     return unpack_bits(q.values, format_of(q.qtype).bits, axis, q.layout.packing.length)
 

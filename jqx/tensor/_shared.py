@@ -6,6 +6,7 @@ from ._export import fields_to_json as fields_to_json
 from ._fields import check_zero_point as check_zero_point
 from ._fit import fit as fit
 from ._fit import groups_of as groups_of
+from ._for_kernels import layout_for_kernel as layout_for_kernel
 from ._grid import fake_quantize_as as fake_quantize_as
 from ._grid import rounded_to as rounded_to
 from ._json import NONE as NONE
@@ -17,6 +18,7 @@ from ._json import to_json as to_json
 from ._layout import Layout as Layout
 from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
+from ._layout import lay_out as lay_out
 from ._layout import to_int8 as to_int8
 from ._order import check_kept as check_kept
 from ._order import permuted_axis as permuted_axis

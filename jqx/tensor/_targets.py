@@ -4,7 +4,8 @@ A scale per channel leaves the product of whole rows: [N, K], the contracted axi
 operands along their rows. Blocks along the contracted axis become a batch axis: [K, N] keeps each
 block in one piece. TPUs turn their operands as they load them, and take [K, N] for both. XLA on CPU
 keeps jnp.int4 a byte each, and takes 5 times as long to convert it as int8; its library multiplies
-int8 alone, for which it would copy a weight of another dtype in every call.
+int8 alone, for which it would copy a weight of another dtype in every call. What compilers for GPUs
+and TPUs would copy in a wider type, a kernel of jqx reads: [K, N], as `_for_kernels.py` has it.
 """
 
 from typing import Any, TypeVar
@@ -13,12 +14,22 @@ import numpy as np
 
 from .._checks import require_that
 from ..numerics import format_of
+from ._for_kernels import layout_for_kernel
 from ._layout import Layout, lay_out, lies_otherwise
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
 
-TARGETS = ("cpu", "gpu", "tpu")
+TARGETS = {
+    "cpu": "cpu",
+    "gpu": "gpu",
+    "tpu": "tpu",
+    "h200": "gpu",
+    "tpu-v5e": "tpu",
+    "tpu-v6e": "tpu",
+    "tpu7x": "tpu",
+}
+"""Platforms, by the names of targets: backends, and machines as `jqx.lowering` has them."""
 
 
 def check_target(function: str, target: Any, contracted: Any) -> None:
@@ -52,11 +63,14 @@ def lay_out_for(function: str, q: T, target: str, contracted: int | None, place:
     """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors."""
     if q.ndim < 2:
         return q
-    axis = _contracted_axis(function, q, contracted, place)
-    int8 = target == "cpu" and lies_otherwise(format_of(q.qtype))
+    axis, platform = _contracted_axis(function, q, contracted, place), TARGETS[target]
+    for_kernel = None if axis is None else layout_for_kernel(q, axis, platform, target)
+    if for_kernel is not None:
+        return lay_out(q, for_kernel)
+    int8 = platform == "cpu" and lies_otherwise(format_of(q.qtype))
     if axis is None:
         return lay_out(q, Layout(int8=int8))
-    comes_last = target != "tpu" and not _is_blocked(q, axis)
+    comes_last = platform != "tpu" and not _is_blocked(q, axis)
     return lay_out(q, Layout(swapped=comes_last == (axis == -2), int8=int8))
 
 

@@ -188,6 +188,37 @@ def test_a_left_operand_contracted_along_its_first_axis_is_turned():
     assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
 
 
+KERNELS = {"kernel_tpu", "kernel_gpu"}
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("target, platform", [("tpu", "tpu"), ("gpu", "cuda"), ("h200", "cuda")])
+def test_a_weight_that_lies_for_a_kernel_is_read_by_it_on_its_platform_alone(
+    target, platform, rows
+):
+    x, q = like((rows, K)), quantized("int8", (K, N), size=32)
+    laid = jqx.pack_for(q, target)
+    choice, plain = plan(case_of(x, laid)), plan(case_of(x, q))
+    assert choice.own[platform].name in KERNELS
+    assert choice._replace(**{platform: None}) == plain._replace(**{platform: None})
+
+
+def test_what_a_kernel_does_not_compute_is_computed_as_without_it():
+    q = jqx.pack_for(quantized("int8", (K, N), size=32), "tpu")
+    others = {
+        "float64": (like((2, K), "float64"), q, MATRICES, None),
+        "an algorithm": (like((2, K)), q, MATRICES, "BF16_BF16_F32"),
+        "the transpose": (like((2, N)), q, TURNED, None),
+        "codes": (byte("int8", (2, K)), q, MATRICES, None),
+    }
+    for name, (x, q, numbers, precision) in others.items():
+        case = case_of(x, q, numbers)
+        if precision is not None:
+            how = case.how._replace(precision=jax.lax.DotAlgorithmPreset[precision])
+            case = Product(x, q, how)
+        assert {form.name for form in plan(case)}.isdisjoint(KERNELS), name
+
+
 def test_two_operands_that_are_not_both_integers():
     small, large = quantized(E4M3, (16, 4)), quantized(E5M2, (K, N))
     assert names(byte(E4M3, (16, K)), large) == ("float8_tiles", "float8")
@@ -201,7 +232,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables = {name for *_, pair in WEIGHTS.values() for name in pair}
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
-    assert known == tables
+    assert known == tables | KERNELS
 
 
 def test_every_formulation_stands_in_the_list_of_its_operation():

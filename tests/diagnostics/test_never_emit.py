@@ -27,15 +27,8 @@ INTEGERS = ("w8a8", "w8a8_dynamic", "w4a8", "w4a4")
 BLOCKS = ("w4a16", "mxfp8", "nf4")
 PRESETS = (*INTEGERS, "w8a16", "fp8", *BLOCKS)
 
-CODEBOOK = "entries of a codebook are looked up, which no product fuses"
-TWO_FLOATS = "one MXFP8 operand is dequantized to float32, and so is the other then"
-KNOWN = {
-    **{("copies none", "nf4", target, rows): CODEBOOK for target in ALL for rows in DECODE},
-    ("narrow", "nf4", "h200", 1): CODEBOOK,
-    ("narrow", "nf4", "h200", 8): CODEBOOK,
-    ("narrow", "mxfp8", "h200", 1): TWO_FLOATS,
-    **{("narrow", "mxfp8", target, rows): TWO_FLOATS for target in ALL for rows in (8, PREFILL)},
-}
+KNOWN: dict[tuple[str, str, str, int], str] = {}
+"""What compilers do worse than we want, and why: (rule, preset, target, rows). Nothing today."""
 
 
 def needs(target):
@@ -67,7 +60,7 @@ def bf16(*dims):
 def compiled(preset, target, rows, f=dense, w=(K, N), x=K):
     """The contractions of a layer in bfloat16, quantized by a preset."""
     plan = jqx.make_plan(f, getattr(presets, preset)())(bf16(*w), bf16(rows, x))
-    q = jqx.quantize_params(bf16(*w), plan)
+    q = jqx.quantize_params(bf16(*w), plan, target=target)
     return lowering(jqx.convert(f, plan, "dynamic"), q, bf16(rows, x), target=target).contractions
 
 

@@ -21,6 +21,7 @@ from ..ops.refusals import assert_refused
 from .tensors import CASES, assert_equal, made, random_tensor, spec, spread_out, tensor
 
 TARGETS = ("cpu", "gpu", "tpu")
+BYTES = {"gpu": (jnp.int8, jnp.uint8), "tpu": (jnp.int4, jnp.int8, jnp.uint8)}
 K, N = 8, 6
 
 # Granularity of a [K, N] weight, and of its transpose: is axis -2 contracted, and in blocks?
@@ -58,7 +59,12 @@ def test_the_layout_is_that_of_the_target_and_the_scale(name, target):
         contracted = told or asked or -2
         swapped = is_swapped(target, contracted, blocked)
         int8 = target == "cpu" and qtype != jnp.int8
-        expected = None if not (swapped or int8) else Layout(None, swapped, int8)
+        # In whole blocks, of bytes (GPUs want 4 bits in tiles of 16): what a kernel reads.
+        reads = blocked and "tail" not in name and target in BYTES
+        kernel = target if reads and qtype in BYTES[target] else ""
+        expected = None if not (swapped or int8 or kernel) else Layout(None, swapped, int8)
+        if kernel:
+            expected = dataclasses.replace(expected, kernel=kernel)
         laid = q.pack_for(target, contracted=asked)
         assert laid.layout == expected
         values = np.swapaxes(q.values, -1, -2) if swapped else np.asarray(q.values)

@@ -20,6 +20,7 @@ from .._what._product import Product
 from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
+from ._kernels import kernel_gpu, kernel_tpu
 from ._tiles import float8_tiles, tiles
 
 
@@ -30,6 +31,8 @@ def _widens_in_a_row(case: Product) -> bool:
 
 PRODUCTS = Planner(
     "dot_general",
+    kernel_tpu,
+    kernel_gpu,
     integer_digits,
     integer_blocks,
     integer_shaped,

@@ -1,0 +1,97 @@
+"""Pallas, imported when the first kernel is traced, and what every call of a kernel has."""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .. import _compat
+from .._errors import message
+
+
+@functools.cache
+def pl() -> Any:
+    """Returns the module of what is common to all platforms."""
+    return importlib.import_module("jax.experimental.pallas")
+
+
+@functools.cache
+def tpu() -> Any:
+    """Returns the module for TPUs."""
+    return importlib.import_module("jax.experimental.pallas.tpu")
+
+
+@functools.cache
+def triton() -> Any:
+    """Returns the module for GPUs, of kernels that Triton compiles.
+
+    Raises:
+      ImportError: this release of JAX has none.
+    """
+    try:
+        return importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError as error:
+        text = message(
+            "pack_for",
+            "kernels for GPUs are compiled by Triton, which this release of JAX does not do.",
+            given=f"jax {jax.__version__}",
+            expected="a release with jax.experimental.pallas.triton, such as 0.12",
+            mend="install such a release, or take the layout back: q.unpack().",
+        )
+        raise ImportError(text) from error
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    result: jax.ShapeDtypeStruct,
+    arrays: Sequence[jax.Array],
+    *,
+    multiplies: DTypeLike,
+    interpret: bool,
+    **options: Any,
+) -> jax.Array:
+    """Calls a kernel on arrays.
+
+    Args:
+      kernel: a function of references to blocks of the arrays, and of the result.
+      name: what it is called in a compiled program.
+      result: shape and dtype of what it writes.
+      arrays: what it reads.
+      multiplies: the dtype that matrix units multiply, for `jqx.lowering` to tell.
+      interpret: whether it is run step by step on any platform, which tests do.
+      **options: those of `pallas_call`.
+
+    Raises:
+      ValueError: the program is exported, which holds no kernels.
+    """
+    arrays = _compat.vary_alike(*arrays)
+    axes = _compat.varies_along(arrays[0])
+    if axes:
+        result = _compat.shape_that_varies(result, axes)
+    if not interpret:
+        first = _compat.unless_exported(arrays[0], _EXPORTED)
+        arrays = (first, *arrays[1:])
+    run = pl().pallas_call(kernel, result, name=name, interpret=interpret, **options)
+    with jax.named_scope(f"multiplies_{_name_in_hlo(jnp.dtype(multiplies))}"):
+        return run(*arrays)
+
+
+def _name_in_hlo(dtype: jnp.dtype) -> str:
+    kinds = {"float8_": "f8", "bfloat": "bf", "float": "f", "uint": "u", "int": "s"}
+    start = next(kind for kind in kinds if dtype.name.startswith(kind))
+    return kinds[start] + dtype.name[len(start) :]
+
+
+_EXPORTED = message(
+    "jax.export",
+    "a kernel of jqx is not exported: its program is good for one release of JAX alone.",
+    given="a weight that pack_for, or target=, has laid out for a kernel",
+    expected="weights that lie plainly",
+    mend="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() takes the "
+    "layout back.",
+)

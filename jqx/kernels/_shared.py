@@ -1,0 +1,6 @@
+"""What other folders of jqx import from this one."""
+
+from ._codes import Table as Table
+from ._codes import scales as scales
+from ._weights_gpu import weights_gpu as weights_gpu
+from ._weights_tpu import weights_tpu as weights_tpu

@@ -1,0 +1,81 @@
+"""Which part of a product a TPU computes in a step: tiles that lie in its memory as they are."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+LANES = 128
+"""The last axis of a tile has whole multiples of so many elements, or is the whole axis."""
+
+DEEP, WIDE = 1024, 512
+"""Elements of a tile of codes, about: along the contracted axis, and the other."""
+
+DEEPEST = 2048
+"""Elements along the contracted axis for which a tile may be larger, to hold whole rows of scales.
+"""
+
+AT_ONCE = 256
+"""Rows of codes that are made numbers at once, about."""
+
+BUDGET = 24 * 2**20
+"""Bytes of memory on the chip for rows and results."""
+
+LIMIT = 56 * 2**20
+"""Bytes of memory on the chip for all; TPU7x has 64 MiB, TPU v5e and v6e 128 MiB."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of a product [M, K] x [K, N], and of what is in a tile.
+
+    Attributes:
+      m: rows.
+      k: elements of the contracted axis.
+      n: columns.
+      chunk: elements of the contracted axis that are made numbers at once.
+      groups: rows of scales in a block of them.
+      moves: whether a tile of codes has a block of scales of its own; else all scales of a column
+        are one block.
+    """
+
+    m: int
+    k: int
+    n: int
+    chunk: int
+    groups: int
+    moves: bool
+
+
+def tiles_of(
+    m: int, k: int, n: int, size: int, parameters: Sequence[Any], bytes_of_x: int
+) -> Tiles:
+    """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
+
+    `parameters` are the dtypes of scales and zero points [K / size, N].
+    """
+    rows = max(32 // jnp.dtype(dtype).itemsize for dtype in parameters)
+    whole = math.lcm(LANES, size * rows)
+    moves = False
+    if k <= DEEP or (k <= DEEPEST and size < k):
+        deep = k
+    elif size == k:
+        deep = DEEP
+    elif whole <= DEEPEST:
+        deep, moves = min(k, whole * max(1, DEEP // whole)), k > whole
+    elif size % LANES == 0:
+        deep = max(d for d in range(LANES, AT_ONCE * 2 + 1, LANES) if size % d == 0)
+    else:
+        deep = k
+    wide = n if n <= WIDE else WIDE
+    groups = deep // size if moves else k // size
+    each = 2 * deep * bytes_of_x + 16 * wide
+    most = max(16, BUDGET // each // 16 * 16)
+    return Tiles(min(m, most), deep, wide, _chunk(deep, size), groups, moves)
+
+
+def _chunk(deep: int, size: int) -> int:
+    """Returns how many of the rows of a tile are made numbers at once: whole groups."""
+    step = math.lcm(LANES, size)
+    chunk = step * max(1, AT_ONCE // step)
+    return chunk if deep % chunk == 0 else deep

@@ -1,0 +1,178 @@
+"""Floats beside codes with scales in groups, or codes that are looked up, on a GPU, by Triton.
+
+The arithmetic is that of the kernel for TPUs. A program goes through a part of the contracted axis
+for a tile of rows and columns; where rows are few there are several parts, whose sums are added.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._codes import Table, numbers, scales
+from ._pallas import call, pl, triton
+
+PROGRAMS = 264
+"""Programs that keep a GPU busy: two for each multiprocessor of an H100."""
+
+LEAST = 16
+"""Rows and columns of the smallest tile that matrix units multiply."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of a product [M, K] x [K, N], powers of two, and in how many parts K is.
+
+    Attributes:
+      m: rows.
+      k: elements of the contracted axis.
+      n: columns.
+      parts: of the contracted axis.
+    """
+
+    m: int
+    k: int
+    n: int
+    parts: int
+
+
+def weights_gpu(
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    table: Table = None,
+    precision: lax.PrecisionLike = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns `x @ ((codes - zero) * scale)`, the weight rounded to the dtype of `x`.
+
+    Args:
+      x: [M, K], float16, bfloat16 or float32.
+      codes: [K, N], of any dtype of 4 or 8 bits; of 4 bits, K and N are multiples of 16.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
+        exponents of E8M0.
+      zero: [G, N], integers, or `None`.
+      table: what codes stand for, where they are looked up.
+      precision: of float32 products.
+      interpret: whether to run on any platform, step by step.
+
+    Returns:
+      float32 [M, N].
+    """
+    (m, k), n, size = x.shape, codes.shape[1], codes.shape[0] // scale.shape[0]
+    tiles = tiles_of(m, k, n, size, narrow=codes.dtype in (jnp.int4, jnp.uint4))
+    parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
+    space = pl()
+
+    def columns(rows: int) -> Any:
+        return space.BlockSpec((rows, tiles.n), lambda i, j, part: (0, j))
+
+    parts = call(
+        functools.partial(
+            _kernel, tiles=tiles, shape=(m, k, n, size), table=table, precision=precision
+        ),
+        "jqx_weights",
+        jax.ShapeDtypeStruct((tiles.parts, m, n), jnp.float32),
+        (x, codes, *parameters),
+        multiplies=x.dtype,
+        interpret=interpret,
+        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
+        in_specs=[
+            space.BlockSpec((tiles.m, k), lambda i, j, part: (i, 0)),
+            columns(k),
+            *[columns(k // size)] * len(parameters),
+        ],
+        out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
+        compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
+    )
+    return jnp.sum(parts, axis=0) if tiles.parts > 1 else parts[0]
+
+
+def tiles_of(m: int, k: int, n: int, size: int, narrow: bool) -> Tiles:
+    """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
+    their axes.
+    """
+    rows = min(128, max(LEAST, _power_above(m)))
+    wide = 64 if rows < 128 else 128
+    deep = 128 if rows < 64 else 64
+    if narrow:
+        wide, deep = math.gcd(n, wide), math.gcd(k, deep)
+    power = size & -size  # the largest that divides a group
+    if LEAST <= power < size < k:
+        deep = min(deep, power)
+    deep = min(deep, max(LEAST, _power_above(k)))
+    wide = min(wide, max(LEAST, _power_above(n)))
+    programs = -(-m // rows) * -(-n // wide)
+    parts = min(max(1, PROGRAMS // programs), max(1, k // (4 * deep)))
+    return Tiles(rows, deep, wide, parts)
+
+
+def _power_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _kernel(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    *rest: Any,
+    tiles: Tiles,
+    shape: tuple[int, int, int, int],
+    table: Table,
+    precision: lax.PrecisionLike,
+) -> None:
+    *zeros, result = rest
+    m, k, n, size = shape
+    space, load = pl(), triton().load
+    steps = -(-k // tiles.k)
+    each = -(-steps // tiles.parts)
+    first = space.program_id(2) * each
+    is_row = space.program_id(0) * tiles.m + jnp.arange(tiles.m) < m
+    is_column = (space.program_id(1) * tiles.n + jnp.arange(tiles.n) < n)[None, :]
+    whole = k % tiles.k == 0 and n % tiles.n == 0
+
+    def of_rows(parameter: Any, start: Any) -> jax.Array:
+        """Returns the parameters of a tile of codes, each repeated for its group, or one row."""
+        if size == k or size % tiles.k == 0:
+            row = parameter.at[space.ds(lax.div(start, size), 1), :]
+            inside = None if whole else is_column
+            return scales(load(row, mask=inside, other=_zero(parameter, whole)))
+        if tiles.k % size == 0:
+            count = tiles.k // size
+            group = lax.div(start, size) + jnp.arange(count)
+            rows = parameter.at[space.ds(lax.div(start, size), count), :]
+            inside = None if whole else (group < k // size)[:, None] & is_column
+            own = scales(load(rows, mask=inside, other=_zero(parameter, whole)))
+            spread = jnp.broadcast_to(own[:, None, :], (count, size, tiles.n))
+            return spread.reshape(tiles.k, tiles.n)
+        group = lax.div(start + jnp.arange(tiles.k), size)
+        all_columns = jnp.arange(tiles.n)[None, :]
+        rows = parameter.at[group[:, None], all_columns]
+        inside = (group < k // size)[:, None] & is_column
+        return scales(load(rows, mask=inside, other=_zero(parameter, False)))
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        start = step * tiles.k
+        place = start + jnp.arange(tiles.k)
+        here = space.ds(start, tiles.k)
+        inside = is_row[:, None] & (place < k)[None, :]
+        rows = load(x.at[:, here], mask=inside, other=jnp.zeros((), x.dtype))
+        known = None if whole else (place < k)[:, None] & is_column
+        tile = load(codes.at[here, :], mask=known, other=_zero(codes, whole))
+        real = numbers(tile, table)
+        for zero in zeros:
+            real = real - of_rows(zero, start)
+        real = (real * of_rows(scale, start)).astype(rows.dtype)
+        return total + jnp.dot(rows, real, precision=precision, preferred_element_type=jnp.float32)
+
+    last = jnp.minimum(first + each, steps)
+    total = lax.fori_loop(first, last, add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
+    triton().store(result, total, mask=is_row[:, None] & is_column)
+
+
+def _zero(reference: Any, whole: bool) -> Any:
+    return None if whole else jnp.zeros((), reference.dtype)

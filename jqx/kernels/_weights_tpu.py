@@ -1,0 +1,141 @@
+"""Floats beside codes with scales in groups, or codes that are looked up, on a TPU.
+
+A step reads a tile of codes in the bits that they have, makes numbers of it in registers, scales
+them in float32, rounds them to the dtype of the rows, and multiplies: the arithmetic of a weight
+that is dequantized first, without the weight. Sums are float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._codes import Table, numbers, scales
+from ._pallas import call, pl, tpu
+from ._tiles_tpu import LIMIT, Tiles, tiles_of
+
+SUBLANES = 8
+"""Rows of float32 in a register: a group of whole ones is reshaped for nothing."""
+
+
+def weights_tpu(
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    table: Table = None,
+    precision: lax.PrecisionLike = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns `x @ ((codes - zero) * scale)`, the weight rounded to the dtype of `x`.
+
+    Args:
+      x: [M, K], bfloat16 or float32.
+      codes: [K, N], of any dtype of 8 bits or fewer.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
+        exponents of E8M0.
+      zero: [G, N], integers, or `None`.
+      table: what codes stand for, where they are looked up.
+      precision: of float32 products.
+      interpret: whether to run on any platform, step by step.
+
+    Returns:
+      float32 [M, N].
+    """
+    (m, k), n, size = x.shape, codes.shape[1], codes.shape[0] // scale.shape[0]
+    parameters = [scale] if zero is None else [scale, zero.astype(jnp.bfloat16)]
+    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize)
+    if not tiles.moves and scale.shape[0] > 1:  # rows of float32 are taken from any place
+        parameters = [p if p.dtype == jnp.uint8 else p.astype(jnp.float32) for p in parameters]
+        parameters = [scales(p) for p in parameters]
+    space = pl()
+    block = functools.partial(space.BlockSpec, memory_space=tpu().VMEM)
+    of_scales = block((tiles.groups, tiles.n), lambda i, j, k: (k if tiles.moves else 0, j))
+    return call(
+        functools.partial(_kernel, tiles=tiles, shape=(k, size), table=table, precision=precision),
+        "jqx_weights",
+        jax.ShapeDtypeStruct((m, n), jnp.float32),
+        (x, codes, *parameters),
+        multiplies=x.dtype,
+        interpret=interpret,
+        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), space.cdiv(k, tiles.k)),
+        in_specs=[
+            block((tiles.m, tiles.k), lambda i, j, k: (i, k)),
+            block((tiles.k, tiles.n), lambda i, j, k: (k, j)),
+            *[of_scales] * len(parameters),
+        ],
+        out_specs=block((tiles.m, tiles.n), lambda i, j, k: (i, j)),
+        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), jnp.float32)],
+        compiler_params=tpu().CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=LIMIT
+        ),
+    )
+
+
+def _kernel(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    *rest: Any,
+    tiles: Tiles,
+    shape: tuple[int, int],
+    table: Table,
+    precision: lax.PrecisionLike,
+) -> None:
+    *zeros, result, total = rest
+    k, size = shape
+    step = pl().program_id(2)
+
+    @pl().when(step == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    for start in range(0, tiles.k, tiles.chunk):
+        chunk = pl().ds(start, tiles.chunk)
+        real = numbers(codes[chunk, :], table)
+        of_rows = functools.partial(
+            _spread, step=step, start=start, tiles=tiles, groups=k // size, size=size
+        )
+        for zero in zeros:
+            real = real - of_rows(zero)
+        real = real * of_rows(scale)
+        rows = x[:, chunk]
+        if k % tiles.k:  # what lies behind the end is not zero
+            left = k - step * tiles.k - start
+            real = jnp.where(lax.broadcasted_iota(jnp.int32, real.shape, 0) < left, real, 0)
+            rows = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 1) < left, rows, 0)
+        total[...] += jnp.dot(
+            rows, real.astype(rows.dtype), precision=precision, preferred_element_type=jnp.float32
+        )
+
+    @pl().when(step == pl().num_programs(2) - 1)
+    def _() -> None:
+        result[...] = total[...]
+
+
+def _spread(
+    parameter: Any, *, step: Any, start: int, tiles: Tiles, groups: int, size: int
+) -> jax.Array:
+    """Returns the parameters of a chunk of rows, each repeated for its group, or one row."""
+    if groups == 1:
+        return scales(parameter[...])
+    count = tiles.chunk // size
+    if count == 0:  # a part of a group
+        row = lax.div(step * tiles.k + start, size)  # `//` asks for the chip at hand
+        return scales(parameter[pl().ds(row, 1), :])
+    first = start // size
+    own = scales(parameter[first : first + count, :])
+    if count == 1:
+        return own
+    if size % SUBLANES == 0:
+        spread = jnp.broadcast_to(own[:, None, :], (count, size, own.shape[1]))
+        return spread.reshape(count * size, own.shape[1])
+    # Any other size: each row takes that of its group.
+    group = lax.div(lax.broadcasted_iota(jnp.int32, (count * size, own.shape[1]), 0), size)
+    spread = jnp.broadcast_to(own[:1, :], group.shape)
+    for i in range(1, count):
+        spread = jnp.where(group == i, own[i : i + 1, :], spread)
+    return spread

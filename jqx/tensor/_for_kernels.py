@@ -1,0 +1,56 @@
+"""Which weights a kernel of jqx reads on a GPU or a TPU, and how they lie for it.
+
+Compilers multiply by one scale for each channel after the product, and convert integers and 8-bit
+floats inside of it. Kernels are for what they do otherwise: scales in blocks along the contracted
+axis, and codes that are looked up.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..numerics import Block, Integer, format_of
+from ..numerics._shared import bit_width
+from ._layout import Layout, lies_in_nibbles
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""8-bit floats that kernels convert."""
+
+ALIGNED = 16
+"""Codes of 4 bits lie in whole tiles of so many rows and columns on a GPU."""
+
+
+def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout | None:
+    """Returns how the codes of a weight lie for a kernel: [..., K, N], of the contracted axis and
+    the other one; `None` where no kernel is for them.
+
+    Args:
+      q: a QTensor of two axes or more.
+      axis: the contracted one, -2 or -1.
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      target: the machine, for what one chip alone has.
+    """
+    form = format_of(q.qtype)
+    element = form.elements if isinstance(form, Block) else form
+    size, n = q.groups.sizes[axis], q.shape[axis]
+    looked_up = lies_in_nibbles(form)
+    is_integer = isinstance(element, Integer) and form.bits <= 8
+    known = looked_up or is_integer or form.storage in FLOAT8
+    if platform == "cpu" or not known or q.size == 0 or n % size:
+        return None
+    if not looked_up and size == n:
+        return None
+    if platform == "gpu" and not _is_aligned(q, 4 if looked_up else _bits(form)):
+        return None
+    # The matrix units of TPU7x alone convert float4.
+    native = target == "tpu7x" and form.storage == jnp.float4_e2m1fn
+    return Layout(swapped=axis == -1, uint4=looked_up and not native, kernel=platform)
+
+
+def _bits(form: Any) -> int:
+    return 8 if form.storage in FLOAT8 else bit_width(form.storage)
+
+
+def _is_aligned(q: Any, bits: int) -> bool:
+    """Whether codes lie in bytes that a GPU reads: those of 2 bits do not."""
+    return bits == 8 or (bits == 4 and all(n % ALIGNED == 0 for n in q.shape[-2:]))
