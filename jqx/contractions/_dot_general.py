@@ -115,7 +115,7 @@ def dot_general(
 
 def _accumulate(left: QTensor, right: QTensor, dimensions: Dimensions) -> jax.Array:
     """Returns the int32 sums of products of codes, each less its zero point."""
-    left, right, dimensions = _as_stored(left, right, dimensions)
+    left, right, dimensions = as_stored(left, right, dimensions)
     return SUMS.compute(Product(left, right, HowTo.of(left, right, dimensions)))
 
 
@@ -149,7 +149,7 @@ def _contract_bare(
     left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
 ) -> jax.Array:
     """Contracts two operands without offsets, in one order."""
-    left, right, dimensions = _as_stored(left, right, dimensions)
+    left, right, dimensions = as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         y = _computed(left, right, dimensions, precision)
         if y is not None:
@@ -185,7 +185,7 @@ def _is_smaller(left: Any, right: Any) -> bool:
     return is_at_least(right.size, left.size)
 
 
-def _as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
+def as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
     """Returns operands as they lie in memory, and the axes of those."""
     left, left_axes = _stored(left, dimensions.lhs_free)
     right, right_axes = _stored(right, dimensions.rhs_free)

@@ -2,5 +2,7 @@
 
 from ._codes import Table as Table
 from ._codes import scales as scales
+from ._products_gpu import products_gpu as products_gpu
+from ._products_tpu import products_tpu as products_tpu
 from ._weights_gpu import weights_gpu as weights_gpu
 from ._weights_tpu import weights_tpu as weights_tpu

@@ -92,9 +92,9 @@ def weights_gpu(
     return jnp.sum(parts, axis=0) if tiles.parts > 1 else parts[0]
 
 
-def tiles_of(m: int, k: int, n: int, size: int, narrow: bool) -> Tiles:
+def tiles_of(m: int, k: int, n: int, size: int, narrow: bool, within: bool = False) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
-    their axes.
+    their axes, and where asked for they lie within a group.
     """
     rows = min(128, max(LEAST, _power_above(m)))
     wide = 64 if rows < 128 else 128
@@ -102,7 +102,7 @@ def tiles_of(m: int, k: int, n: int, size: int, narrow: bool) -> Tiles:
     if narrow:
         wide, deep = math.gcd(n, wide), math.gcd(k, deep)
     power = size & -size  # the largest that divides a group
-    if LEAST <= power < size < k:
+    if size < k and LEAST <= power and (within or power < size):
         deep = min(deep, power)
     deep = min(deep, max(LEAST, _power_above(k)))
     wide = min(wide, max(LEAST, _power_above(n)))

@@ -2,7 +2,7 @@
 
 Compilers multiply by one scale for each channel after the product, and convert integers and 8-bit
 floats inside of it. Kernels are for what they do otherwise: scales in blocks along the contracted
-axis, and codes that are looked up.
+axis, codes that are looked up, and rows that are quantized on the way.
 """
 
 from typing import Any
@@ -38,7 +38,8 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
     known = looked_up or is_integer or form.storage in FLOAT8
     if platform == "cpu" or not known or q.size == 0 or n % size:
         return None
-    if not looked_up and size == n:
+    # Of one scale a channel, rows are quantized on the way; on a GPU XLA's own product is as good.
+    if not looked_up and size == n and platform == "gpu":
         return None
     if platform == "gpu" and not _is_aligned(q, 4 if looked_up else _bits(form)):
         return None

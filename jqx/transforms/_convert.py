@@ -14,6 +14,7 @@ from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
 from ..calibrators import Affine
+from ..contractions._shared import OnTheWay, may_quantize
 from ..numerics._shared import name_of_qtype
 from ..policy import Policy
 from ..tensor import QTensor
@@ -38,10 +39,11 @@ class _Integers(Rules):
     function: ClassVar[str | None] = "convert"
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        quantized = [
-            self._quantized(operand, x) for operand, x in zip(site.operands, operands, strict=False)
+        known = [
+            self._quantized(operand, x, site.op, operands)
+            for operand, x in zip(site.operands, operands, strict=False)
         ]
-        quantized += operands[len(quantized) :]
+        quantized = [*known, *operands[len(known) :]]
         result = CONTRACTIONS[eqn.primitive.name].apply(eqn, quantized)
         if site.output is not None:
             affine = self.affines.get(site.output_key)
@@ -52,10 +54,12 @@ class _Integers(Rules):
         name = self.plan.name_at(here)
         return contextlib.nullcontext() if name is None else jax.named_scope(f"jqx[{name}]")
 
-    def _quantized(self, operand: Operand, x: Any) -> Any:
+    def _quantized(self, operand: Operand, x: Any, op: str, operands: Sequence[Any]) -> Any:
         if operand.role == "weight" or operand.spec is None or is_quantized(x):
             return x
-        return QTensor.quantize(x, operand.spec, self.affines.get(operand.key))
+        rows = OnTheWay(x, operand.spec, self.affines.get(operand.key))
+        kernel = any(may_quantize(rows.spec, other) for other in operands if other is not x)
+        return rows if kernel and op == "dot_general" else rows.quantized()
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         try:

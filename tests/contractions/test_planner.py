@@ -18,6 +18,7 @@ from jqx.contractions._how._blocks import find_block
 from jqx.contractions._how._formulation import FORMULATIONS
 from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
 from jqx.contractions._how._scales import HowTo
+from jqx.contractions._on_the_way import ON_THE_WAY
 from jqx.contractions._ragged_dot import GROUPS
 from jqx.contractions._shared import Dimensions
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
@@ -188,7 +189,7 @@ def test_a_left_operand_contracted_along_its_first_axis_is_turned():
     assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
 
 
-KERNELS = {"kernel_tpu", "kernel_gpu"}
+KERNELS = {f"kernel{of}_{on}" for of in ("", "_of_codes") for on in ("tpu", "gpu")}
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -205,11 +206,16 @@ def test_a_weight_that_lies_for_a_kernel_is_read_by_it_on_its_platform_alone(
 
 def test_what_a_kernel_does_not_compute_is_computed_as_without_it():
     q = jqx.pack_for(quantized("int8", (K, N), size=32), "tpu")
+    a_channel = jqx.pack_for(quantized("int8", (K, N)), "tpu")
+    assert a_channel.layout.kernel
     others = {
         "float64": (like((2, K), "float64"), q, MATRICES, None),
         "an algorithm": (like((2, K)), q, MATRICES, "BF16_BF16_F32"),
         "the transpose": (like((2, N)), q, TURNED, None),
-        "codes": (byte("int8", (2, K)), q, MATRICES, None),
+        "codes with a zero point": (byte("uint8", (2, K)), q, MATRICES, None),
+        "codes of 16 bits": (byte("int16", (2, K)), q, MATRICES, None),
+        "one scale a channel": (like((2, K)), a_channel, MATRICES, None),
+        "its codes": (byte("int8", (2, K)), a_channel, MATRICES, None),
     }
     for name, (x, q, numbers, precision) in others.items():
         case = case_of(x, q, numbers)
@@ -237,7 +243,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
 
 def test_every_formulation_stands_in_the_list_of_its_operation():
     known = {}
-    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS):
+    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, ON_THE_WAY):
         for form in planner.formulations:
             assert form.op == planner.op
             known.setdefault(form.name, set()).add(planner.op)

@@ -6,24 +6,31 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
-from jqx.contractions import using
-from jqx.contractions._how import _kernels
-from jqx.contractions._how._formulation import PLATFORMS, Formulation
+from jqx.contractions import _on_the_way, using
+from jqx.contractions._how import _kernels, _kernels_of_codes
+from jqx.contractions._how._formulation import FORMULATIONS, PLATFORMS
 
-KINDS = {"tpu": _kernels.kernel_tpu, "gpu": _kernels.kernel_gpu}
-ARRAYS = ("weights_tpu", "weights_gpu")
-
-
-def stepwise(platform: str) -> Formulation:
-    """Returns the formulation of the kernels of a platform, for all platforms."""
-    form = KINDS[platform]
-    return dataclasses.replace(form, name=f"{form.name}_step_by_step", platforms=PLATFORMS)
+KINDS = ("kernel", "kernel_of_codes", "kernel_quantizing")
+RUN_BY = {
+    _kernels: ("weights_tpu", "weights_gpu"),
+    _kernels_of_codes: ("products_tpu", "products_gpu"),
+    _on_the_way: ("products_tpu", "products_gpu"),
+}
 
 
 @contextlib.contextmanager
 def on(platform: str) -> Iterator[None]:
     """Takes the kernels of a platform for what is traced inside, to be run step by step."""
-    known = {name: getattr(_kernels, name) for name in ARRAYS}
-    slow = {name: functools.partial(run, interpret=True) for name, run in known.items()}
-    with mock.patch.multiple(_kernels, **slow), using(stepwise(platform)):
+    own = [FORMULATIONS[f"{kind}_{platform}"] for kind in KINDS]
+    forms = [
+        dataclasses.replace(form, name=f"{form.name}_step_by_step", platforms=PLATFORMS)
+        for form in own
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, names in RUN_BY.items():
+            slow = {
+                name: functools.partial(getattr(module, name), interpret=True) for name in names
+            }
+            stack.enter_context(mock.patch.multiple(module, **slow))
+        stack.enter_context(using(*forms))
         yield

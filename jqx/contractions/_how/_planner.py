@@ -21,6 +21,7 @@ from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
 from ._kernels import kernel_gpu, kernel_tpu
+from ._kernels_of_codes import kernel_of_codes_gpu, kernel_of_codes_tpu
 from ._tiles import float8_tiles, tiles
 
 
@@ -33,6 +34,8 @@ PRODUCTS = Planner(
     "dot_general",
     kernel_tpu,
     kernel_gpu,
+    kernel_of_codes_tpu,
+    kernel_of_codes_gpu,
     integer_digits,
     integer_blocks,
     integer_shaped,

@@ -18,9 +18,11 @@ from ...contractions import conv_general_dilated, dot_general, einsum, ragged_do
 from ...contractions._shared import (
     ROWS_OF_GROUPS,
     Dimensions,
+    OnTheWay,
     OperandAxes,
     can_leave_sum,
     conv_axes,
+    dot_general_on_the_way,
     dot_gradients,
 )
 from ...tensor import QTensor
@@ -92,6 +94,18 @@ def _macs(eqn: Eqn) -> int:
 def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs = operands
     dimensions = _dimensions(eqn)
+    if _sums_scales(rhs, dimensions.rhs_contracting) and isinstance(lhs, OnTheWay):
+        lhs = lhs.quantized()
+    if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, OnTheWay):
+        rhs = rhs.quantized()
+    if isinstance(lhs, OnTheWay) or isinstance(rhs, OnTheWay):
+        return dot_general_on_the_way(
+            lhs,
+            rhs,
+            eqn.params["dimension_numbers"],
+            precision=eqn.params["precision"],
+            preferred_element_type=eqn.outvars[0].aval.dtype,
+        )
     if _sums_scales(rhs, dimensions.rhs_contracting):
         return _scaled_first(eqn, real_of(lhs), rhs)
     if _sums_scales(lhs, dimensions.lhs_contracting):

@@ -1,0 +1,130 @@
+"""Kernels of codes beside codes as formulations; `_on_the_way.py` has those that quantize rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...kernels._shared import products_gpu, products_tpu
+from ...numerics import Integer, QType, format_of
+from ...numerics._shared import common_dtype
+from ...tensor import QTensor
+from .._integers._bytes import ACCUMULATOR, as_int8, largest
+from .._integers._integer import integer
+from ._blocks import with_own_scales
+from ._convert import convert
+from ._formulation import formulation
+from ._kernel_operands import lies_for, over_matrices, parameters_of
+from ._scales import HowTo
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+LEAST = 16
+"""Elements of the smallest group that matrix units of a GPU multiply."""
+
+
+def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
+    """Whether a kernel multiplies the codes of two operands, of which the left one may be told by
+    shapes alone.
+    """
+    if not lies_for(platform, x, q, how):
+        return False
+    (axis,) = how.dimensions.lhs_contracting
+    size, whole = q.groups.sizes[-2], q.shape[-2]
+    shared = x.groups.sizes[axis]
+    in_step = shared == whole or shared == size
+    if not in_step or x.zero_point is not None or x.offset is not None or x.order is not None:
+        return False
+    if platform == "gpu" and size % LEAST:
+        return False
+    left, right = format_of(x.qtype), format_of(q.qtype)
+    if isinstance(left, Integer) and isinstance(right, Integer):
+        narrow = right.bits <= 4 or (right.signed and q.zero_point is None)
+        fits = size * largest(x) * largest(q) <= ACCUMULATOR if left.bits <= 8 else False
+        return left.signed and narrow and fits
+    both = (x.qtype, q.qtype)
+    return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in both) and q.zero_point is None
+
+
+def _is_for(platform: str) -> Callable[[Any], bool]:
+    """Returns the condition of kernels of a platform beside codes in groups; XLA multiplies by one
+    scale for each channel as well.
+    """
+
+    def applies(case: Any) -> bool:
+        codes = isinstance(case.lhs, QTensor) and case.block is not None
+        return codes and multiplies_codes(platform, case.lhs, case.rhs, case.how)
+
+    return applies
+
+
+CODES = (
+    "codes beside a weight in groups that is laid out for a kernel: each group is multiplied as "
+    "codes, integers exactly, and takes its scales in float32"
+)
+
+
+@formulation(CODES, ("tpu",), _is_for("tpu"))
+def kernel_of_codes_tpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _of_codes(lhs, rhs, how, products_tpu)
+
+
+@formulation(CODES, ("cuda",), _is_for("gpu"))
+def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _of_codes(lhs, rhs, how, products_gpu)
+
+
+def _of_codes(
+    lhs: QTensor, rhs: QTensor, how: HowTo, kernel: Callable[..., jax.Array]
+) -> jax.Array:
+    if isinstance(format_of(lhs.qtype), Integer):
+        lhs = as_int8(lhs)
+
+    def run(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        return products(lhs.values, lhs.real_scale(), rhs, how, format_of(lhs.qtype), kernel)
+
+    return derived_as(run, functools.partial(_plain, how=how))(lhs, rhs)
+
+
+def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    if isinstance(format_of(lhs.qtype), Integer):
+        return integer.compute(lhs, rhs, how)
+    wide = common_dtype(lhs.dtype, rhs.dtype)
+    return convert.compute(lhs.astype(wide).dequantize(), rhs, how)
+
+
+def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function the derivative of another one, which computes the same."""
+    function = jax.custom_jvp(f)
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        return function(*primals), jax.jvp(plain, primals, tangents)[1]
+
+    return function
+
+
+def products(
+    x: jax.Array,
+    x_scale: jax.Array,
+    q: QTensor,
+    how: HowTo,
+    form: QType,
+    kernel: Callable[..., jax.Array],
+) -> jax.Array:
+    """Returns the product of rows and a weight by a kernel that multiplies codes.
+
+    Args:
+      x: floats to be quantized, or codes.
+      x_scale: their scale, of the same rank.
+      q: the weight, laid out for the kernel.
+      how: the contraction.
+      form: the format of rows.
+      kernel: `products_tpu`, or `products_gpu`.
+    """
+    q = with_own_scales(q, (q.ndim - 1,))
+    told = parameters_of(q, jnp.float32)
+    run = functools.partial(kernel, form=form)
+    rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, told.scale, told.zero]
+    return over_matrices(run, how.dimensions, rows, weight, told.after)

@@ -1,0 +1,172 @@
+"""Products of an array that is quantized on the way: by a kernel that multiplies its codes, or else
+before the product.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..calibrators import Affine
+from ..kernels._shared import products_gpu, products_tpu
+from ..numerics import Block, format_of, ngraph
+from ..numerics._shared import RoundMode
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import fit
+from ._dot_general import as_stored, contract, is_empty
+from ._how._formulation import PLATFORMS, Planner, formulation
+from ._how._kernels_of_codes import derived_as, multiplies_codes, products
+from ._how._scales import HowTo
+from ._what._dimensions import Dimensions
+
+FEW = 64
+"""Rows up to which a GPU quantizes them anew for each tile of columns; more are quantized first."""
+
+
+class OnTheWay(NamedTuple):
+    """An array that the contraction that reads it quantizes.
+
+    Attributes:
+      x: the array.
+      spec: how, with an absolute granularity.
+      affine: its scale and zero point, or `None`.
+    """
+
+    x: jax.Array
+    spec: QSpec
+    affine: Affine | None
+
+    def quantized(self) -> QTensor:
+        """Returns the array as a QTensor."""
+        return QTensor.quantize(self.x, self.spec, self.affine)
+
+
+def dot_general_on_the_way(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    """Returns `jqx.dot_general` of an `OnTheWay` and a QTensor, whichever is on which side."""
+    dimensions = Dimensions.of(dimension_numbers, _of(lhs).ndim, _of(rhs).ndim)
+    if isinstance(lhs, OnTheWay):
+        y = _product(lhs, rhs, dimensions, precision)
+    else:
+        swapped = _product(rhs, lhs, dimensions.swapped, precision)
+        y = dimensions.swap_output(swapped)
+    return y.astype(preferred_element_type)
+
+
+def _of(operand: Any) -> Any:
+    return operand.x if isinstance(operand, OnTheWay) else operand
+
+
+def may_quantize(spec: QSpec, q: Any) -> bool:
+    """Whether there are kernels that quantize an array as a spec says, beside such a weight."""
+    kernel = isinstance(q, QTensor) and q.layout is not None and q.layout.kernel
+    return bool(kernel) and spec.symmetric and not isinstance(format_of(spec.qtype), Block)
+
+
+def _product(
+    rows: OnTheWay, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
+) -> jax.Array:
+    if q.offset is not None or q.order is not None or is_empty(rows.x):
+        return contract(rows.quantized(), q, dimensions, precision)
+    x, spec, affine = rows
+    scale, _ = affine or fit(x, spec)
+    _, q, dimensions = as_stored(x, q, dimensions)
+    codes = jax.eval_shape(lambda x, s: _quantized(x, s, spec), x, scale)
+    told = Told(HowTo.of(codes, q, dimensions, precision), spec)
+    return ON_THE_WAY.compute(Rows(x, codes, q, told), x, scale, q)
+
+
+class Told(NamedTuple):
+    """The static arguments of a contraction that quantizes its left operand.
+
+    Attributes:
+      how: the contraction.
+      spec: how the operand is quantized.
+    """
+
+    how: HowTo
+    spec: QSpec
+
+
+class Rows(NamedTuple):
+    """A float operand to be quantized and a weight, as planning sees them.
+
+    Attributes:
+      lhs: the array.
+      codes: the array quantized, of shapes and dtypes alone.
+      rhs: a QTensor.
+      how: the contraction, and how rows are quantized.
+    """
+
+    lhs: Any
+    codes: QTensor
+    rhs: QTensor
+    how: Told
+
+
+REASON = (
+    "a float operand to be quantized, beside a weight that is laid out for a kernel: the kernel "
+    "makes its codes on the way, and multiplies codes"
+)
+
+
+def _is_for(platform: str) -> Callable[[Rows], bool]:
+    def applies(case: Rows) -> bool:
+        how, spec = case.how
+        few = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
+        known = spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+        return few and known and multiplies_codes(platform, case.codes, case.rhs, how)
+
+    return applies
+
+
+@formulation(REASON, ("tpu",), _is_for("tpu"), op="dot_general:quantized")
+def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    return _by_kernel(x.astype(wide), scale, q, told, products_tpu)
+
+
+@formulation(REASON, ("cuda",), _is_for("gpu"), op="dot_general:quantized")
+def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
+    return _by_kernel(x, scale, q, told, products_gpu)
+
+
+@formulation(
+    "a float operand to be quantized, beside a weight that no kernel reads here: it is quantized "
+    "first",
+    PLATFORMS,
+    lambda case: True,
+    op="dot_general:quantized",
+)
+def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
+    return contract(_quantized(x, scale, told.spec), q, told.how.dimensions, told.how.precision)
+
+
+ON_THE_WAY = Planner(
+    "dot_general:quantized", kernel_quantizing_tpu, kernel_quantizing_gpu, quantize_first
+)
+
+
+def _by_kernel(
+    x: jax.Array, scale: jax.Array, q: QTensor, told: Told, kernel: Callable[..., jax.Array]
+) -> jax.Array:
+    def run(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
+        return products(x, scale, q, told.how, format_of(told.spec.qtype), kernel)
+
+    def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
+        return quantize_first.compute(x, scale, q, told)
+
+    return derived_as(run, plain)(x, scale, q)
+
+
+def _quantized(x: jax.Array, scale: jax.Array, spec: QSpec) -> QTensor:
+    return QTensor.quantize(x, spec, Affine(scale))

@@ -1,0 +1,151 @@
+"""Codes beside codes with scales in groups on a GPU, rows quantized on the way, by Triton.
+
+The arithmetic is that of the kernel for TPUs; as there, the sums of a column with one scale are
+exact where they are integers. Two kinds of 8-bit floats are multiplied as bfloat16, which has both.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics import Integer, QType
+from ._codes import scales
+from ._pallas import call, pl, triton
+from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
+from ._weights_gpu import Tiles, tiles_of
+
+
+def products_gpu(
+    x: jax.Array,
+    x_scale: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    form: QType,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns the product of real rows and a weight, both multiplied as codes.
+
+    Args:
+      x: [M, K]: floats of 16 or 32 bits, to be quantized, or codes of the format.
+      x_scale: float32 [M, 1], a scale a row, or [M, G], one for each of its groups.
+      codes: [K, N]: integers of 4 or 8 bits, or, beside 8-bit floats, those; of 4 bits, K and N are
+        multiples of 16.
+      scale: [G, N], of which each row is shared by K / G rows of codes, a multiple of 16; floats,
+        or uint8 as the exponents of E8M0.
+      zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
+      form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
+        8-bit floats.
+      interpret: whether to run on any platform, step by step.
+
+    Returns:
+      float32 [M, N].
+    """
+    (m, k), n, groups = x.shape, codes.shape[1], scale.shape[0]
+    size = k // groups
+    tiles = tiles_of(m, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), within=True)
+    parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
+    integers, qtype = isinstance(form, Integer), multiplied(form)
+    sums = jnp.int32 if integers and groups == 1 else jnp.float32
+    space = pl()
+
+    def rows(count: int) -> Any:
+        return space.BlockSpec((tiles.m, count), lambda i, j, part: (i, 0))
+
+    def columns(count: int) -> Any:
+        return space.BlockSpec((count, tiles.n), lambda i, j, part: (0, j))
+
+    parts = call(
+        functools.partial(
+            _kernel,
+            tiles=tiles,
+            shape=(m, k, n, size),
+            form=form,
+            by=arithmetic_on("gpu", interpret),
+        ),
+        "jqx_products",
+        jax.ShapeDtypeStruct((tiles.parts, m, n), sums),
+        (x, codes, x_scale, *parameters),
+        multiplies=qtype if integers or codes.dtype == qtype else jnp.bfloat16,
+        interpret=interpret,
+        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
+        in_specs=[
+            rows(k),
+            columns(k),
+            rows(x_scale.shape[1]),
+            *[columns(groups)] * len(parameters),
+        ],
+        out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
+        compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
+    )
+    y = jnp.sum(parts, axis=0).astype(jnp.float32)
+    y = y if x_scale.shape[1] > 1 else y * x_scale
+    return y * scales(scale) if groups == 1 else y
+
+
+def _kernel(
+    x: Any,
+    codes: Any,
+    x_scale: Any,
+    scale: Any,
+    *rest: Any,
+    tiles: Tiles,
+    shape: tuple[int, int, int, int],
+    form: QType,
+    by: Arithmetic,
+) -> None:
+    *zeros, result = rest
+    m, k, n, size = shape
+    space, load = pl(), triton().load
+    steps = -(-k // tiles.k)
+    each = -(-steps // tiles.parts)
+    first = space.program_id(2) * each
+    is_row = (space.program_id(0) * tiles.m + jnp.arange(tiles.m) < m)[:, None]
+    is_column = (space.program_id(1) * tiles.n + jnp.arange(tiles.n) < n)[None, :]
+    whole = k % tiles.k == 0 and n % tiles.n == 0
+    integers, by_group = isinstance(form, Integer), x_scale.shape[1] > 1
+    qtype = multiplied(form)
+
+    def part_of(reference: Any, index: Any, inside: Any) -> jax.Array:
+        if inside is None:
+            return load(reference.at[index])
+        return load(reference.at[index], mask=inside, other=jnp.zeros((), reference.dtype))
+
+    def of_group(parameter: Any, start: Any) -> jax.Array:
+        row = space.ds(lax.div(start, size), 1)
+        return scales(part_of(parameter, (row, slice(None)), None if whole else is_column))
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        start = step * tiles.k
+        place = start + jnp.arange(tiles.k)
+        here = space.ds(start, tiles.k)
+        own = space.ds(lax.div(start, size), 1) if by_group else slice(None)
+        factor = part_of(x_scale, (slice(None), own), is_row)
+        rows = part_of(x, (slice(None), here), is_row & (place < k)[None, :])
+        if rows.dtype != qtype:
+            rows = codes_of(rows.astype(jnp.float32), factor, form, by)
+            inside = is_row & (place < k)[None, :]
+            rows = jnp.where(inside, rows, jnp.zeros((), qtype))
+        known = None if whole else (place < k)[:, None] & is_column
+        columns = part_of(codes, (here, slice(None)), known)
+        if zeros:
+            difference = columns.astype(jnp.int32) - of_group(zeros[0], start).astype(jnp.int32)
+            columns = difference.astype(qtype)
+        elif integers and columns.dtype != qtype:
+            columns = columns.astype(jnp.int32).astype(qtype)
+        wide = jnp.int32 if integers else jnp.float32
+        if rows.dtype != columns.dtype:
+            rows, columns = rows.astype(jnp.bfloat16), columns.astype(jnp.bfloat16)
+        product = jnp.dot(rows, columns, preferred_element_type=wide)
+        if size == k:
+            return total + product
+        product = product.astype(jnp.float32) * of_group(scale, start)
+        return total + (product * factor if by_group else product)
+
+    none = jnp.zeros((tiles.m, tiles.n), result.dtype)
+    total = lax.fori_loop(first, jnp.minimum(first + each, steps), add, none)
+    triton().store(result, total, mask=is_row & is_column)

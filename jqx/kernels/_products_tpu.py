@@ -1,0 +1,174 @@
+"""Codes beside codes with scales in groups on a TPU, rows quantized on the way.
+
+Each group is multiplied as codes: integers exactly, into int32, 8-bit floats into float32. Its sums
+take the scales of the group in float32, and are added. Where a column has one scale, the sums of
+integers are those of the whole column, exact, and take both scales at the end.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..numerics import Integer, QType
+from ._codes import scales
+from ._pallas import call, pl, tpu
+from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
+from ._tiles_tpu import LIMIT, Tiles, tiles_of
+
+
+def products_tpu(
+    x: jax.Array,
+    x_scale: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    form: QType,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns the product of real rows and a weight, both multiplied as codes.
+
+    Args:
+      x: [M, K]: float32 or bfloat16, to be quantized, or codes of the format.
+      x_scale: float32 [M, 1], a scale a row, or [M, G], one for each of its groups.
+      codes: [K, N]: integers of 8 bits or fewer, or, beside 8-bit floats, those.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
+        exponents of E8M0.
+      zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
+      form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
+        8-bit floats.
+      interpret: whether to run on any platform, step by step.
+
+    Returns:
+      float32 [M, N].
+    """
+    (m, k), n, groups = x.shape, codes.shape[1], scale.shape[0]
+    size = k // groups
+    parameters = [scale] if zero is None else [scale, zero.astype(jnp.bfloat16)]
+    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize)
+    if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
+        parameters = [scales(p) for p in parameters]
+    integers = isinstance(form, Integer)
+    sums = jnp.int32 if integers and groups == 1 else jnp.float32
+    space = pl()
+    block = functools.partial(space.BlockSpec, memory_space=tpu().VMEM)
+    by_group = x_scale.shape[1] > 1
+    if by_group:
+        x_scale, of_rows = _in_tiles(x_scale, tiles, k, size), None
+        of_rows = block((None, tiles.m, x_scale.shape[2]), lambda i, j, k: (k, i, 0))
+    else:
+        of_rows = block((tiles.m, 1), lambda i, j, k: (i, 0))
+    of_scales = block((tiles.groups, tiles.n), lambda i, j, k: (k if tiles.moves else 0, j))
+    return call(
+        functools.partial(
+            _kernel,
+            tiles=tiles,
+            shape=(k, size),
+            form=form,
+            by_group=by_group,
+            by=arithmetic_on("tpu", interpret),
+        ),
+        "jqx_products",
+        jax.ShapeDtypeStruct((m, n), jnp.float32),
+        (x, codes, x_scale, *parameters),
+        multiplies=multiplied(form),
+        interpret=interpret,
+        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), space.cdiv(k, tiles.k)),
+        in_specs=[
+            block((tiles.m, tiles.k), lambda i, j, k: (i, k)),
+            block((tiles.k, tiles.n), lambda i, j, k: (k, j)),
+            of_rows,
+            *[of_scales] * len(parameters),
+        ],
+        out_specs=block((tiles.m, tiles.n), lambda i, j, k: (i, j)),
+        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), sums)],
+        compiler_params=tpu().CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=LIMIT
+        ),
+    )
+
+
+def _in_tiles(x_scale: jax.Array, tiles: Tiles, k: int, size: int) -> jax.Array:
+    """Returns scales [M, G] as [tiles along K, M, groups of a tile]."""
+    each, steps = max(1, tiles.k // size), -(-k // tiles.k)
+    if size > tiles.k:
+        x_scale = jnp.repeat(x_scale, size // tiles.k, axis=1)
+    padded = jnp.pad(x_scale, ((0, 0), (0, steps * each - x_scale.shape[1])))
+    return jnp.moveaxis(padded.reshape(x_scale.shape[0], steps, each), 1, 0)
+
+
+def _kernel(
+    x: Any,
+    codes: Any,
+    x_scale: Any,
+    scale: Any,
+    *rest: Any,
+    tiles: Tiles,
+    shape: tuple[int, int],
+    form: QType,
+    by_group: bool,
+    by: Arithmetic,
+) -> None:
+    *zeros, result, total = rest
+    k, size = shape
+    step, qtype = pl().program_id(2), multiplied(form)
+    integers = isinstance(form, Integer)
+    each = min(size, tiles.k)
+    one = k == size
+
+    @pl().when(step == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    for place in range(tiles.k // each):
+        start = place * each
+        group = pl().ds(start, each)
+        own = x_scale[:, place : place + 1] if by_group else x_scale[...]
+        rows, columns = x[:, group], codes[group, :]
+        if rows.dtype != qtype:
+            rows = codes_of(rows.astype(jnp.float32), own, form, by)
+        of_group = functools.partial(_row, step=step, start=start, tiles=tiles, size=size, one=one)
+        if zeros:
+            difference = columns.astype(jnp.int32) - of_group(zeros[0]).astype(jnp.int32)
+            columns = difference.astype(qtype)
+        elif integers and columns.dtype != qtype:
+            columns = columns.astype(jnp.int32).astype(qtype)
+        left = k - step * tiles.k - start
+        if k % tiles.k:  # what lies behind the end is not zero
+            rows = _first(rows, left, axis=1)
+            columns = columns if integers else _first(columns, left, 0)
+        wide = jnp.int32 if integers else jnp.float32
+        product = jnp.dot(rows, columns, preferred_element_type=wide)
+        if one:
+            total[...] += product
+            continue
+        product = product.astype(jnp.float32) * of_group(scale)
+        product = product * own if by_group else product
+        total[...] += jnp.where(left > 0, product, 0.0) if k % tiles.k else product
+
+    @pl().when(step == pl().num_programs(2) - 1)
+    def _() -> None:
+        y = total[...].astype(jnp.float32)
+        if not by_group:
+            y = y * x_scale[...]
+        result[...] = y * scales(scale[...]) if one else y
+
+
+def _row(parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, one: bool) -> jax.Array:
+    """Returns the parameters of a group, or of a part of it, one row."""
+    if one:
+        return scales(parameter[...])
+    if size > tiles.k or not tiles.moves:
+        row = lax.div(step * tiles.k + start, size)  # `//` asks for the chip at hand
+        return scales(parameter[pl().ds(row, 1), :])
+    return scales(parameter[start // size : start // size + 1, :])
+
+
+def _first(codes: jax.Array, count: Any, axis: int) -> jax.Array:
+    """Returns codes with zeros behind the first of an axis."""
+    wide = codes.astype(jnp.float32)
+    kept = jnp.where(lax.broadcasted_iota(jnp.int32, codes.shape, axis) < count, wide, 0.0)
+    return kept.astype(codes.dtype)
