@@ -72,6 +72,11 @@ def may_quantize(spec: QSpec, q: Any) -> bool:
     return bool(kernel) and spec.symmetric and not isinstance(format_of(spec.qtype), Block)
 
 
+def has_codes_of_kernels(spec: QSpec) -> bool:
+    """Whether kernels make the codes that a spec says, of a scale that is known."""
+    return spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+
+
 def _product(
     rows: OnTheWay, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
 ) -> jax.Array:
@@ -80,7 +85,7 @@ def _product(
     x, spec, affine = rows
     scale, _ = affine or fit(x, spec)
     _, q, dimensions = as_stored(x, q, dimensions)
-    codes = jax.eval_shape(lambda x, s: _quantized(x, s, spec), x, scale)
+    codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     told = Told(HowTo.of(codes, q, dimensions, precision), spec)
     return ON_THE_WAY.compute(Rows(x, codes, q, told), x, scale, q)
 
@@ -123,7 +128,7 @@ def _is_for(platform: str) -> Callable[[Rows], bool]:
     def applies(case: Rows) -> bool:
         how, spec = case.how
         few = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
-        known = spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+        known = has_codes_of_kernels(spec)
         return few and known and multiplies_codes(platform, case.codes, case.rhs, how)
 
     return applies
@@ -148,7 +153,7 @@ def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told
     op="dot_general:quantized",
 )
 def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
-    return contract(_quantized(x, scale, told.spec), q, told.how.dimensions, told.how.precision)
+    return contract(quantized(x, scale, told.spec), q, told.how.dimensions, told.how.precision)
 
 
 ON_THE_WAY = Planner(
@@ -168,5 +173,6 @@ def _by_kernel(
     return derived_as(run, plain)(x, scale, q)
 
 
-def _quantized(x: jax.Array, scale: jax.Array, spec: QSpec) -> QTensor:
+def quantized(x: jax.Array, scale: jax.Array, spec: QSpec) -> QTensor:
+    """Returns an array quantized with a scale."""
     return QTensor.quantize(x, spec, Affine(scale))

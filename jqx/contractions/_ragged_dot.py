@@ -1,12 +1,6 @@
-"""`ragged_dot` on arrays and QTensors: rows in groups, each multiplied by a matrix of its own.
+"""`ragged_dot` on arrays and QTensors: rows in groups, each multiplied by a matrix of its own."""
 
-Every group is padded to whole tiles of rows; a scan contracts one tile after another with the
-matrix of its group, and each row of the result is read from where it stands. So no copy is made of
-all matrices, nor of all rows for each; and a row has no part in the result of another, not even as
-a zero: a NaN stays where it is.
-"""
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +10,17 @@ from jax.typing import ArrayLike, DTypeLike
 from .._calls import called
 from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
-from ._dot_general import Operand, as_operand, contract
-from ._how._blocks import can_leave_sum, with_own_scales
-from ._how._formulation import PLATFORMS, Planner, formulation
-from ._how._slices import item_at
-from ._take import as_signed, take_along
+from ._dot_general import Operand, as_operand
+from ._how._blocks import can_leave_sum
+from ._how._formulation import Planner
+from ._ragged_kernels import ragged_kernel_gpu, ragged_kernel_tpu
+from ._ragged_tiles import Groups, Told, ragged_tiles
 from ._what._axes import OperandAxes
-from ._what._dimensions import Dimensions
-
-LEAST, MOST = 8, 512
-"""Rows of a tile: fewer cost as much as these; of more, the matrix hardly costs less each."""
 
 ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
 """What becomes of the axes of rows and matrices."""
 
-MATRICES = Dimensions(2, 2, (1,), (0,), (), ())
+GROUPS = Planner("ragged_dot", ragged_kernel_tpu, ragged_kernel_gpu, ragged_tiles)
 
 
 @called("ragged_dot")
@@ -108,147 +98,6 @@ def ragged_dot(
     if left.shape[0] == 0 or right.shape[0] == 0:
         return jnp.zeros((left.shape[0], right.shape[2]), dtype)
     return GROUPS.compute(Groups(left, right, Told(precision, dtype)), left, right, sizes)
-
-
-class Told(NamedTuple):
-    """The static arguments of a product of groups.
-
-    Attributes:
-      precision: of float products.
-      dtype: of the result.
-    """
-
-    precision: lax.PrecisionLike
-    dtype: Any
-
-
-class Groups(NamedTuple):
-    """Rows in groups and their matrices, as planning sees them, of which one is a QTensor.
-
-    Attributes:
-      lhs: an array or a QTensor, shape (m, k).
-      rhs: likewise, shape (g, k, n).
-      how: what else the product is told.
-    """
-
-    lhs: Any
-    rhs: Any
-    how: Told
-
-
-@formulation(
-    "rows in groups: each group padded to whole tiles, a scan contracts one tile after another",
-    PLATFORMS,
-    lambda case: True,
-    op="ragged_dot",
-    tells_parts=True,
-)
-def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
-    tiles = _tiles(sizes, lhs.shape[0])
-    rows, matrices = _rows(lhs, tiles), _one_by_one(rhs)
-
-    def multiply(rows: Any, group: jax.Array) -> jax.Array:
-        return contract(rows, _matrix(matrices, group), MATRICES, how.precision).astype(how.dtype)
-
-    # Checkpointed: else the backward pass would keep the matrix of each tile.
-    multiply = jax.checkpoint(multiply, prevent_cse=False)
-    _, y = lax.scan(lambda carry, tile: (carry, multiply(*tile)), None, (rows, tiles.group))
-    y = y.reshape(tiles.row.size, rhs.shape[2])
-    y = jnp.take(y, tiles.place, axis=0, mode="clip")
-    return jnp.where(tiles.is_used[:, None], y, jnp.zeros((), how.dtype))
-
-
-GROUPS = Planner("ragged_dot", ragged_tiles)
-
-
-class _Tiles(NamedTuple):
-    """Rows in tiles, none of which holds rows of two groups.
-
-    Attributes:
-      group: of each tile, shape (tiles,); of tiles that are left over, that of the last row.
-      row: what stands where in the tiles, shape (tiles, rows of a tile); a place that is left over
-        repeats the last row of the group.
-      is_row: whether it is not left over, of the same shape.
-      place: where each row stands in the flattened tiles, shape (m,).
-      is_used: whether it stands there at all, shape (m,).
-    """
-
-    group: jax.Array
-    row: jax.Array
-    is_row: jax.Array
-    place: jax.Array
-    is_used: jax.Array
-
-
-def _tiles(group_sizes: jax.Array, m: int) -> _Tiles:
-    g = group_sizes.shape[0]
-    mean = -(-m // g)
-    tile = min(m, MOST, max(LEAST, 1 << (mean - 1).bit_length()))
-    # sum ceil(size / tile) = sum 1 + floor((size - 1) / tile), over `begun` groups with rows.
-    begun = min(m, g)
-    count = begun + (m - begun) // tile
-    sizes = jnp.clip(as_signed(group_sizes, m), 0, m)
-    ends = jnp.minimum(jnp.cumsum(sizes), m)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    padded = -(-(ends - starts) // tile) * tile
-    padded_ends = jnp.cumsum(padded)
-    shifts = padded_ends - padded - starts
-
-    place = jnp.arange(count * tile, dtype=ends.dtype).reshape(count, tile)
-    group = _group_of(jnp.minimum(place[:, 0], padded_ends[-1] - 1), padded_ends)
-    last = ends[group][:, None] - 1
-    row = place - shifts[group][:, None]
-    rows = jnp.arange(m, dtype=ends.dtype)
-    return _Tiles(
-        group,
-        jnp.clip(row, 0, jnp.maximum(last, 0)),
-        row <= last,
-        rows + shifts[_group_of(rows, ends)],
-        rows < ends[-1],
-    )
-
-
-def _group_of(places: jax.Array, ends: jax.Array) -> jax.Array:
-    """Returns the group in which each place lies; the last one for those beyond them all."""
-    group = jnp.searchsorted(ends, places, side="right", method="compare_all")
-    return jnp.minimum(group, ends.shape[0] - 1)
-
-
-def _rows(x: Any, tiles: _Tiles) -> Any:
-    """Returns the rows of an array or QTensor in tiles, along a new first axis. Places that are
-    left over are zeros in an array: a NaN there would reach gradients.
-    """
-    count, tile = tiles.row.shape
-    if not isinstance(x, QTensor):
-        rows = jnp.take(x, tiles.row, axis=0, mode="clip")
-        return jnp.where(tiles.is_row[:, :, None], rows, jnp.zeros((), x.dtype))
-    rows = take_along(x.unpack(), tiles.row.reshape(-1), 0)
-
-    def split(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[0] == count * tile:
-            return leaf.reshape(count, tile, *leaf.shape[1:])
-        return jnp.broadcast_to(leaf, (count, *leaf.shape))
-
-    return jax.tree.map(split, rows)
-
-
-def _one_by_one(x: Any) -> Any:
-    """Returns matrices of which each can be taken without the others."""
-    if not isinstance(x, QTensor):
-        return x
-    packing = None if x.layout is None else x.layout.packing
-    if packing is not None and packing.axis == -3:
-        x = x.unpack()
-    return with_own_scales(x, (0,))
-
-
-def _matrix(x: Any, group: jax.Array) -> Any:
-    """Returns the matrix of a group."""
-
-    def taken(leaf: jax.Array) -> jax.Array:
-        return leaf[0] if leaf.shape[0] == 1 else item_at(leaf, group)
-
-    return jax.tree.map(taken, x)
 
 
 def _check_offset(group_offset: Any) -> None:

@@ -12,6 +12,7 @@ from ._on_the_way import OnTheWay as OnTheWay
 from ._on_the_way import dot_general_on_the_way as dot_general_on_the_way
 from ._on_the_way import may_quantize as may_quantize
 from ._ragged_dot import ROWS_OF_GROUPS as ROWS_OF_GROUPS
+from ._ragged_on_the_way import ragged_dot_on_the_way as ragged_dot_on_the_way
 from ._select import is_like as is_like
 from ._select import quantized_like as quantized_like
 from ._select import select as select

@@ -79,11 +79,14 @@ def contractions_of(program: Program, platform: str) -> list[Contraction]:
 
 
 def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -> Contraction:
-    operands = program.operands_of(inner)
+    first, operands = 0, program.operands_of(inner)
+    if inner.opcode == "custom-call" and operands and operands[0].dtype == "s32":
+        # A kernel for TPUs is told first which matrix each tile is multiplied by.
+        first, operands = 1, program.operands_of(inner, first=1)
     if inner.opcode == "multiply":
         operands = [_before_broadcast(program, it) for it in operands]
     if inner is kernel.instruction:
-        fed: list[Fed] = [{place: it} for place, it in enumerate(operands)]
+        fed: list[Fed] = [{place: it} for place, it in enumerate(operands, first)]
     else:
         fed = [program.feeding(kernel.instruction, it) for it in operands]
     reads = tuple(

@@ -111,10 +111,11 @@ class Program:
                     if op_name:
                         yield replace(source, op_name=op_name)
 
-    def operands_of(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the first two operands, wherever the instruction stands."""
+    def operands_of(self, instruction: Instruction, first: int = 0) -> list[Instruction]:
+        """Returns two operands, the first two or those behind, wherever the instruction stands."""
         named = self.named[self.home[instruction.line]]
-        return [named[name] for name in instruction.operands[:2] if name in named]
+        two = instruction.operands[first : first + 2]
+        return [named[name] for name in two if name in named]
 
     def called(self, instruction: Instruction) -> Iterator[list[Instruction]]:
         """Yields the computation that a fusion or a call runs."""

@@ -24,6 +24,7 @@ def products_gpu(
     codes: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    group: jax.Array | None = None,
     *,
     form: QType,
     interpret: bool = False,
@@ -38,6 +39,8 @@ def products_gpu(
       scale: [G, N], of which each row is shared by K / G rows of codes, a multiple of 16; floats,
         or uint8 as the exponents of E8M0.
       zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
+      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
+        tiles of M / T rows is multiplied by; M / T is a power of two from 16 to 128.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
       interpret: whether to run on any platform, step by step.
@@ -45,9 +48,11 @@ def products_gpu(
     Returns:
       float32 [M, N].
     """
-    (m, k), n, groups = x.shape, codes.shape[1], scale.shape[0]
+    (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size = k // groups
-    tiles = tiles_of(m, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), within=True)
+    each = m if group is None else m // group.shape[0]
+    narrow = codes.dtype in (jnp.int4, jnp.uint4)
+    tiles = tiles_of(each, k, n, size, narrow, within=True, all_rows=m)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     integers, qtype = isinstance(form, Integer), multiplied(form)
     sums = jnp.int32 if integers and groups == 1 else jnp.float32
@@ -56,20 +61,24 @@ def products_gpu(
     def rows(count: int) -> Any:
         return space.BlockSpec((tiles.m, count), lambda i, j, part: (i, 0))
 
+    stack = codes.shape[:-2]
+
     def columns(count: int) -> Any:
-        return space.BlockSpec((count, tiles.n), lambda i, j, part: (0, j))
+        zeros = (0,) * (len(stack) + 1)
+        return space.BlockSpec((*stack, count, tiles.n), lambda i, j, part: (*zeros, j))
 
     parts = call(
         functools.partial(
             _kernel,
             tiles=tiles,
             shape=(m, k, n, size),
+            has_zero=zero is not None,
             form=form,
             by=arithmetic_on("gpu", interpret),
         ),
         "jqx_products",
         jax.ShapeDtypeStruct((tiles.parts, m, n), sums),
-        (x, codes, x_scale, *parameters),
+        [x, codes, x_scale, *parameters, *([] if group is None else [group])],
         multiplies=qtype if integers or codes.dtype == qtype else jnp.bfloat16,
         interpret=interpret,
         grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
@@ -78,13 +87,17 @@ def products_gpu(
             columns(k),
             rows(x_scale.shape[1]),
             *[columns(groups)] * len(parameters),
+            *[space.BlockSpec(g.shape, lambda i, j, part: (0,)) for g in (group,) if g is not None],
         ],
         out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
         compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
     )
     y = jnp.sum(parts, axis=0).astype(jnp.float32)
     y = y if x_scale.shape[1] > 1 else y * x_scale
-    return y * scales(scale) if groups == 1 else y
+    if groups > 1:
+        return y
+    own = scales(scale)
+    return y * (own if group is None else jnp.repeat(own[group, 0], each, axis=0))
 
 
 def _kernel(
@@ -95,12 +108,15 @@ def _kernel(
     *rest: Any,
     tiles: Tiles,
     shape: tuple[int, int, int, int],
+    has_zero: bool,
     form: QType,
     by: Arithmetic,
 ) -> None:
-    *zeros, result = rest
+    *more, result = rest
+    zeros, groups = more[:has_zero], more[has_zero:]
     m, k, n, size = shape
     space, load = pl(), triton().load
+    matrix = tuple(load(group.at[space.program_id(0)]) for group in groups)
     steps = -(-k // tiles.k)
     each = -(-steps // tiles.parts)
     first = space.program_id(2) * each
@@ -117,7 +133,7 @@ def _kernel(
 
     def of_group(parameter: Any, start: Any) -> jax.Array:
         row = space.ds(lax.div(start, size), 1)
-        return scales(part_of(parameter, (row, slice(None)), None if whole else is_column))
+        return scales(part_of(parameter, (*matrix, row, slice(None)), None if whole else is_column))
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         start = step * tiles.k
@@ -131,7 +147,7 @@ def _kernel(
             inside = is_row & (place < k)[None, :]
             rows = jnp.where(inside, rows, jnp.zeros((), qtype))
         known = None if whole else (place < k)[:, None] & is_column
-        columns = part_of(codes, (here, slice(None)), known)
+        columns = part_of(codes, (*matrix, here, slice(None)), known)
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0], start).astype(jnp.int32)
             columns = difference.astype(qtype)

@@ -14,9 +14,10 @@ from jax import lax
 
 from ..numerics import Integer, QType
 from ._codes import scales
-from ._pallas import call, pl, tpu
+from ._pallas import pl
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
-from ._tiles_tpu import LIMIT, Tiles, tiles_of
+from ._steps_tpu import in_steps
+from ._tiles_tpu import Tiles, tiles_of
 
 
 def products_tpu(
@@ -25,6 +26,7 @@ def products_tpu(
     codes: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    group: jax.Array | None = None,
     *,
     form: QType,
     interpret: bool = False,
@@ -38,6 +40,8 @@ def products_tpu(
       scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
         exponents of E8M0.
       zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
+      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
+        tiles of M / T rows is multiplied by, a multiple of 8.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
       interpret: whether to run on any platform, step by step.
@@ -45,49 +49,35 @@ def products_tpu(
     Returns:
       float32 [M, N].
     """
-    (m, k), n, groups = x.shape, codes.shape[1], scale.shape[0]
-    size = k // groups
-    parameters = [scale] if zero is None else [scale, zero.astype(jnp.bfloat16)]
-    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize)
+    (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
+    size, parameters = k // groups, [scale]
+    if zero is not None:
+        parameters.append(zero.astype(jnp.bfloat16))
+    rows = None if group is None else m // group.shape[0]
+    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize, rows)
     if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
         parameters = [scales(p) for p in parameters]
-    integers = isinstance(form, Integer)
-    sums = jnp.int32 if integers and groups == 1 else jnp.float32
-    space = pl()
-    block = functools.partial(space.BlockSpec, memory_space=tpu().VMEM)
     by_group = x_scale.shape[1] > 1
-    if by_group:
-        x_scale, of_rows = _in_tiles(x_scale, tiles, k, size), None
-        of_rows = block((None, tiles.m, x_scale.shape[2]), lambda i, j, k: (k, i, 0))
-    else:
-        of_rows = block((tiles.m, 1), lambda i, j, k: (i, 0))
-    of_scales = block((tiles.groups, tiles.n), lambda i, j, k: (k if tiles.moves else 0, j))
-    return call(
-        functools.partial(
-            _kernel,
-            tiles=tiles,
-            shape=(k, size),
-            form=form,
-            by_group=by_group,
-            by=arithmetic_on("tpu", interpret),
-        ),
+    kernel = functools.partial(
+        _kernel,
+        tiles=tiles,
+        shape=(k, size),
+        form=form,
+        by_group=by_group,
+        by=arithmetic_on("tpu", interpret),
+    )
+    return in_steps(
+        kernel,
         "jqx_products",
-        jax.ShapeDtypeStruct((m, n), jnp.float32),
-        (x, codes, x_scale, *parameters),
+        tiles,
+        x,
+        codes,
+        _in_tiles(x_scale, tiles, k, size) if by_group else x_scale,
+        parameters,
+        group,
+        sums=jnp.int32 if isinstance(form, Integer) and groups == 1 else jnp.float32,
         multiplies=multiplied(form),
         interpret=interpret,
-        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), space.cdiv(k, tiles.k)),
-        in_specs=[
-            block((tiles.m, tiles.k), lambda i, j, k: (i, k)),
-            block((tiles.k, tiles.n), lambda i, j, k: (k, j)),
-            of_rows,
-            *[of_scales] * len(parameters),
-        ],
-        out_specs=block((tiles.m, tiles.n), lambda i, j, k: (i, j)),
-        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), sums)],
-        compiler_params=tpu().CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=LIMIT
-        ),
     )
 
 

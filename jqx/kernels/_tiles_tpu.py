@@ -16,6 +16,9 @@ DEEPEST = 2048
 """Elements along the contracted axis for which a tile may be larger, to hold whole rows of scales.
 """
 
+WHOLE = 2**22
+"""Elements of a tile that is as deep as the contracted axis."""
+
 AT_ONCE = 256
 """Rows of codes that are made numbers at once, about."""
 
@@ -48,12 +51,22 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    m: int, k: int, n: int, size: int, parameters: Sequence[Any], bytes_of_x: int
+    m: int,
+    k: int,
+    n: int,
+    size: int,
+    parameters: Sequence[Any],
+    bytes_of_x: int,
+    each: int | None = None,
 ) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
 
-    `parameters` are the dtypes of scales and zero points [K / size, N].
+    `parameters` are the dtypes of scales and zero points [K / size, N]. `each` is how many rows
+    each of several matrices is multiplied by: they are read whole along the contracted axis.
     """
+    if each is not None:
+        wide = max(LANES, min(WIDE, WHOLE // k // LANES * LANES))
+        return Tiles(each, k, min(n, wide), _chunk(k, size), k // size, False)
     rows = max(32 // jnp.dtype(dtype).itemsize for dtype in parameters)
     whole = math.lcm(LANES, size * rows)
     moves = False
@@ -69,8 +82,8 @@ def tiles_of(
         deep = k
     wide = n if n <= WIDE else WIDE
     groups = deep // size if moves else k // size
-    each = 2 * deep * bytes_of_x + 16 * wide
-    most = max(16, BUDGET // each // 16 * 16)
+    of_row = 2 * deep * bytes_of_x + 16 * wide
+    most = max(16, BUDGET // of_row // 16 * 16)
     return Tiles(min(m, most), deep, wide, _chunk(deep, size), groups, moves)
 
 

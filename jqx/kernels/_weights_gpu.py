@@ -43,6 +43,7 @@ def weights_gpu(
     codes: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    group: jax.Array | None = None,
     *,
     table: Table = None,
     precision: lax.PrecisionLike = None,
@@ -56,6 +57,8 @@ def weights_gpu(
       scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
         exponents of E8M0.
       zero: [G, N], integers, or `None`.
+      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
+        tiles of M / T rows is multiplied by; M / T is a power of two from 16 to 128.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
       interpret: whether to run on any platform, step by step.
@@ -63,21 +66,30 @@ def weights_gpu(
     Returns:
       float32 [M, N].
     """
-    (m, k), n, size = x.shape, codes.shape[1], codes.shape[0] // scale.shape[0]
-    tiles = tiles_of(m, k, n, size, narrow=codes.dtype in (jnp.int4, jnp.uint4))
+    (m, k), n, size = x.shape, codes.shape[-1], x.shape[1] // scale.shape[-2]
+    each = m if group is None else m // group.shape[0]
+    tiles = tiles_of(each, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     space = pl()
 
+    stack = codes.shape[:-2]
+
     def columns(rows: int) -> Any:
-        return space.BlockSpec((rows, tiles.n), lambda i, j, part: (0, j))
+        zeros = (0,) * (len(stack) + 1)
+        return space.BlockSpec((*stack, rows, tiles.n), lambda i, j, part: (*zeros, j))
 
     parts = call(
         functools.partial(
-            _kernel, tiles=tiles, shape=(m, k, n, size), table=table, precision=precision
+            _kernel,
+            tiles=tiles,
+            shape=(m, k, n, size),
+            has_zero=zero is not None,
+            table=table,
+            precision=precision,
         ),
         "jqx_weights",
         jax.ShapeDtypeStruct((tiles.parts, m, n), jnp.float32),
-        (x, codes, *parameters),
+        [x, codes, *parameters, *([] if group is None else [group])],
         multiplies=x.dtype,
         interpret=interpret,
         grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
@@ -85,6 +97,7 @@ def weights_gpu(
             space.BlockSpec((tiles.m, k), lambda i, j, part: (i, 0)),
             columns(k),
             *[columns(k // size)] * len(parameters),
+            *[space.BlockSpec(g.shape, lambda i, j, part: (0,)) for g in (group,) if g is not None],
         ],
         out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
         compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
@@ -92,9 +105,18 @@ def weights_gpu(
     return jnp.sum(parts, axis=0) if tiles.parts > 1 else parts[0]
 
 
-def tiles_of(m: int, k: int, n: int, size: int, narrow: bool, within: bool = False) -> Tiles:
+def tiles_of(
+    m: int,
+    k: int,
+    n: int,
+    size: int,
+    narrow: bool,
+    within: bool = False,
+    all_rows: int | None = None,
+) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
-    their axes, and where asked for they lie within a group.
+    their axes, and where asked for they lie within a group. `m` are the rows of one matrix, of
+    `all_rows` in all.
     """
     rows = min(128, max(LEAST, _power_above(m)))
     wide = 64 if rows < 128 else 128
@@ -106,7 +128,7 @@ def tiles_of(m: int, k: int, n: int, size: int, narrow: bool, within: bool = Fal
         deep = min(deep, power)
     deep = min(deep, max(LEAST, _power_above(k)))
     wide = min(wide, max(LEAST, _power_above(n)))
-    programs = -(-m // rows) * -(-n // wide)
+    programs = -(-(all_rows or m) // rows) * -(-n // wide)
     parts = min(max(1, PROGRAMS // programs), max(1, k // (4 * deep)))
     return Tiles(rows, deep, wide, parts)
 
@@ -122,12 +144,15 @@ def _kernel(
     *rest: Any,
     tiles: Tiles,
     shape: tuple[int, int, int, int],
+    has_zero: bool,
     table: Table,
     precision: lax.PrecisionLike,
 ) -> None:
-    *zeros, result = rest
+    *more, result = rest
+    zeros, groups = more[:has_zero], more[has_zero:]
     m, k, n, size = shape
     space, load = pl(), triton().load
+    matrix = tuple(load(group.at[space.program_id(0)]) for group in groups)
     steps = -(-k // tiles.k)
     each = -(-steps // tiles.parts)
     first = space.program_id(2) * each
@@ -138,20 +163,20 @@ def _kernel(
     def of_rows(parameter: Any, start: Any) -> jax.Array:
         """Returns the parameters of a tile of codes, each repeated for its group, or one row."""
         if size == k or size % tiles.k == 0:
-            row = parameter.at[space.ds(lax.div(start, size), 1), :]
+            row = parameter.at[(*matrix, space.ds(lax.div(start, size), 1), slice(None))]
             inside = None if whole else is_column
             return scales(load(row, mask=inside, other=_zero(parameter, whole)))
         if tiles.k % size == 0:
             count = tiles.k // size
             group = lax.div(start, size) + jnp.arange(count)
-            rows = parameter.at[space.ds(lax.div(start, size), count), :]
+            rows = parameter.at[(*matrix, space.ds(lax.div(start, size), count), slice(None))]
             inside = None if whole else (group < k // size)[:, None] & is_column
             own = scales(load(rows, mask=inside, other=_zero(parameter, whole)))
             spread = jnp.broadcast_to(own[:, None, :], (count, size, tiles.n))
             return spread.reshape(tiles.k, tiles.n)
         group = lax.div(start + jnp.arange(tiles.k), size)
         all_columns = jnp.arange(tiles.n)[None, :]
-        rows = parameter.at[group[:, None], all_columns]
+        rows = parameter.at[(*matrix, group[:, None], all_columns)]
         inside = (group < k // size)[:, None] & is_column
         return scales(load(rows, mask=inside, other=_zero(parameter, False)))
 
@@ -162,7 +187,7 @@ def _kernel(
         inside = is_row[:, None] & (place < k)[None, :]
         rows = load(x.at[:, here], mask=inside, other=jnp.zeros((), x.dtype))
         known = None if whole else (place < k)[:, None] & is_column
-        tile = load(codes.at[here, :], mask=known, other=_zero(codes, whole))
+        tile = load(codes.at[(*matrix, here, slice(None))], mask=known, other=_zero(codes, whole))
         real = numbers(tile, table)
         for zero in zeros:
             real = real - of_rows(zero, start)

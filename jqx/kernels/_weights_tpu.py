@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._codes import Table, numbers, scales
-from ._pallas import call, pl, tpu
-from ._tiles_tpu import LIMIT, Tiles, tiles_of
+from ._pallas import pl
+from ._steps_tpu import in_steps
+from ._tiles_tpu import Tiles, tiles_of
 
 SUBLANES = 8
 """Rows of float32 in a register: a group of whole ones is reshaped for nothing."""
@@ -25,6 +26,7 @@ def weights_tpu(
     codes: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
+    group: jax.Array | None = None,
     *,
     table: Table = None,
     precision: lax.PrecisionLike = None,
@@ -38,6 +40,8 @@ def weights_tpu(
       scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
         exponents of E8M0.
       zero: [G, N], integers, or `None`.
+      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
+        tiles of M / T rows is multiplied by, a multiple of 8.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
       interpret: whether to run on any platform, step by step.
@@ -45,33 +49,29 @@ def weights_tpu(
     Returns:
       float32 [M, N].
     """
-    (m, k), n, size = x.shape, codes.shape[1], codes.shape[0] // scale.shape[0]
-    parameters = [scale] if zero is None else [scale, zero.astype(jnp.bfloat16)]
-    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize)
-    if not tiles.moves and scale.shape[0] > 1:  # rows of float32 are taken from any place
-        parameters = [p if p.dtype == jnp.uint8 else p.astype(jnp.float32) for p in parameters]
+    (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
+    size, parameters = k // groups, [scale]
+    if zero is not None:
+        parameters.append(zero.astype(jnp.bfloat16))
+    rows = None if group is None else m // group.shape[0]
+    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize, rows)
+    if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
         parameters = [scales(p) for p in parameters]
-    space = pl()
-    block = functools.partial(space.BlockSpec, memory_space=tpu().VMEM)
-    of_scales = block((tiles.groups, tiles.n), lambda i, j, k: (k if tiles.moves else 0, j))
-    return call(
-        functools.partial(_kernel, tiles=tiles, shape=(k, size), table=table, precision=precision),
+    kernel = functools.partial(
+        _kernel, tiles=tiles, shape=(k, size), table=table, precision=precision
+    )
+    return in_steps(
+        kernel,
         "jqx_weights",
-        jax.ShapeDtypeStruct((m, n), jnp.float32),
-        (x, codes, *parameters),
+        tiles,
+        x,
+        codes,
+        None,
+        parameters,
+        group,
+        sums=jnp.float32,
         multiplies=x.dtype,
         interpret=interpret,
-        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), space.cdiv(k, tiles.k)),
-        in_specs=[
-            block((tiles.m, tiles.k), lambda i, j, k: (i, k)),
-            block((tiles.k, tiles.n), lambda i, j, k: (k, j)),
-            *[of_scales] * len(parameters),
-        ],
-        out_specs=block((tiles.m, tiles.n), lambda i, j, k: (i, j)),
-        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), jnp.float32)],
-        compiler_params=tpu().CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=LIMIT
-        ),
     )
 
 

@@ -59,7 +59,7 @@ class _Integers(Rules):
             return x
         rows = OnTheWay(x, operand.spec, self.affines.get(operand.key))
         kernel = any(may_quantize(rows.spec, other) for other in operands if other is not x)
-        return rows if kernel and op == "dot_general" else rows.quantized()
+        return rows if kernel and op in ("dot_general", "ragged_dot") else rows.quantized()
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         try:

@@ -20,6 +20,7 @@ from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
 from jqx.contractions._how._scales import HowTo
 from jqx.contractions._on_the_way import ON_THE_WAY
 from jqx.contractions._ragged_dot import GROUPS
+from jqx.contractions._ragged_on_the_way import ROWS_ON_THE_WAY
 from jqx.contractions._shared import Dimensions
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
@@ -189,6 +190,7 @@ def test_a_left_operand_contracted_along_its_first_axis_is_turned():
     assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
 
 
+WAYS = (ON_THE_WAY, ROWS_ON_THE_WAY)
 KERNELS = {f"kernel{of}_{on}" for of in ("", "_of_codes") for on in ("tpu", "gpu")}
 
 
@@ -243,7 +245,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
 
 def test_every_formulation_stands_in_the_list_of_its_operation():
     known = {}
-    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, ON_THE_WAY):
+    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
         for form in planner.formulations:
             assert form.op == planner.op
             known.setdefault(form.name, set()).add(planner.op)

@@ -24,6 +24,7 @@ from ...contractions._shared import (
     conv_axes,
     dot_general_on_the_way,
     dot_gradients,
+    ragged_dot_on_the_way,
 )
 from ...tensor import QTensor
 from .._weight import real_of
@@ -201,7 +202,8 @@ def _ragged_macs(eqn: Eqn) -> int:
 
 def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs, sizes = operands
-    return ragged_dot(
+    product: Any = ragged_dot_on_the_way if isinstance(lhs, OnTheWay) else ragged_dot
+    return product(
         lhs,
         rhs,
         sizes,

@@ -1,0 +1,133 @@
+"""`ragged_dot` of rows that are quantized on the way, as `_on_the_way.py` does it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..kernels._shared import products_gpu, products_tpu
+from ..tensor import QSpec, QTensor
+from ..tensor._shared import fit
+from ._how._formulation import PLATFORMS, Planner, formulation
+from ._how._kernels_of_codes import derived_as
+from ._on_the_way import FEW, REASON, OnTheWay, has_codes_of_kernels, quantized
+from ._ragged_dot import ragged_dot
+from ._ragged_kernels import has_kernel, of_tiles, tiles_for_kernel
+from ._ragged_tiles import Groups, Told
+
+
+class ToldToQuantize(NamedTuple):
+    """The static arguments of a product of groups that quantizes its rows.
+
+    Attributes:
+      how: those of the product.
+      spec: how rows are quantized.
+    """
+
+    how: Told
+    spec: QSpec
+
+
+class Rows(NamedTuple):
+    """Rows in groups to be quantized and their matrices, as planning sees them.
+
+    Attributes:
+      lhs: the array.
+      codes: the array quantized, of shapes and dtypes alone.
+      rhs: a QTensor.
+      how: the product, and how rows are quantized.
+    """
+
+    lhs: Any
+    codes: QTensor
+    rhs: QTensor
+    how: ToldToQuantize
+
+
+def ragged_dot_on_the_way(
+    rows: OnTheWay,
+    rhs: Any,
+    group_sizes: jax.Array,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    """Returns `jqx.ragged_dot` of rows that are quantized on the way."""
+    x, spec, affine = rows
+    told = ToldToQuantize(Told(precision, jnp.dtype(preferred_element_type)), spec)
+    if not isinstance(rhs, QTensor) or 0 in (x.shape[0], rhs.shape[0]):
+        return _first(rows.quantized(), rhs, group_sizes, told.how)
+    scale, _ = affine or fit(x, spec)
+    codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
+    return ROWS_ON_THE_WAY.compute(Rows(x, codes, rhs, told), x, scale, rhs, group_sizes)
+
+
+def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
+    return ragged_dot(rows, rhs, sizes, precision=how.precision, preferred_element_type=how.dtype)
+
+
+def _is_for(platform: str) -> Callable[[Rows], bool]:
+    def applies(case: Rows) -> bool:
+        few = platform == "tpu" or case.lhs.shape[0] <= FEW
+        case_of_codes = Groups(case.codes, case.rhs, case.how.how)
+        return few and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)
+
+    return applies
+
+
+@formulation(REASON, ("tpu",), _is_for("tpu"), op="ragged_dot:quantized")
+def ragged_kernel_quantizing_tpu(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+) -> jax.Array:
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    return _by_kernel(x.astype(wide), scale, q, sizes, told, products_tpu)
+
+
+@formulation(REASON, ("cuda",), _is_for("gpu"), op="ragged_dot:quantized")
+def ragged_kernel_quantizing_gpu(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+) -> jax.Array:
+    return _by_kernel(x, scale, q, sizes, told, products_gpu)
+
+
+@formulation(
+    "rows in groups to be quantized, beside matrices that no kernel reads here: they are quantized "
+    "first",
+    PLATFORMS,
+    lambda case: True,
+    op="ragged_dot:quantized",
+)
+def ragged_quantize_first(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+) -> jax.Array:
+    return _first(quantized(x, scale, told.spec), q, sizes, told.how)
+
+
+ROWS_ON_THE_WAY = Planner(
+    "ragged_dot:quantized",
+    ragged_kernel_quantizing_tpu,
+    ragged_kernel_quantizing_gpu,
+    ragged_quantize_first,
+)
+
+
+def _by_kernel(
+    x: jax.Array,
+    scale: jax.Array,
+    q: QTensor,
+    sizes: jax.Array,
+    told: ToldToQuantize,
+    kernel: Callable[..., jax.Array],
+) -> jax.Array:
+    def run(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
+        tiles = tiles_for_kernel(sizes, x.shape[0])
+        each = jnp.broadcast_to(scale, (x.shape[0], scale.shape[1]))
+        return of_tiles(tiles, x, each, q, told.how, told.spec.qtype, kernel)
+
+    def plain(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
+        return ragged_quantize_first.compute(x, scale, q, sizes, told)
+
+    return derived_as(run, plain)(x, scale, q, sizes)

@@ -1,0 +1,90 @@
+"""Rows in groups, cut into tiles none of which holds rows of two groups."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..tensor import QTensor
+from ._take import as_signed, take_along
+
+
+class RowTiles(NamedTuple):
+    """Rows in tiles, none of which holds rows of two groups.
+
+    Attributes:
+      group: of each tile, shape (tiles,); of tiles that are left over, that of the last row.
+      row: what stands where in the tiles, shape (tiles, rows of a tile); a place that is left over
+        repeats the last row of the group.
+      is_row: whether it is not left over, of the same shape.
+      place: where each row stands in the flattened tiles, shape (m,).
+      is_used: whether it stands there at all, shape (m,).
+    """
+
+    group: jax.Array
+    row: jax.Array
+    is_row: jax.Array
+    place: jax.Array
+    is_used: jax.Array
+
+    def result(self, y: jax.Array) -> jax.Array:
+        """Returns the rows [m, n] of a result of tiles [rows of all tiles, n], in their places."""
+        y = jnp.take(y, self.place, axis=0, mode="clip")
+        return jnp.where(self.is_used[:, None], y, jnp.zeros((), y.dtype))
+
+
+def rows_of_a_tile(m: int, groups: int, least: int, most: int) -> int:
+    """Returns a power of two, up to twice as many rows as groups have on average."""
+    mean = -(-m // groups)
+    return min(most, max(least, 1 << (mean - 1).bit_length()))
+
+
+def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
+    """Returns tiles of `tile` rows that hold `m` rows in groups."""
+    g = group_sizes.shape[0]
+    # sum ceil(size / tile) = sum 1 + floor((size - 1) / tile), over `begun` groups with rows.
+    begun = min(m, g)
+    count = begun + (m - begun) // tile
+    sizes = jnp.clip(as_signed(group_sizes, m), 0, m)
+    ends = jnp.minimum(jnp.cumsum(sizes), m)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    padded = -(-(ends - starts) // tile) * tile
+    padded_ends = jnp.cumsum(padded)
+    shifts = padded_ends - padded - starts
+
+    place = jnp.arange(count * tile, dtype=ends.dtype).reshape(count, tile)
+    group = _group_of(jnp.minimum(place[:, 0], padded_ends[-1] - 1), padded_ends)
+    last = ends[group][:, None] - 1
+    row = place - shifts[group][:, None]
+    rows = jnp.arange(m, dtype=ends.dtype)
+    return RowTiles(
+        group,
+        jnp.clip(row, 0, jnp.maximum(last, 0)),
+        row <= last,
+        rows + shifts[_group_of(rows, ends)],
+        rows < ends[-1],
+    )
+
+
+def _group_of(places: jax.Array, ends: jax.Array) -> jax.Array:
+    """Returns the group in which each place lies; the last one for those beyond them all."""
+    group = jnp.searchsorted(ends, places, side="right", method="compare_all")
+    return jnp.minimum(group, ends.shape[0] - 1)
+
+
+def rows_in(x: Any, tiles: RowTiles) -> Any:
+    """Returns the rows of an array or QTensor in tiles, along a new first axis. Places that are
+    left over are zeros in an array: a NaN there would reach gradients.
+    """
+    count, tile = tiles.row.shape
+    if not isinstance(x, QTensor):
+        rows = jnp.take(x, tiles.row, axis=0, mode="clip")
+        return jnp.where(tiles.is_row[:, :, None], rows, jnp.zeros((), x.dtype))
+    rows = take_along(x.unpack(), tiles.row.reshape(-1), 0)
+
+    def split(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[0] == count * tile:
+            return leaf.reshape(count, tile, *leaf.shape[1:])
+        return jnp.broadcast_to(leaf, (count, *leaf.shape))
+
+    return jax.tree.map(split, rows)
