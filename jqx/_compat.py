@@ -155,6 +155,15 @@ def varies_along(x: Any) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
+def struct_along(shape: Sequence[int], dtype: DTypeLike, x: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of what differs along the mesh axes along which an array does."""
+    axes = varies_along(x)
+    if not axes:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    varying = jax.sharding.ManualAxisType(varying=axes)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
 def is_jit(eqn: Eqn) -> bool:
     """Whether an equation is the call of a jitted function."""
     return eqn.primitive.name in ("jit", "pjit") and "jaxpr" in eqn.params

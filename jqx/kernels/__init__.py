@@ -1,0 +1,1 @@
+"""Kernels in Pallas, for GPUs and TPUs: arrays in, arrays out."""
