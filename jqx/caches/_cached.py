@@ -1,7 +1,7 @@
 """Keys or values of attention as codes, beside factors that leave products with them.
 
-    sum_w q[w] (c[l, w] - z[w]) s[w]  =  sum_w (q[w] s[w]) c[l, w]  -  sum_w (q[w] s[w]) z[w]
-    sum_w q[w] (c[l, w] - z[l]) s[l]  =  (sum_w q[w] c[l, w]  -  z[l] sum_w q[w]) s[l]
+sum_w q[w] (c[l, w] - z[w]) s[w]  =  sum_w (q[w] s[w]) c[l, w]  -  sum_w (q[w] s[w]) z[w]
+sum_w q[w] (c[l, w] - z[l]) s[l]  =  (sum_w q[w] c[l, w]  -  z[l] sum_w q[w]) s[l]
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._checks import as_real, require_that
-from ..numerics import Integer, format_of
+from ..numerics import Block, Integer, format_of
 from ..tensor import QTensor
 from ..tensor._shared import refine
 
@@ -56,7 +56,9 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
         expected="codes with a scale, and zero points",
         mend=f"pass {argument}.dequantize().",
     )
-    is_number = isinstance(format_of(x.qtype), Integer) or jnp.issubdtype(x.qtype, jnp.floating)
+    form = format_of(x.qtype)
+    is_number = isinstance(form, Integer) or jnp.issubdtype(x.values.dtype, jnp.floating)
+    is_number = is_number and not isinstance(form, Block)
     if x.ndim != 4 or not is_number or 1 not in (x.scale.shape[LENGTH], x.scale.shape[WIDTH]):
         return Cached(x.dequantize())
     of_channel = x.scale.shape[LENGTH] == 1

@@ -13,6 +13,7 @@ from ..tensor import QTensor
 from ._cached import cached
 from ._decode_forms import attention, is_taken
 
+
 @called("decode_attention", "pass jqx.decode_attention(q, keys, values, lengths).")
 def decode_attention(
     q: ArrayLike,

@@ -1,4 +1,4 @@
-"""How the attention of one query is computed: plainly, or by a kernel with the derivative of that."""
+"""How attention of one query is computed: plainly, or by a kernel, with the derivative of that."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jax.custom_batching import custom_vmap
 
 from ..kernels._shared import decode_attention_gpu, decode_attention_tpu, fits_gpu, fits_tpu
 from ._cached import Cached
+from ._decode_plain import plain_attention
 
 KERNELS = {"tpu": decode_attention_tpu, "gpu": decode_attention_gpu}
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
@@ -119,59 +120,3 @@ def _of_queries(parameter: jax.Array, codes: jax.Array, queries: int) -> jax.Arr
     heads = codes.shape[2]
     own = jnp.broadcast_to(parameter[:, 0], (codes.shape[0], heads, parameter.shape[3]))
     return jnp.repeat(own, queries // heads, axis=1)
-
-
-def plain_attention(
-    q: jax.Array,
-    keys: Cached,
-    values: Cached,
-    starts: jax.Array,
-    stops: jax.Array,
-    *,
-    scale: float,
-) -> jax.Array:
-    """Computes it on any platform, in float32 or float64."""
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    batch, length, heads, _ = keys.codes.shape
-    place = jnp.arange(length, dtype=jnp.int32)[None]
-    counts = (starts[:, None] <= place) & (place < stops[:, None])  # [B, L]
-    einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-    def real(codes: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(codes.dtype, jnp.integer):
-            codes = jnp.where(counts[:, :, None, None], codes, jnp.zeros((), codes.dtype))
-        return codes.astype(wide)
-
-    def of_tokens(parameter: jax.Array) -> jax.Array:  # [B, H or 1, 1, L]
-        known = jnp.where(counts[:, :, None], parameter[..., 0].astype(wide), 0)
-        return known.transpose(0, 2, 1)[:, :, None]
-
-    rows = q.astype(wide).reshape(batch, heads, -1, q.shape[2]) * scale
-    if keys.of_channel is not None:
-        rows = rows * keys.of_channel[:, 0, :, None].astype(wide)
-    products = einsum("bhgw,blhw->bhgl", rows, real(keys.codes))
-    if keys.zero is not None and keys.of_token is not None:
-        products = products - rows.sum(3, keepdims=True) * of_tokens(keys.zero)
-    elif keys.zero is not None:
-        zero = keys.zero[:, 0, :, None].astype(wide)
-        products = products - (rows * zero).sum(3, keepdims=True)
-    if keys.of_token is not None:
-        products = products * of_tokens(keys.of_token)
-    is_seen = counts[:, None, None]
-    products = jnp.where(is_seen, products, -jnp.inf)
-    most = lax.stop_gradient(jnp.max(products, axis=3, keepdims=True))
-    most = jnp.where(jnp.any(is_seen, axis=3, keepdims=True), most, 0)
-    shares = jnp.exp(products - most)
-    total = jnp.sum(shares, axis=3, keepdims=True)
-    shares = shares / jnp.where(total == 0, 1, total)
-    if values.of_token is not None:
-        shares = shares * of_tokens(values.of_token)
-    mixed = einsum("bhgl,blhw->bhgw", shares, real(values.codes))
-    if values.zero is not None and values.of_token is not None:
-        mixed = mixed - jnp.sum(shares * of_tokens(values.zero), axis=3, keepdims=True)
-    elif values.zero is not None:
-        zero = values.zero[:, 0, :, None].astype(wide)
-        mixed = mixed - shares.sum(3, keepdims=True) * zero
-    if values.of_channel is not None:
-        mixed = mixed * values.of_channel[:, 0, :, None].astype(wide)
-    return mixed.reshape(*q.shape[:2], -1).astype(q.dtype)

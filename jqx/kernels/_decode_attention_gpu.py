@@ -150,7 +150,9 @@ def _tiles_of(programs: int, length: int, group: int, widths: tuple[int, int]) -
     columns = (max(LEAST, _power(widths[0])), max(LEAST, _power(widths[1])))
     tokens = max(LEAST, min(128, CODES // max(columns), _power(length)))
     most = max(1, length // (2 * tokens))
-    return Tiles(tokens, max(LEAST, _power(group)), columns, min(max(1, PROGRAMS // programs), most))
+    return Tiles(
+        tokens, max(LEAST, _power(group)), columns, min(max(1, PROGRAMS // programs), most)
+    )
 
 
 def _power(n: int) -> int:

@@ -47,7 +47,7 @@ def order_of(codes: jax.Array) -> Order:
     if width % LANES:
         return Order.COLUMNS
     narrow = codes.dtype in (jnp.int4, jnp.uint4)
-    return Order.TOKENS if heads % SUBLANES == 0 or heads == 4 and not narrow else Order.HEADS
+    return Order.TOKENS if heads % SUBLANES == 0 or (heads == 4 and not narrow) else Order.HEADS
 
 
 def fits_tpu(keys: jax.Array, values: jax.Array) -> bool:
@@ -152,7 +152,10 @@ def decode_attention_tpu(
         shared = scale.shape[2] == 1
         block = (None, scale.shape[2] if inner > 1 else None, 1, tiles.tokens)
         index = lambda b, h, t, *limits: (  # noqa: E731
-            b, 0 if shared else h, 0, tile(b, t, *limits)
+            b,
+            0 if shared else h,
+            0,
+            tile(b, t, *limits),
         )
         moved = scale.astype(jnp.float32).transpose(0, 2, 3, 1)
         return moved, space.BlockSpec(block, index)
@@ -163,7 +166,10 @@ def decode_attention_tpu(
     inputs += [of_cache(values)]
     inputs += [of_scale(x) for x in (key_scale, value_scale) if x is not None]
     arrays, specs = zip(*inputs, strict=True)
-    arrays = _compat.vary_alike(starts, stops, *arrays)
+    arrays = list(_compat.vary_alike(starts, stops, *arrays))
+    if not interpret:  # XLA would move a small cache to the chip as a whole
+        for i in (3, 4):
+            arrays[i] = tpu().with_memory_space_constraint(arrays[i], tpu().HBM)
     shape = (batch, heads // inner, tiles.rows, wide)
     kernel = functools.partial(
         _kernel,
