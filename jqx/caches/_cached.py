@@ -34,9 +34,14 @@ class Cached(NamedTuple):
     zero: jax.Array | None = None
 
     @property
-    def has_zero_inside(self) -> bool:
-        """Whether zero points are multiplied with a scale for each token."""
-        return self.zero is not None and self.of_token is not None
+    def zero_of_token(self) -> jax.Array | None:
+        """Zero points that a scale for each token multiplies, [B, L, H or 1, 1]."""
+        return None if self.of_token is None else self.zero
+
+    @property
+    def zero_of_channel(self) -> jax.Array | None:
+        """Zero points beside scales for each channel, [B, 1, H or 1, W or 1]."""
+        return self.zero if self.of_token is None else None
 
 
 def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:

@@ -16,17 +16,15 @@ from ._decode_plain import plain_attention
 KERNELS = {"tpu": decode_attention_tpu, "gpu": decode_attention_gpu}
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 _FITS = {"tpu": fits_tpu, "gpu": fits_gpu}
-_DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
+_DTYPES = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 """What kernels read."""
 
 
 def is_taken(kernel: str, keys: Cached, values: Cached) -> bool:
-    """Whether a kernel takes such a cache: codes of the dtypes it reads, without zero points that
-    differ from token to token.
-    """
+    """Whether a kernel takes such a cache."""
     return (
         kernel in KERNELS
-        and all(x.codes.dtype in _DTYPES and not x.has_zero_inside for x in (keys, values))
+        and all(x.codes.dtype in _DTYPES for x in (keys, values))
         and _FITS[kernel](keys.codes, values.codes)
     )
 
@@ -103,12 +101,14 @@ def kernel_attention(
         starts,
         stops,
         scale=scale,
+        key_zero=keys.zero_of_token,
+        value_zero=values.zero_of_token,
         window=window,
         precise=q.dtype != jnp.bfloat16,
         interpret=interpret,
     )
-    if values.zero is not None:
-        zero = _of_queries(values.zero, values.codes, q.shape[1])
+    if values.zero_of_channel is not None:
+        zero = _of_queries(values.zero_of_channel, values.codes, q.shape[1])
         mixed = jnp.where((starts < stops)[:, None, None], mixed - zero, 0)
     if values.of_channel is not None:
         mixed = mixed * _of_queries(values.of_channel, values.codes, q.shape[1])

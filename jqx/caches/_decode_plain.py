@@ -76,8 +76,8 @@ def plain_attention(
         firsts = jnp.arange(tiles, dtype=jnp.int32) * size
         sums, _ = lax.scan(jax.checkpoint(add), sums, firsts)
     mixed = sums.mixed / jnp.where(sums.total == 0, 1, sums.total)
-    if values.zero is not None and values.of_token is None:
-        zero = _beside_queries(values.zero, wide)
+    if values.zero_of_channel is not None:
+        zero = _beside_queries(values.zero_of_channel, wide)
         mixed = jnp.where((starts < stops)[:, None, None, None], mixed - zero, 0)
     if values.of_channel is not None:
         mixed = mixed * _beside_queries(values.of_channel, wide)
@@ -106,10 +106,10 @@ def _added(
         return known.transpose(0, 2, 1)[:, :, None]
 
     products = einsum("bhgw,blhw->bhgl", rows, real(keys.codes))
-    if keys.zero is not None and keys.of_token is not None:
-        products = products - rows.sum(3, keepdims=True) * of_tokens(keys.zero)
-    elif keys.zero is not None:
-        zero = _beside_queries(keys.zero, wide)
+    if keys.zero_of_token is not None:
+        products = products - rows.sum(3, keepdims=True) * of_tokens(keys.zero_of_token)
+    if keys.zero_of_channel is not None:
+        zero = _beside_queries(keys.zero_of_channel, wide)
         products = products - (rows * zero).sum(3, keepdims=True)
     if keys.of_token is not None:
         products = products * of_tokens(keys.of_token)
@@ -121,8 +121,8 @@ def _added(
     if values.of_token is not None:
         weights = weights * of_tokens(values.of_token)
     mixed = sums.mixed * decay + einsum("bhgl,blhw->bhgw", weights, real(values.codes))
-    if values.zero is not None and values.of_token is not None:
-        mixed = mixed - (weights * of_tokens(values.zero)).sum(3, keepdims=True)
+    if values.zero_of_token is not None:
+        mixed = mixed - (weights * of_tokens(values.zero_of_token)).sum(3, keepdims=True)
     return _Sums(most, total, mixed)
 
 

@@ -6,6 +6,8 @@ are depends on how many tokens count.
 """
 
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +63,8 @@ def decode_attention_gpu(
     stops: jax.Array,
     *,
     scale: float,
+    key_zero: jax.Array | None = None,
+    value_zero: jax.Array | None = None,
     window: int | None = None,
     precise: bool = True,
     interpret: bool = False,
@@ -77,6 +81,8 @@ def decode_attention_gpu(
       starts: int32 [B], 0 or more.
       stops: int32 [B], at most L.
       scale: of products.
+      key_zero: what is taken off the codes of keys, for each token and head, as the scale.
+      value_zero: likewise.
       window: an upper limit of `stops - starts`, or `None`.
       precise: whether probabilities are multiplied in float32, or rounded to bfloat16.
       interpret: whether to run on any platform, step by step.
@@ -107,7 +113,8 @@ def decode_attention_gpu(
     own = (None, None, *rows.shape[2:])
     inputs += [(rows, space.BlockSpec(own, lambda b, h, part: (b, h, 0, 0, 0)))]
     inputs += [of_cache(x, n) for x, n in zip((keys, values), tiles.columns, strict=True)]
-    inputs += [of_scale(x) for x in (key_scale, value_scale) if x is not None]
+    of_token = (key_scale, key_zero, value_scale, value_zero)
+    inputs += [of_scale(x) for x in of_token if x is not None]
     arrays, specs = zip(*inputs, strict=True)
     arrays = _compat.vary_alike(*arrays)
     rows = arrays[2]
@@ -123,7 +130,7 @@ def decode_attention_gpu(
             tiles=tiles,
             scale=scale,
             widths=(width, wide),
-            is_scaled=(key_scale is not None, value_scale is not None),
+            given=tuple(x is not None for x in of_token),
             parts=parts,
         ),
         [
@@ -170,10 +177,12 @@ def _kernel(
     tiles: Tiles,
     scale: float,
     widths: tuple[int, int],
-    is_scaled: tuple[bool, bool],
+    given: tuple[bool, ...],
     parts: tuple[int, int],
 ) -> None:
-    *scales, result, most_result, total_result = rest
+    *of_token, result, most_result, total_result = rest
+    found = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(found) if x else None for x in given)
     space, load = pl(), triton().load
     start, stop = starts[0], stops[0]
     begin = lax.div(start, tiles.tokens) * tiles.tokens
@@ -181,6 +190,7 @@ def _kernel(
     each = lax.div(steps + tiles.parts - 1, tiles.parts)
     first = space.program_id(2) * each
     last = jnp.minimum(first + each, steps)
+    rows = [q[i] for i in range(parts[0])]
 
     def add(step: Any, carry: Any) -> Any:
         most, total, mixed = carry
@@ -201,19 +211,25 @@ def _kernel(
             return load(x.at[here], mask=counts, other=zero).astype(jnp.float32)[None, :]
 
         turned = codes(keys, 0).T
-        products = sum(_product(q[i], turned) for i in range(parts[0])) * scale
-        if is_scaled[0]:
-            products = products * of_tokens(scales[0])
+        products = _sum([_product(part, turned) for part in rows])
+        if key_zero is not None:
+            of_rows = _sum([jnp.sum(part.astype(jnp.float32), axis=1) for part in rows])
+            products = products - of_rows[:, None] * of_tokens(key_zero)
+        products = products * scale
+        if key_scale is not None:
+            products = products * of_tokens(key_scale)
         products = jnp.where(counts[None, :], products, -jnp.inf)
         now = jnp.maximum(most, jnp.max(products, axis=1))
         shares = jnp.exp(products - now[:, None])
         decay = jnp.exp(most - now)
         total = total * decay + jnp.sum(shares, axis=1)
-        if is_scaled[1]:
-            shares = shares * of_tokens(scales[-1])
-        real = codes(values, 1)
-        mixed = mixed * decay[:, None]
-        mixed += sum(_product(share, real) for share in split(shares, parts[1]))
+        if value_scale is not None:
+            shares = shares * of_tokens(value_scale)
+        real, own = codes(values, 1), split(shares, parts[1])
+        mixed = mixed * decay[:, None] + _sum([_product(share, real) for share in own])
+        if value_zero is not None:  # of shares as they were multiplied
+            shares = shares if len(own) > 1 else own[0].astype(jnp.float32)
+            mixed = mixed - jnp.sum(shares * of_tokens(value_zero), axis=1)[:, None]
         return now, total, mixed
 
     shape = (tiles.rows, tiles.columns[1])
@@ -227,3 +243,7 @@ def _kernel(
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+
+def _sum(arrays: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, arrays)

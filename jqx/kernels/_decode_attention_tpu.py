@@ -93,6 +93,8 @@ def decode_attention_tpu(
     stops: jax.Array,
     *,
     scale: float,
+    key_zero: jax.Array | None = None,
+    value_zero: jax.Array | None = None,
     window: int | None = None,
     precise: bool = True,
     interpret: bool = False,
@@ -109,6 +111,8 @@ def decode_attention_tpu(
       starts: int32 [B], 0 or more.
       stops: int32 [B], at most L.
       scale: of products.
+      key_zero: what is taken off the codes of keys, for each token and head, as the scale.
+      value_zero: likewise.
       window: an upper limit of `stops - starts`, or `None`.
       precise: whether probabilities are multiplied in float32, or rounded to bfloat16.
       interpret: whether to run on any platform, step by step.
@@ -164,7 +168,8 @@ def decode_attention_tpu(
     steady = lambda b, h, t, *limits: (b, h, 0, 0)  # noqa: E731
     inputs = [(rows, space.BlockSpec((None, None, *rows.shape[2:]), steady)), of_cache(keys)]
     inputs += [of_cache(values)]
-    inputs += [of_scale(x) for x in (key_scale, value_scale) if x is not None]
+    of_token = (key_scale, key_zero, value_scale, value_zero)
+    inputs += [of_scale(x) for x in of_token if x is not None]
     arrays, specs = zip(*inputs, strict=True)
     arrays = list(_compat.vary_alike(starts, stops, *arrays))
     if not interpret:  # XLA would move a small cache to the chip as a whole
@@ -175,7 +180,7 @@ def decode_attention_tpu(
         _kernel,
         tiles=tiles,
         scale=scale,
-        is_scaled=(key_scale is not None, value_scale is not None),
+        given=tuple(x is not None for x in of_token),
         orders=(order_of(keys), order_of(values)),
     )
     memory = functools.partial(tpu().VMEM, dtype=jnp.float32)
@@ -228,16 +233,16 @@ def _kernel(
     *rest: Any,
     tiles: Tiles,
     scale: float,
-    is_scaled: tuple[bool, bool],
+    given: tuple[bool, ...],
     orders: tuple[Order, Order],
 ) -> None:
-    *scales, result, most, total, mixed = rest
+    *of_token, result, most, total, mixed = rest
     space = pl()
     b, step = space.program_id(0), space.program_id(2)
     start, stop = starts[b], stops[b]
     first = (lax.div(start, tiles.tokens) + step) * tiles.tokens
-    key_scale = scales[0] if is_scaled[0] else None
-    value_scale = scales[-1] if is_scaled[1] else None
+    found = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(found) if x else None for x in given)
 
     @space.when(step == 0)
     def _() -> None:
@@ -258,6 +263,10 @@ def _kernel(
 
         products = _product(q[...], _codes(keys, orders[0]), orders[0] is not Order.COLUMNS)
         products = _summed(products, tiles.parts[0]).reshape(-1, tiles.period, count)
+        if key_zero is not None:
+            rows = jnp.sum(q[...].astype(jnp.float32), axis=1, keepdims=True)
+            rows = _summed(rows, tiles.parts[0]).reshape(-1, tiles.period, 1)
+            products = products - rows * _spread(_row(key_zero), tiles)[None]
         if key_scale is None:
             products = products * scale
         else:
@@ -273,20 +282,26 @@ def _kernel(
         products = products.reshape(tiles.rows, count)
         before = most[:, :1]
         now = jnp.maximum(before, jnp.max(products, axis=1, keepdims=True))
-        parts = jnp.exp(products - now)
-        decay = jnp.exp(before - now)
+        weights, decay = jnp.exp(products - now), jnp.exp(before - now)
         most[...] = jnp.broadcast_to(now, most.shape)
-        total[...] = total[...] * decay + jnp.sum(parts, axis=1, keepdims=True)
+        total[...] = total[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
+
+        def weighted(weights: jax.Array, parameter: Any) -> jax.Array:
+            own = _spread(limited(_row(parameter), 1, 1, 0), tiles)[None]
+            return (weights.reshape(-1, tiles.period, count) * own).reshape(tiles.rows, count)
+
         if value_scale is not None:
-            own = _spread(limited(_row(value_scale), 1, 1, 0), tiles)
-            parts = (parts.reshape(-1, tiles.period, count) * own[None]).reshape(tiles.rows, count)
+            weights = weighted(weights, value_scale)
         codes = _codes(values, orders[1])
         turned = orders[1] is Order.COLUMNS
-        if values.dtype not in (jnp.int8, jnp.int4):  # which have NaN
+        if jnp.issubdtype(values.dtype, jnp.floating):  # which have NaN
             codes = limited(codes, int(turned), tiles.inner, 0)
-        parts = jnp.concatenate(split(parts, tiles.parts[1]), axis=0)
-        sums = _product(parts, codes, turned)
-        mixed[...] = mixed[...] * decay + _summed(sums, tiles.parts[1])
+        parts = split(weights, tiles.parts[1])
+        sums = _summed(_product(jnp.concatenate(parts, axis=0), codes, turned), len(parts))
+        if value_zero is not None:  # of weights as they were multiplied
+            weights = weights if len(parts) > 1 else parts[0].astype(jnp.float32)
+            sums = sums - jnp.sum(weighted(weights, value_zero), axis=1, keepdims=True)
+        mixed[...] = mixed[...] * decay + sums
 
     is_whole = (start <= first) & (first + tiles.tokens <= stop)
     space.when(is_whole)(functools.partial(add, True))

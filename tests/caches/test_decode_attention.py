@@ -140,6 +140,7 @@ FEW = [
     Case("float8_e4m3fn", CHANNEL, heads=1, groups=8, width=64),
     Case("float8_e5m2", TOKENS, heads=4, width=128, floats="bfloat16"),
     Case("int8", CHANNEL, heads=2, groups=3, width=80, symmetric=False, value_width=64),
+    Case("int4", symmetric=False, heads=8, groups=2),
 ]
 DTYPES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 HEADS = ((8, 1), (8, 4), (1, 8), (4, 2), (16, 1), (32, 1), (2, 8))
@@ -163,6 +164,12 @@ WIDE = [
     Case(width=192, value_width=128, heads=8),
     Case(width=128, value_width=256, heads=8),
     Case(length=1, lengths=(1, 0)),
+    *(
+        Case(dtype, axes, heads=heads, groups=4, width=width, floats=floats, symmetric=False)
+        for dtype in ("int8", "uint8", "int4", "uint4")
+        for axes, heads, width in ((TOKEN, 8, 128), (TOKENS, 1, 128), (ONE, 4, 64))
+        for floats in ("float32", "bfloat16")
+    ),
 ]
 
 
@@ -366,6 +373,10 @@ COMPILED = [
     Case("int4", TOKENS, length=2048, heads=1, groups=32, floats="bfloat16"),
     Case("int4", length=2048, heads=2, groups=8, width=256),
     Case("float8_e4m3fn", length=2000, heads=8, width=80, floats="bfloat16"),
+    *(
+        Case(dtype, length=2048, groups=4, floats="bfloat16", symmetric=False)
+        for dtype in ("int8", "uint8", "int4", "uint4")
+    ),
 ]
 STAY = ("parameter", "bitcast", "custom-call", "get-tuple-element", "tuple")
 
