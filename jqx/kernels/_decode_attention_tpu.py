@@ -62,19 +62,21 @@ class Tiles(NamedTuple):
 
     Attributes:
       tokens: how many.
-      inner: of how many heads: all, where rows are (token, head), else 1.
+      heads: how many blocks, one behind another: one head each, or one of all.
+      inner: of how many heads a block is: all, where rows are (token, head), else 1.
       groups: how many queries there are for each head, padded.
       parts: how many bfloat16 numbers a query is the sum of, and a probability.
     """
 
     tokens: int
+    heads: int
     inner: int
     groups: int
     parts: tuple[int, int]
 
     @property
     def rows(self) -> int:
-        """Of the queries of a step: (group, head)."""
+        """Of the queries of a block: (group, head)."""
         return self.groups * self.inner
 
     @property
@@ -126,8 +128,11 @@ def decode_attention_tpu(
     inner = heads if order is Order.TOKENS else 1
     least = max(SUBLANES // inner, 1)
     parts = (1 if q.dtype == jnp.bfloat16 else EXACT, EXACT if precise else 1)
+    rows = ROWS * LANES // max(width, wide, LANES)
+    tokens = min(max(rows // heads, LANES) // LANES, -(-length // LANES)) * LANES
     tiles = Tiles(
-        tokens=_tokens(length, inner, max(width, wide)),
+        tokens=tokens,
+        heads=_divisor(heads // inner, rows // tokens),
         inner=inner,
         groups=-(-(queries // heads) // least) * least,
         parts=parts,
@@ -146,15 +151,15 @@ def decode_attention_tpu(
         if own is Order.TOKENS:
             block, place = (None, tiles.tokens, inner, w), lambda b, h, t: (b, t, 0, 0)
         elif own is Order.HEADS:
-            block, place = (None, None, tiles.tokens, w), lambda b, h, t: (b, h, t, 0)
+            block, place = (None, tiles.heads, tiles.tokens, w), lambda b, h, t: (b, h, t, 0)
         else:
-            block, place = (None, None, w, tiles.tokens), lambda b, h, t: (b, h, 0, t)
+            block, place = (None, tiles.heads, w, tiles.tokens), lambda b, h, t: (b, h, 0, t)
         index = lambda b, h, t, *limits: place(b, h, tile(b, t, *limits))  # noqa: E731
         return codes.transpose(own.value), space.BlockSpec(block, index)
 
     def of_scale(scale: jax.Array) -> tuple[jax.Array, Any]:
         shared = scale.shape[2] == 1
-        block = (None, scale.shape[2] if inner > 1 else None, 1, tiles.tokens)
+        block = (None, 1 if shared else tiles.heads * inner, 1, tiles.tokens)
         index = lambda b, h, t, *limits: (  # noqa: E731
             b,
             0 if shared else h,
@@ -166,7 +171,7 @@ def decode_attention_tpu(
 
     rows = _rows(q, heads, tiles)
     steady = lambda b, h, t, *limits: (b, h, 0, 0)  # noqa: E731
-    inputs = [(rows, space.BlockSpec((None, None, *rows.shape[2:]), steady)), of_cache(keys)]
+    inputs = [(rows, space.BlockSpec((None, tiles.heads, *rows.shape[2:]), steady)), of_cache(keys)]
     inputs += [of_cache(values)]
     of_token = (key_scale, key_zero, value_scale, value_zero)
     inputs += [of_scale(x) for x in of_token if x is not None]
@@ -191,13 +196,13 @@ def decode_attention_tpu(
         interpret=interpret,
         grid_spec=tpu().PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, heads // inner, steps),
+            grid=(batch, heads // inner // tiles.heads, steps),
             in_specs=specs,
-            out_specs=space.BlockSpec((None, None, *shape[2:]), steady),
+            out_specs=space.BlockSpec((None, tiles.heads, *shape[2:]), steady),
             scratch_shapes=[
-                memory((tiles.rows, LANES)),
-                memory((tiles.rows, LANES)),
-                memory((tiles.rows, wide)),
+                memory((tiles.heads, tiles.rows, LANES)),
+                memory((tiles.heads, tiles.rows, LANES)),
+                memory((tiles.heads, tiles.rows, wide)),
             ],
         ),
         compiler_params=tpu().CompilerParams(
@@ -209,10 +214,9 @@ def decode_attention_tpu(
     return result.reshape(batch, queries, wide)
 
 
-def _tokens(length: int, inner: int, width: int) -> int:
-    """Returns how many tokens a step takes: whole registers of scales."""
-    rows = ROWS * LANES // max(width, LANES)
-    return min(max(rows // inner // LANES, 1), -(-length // LANES)) * LANES
+def _divisor(n: int, most: int) -> int:
+    """Returns the largest divisor of a number that is not above another."""
+    return next(d for d in range(min(n, max(most, 1)), 0, -1) if n % d == 0)
 
 
 def _rows(q: jax.Array, heads: int, tiles: Tiles) -> jax.Array:
@@ -250,8 +254,8 @@ def _kernel(
         total[...] = jnp.zeros_like(total)
         mixed[...] = jnp.zeros_like(mixed)
 
-    def add(is_whole: bool) -> None:
-        """Adds a tile, all tokens of which count, or not."""
+    def add(is_whole: bool, head: int) -> None:
+        """Adds a tile of one block of heads, all tokens of which count, or not."""
         count = tiles.tokens * tiles.inner
 
         def limited(x: jax.Array, axis: int, inner: int, other: float) -> jax.Array:
@@ -261,16 +265,17 @@ def _kernel(
             place = first + lax.div(lax.broadcasted_iota(jnp.int32, x.shape, axis), inner)
             return jnp.where((start <= place) & (place < stop), x, other)
 
-        products = _product(q[...], _codes(keys, orders[0]), orders[0] is not Order.COLUMNS)
+        queries = q[head]
+        products = _product(queries, _codes(keys, orders[0], head), orders[0] is not Order.COLUMNS)
         products = _summed(products, tiles.parts[0]).reshape(-1, tiles.period, count)
         if key_zero is not None:
-            rows = jnp.sum(q[...].astype(jnp.float32), axis=1, keepdims=True)
+            rows = jnp.sum(queries.astype(jnp.float32), axis=1, keepdims=True)
             rows = _summed(rows, tiles.parts[0]).reshape(-1, tiles.period, 1)
-            products = products - rows * _spread(_row(key_zero), tiles)[None]
+            products = products - rows * _spread(_row(key_zero, head, tiles), tiles)[None]
         if key_scale is None:
             products = products * scale
         else:
-            products = products * _spread(_row(key_scale) * scale, tiles)[None]
+            products = products * _spread(_row(key_scale, head, tiles) * scale, tiles)[None]
         counts = jnp.zeros((1, tiles.period if tiles.inner > 1 else 1, count), jnp.float32)
         if tiles.inner > 1:
             row, column = (lax.broadcasted_iota(jnp.int32, counts.shape, i) for i in (1, 2))
@@ -280,19 +285,19 @@ def _kernel(
         if tiles.inner > 1 or not is_whole:
             products = jnp.where(counts == 0, products, -jnp.inf)
         products = products.reshape(tiles.rows, count)
-        before = most[:, :1]
+        before = most[head, :, :1]
         now = jnp.maximum(before, jnp.max(products, axis=1, keepdims=True))
         weights, decay = jnp.exp(products - now), jnp.exp(before - now)
-        most[...] = jnp.broadcast_to(now, most.shape)
-        total[...] = total[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
+        most[head] = jnp.broadcast_to(now, most.shape[1:])
+        total[head] = total[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
 
         def weighted(weights: jax.Array, parameter: Any) -> jax.Array:
-            own = _spread(limited(_row(parameter), 1, 1, 0), tiles)[None]
+            own = _spread(limited(_row(parameter, head, tiles), 1, 1, 0), tiles)[None]
             return (weights.reshape(-1, tiles.period, count) * own).reshape(tiles.rows, count)
 
         if value_scale is not None:
             weights = weighted(weights, value_scale)
-        codes = _codes(values, orders[1])
+        codes = _codes(values, orders[1], head)
         turned = orders[1] is Order.COLUMNS
         if jnp.issubdtype(values.dtype, jnp.floating):  # which have NaN
             codes = limited(codes, int(turned), tiles.inner, 0)
@@ -301,22 +306,31 @@ def _kernel(
         if value_zero is not None:  # of weights as they were multiplied
             weights = weights if len(parts) > 1 else parts[0].astype(jnp.float32)
             sums = sums - jnp.sum(weighted(weights, value_zero), axis=1, keepdims=True)
-        mixed[...] = mixed[...] * decay + sums
+        mixed[head] = mixed[head] * decay + sums
 
     is_whole = (start <= first) & (first + tiles.tokens <= stop)
-    space.when(is_whole)(functools.partial(add, True))
-    space.when(~is_whole & (first < stop))(functools.partial(add, False))
+
+    @space.when(is_whole)
+    def _() -> None:
+        for head in range(tiles.heads):
+            add(True, head)
+
+    @space.when(~is_whole & (first < stop))
+    def _() -> None:
+        for head in range(tiles.heads):
+            add(False, head)
 
     @space.when(step == space.num_programs(2) - 1)
     def _() -> None:
-        weight = total[:, :1]
+        weight = total[:, :, :1]
         result[...] = mixed[...] / jnp.where(weight == 0, 1, weight)
 
 
-def _codes(codes: Any, order: Order) -> jax.Array:
+def _codes(codes: Any, order: Order, head: int) -> jax.Array:
     """Returns codes as a matrix of float32: rows of (token, head), or columns of tokens."""
-    real = codes[...].astype(jnp.float32)
-    return real.reshape(-1, real.shape[-1]) if order is Order.TOKENS else real
+    if order is not Order.TOKENS:
+        return codes[head].astype(jnp.float32)
+    return codes[...].astype(jnp.float32).reshape(-1, codes.shape[-1])
 
 
 def _product(left: jax.Array, right: jax.Array, turned: bool) -> jax.Array:
@@ -333,10 +347,11 @@ def _summed(x: jax.Array, parts: int) -> jax.Array:
     return sum((x[i * rows : (i + 1) * rows] for i in range(1, parts)), x[:rows])
 
 
-def _row(scale: Any) -> jax.Array:
-    """Returns the scales of a tile, [heads or 1, tokens]."""
-    own = scale[...]
-    return own.reshape(own.shape[-3] if own.ndim == 3 else 1, own.shape[-1])
+def _row(scale: Any, head: int, tiles: Tiles) -> jax.Array:
+    """Returns the scales of a tile and a block of heads, [heads or 1, tokens]."""
+    if tiles.inner > 1:
+        return scale[...].reshape(scale.shape[0], scale.shape[-1])
+    return scale[head if scale.shape[0] > 1 else 0]
 
 
 def _spread(scale: jax.Array, tiles: Tiles) -> jax.Array:
