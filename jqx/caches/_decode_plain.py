@@ -1,7 +1,9 @@
-"""Attention of one query over a cache, tile by tile of its tokens, on any platform.
+"""Attention of one query over a cache, on any platform: on CPU tile by tile of its tokens.
 
-A tile of codes is widened at a time. The softmax has a running maximum: what was summed is scaled
-down where a later tile has a larger product. It is no part of the result, nor of its derivative.
+XLA on CPU widens codes in memory before it multiplies, so that it gets a tile at a time; elsewhere
+it widens them as it reads, but would copy the cache for a loop. The softmax has a running maximum:
+what was summed is scaled down where a later tile has a larger product. It is no part of the result,
+nor of its derivative.
 """
 
 import functools
@@ -42,13 +44,31 @@ def plain_attention(
     scale: float,
 ) -> jax.Array:
     """Returns attention over tokens `starts[b]` to `stops[b] - 1`, in float32 or float64."""
+    run = functools.partial(_attention, scale=scale)
+    args, length = (q, keys, values, starts, stops), keys.codes.shape[1]
+    if length <= TOKENS:
+        return run(*args, size=length)
+    tiled, whole = (functools.partial(run, size=size) for size in (TOKENS, length))
+    return lax.platform_dependent(*args, cpu=tiled, default=whole)
+
+
+def _attention(
+    q: jax.Array,
+    keys: Cached,
+    values: Cached,
+    starts: jax.Array,
+    stops: jax.Array,
+    *,
+    scale: float,
+    size: int,
+) -> jax.Array:
+    """Goes through a cache in tiles of some tokens."""
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     batch, length, heads, _ = keys.codes.shape
     rows = q.astype(wide).reshape(batch, heads, -1, q.shape[2]) * scale
     if keys.of_channel is not None:
         rows = rows * _beside_queries(keys.of_channel, wide)
-    tiles = -(-length // TOKENS)
-    size = length if tiles == 1 else TOKENS
+    tiles = -(-length // size)
 
     def add(sums: _Sums, first: Any) -> tuple[_Sums, None]:
         """Adds a tile; the last one begins where it is whole, and what was before does not count
