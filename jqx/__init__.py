@@ -16,6 +16,7 @@ from . import presets as presets
 from . import tflite as tflite
 from ._old_names import renamed as _renamed
 from .caches import KVCache as KVCache
+from .caches import decode_attention as decode_attention
 from .calibrators._shared import per_axis as per_axis
 from .calibrators._shared import per_block as per_block
 from .calibrators._shared import per_channel as per_channel

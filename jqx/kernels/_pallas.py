@@ -48,19 +48,19 @@ def triton() -> Any:
 def call(
     kernel: Callable[..., None],
     name: str,
-    result: jax.ShapeDtypeStruct,
+    result: Any,
     arrays: Sequence[jax.Array],
     *,
     multiplies: DTypeLike,
     interpret: bool,
     **options: Any,
-) -> jax.Array:
+) -> Any:
     """Calls a kernel on arrays.
 
     Args:
-      kernel: a function of references to blocks of the arrays, and of the result.
+      kernel: a function of references to blocks of the arrays, and of the results.
       name: what it is called in a compiled program.
-      result: shape and dtype of what it writes.
+      result: shape and dtype of what it writes, or a list of them.
       arrays: what it reads.
       multiplies: the dtype that matrix units multiply, for `jqx.lowering` to tell.
       interpret: whether it is run step by step on any platform, which tests do.
@@ -72,7 +72,7 @@ def call(
     arrays = _compat.vary_alike(*arrays)
     axes = _compat.varies_along(arrays[0])
     if axes:
-        result = _compat.shape_that_varies(result, axes)
+        result = jax.tree.map(lambda shape: _compat.shape_that_varies(shape, axes), result)
     if not interpret:
         first = _compat.unless_exported(arrays[0], _EXPORTED)
         arrays = (first, *arrays[1:])

@@ -16,6 +16,9 @@ from ._layout import Layout, lies_in_nibbles
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 """8-bit floats that kernels convert."""
 
+CACHES = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, *FLOAT8)
+"""What kernels read of keys and values."""
+
 ALIGNED = 16
 """Codes of 4 bits lie in whole tiles of so many rows and columns on a GPU."""
 

@@ -21,18 +21,28 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     | target | scales per channel, or one | scales in blocks along the contracted axis |
     |---|---|---|
     | `"cpu"` | [N, K], contracted axis last | [K, N], contracted axis before the other |
-    | `"gpu"` | [N, K] | [K, N] |
-    | `"tpu"` | [K, N] | [K, N] |
+    | `"gpu"`, `"h200"` | [N, K] | [K, N], for a kernel |
+    | `"tpu"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"` | [K, N], for a kernel | [K, N], for a kernel |
 
     On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
     byte each; elsewhere codes keep their dtype. Packed codes are unpacked.
+
+    Kernels (in Pallas) read the codes in the bits that they have. They are for integers of 8 bits
+    or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits
+    or fewer that are looked up, float4 and codebooks, with any scale: those lie as uint4 (float4 on
+    TPU7x as it is). On a GPU codes of 2 bits have none, nor have those of 4 bits where an axis is
+    no multiple of 16. Beside floats each weight is rounded to their dtype once it is scaled; an
+    activation that `convert` quantizes is quantized in the kernel. Where no kernel is for a weight,
+    or on another platform than the target's, it is contracted as without; `jqx.explain` tells.
+    `jax.export` of a function that would run a kernel is an error.
 
     Args:
       tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.
         The arrays may be `jax.ShapeDtypeStruct`. The last two axes of a QTensor are its matrix: one
         of fewer axes is returned as it is, and so is one that lies as the target wants it. Where
         each index of both has its own scale, neither can be contracted: their order stays.
-      target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it.
+      target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it, or a machine as
+        `jqx.lowering` does: `"h200"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"`.
       contracted: the axis to be contracted, -2 or -1, for QTensors whose scales do not tell; `None`
         takes -2, as in `x @ w`. Scales tell where one of the two axes has a scale for each index
         (the other is contracted), or else where one alone has blocks (it is).
@@ -54,7 +64,7 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
       >>> packed.shape, packed.values.shape, packed.values.dtype
       ((4, 3), (3, 4), dtype('int8'))
       >>> packed.layout
-      Layout(packing=None, swapped=True, int8=True)
+      Layout(packing=None, swapped=True, int8=True, uint4=False, kernel='')
     """
     check_target("pack_for", target, contracted)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)

@@ -124,8 +124,7 @@ class QTensor:
         Args:
           x: real array, any shape; float16, bfloat16, float32 or float64.
           spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8:tensor"`.
-          affine: scale and zero point to use; `None` lets the calibrator of `spec` find them from
-            `x`.
+          affine: scale and zero point; `None` lets the calibrator of `spec` find them from `x`.
           pack: the axis along which codes of less than 8 bits are packed into bytes; `None` keeps
             one code an element.
 
@@ -153,6 +152,7 @@ class QTensor:
         dtype: DTypeLike = jnp.float32,
         *,
         affine: Affine | None = None,
+        target: str | None = None,
     ) -> "QTensor":
         """Returns a QTensor of zeros, such as an empty cache for `dynamic_update_slice` to write.
 
@@ -162,22 +162,22 @@ class QTensor:
             each token a scale, as in `quantize_state`: each index of all axes but the last.
           dtype: dtype of the real array.
           affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1
-            and the zero point 0. A scale that many writes share is never found anew: give the
-            calibrated one.
+            and the zero point 0. A scale that many writes share is never found anew: give one.
+          target: as for `pack_for`; its kernel of `jqx.decode_attention` reads it. `None`: none.
 
         Returns:
           QTensor of the codes of 0 (in a format without, of the number nearest to it).
 
         Raises:
           TypeError: `shape` is not a tuple, `spec` not a `QSpec`, or `dtype` no float.
-          ValueError: the granularity is relative, or does not fit the shape; nor does `affine`.
+          ValueError: granularity or `affine` do not fit the shape; nor does the format the target.
 
         Example:
           >>> import jqx, jax.numpy as jnp
           >>> jqx.QTensor.zeros((128, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
           QTensor(int8[128, 64] per_axis(0), scale float32[128, 1], dtype=float32, 8,704 bytes)
         """
-        return zeros(cls, shape, spec, dtype, affine)
+        return zeros(cls, shape, spec, dtype, affine, target)
 
     def dequantize(self) -> jax.Array:
         """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""

@@ -34,5 +34,6 @@ from ._segments import unchecked_segments as unchecked_segments
 from ._select import refine as refine
 from ._select import sliceable as sliceable
 from ._targets import TARGETS as TARGETS
+from ._targets import cache_for as cache_for
 from ._targets import check_target as check_target
 from ._views import axis_groups as axis_groups

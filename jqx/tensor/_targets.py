@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._checks import require_that
-from ..numerics import format_of
-from ._for_kernels import layout_for_kernel
+from .._checks import name_of, require_that
+from ..numerics import Integer, format_of
+from ._for_kernels import CACHES, FLOAT8, layout_for_kernel
 from ._layout import Layout, lay_out, lies_otherwise
 
 T = TypeVar("T", bound=Any)
@@ -72,6 +72,28 @@ def lay_out_for(function: str, q: T, target: str, contracted: int | None, place:
         return lay_out(q, Layout(int8=int8))
     comes_last = platform != "tpu" and not _is_blocked(q, axis)
     return lay_out(q, Layout(swapped=comes_last == (axis == -2), int8=int8))
+
+
+def cache_for(function: str, q: T, target: str) -> T:
+    """Returns keys or values as the kernel of a target reads them in `jqx.decode_attention`; as
+    they are for a CPU, which has none.
+    """
+    check_target(function, target, None)
+    platform, form = TARGETS[target], format_of(q.qtype)
+    if platform == "cpu":
+        return q
+    known = [name_of(dtype) for dtype in CACHES]
+    are_numbers = isinstance(form, Integer) or form.storage in FLOAT8
+    require_that(
+        q.layout is None and are_numbers and form.storage in CACHES,
+        error=ValueError,
+        function=function,
+        problem=f"no kernel reads a cache of {form.name}.",
+        given=f"target == {target!r} for {q!r}",
+        expected=f"one of {', '.join(known)}, laid out plainly",
+        mend="take such a format, or leave out `target`.",
+    )
+    return lay_out(q, Layout(kernel=platform))
 
 
 def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) -> int | None:

@@ -15,10 +15,16 @@ from ..numerics._shared import E8M0
 from ._fit import groups_of
 from ._scheme import needed_spec
 from ._spec import QSpec
+from ._targets import cache_for
 
 
 def zeros(
-    cls: Any, shape: Sequence[int], spec: QSpec | str, dtype: DTypeLike, affine: Affine | None
+    cls: Any,
+    shape: Sequence[int],
+    spec: QSpec | str,
+    dtype: DTypeLike,
+    affine: Affine | None,
+    target: str | None,
 ) -> Any:
     """Returns a QTensor of zeros; see `QTensor.zeros`."""
     name = "QTensor.zeros"
@@ -28,7 +34,8 @@ def zeros(
     check_instance(name, "spec", spec, QSpec, mend='pass for example jqx.QSpec("int8"), or "int8".')
     dtype = as_dtype(name, "dtype", dtype)
     check_real(name, "`dtype`", dtype)
-    return _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+    q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+    return q if target is None else cache_for(name, q, target)
 
 
 @partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))  # no array of floats is made

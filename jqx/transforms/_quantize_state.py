@@ -13,14 +13,19 @@ from .._checks import check_instance, check_pattern, require_that, shown
 from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import needed_spec
+from ..tensor._shared import cache_for, needed_spec
 from ._paths import flatten, is_whole, path_of
 from ._quantize_params import quantize_weight
 from ._trace import is_array, is_quantized
 
 
 @called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
-def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]]) -> Any:
+def quantize_state(
+    tree: Any,
+    specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]],
+    *,
+    target: str | None = None,
+) -> Any:
     """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
 
     Every transform takes such a tree in place of the float one: the function still sees arrays of
@@ -34,6 +39,8 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | st
         `"int8"` (one scale a token), or a pair of either and an `Affine` where many writes share a
         scale. Of relative granularities, `per_token()` and `per_channel()` give each vector along
         the last axis a scale of its own, and `per_group(size)` each of its blocks.
+      target: the platform whose kernel reads the caches in `jqx.decode_attention`, as for
+        `jqx.pack_for`; `None` is without one.
 
     Returns:
       The same tree; leaves that nothing matches are the very same objects.
@@ -41,8 +48,8 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | st
     Raises:
       TypeError: `specs` is no dict of specs, or a leaf that one matches is not of floats.
       ValueError: a regular expression is invalid or matches nothing that is left; a leaf is
-        quantized already; a spec does not fit a leaf; or a scale that many writes share would come
-        from an array of zeros.
+        quantized already; a spec does not fit a leaf; a scale that many writes share would come
+        from an array of zeros; the target is unknown, or its kernel reads no such codes.
 
     Gradient: by JAX, of scales; none of codes.
     NaN and infinities: as in `QTensor.quantize`.
@@ -64,7 +71,8 @@ def quantize_state(tree: Any, specs: Mapping[str, QSpec | str | tuple[QSpec | st
             leaves.append(leaf)
             continue
         used.add(found)
-        leaves.append(_quantized(name, leaf, *rules[found][1]))
+        q = _quantized(name, leaf, *rules[found][1])
+        leaves.append(q if target is None else cache_for("quantize_state", q, target))
     unused = [text for text in rules if text not in used]
     if unused:
         names = [repr(name) for name, _ in named[:8]]

@@ -1,0 +1,153 @@
+"""`decode_attention`: one query for each sequence over a cache of keys and values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._calls import called
+from .._checks import as_array, as_real, check_integer, require_that, shown
+from ..tensor import QTensor
+from ._cached import cached
+from ._decode_forms import attention, is_taken
+
+
+@called("decode_attention", "pass jqx.decode_attention(q, keys, values, lengths).")
+def decode_attention(
+    q: ArrayLike,
+    keys: ArrayLike | QTensor,
+    values: ArrayLike | QTensor,
+    lengths: ArrayLike,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Returns attention of one new token of each sequence over all tokens that a cache has of it.
+
+    Scales are multiplied where they are few: those for each token with the products of queries and
+    keys, and with the parts that values have in the mean; those for each channel with the query and
+    with the result. With such scales the cache is read as the codes that it has.
+
+    Args:
+      q: queries, floats [batch, heads, width].
+      keys: floats or a QTensor [batch, length, kv_heads, width], with scales for each token, for
+        each channel, or one; with others, such as those in blocks along both, they are made real
+        first. `heads` is a multiple of `kv_heads`, each of which serves as many neighbours. The
+        token of `q` is among them.
+      values: floats or a QTensor [batch, length, kv_heads, value_width], likewise.
+      lengths: how many tokens each sequence has, integers [batch]; those behind are not looked at.
+      window: how many of the last tokens are looked at; `None` is all.
+      scale: of the products of queries and keys; `None` is `1 / sqrt(width)`.
+
+    Returns:
+      [batch, heads, value_width], of the dtype of `q`; zeros for sequences without tokens. Sums and
+      the softmax are float32 (float64 for float64 queries).
+
+    Raises:
+      TypeError: `q`, `keys` or `values` are not floats, `lengths` not integers, `window` no
+        integer, or `scale` no number.
+      ValueError: shapes do not fit, `window` is not positive, or a QTensor has an offset or a
+        permuted axis.
+
+    Gradient: by JAX, of `q`, of floats, and of scales; none of codes. It takes the form that is
+      without kernels.
+    NaN and infinities: what is not looked at changes nothing, not even NaN. A NaN that is makes the
+      result of its sequence NaN, of the heads that it serves; on a TPU one among codes of values
+      may do so for all heads.
+    Source: the softmax of parts of a sequence: Dao et al., arXiv:2205.14135.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 2, 16, 4, 64))
+      >>> q = jax.random.normal(jax.random.key(1), (2, 8, 64))
+      >>> spec = jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2))
+      >>> cache = [jqx.QTensor.quantize(x, spec) for x in (k, v)]
+      >>> y = jqx.decode_attention(q, *cache, jnp.array([16, 5]))
+      >>> mask = jnp.arange(16) < jnp.array([[[[16]]], [[[5]]]])
+      >>> exact = jax.nn.dot_product_attention(q[:, None], k, v, mask=mask)[:, 0]
+      >>> y.shape, bool(jnp.abs(y - exact).max() < 0.03)
+      ((2, 8, 64), True)
+    """
+    name = "decode_attention"
+    q = as_real(name, "q", q)
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    kernel = _kernel_of(keys, values)
+    own, other = cached(name, "keys", keys, wide), cached(name, "values", values, wide)
+    lengths = _checked(q, own.codes, other.codes, as_array(name, "lengths", lengths))
+    scale = _scale_of(scale, q.shape[2])
+    if window is not None:
+        require_that(
+            check_integer(name, "window", window) > 0,
+            error=ValueError,
+            function=name,
+            problem="`window` is not positive.",
+            given=f"window == {window}",
+            expected="1 or more",
+            mend="pass how many tokens are looked at.",
+        )
+        window = int(window)
+    if 0 in own.codes.shape or 0 in other.codes.shape:
+        return jnp.zeros((*q.shape[:2], other.codes.shape[3]), q.dtype)
+    stops = jnp.clip(lengths.astype(jnp.int32), 0, own.codes.shape[1])
+    starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
+    kernel = kernel if is_taken(kernel, own, other) else ""
+    return attention(kernel, scale, window)(q, own, other, starts, stops)
+
+
+def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns the lengths, after checking that all shapes fit."""
+    name = "decode_attention"
+    fits = q.ndim == 3 and keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3]
+    fits = fits and (q.shape[0], q.shape[2]) == (keys.shape[0], keys.shape[3])
+    require_that(
+        fits and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0,
+        error=ValueError,
+        function=name,
+        problem="`q`, `keys` and `values` do not fit each other.",
+        given=f"shapes {q.shape}, {keys.shape} and {values.shape}",
+        expected="[batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
+        "kv_heads, value_width], heads a multiple of kv_heads",
+        mend="pass one query for each sequence, and the axes of the cache in this order.",
+    )
+    require_that(
+        jnp.issubdtype(lengths.dtype, jnp.integer),
+        error=TypeError,
+        function=name,
+        problem="`lengths` are no integers.",
+        given=f"lengths.dtype == {lengths.dtype.name}",
+        expected="integers, such as int32",
+        mend="pass how many tokens each sequence has.",
+    )
+    require_that(
+        lengths.shape == q.shape[:1],
+        error=ValueError,
+        function=name,
+        problem="`lengths` do not fit the batch.",
+        given=f"shape {lengths.shape} for a batch of {q.shape[0]}",
+        expected=f"shape {q.shape[:1]}",
+        mend="pass one length for each sequence: jnp.full(batch, length).",
+    )
+    return lengths
+
+
+def _scale_of(scale: Any, width: int) -> float:
+    number = isinstance(scale, (int, float, np.integer, np.floating))
+    require_that(
+        scale is None or (number and not isinstance(scale, bool)),
+        error=TypeError,
+        function="decode_attention",
+        problem="`scale` is no number.",
+        given=f"scale == {shown(scale)}",
+        expected="a Python number, or None",
+        mend="multiply q by it, and pass scale=1.",
+    )
+    return max(width, 1) ** -0.5 if scale is None else float(scale)
+
+
+def _kernel_of(keys: Any, values: Any) -> str:
+    """Returns the kernel that both are laid out for: `"tpu"`, `"gpu"`, or an empty string."""
+    both = {getattr(x.layout, "kernel", "") for x in (keys, values) if isinstance(x, QTensor)}
+    quantized = isinstance(keys, QTensor) and isinstance(values, QTensor)
+    return both.pop() if quantized and len(both) == 1 else ""

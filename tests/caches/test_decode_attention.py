@@ -1,0 +1,462 @@
+"""Attention of one query over caches, plain and by kernels step by step, against NumPy."""
+
+import functools
+import itertools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jqx
+from jqx.caches import _decode_attention, _decode_forms
+from jqx.caches._cached import cached
+from jqx.diagnostics import _targets as targets
+
+from ..arrays import on_device
+
+RNG = np.random.default_rng(0)
+KERNELS = ("tpu", "gpu")
+SPREAD = 2.0**-9
+"""How far a probability of bfloat16 may be off."""
+
+TOKEN, TOKENS, CHANNEL, HEAD, ONE = (0, 1, 2), (0, 1), (0, 2, 3), (2,), ()
+"""Axes that have scales: of each token and head, of tokens, of channels, of heads, of all."""
+
+
+class Case(NamedTuple):
+    """A cache, its queries and what is asked of it."""
+
+    dtype: str = "int8"
+    axes: tuple[int, ...] = TOKEN
+    length: int = 150
+    heads: int = 8
+    groups: int = 1
+    width: int = 128
+    lengths: tuple[int, ...] = (0, 1, 77, 128, 150)
+    window: int | None = None
+    floats: str = "float32"
+    value_width: int = 0
+    symmetric: bool = True
+
+    def __str__(self):
+        own = {k: v for k, v in self._asdict().items() if v != Case._field_defaults[k]}
+        return "-".join(f"{k}={v}" for k, v in own.items()) or "default"
+
+
+def normal(*shape, dtype=jnp.float32):
+    return on_device(RNG.normal(size=shape), dtype)
+
+
+def quantized(x, case):
+    granularity = jqx.per_axis(*case.axes) if case.axes else jqx.per_tensor()
+    calibrator = jqx.calibrators.absmax if case.symmetric else jqx.calibrators.minmax
+    spec = jqx.QSpec(getattr(jnp, case.dtype), granularity, case.symmetric, calibrator)
+    return jqx.QTensor.quantize(x, spec)
+
+
+def made(case):
+    batch, wide = len(case.lengths), case.value_width or case.width
+    shape = batch, case.length, case.heads
+    keys, values = normal(*shape, case.width), normal(*shape, wide)
+    if case.dtype != "float32":
+        keys, values = quantized(keys + 0.25, case), quantized(values, case)
+    q = normal(batch, case.heads * case.groups, case.width, dtype=getattr(jnp, case.floats)) * 2
+    return q, keys, values, on_device(case.lengths, jnp.int32)
+
+
+def real(x):
+    return np.asarray(x.dequantize() if isinstance(x, jqx.QTensor) else x, np.float64)
+
+
+def oracle(q, keys, values, lengths, window=None, scale=None):
+    q, k, v = np.asarray(q, np.float64), real(keys), real(values)
+    by = q.shape[2] ** -0.5 if scale is None else scale
+    found = np.zeros((*q.shape[:2], v.shape[3]))
+    group = q.shape[1] // k.shape[2]
+    for b, h in itertools.product(*map(range, q.shape[:2])):
+        stop = min(int(lengths[b]), k.shape[1])
+        seen = slice(0 if window is None else max(stop - window, 0), stop)
+        products = k[b, seen, h // group] @ q[b, h] * by
+        if stop:
+            parts = np.exp(products - products.max())
+            found[b, h] = parts / parts.sum() @ v[b, seen, h // group]
+    return found
+
+
+def close(found, expected, floats="float32"):
+    """Sums of float32 differ by how they are ordered: a few hundred roundings; queries of 16 bits
+    have results of 16 bits, from probabilities of as many.
+    """
+    most = 2.0**-15 if floats == "float32" else 2.0**-6
+    difference = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
+    assert difference.max() < most, difference.max()
+
+
+def by_kernel(kernel, q, keys, values, lengths, window=None):
+    """A kernel on any platform, or `None` where it does not take such a cache."""
+    own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
+    if not _decode_forms.is_taken(kernel, *own):
+        return None
+    stops = jnp.clip(lengths, 0, own[0].codes.shape[1])
+    starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
+    run = functools.partial(
+        _decode_forms.kernel_attention,
+        _decode_forms.KERNELS[kernel],
+        scale=q.shape[2] ** -0.5,
+        window=window,
+        interpret=True,
+    )
+    return jax.jit(run)(q, *own, starts, stops)
+
+
+PLAIN = [
+    Case("float32", groups=2, width=16, heads=2),
+    Case(width=16, heads=2, groups=2),
+    Case("int4", CHANNEL, width=16, heads=2, value_width=24),
+    Case("int8", ONE, width=16, heads=1, groups=4, symmetric=False),
+    Case("int8", TOKENS, width=16, heads=2, symmetric=False, window=9),
+    Case("int4", CHANNEL, width=16, heads=2, symmetric=False),
+    Case("float8_e4m3fn", HEAD, width=16, heads=2, floats="bfloat16"),
+    Case(width=8, heads=2, length=2500, lengths=(2500, 1024, 1025, 3), window=1100),
+]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_attention_is_that_of_numpy(case):
+    args = made(case)
+    found = jax.jit(functools.partial(jqx.decode_attention, window=case.window))(*args)
+    assert found.dtype == args[0].dtype
+    close(found, oracle(*args, case.window), case.floats)
+
+
+FEW = [
+    Case(length=1100, lengths=(1100, 513, 0, 5), groups=4),
+    Case("int4", length=700, lengths=(700, 600, 2), window=30, groups=2),
+    Case("float8_e4m3fn", CHANNEL, heads=1, groups=8, width=64),
+    Case("float8_e5m2", TOKENS, heads=4, width=128, floats="bfloat16"),
+    Case("int8", CHANNEL, heads=2, groups=3, width=80, symmetric=False, value_width=64),
+    Case("int4", symmetric=False, heads=8, groups=2),
+]
+DTYPES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+HEADS = ((8, 1), (8, 4), (1, 8), (4, 2), (16, 1), (32, 1), (2, 8))
+WIDE = [
+    *(
+        Case(heads=heads, groups=groups, width=width)
+        for (heads, groups), width in itertools.product(HEADS, (64, 80, 128, 256))
+    ),
+    *(
+        Case(dtype, axes, heads=heads, groups=groups, width=width)
+        for dtype, axes in itertools.product(DTYPES, (TOKEN, CHANNEL))
+        for heads, groups, width in ((8, 4, 128), (4, 2, 128), (1, 8, 128), (8, 1, 64))
+    ),
+    *(
+        Case(dtype, axes, length, window=window, lengths=(length, 600, 129, 0), floats=floats)
+        for dtype, floats in zip(
+            DTYPES, ("bfloat16", "float16", "float32", "bfloat16"), strict=True
+        )
+        for axes, length, window in ((TOKENS, 1100, None), (ONE, 1100, 520), (TOKENS, 640, 1))
+    ),
+    Case(width=192, value_width=128, heads=8),
+    Case(width=128, value_width=256, heads=8),
+    Case(length=1, lengths=(1, 0)),
+    *(
+        Case(dtype, axes, heads=heads, groups=4, width=width, floats=floats, symmetric=False)
+        for dtype in ("int8", "uint8", "int4", "uint4")
+        for axes, heads, width in ((TOKEN, 8, 128), (TOKENS, 1, 128), (ONE, 4, 64))
+        for floats in ("float32", "bfloat16")
+    ),
+]
+
+
+def check_kernel(kernel, case):
+    args = made(case)
+    found = by_kernel(kernel, *args, case.window)
+    if found is not None:
+        assert found.dtype == args[0].dtype
+        close(found, oracle(*args, case.window), case.floats)
+    return found is not None
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_attention_of_numpy(kernel, case):
+    assert check_kernel(kernel, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WIDE, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_attention_of_numpy_for_any_shape(kernel, case):
+    check_kernel(kernel, case)
+
+
+@pytest.mark.parametrize("kernel", ["", *KERNELS])
+def test_what_is_not_looked_at_changes_nothing_not_even_nan(kernel):
+    case = Case("float8_e4m3fn", length=600, lengths=(520, 3), window=7)
+    q, keys, values, lengths = made(case)
+    outside = np.arange(600) >= np.array(case.lengths)[:, None]
+    outside |= np.arange(600) < np.array(case.lengths)[:, None] - 7
+    outside = on_device(outside[:, :, None, None])
+
+    def spoiled(x):
+        return jax.tree.map(lambda leaf: jnp.where(outside, jnp.nan, leaf).astype(leaf.dtype), x)
+
+    args = q, spoiled(keys), spoiled(values), lengths
+    run = functools.partial(by_kernel, kernel) if kernel else jqx.decode_attention
+    close(run(*args, window=7), oracle(q, keys, values, lengths, 7))
+
+
+def test_the_gradient_is_that_of_floats_and_does_not_see_what_is_behind():
+    case = Case(heads=2, groups=2, width=16, lengths=(0, 20, 150))
+    q, keys, values, lengths = made(case)
+    spoiled = keys.scale.at[1, 20:].set(jnp.nan)
+    kept = jnp.arange(150)[None, :, None, None] < lengths[:, None, None, None]
+
+    def of(q, scale, k=keys):
+        k = jqx.QTensor(k.values, scale, qtype=k.qtype)
+        return jnp.sum(jnp.sin(jqx.decode_attention(q, k, values, lengths)))
+
+    def by_hand(q, scale):
+        k = keys.values.astype(jnp.float32) * scale
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, values.dequantize()))
+        products = jnp.einsum("bhw,blhw->blh", q, k)[..., None] / 4
+        weights = jnp.where(kept, jnp.exp(products), 0)
+        total = weights.sum(1)
+        mean = (weights * v).sum(1) / jnp.where(total == 0, 1, total)
+        return jnp.sum(jnp.sin(mean))
+
+    found = jax.jit(jax.grad(of, (0, 1)))(q, spoiled)
+    for own, expected in zip(found, jax.jit(jax.grad(by_hand, (0, 1)))(q, keys.scale), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=2e-4, atol=1e-5)
+
+
+@pytest.fixture(params=KERNELS)
+def chosen(request, monkeypatch):
+    """Caches that are laid out for a kernel; on this platform the other form is what runs."""
+    monkeypatch.setattr(_decode_attention, "_kernel_of", lambda *cache: request.param)
+    return request.param
+
+
+SMALL = Case(heads=2, groups=2, width=64, lengths=(150, 7))
+
+
+def test_an_array_that_is_laid_out_for_a_kernel_gives_the_same_with_its_gradient(chosen):
+    q, keys, values, lengths = made(SMALL)
+    own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
+    forms = [
+        lambda q: jqx.decode_attention(q, keys, values, lengths),
+        lambda q: _decode_forms.plain_attention(
+            q, *own, jnp.zeros_like(lengths), lengths, scale=0.125
+        ),
+    ]
+    text = str(jax.make_jaxpr(forms[0])(q))
+    assert "jqx_decode_attention" in text
+    both = [jax.jit(jax.value_and_grad(lambda q, f=f: jnp.sum(jnp.sin(f(q)))))(q) for f in forms]
+    for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_vmap_makes_more_sequences_of_it_and_scan_steps_over_them(chosen):
+    q, keys, values, lengths = made(SMALL)
+    expected = jqx.decode_attention(q, keys, values, lengths)
+    args = jax.tree.map(lambda x: jnp.stack([x, x]), (q, keys, values, lengths))
+    run = jax.jit(jax.vmap(jqx.decode_attention))
+    np.testing.assert_allclose(run(*args), jnp.stack([expected] * 2), atol=1e-6)
+    over_one_cache = jax.vmap(jqx.decode_attention, (0, None, None, None))
+    found = jax.jit(over_one_cache)(args[0], keys, values, lengths)
+    np.testing.assert_allclose(found, jnp.stack([expected] * 2), atol=1e-6)
+    _, found = jax.lax.scan(lambda n, x: (n, jqx.decode_attention(*x)), 0, args)
+    np.testing.assert_allclose(found, jnp.stack([expected] * 2), atol=1e-6)
+
+
+def test_devices_take_sequences_and_heads_each(chosen):
+    q, keys, values, lengths = made(SMALL)
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    cache = jax.tree.map(lambda x: PartitionSpec("b", None, "h"), keys)
+    of_queries, of_lengths = PartitionSpec("b", "h"), PartitionSpec("b")
+    run = jax.shard_map(
+        jqx.decode_attention,
+        mesh=mesh,
+        in_specs=(of_queries, cache, cache, of_lengths),
+        out_specs=of_queries,
+    )
+    found = jax.jit(run)(q, keys, values, lengths)
+    np.testing.assert_allclose(found, jqx.decode_attention(q, keys, values, lengths), atol=1e-6)
+
+
+def test_other_scales_are_multiplied_first():
+    keys, values = (normal(2, 64, 2, 32) for _ in range(2))
+    q, lengths = normal(2, 4, 32), on_device([64, 10], jnp.int32)
+    blocks = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 1}))
+    both = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 16}))
+    for spec in (
+        blocks,
+        both,
+        jqx.QSpec(jqx.numerics.nf4, jqx.per_block({3: 32})),
+        jqx.QSpec(jnp.int4, jqx.per_block({1: 16})),
+    ):
+        cache = [jqx.QTensor.quantize(x, spec) for x in (keys, values)]
+        close(jqx.decode_attention(q, *cache, lengths), oracle(q, *cache, lengths))
+
+
+def test_a_cache_is_written_and_read_token_by_token():
+    spec = jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2))
+    tokens = normal(8, 2, 1, 2, 16)
+
+    def step(cache, x):
+        cache, length = cache
+        cache = jqx.dynamic_update_slice(cache, x, (0, length, 0, 0))
+        y = jqx.decode_attention(x[:, 0], cache, cache, jnp.full(2, length + 1))
+        return (cache, length + 1), y
+
+    empty = jqx.QTensor.zeros((2, 20, 2, 16), spec)
+    (cache, _), found = jax.lax.scan(step, (empty, jnp.int32(0)), tokens)
+    for i in range(8):
+        close(found[i], oracle(tokens[i, :, 0], cache, cache, [i + 1] * 2))
+
+
+def test_a_scale_of_products_is_taken_and_no_tokens_give_zeros():
+    q, keys, values, lengths = made(Case("float32", width=16, heads=2, lengths=(0, 9)))
+    found = jqx.decode_attention(q, keys, values, lengths, scale=0.5)
+    close(found, oracle(q, keys, values, lengths, scale=0.5))
+    empty = jqx.decode_attention(q, keys[:, :0], values[:, :0], lengths)
+    assert empty.shape == q.shape and not empty.any()
+
+
+GOOD = (jnp.zeros((2, 4, 8)), jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), np.ones(2, int))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "problem"),
+    [
+        ({0: jnp.zeros((2, 4, 8), int)}, {}, TypeError, "`q` element type"),
+        ({1: jnp.zeros((2, 6, 2, 8), jnp.int8)}, {}, TypeError, "`keys` element type"),
+        ({0: jnp.zeros((2, 3, 8))}, {}, ValueError, "do not fit each other"),
+        ({0: jnp.zeros((2, 1, 4, 8))}, {}, ValueError, "do not fit each other"),
+        ({2: jnp.zeros((2, 5, 2, 8))}, {}, ValueError, "do not fit each other"),
+        ({3: jnp.ones(2)}, {}, TypeError, "`lengths` are no integers"),
+        ({3: np.ones((2, 1), int)}, {}, ValueError, "`lengths` do not fit the batch"),
+        ({}, {"window": 0}, ValueError, "`window` is not positive"),
+        ({}, {"window": 1.5}, TypeError, "`window` must be an integer"),
+        ({}, {"scale": "1"}, TypeError, "`scale` is no number"),
+        ({}, {"size": 1}, TypeError, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_what_does_not_fit_is_told(change, options, error, problem):
+    args = [change.get(i, x) for i, x in enumerate(GOOD)]
+    with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*to mend:"):
+        jqx.decode_attention(*args, **options)
+
+
+def test_a_permuted_cache_is_refused():
+    keys = quantized(GOOD[1], Case(axes=ONE))
+    order = jnp.arange(8, dtype=jnp.int32).reshape(1, 1, 1, 8)
+    turned = jqx.QTensor(keys.values, keys.scale, qtype=jnp.int8, order=order)
+    with pytest.raises(ValueError, match="`values` have a float offset, or a permuted axis"):
+        jqx.decode_attention(GOOD[0], keys, turned, GOOD[3])
+
+
+TARGETS = {"tpu-v5e": "tpu", "tpu-v6e": "tpu", "tpu7x": "tpu", "h200": "gpu"}
+COMPILED = [
+    *(
+        Case(dtype, length=length, lengths=(1,) * batch, groups=4, floats="bfloat16")
+        for dtype in DTYPES
+        for batch, length in ((1, 8192), (8, 2048), (64, 8192))
+    ),
+    Case("int8", length=2000, groups=4, width=64),
+    Case("int8", CHANNEL, length=2000, heads=4, groups=8, window=1024, floats="bfloat16"),
+    Case("int4", TOKENS, length=2048, heads=1, groups=32, floats="bfloat16"),
+    Case("int4", length=2048, heads=2, groups=8, width=256),
+    Case("float8_e4m3fn", length=2000, heads=8, width=80, floats="bfloat16"),
+    *(
+        Case(dtype, length=2048, groups=4, floats="bfloat16", symmetric=False)
+        for dtype in ("int8", "uint8", "int4", "uint4")
+    ),
+]
+STAY = ("parameter", "bitcast", "custom-call", "get-tuple-element", "tuple")
+
+
+def written(hlo, least):
+    """The instructions outside of kernels that write as many bytes or more."""
+    for line in hlo[hlo.index("\nENTRY") :].splitlines():
+        found = re.match(r"\s*(?:ROOT )?\S+ = \(?(\w+)\[([\d,]*)\].*? ([\w-]+)\(", line)
+        if found and found[3] not in STAY:
+            bits = int(re.sub(r"\D", "", found[1][1:].split("e")[0]) or 8)
+            if math.prod(int(n) for n in found[2].split(",") if n) * bits // 8 >= least:
+                yield line.strip()[:120]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_cache_is_read_as_it_lies(target, case, monkeypatch):
+    known = targets.TARGETS[target]
+    if not any(map(targets._is_installed, known.modules)):
+        pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
+    monkeypatch.setattr(_decode_attention, "_kernel_of", lambda *cache: TARGETS[target])
+    shape = len(case.lengths), case.length, case.heads, case.width
+    keys = jax.eval_shape(
+        functools.partial(quantized, case=case), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    q = jax.ShapeDtypeStruct(
+        (shape[0], case.heads * case.groups, case.width), getattr(jnp, case.floats)
+    )
+    lengths = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    run = functools.partial(jqx.decode_attention, window=case.window)
+    low = jqx.lowering(run, q, keys, keys, lengths, target=target)
+    assert "jqx_decode_attention" in low.hlo
+    assert len(re.findall("custom-call", low.hlo)) > 0
+    nbytes = math.prod(shape) // (2 if case.dtype == "int4" else 1)
+    assert list(written(low.hlo, nbytes // 2)) == []
+    assert low.temp_bytes < max(nbytes // 2, 16 << 20)
+
+
+@pytest.mark.parametrize("target, name", [("tpu", "tpu"), ("tpu-v6e", "tpu"), ("gpu", "gpu")])
+def test_a_cache_that_is_made_for_a_target_is_written_and_read_there(target, name):
+    spec = jqx.QSpec(jnp.int8, jqx.per_axis(*TOKEN))
+    shape = (2, 32, 8, 128)
+    caches = [jqx.QTensor.zeros(shape, spec, target=where) for where in (target, None)]
+    state = jqx.quantize_state({"k": jnp.zeros(shape)}, {"k": spec}, target=target)["k"]
+    assert caches[0].layout == state.layout and state.layout.kernel == name
+    new, q = normal(2, 5, 8, 128), normal(2, 16, 128)
+
+    def step(cache, new, q):
+        cache = jqx.dynamic_update_slice(cache, new, (0, jnp.int32(3), 0, 0))
+        return cache, jqx.decode_attention(q, cache, cache, jnp.array([8, 4]))
+
+    written, found = jax.jit(step)(caches[0], new, q)
+    plain, expected = jax.jit(step)(caches[1], new, q)
+    assert written.layout == caches[0].layout
+    np.testing.assert_array_equal(written.values, plain.values)
+    np.testing.assert_array_equal(found, expected)  # on CPU both are the plain form
+    traced = str(jax.make_jaxpr(step)(caches[0], new, q))
+    assert "jqx_decode_attention" in traced
+    assert "jqx_decode_attention" not in str(jax.make_jaxpr(step)(caches[1], new, q))
+
+
+@pytest.mark.parametrize("platform, target", [("tpu", "tpu"), ("cuda", "gpu")])
+def test_its_kernel_is_not_exported(platform, target):
+    cache = jqx.QTensor.zeros(
+        (2, 32, 8, 128), jqx.QSpec("int8", jqx.per_axis(*TOKEN)), target=target
+    )
+    attend = jax.jit(lambda q, c: jqx.decode_attention(q, c, c, jnp.array([8, 4])))
+    q = jax.ShapeDtypeStruct((2, 16, 128), jnp.float32)
+    with pytest.raises(ValueError, match="a kernel of jqx is not exported"):
+        jax.export.export(attend, platforms=[platform])(q, cache)
+    jax.export.export(attend, platforms=["cpu"])(q, cache)
+
+
+def test_a_cache_that_no_kernel_reads_is_refused():
+    spec = jqx.QSpec(jqx.numerics.nf4, jqx.per_axis(*TOKEN))
+    with pytest.raises(ValueError, match=r"QTensor\.zeros: no kernel reads a cache of nf4"):
+        jqx.QTensor.zeros((2, 32, 8, 128), spec, target="tpu")
+    with pytest.raises(ValueError, match=r"quantize_state: no kernel reads a cache of nf4"):
+        jqx.quantize_state({"k": jnp.zeros((2, 3))}, {"k": "nf4:token"}, target="gpu")
+    with pytest.raises(ValueError, match="`target` is unknown"):
+        jqx.QTensor.zeros((2, 32, 8, 128), "int8", target="cuda")
+    assert jqx.QTensor.zeros((2, 32, 8, 128), "int8", target="cpu").layout is None
