@@ -155,27 +155,34 @@ def varies_along(x: Any) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-_unless_exported = jex_core.Primitive("jqx_unless_exported")
-_unless_exported.def_impl(lambda x, *, text: x)
-_unless_exported.def_abstract_eval(lambda x, *, text: x)
-ad.deflinear2(_unless_exported, lambda cotangent, x, *, text: [cotangent])
-batching.defvectorized(_unless_exported)
+_for_kernel = jex_core.Primitive("jqx_for_kernel")
+_for_kernel.def_impl(lambda x, **_: x)
+_for_kernel.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_for_kernel, lambda cotangent, x, **_: [cotangent])
+batching.defvectorized(_for_kernel)
 
 
-def _lower_unless_exported(ctx: Any, x: Any, *, text: str) -> list[Any]:
+def _lower_for_kernel(ctx: Any, x: Any, *, exported: str, partitioned: str) -> list[Any]:
     if ctx.module_context.lowering_parameters.for_export:
-        raise ValueError(text)
+        raise ValueError(exported)
+    around = ctx.module_context.axis_context
+    if hasattr(around, "manual_axes"):  # in a shard_map
+        automatic = around.manual_axes != frozenset(around.mesh.axis_names)
+    else:
+        automatic = getattr(around, "num_devices", None) not in (None, 1)
+    if automatic:
+        raise ValueError(partitioned)
     return [x]
 
 
-mlir.register_lowering(_unless_exported, _lower_unless_exported)
+mlir.register_lowering(_for_kernel, _lower_for_kernel)
 
 
-def unless_exported(x: jax.Array, text: str) -> jax.Array:
-    """Returns an array; a ValueError of this text is raised where it is lowered for `jax.export`,
-    on a platform that it is lowered for.
+def for_kernel(x: jax.Array, *, exported: str, partitioned: str) -> jax.Array:
+    """Returns an array that a kernel reads. A ValueError of these texts is raised where it is
+    lowered for `jax.export`, or for a program that the compiler parts over devices.
     """
-    return _unless_exported.bind(x, text=text)
+    return _for_kernel.bind(x, exported=exported, partitioned=partitioned)
 
 
 def shape_that_varies(shape: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:

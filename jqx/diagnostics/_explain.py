@@ -112,8 +112,9 @@ def explain(
 ) -> Explanation:
     """Compiles a quantized function, and says of each of its sites what multiplies what.
 
-    It also says how many weights lie as files keep them, and would be read faster laid out for the
-    target: by `jqx.quantize_params(..., target=)`, or `jqx.pack_for`.
+    It also says how many weights would be read faster laid out for the target, by
+    `jqx.quantize_params(..., target=)` or `jqx.pack_for`: those that lie as files keep them, and
+    those that lie for a kernel of another platform, which the target does not run.
 
     With a plan, `f` is the float function, and what is compiled is `jqx.convert(f, plan, affines)`,
     its weights quantized outside (float weights among `args` are taken as `quantize_params` makes
@@ -284,5 +285,5 @@ def _footer(explanation: Explanation) -> str:
     text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
     if not explanation.plain:
         return text
-    lie = f"{len(explanation.plain)} weights lie plainly, and are read faster as target= of "
-    return f"{lie}quantize_params, or pack_for, lays them out\n{text}"
+    lie = f"{len(explanation.plain)} weights lie otherwise than the target reads them fastest: "
+    return f"{lie}target= of quantize_params, or pack_for, lays them out\n{text}"

@@ -67,14 +67,15 @@ def call(
       **options: those of `pallas_call`.
 
     Raises:
-      ValueError: the program is exported, which holds no kernels.
+      ValueError: the program is exported, or parted over devices by the compiler; it is raised when
+        that is lowered.
     """
     arrays = _compat.vary_alike(*arrays)
     axes = _compat.varies_along(arrays[0])
     if axes:
         result = jax.tree.map(lambda shape: _compat.shape_that_varies(shape, axes), result)
     if not interpret:
-        first = _compat.unless_exported(arrays[0], _EXPORTED)
+        first = _compat.for_kernel(arrays[0], exported=_EXPORTED, partitioned=_PARTITIONED)
         arrays = (first, *arrays[1:])
     run = pl().pallas_call(kernel, result, name=name, interpret=interpret, **options)
     with jax.named_scope(f"multiplies_{_name_in_hlo(jnp.dtype(multiplies))}"):
@@ -94,4 +95,13 @@ _EXPORTED = message(
     expected="weights that lie plainly",
     mend="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() takes the "
     "layout back.",
+)
+
+_PARTITIONED = message(
+    "jax.jit",
+    "a compiler cannot part a kernel of jqx over devices: each would have to read whole arrays.",
+    given="a weight or cache that is laid out for a kernel, in a program for several devices",
+    expected="one device, or the kernel in a jax.shard_map over all axes of the mesh",
+    mend="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
+    "pack_for; q.unpack() takes the layout back.",
 )

@@ -214,3 +214,16 @@ def test_one_chip_alone_converts_float4():
     assert q.pack_for("tpu7x").values.dtype == jnp.float4_e2m1fn
     for target in ("tpu", "tpu-v5e", "tpu-v6e", "gpu", "h200"):
         assert q.pack_for(target).values.dtype == jnp.uint4
+
+
+@pytest.mark.parametrize("target, platform", [("tpu", "tpu"), ("gpu", "cuda")])
+def test_a_compiler_does_not_part_a_kernel_over_devices(target, platform):
+    """It would gather whole weights on each."""
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.ShapeDtypeStruct((4, K), jnp.float32, sharding=rows)
+    q = jax.eval_shape(lambda: weight("int8", target))
+    with pytest.raises(
+        ValueError, match=r"jax\.jit: a compiler cannot part a kernel(.|\n)*shard_map"
+    ):
+        jax.jit(jqx.matmul).trace(x, q).lower(lowering_platforms=(platform,))
