@@ -21,7 +21,8 @@ PLATFORM = "tpu"
 
 @dataclass(frozen=True)
 class Unit:
-    """A matrix unit: it holds `side` x `side` numbers, by which rows are multiplied one by one.
+    """A matrix unit: it holds `side` x `side` numbers, by which rows are multiplied one by one. The
+    compiler's cycles for plain products of 2048 x 2048 x 2048 agree.
 
     Attributes:
       side: elements along the sum, and columns.
@@ -216,7 +217,10 @@ def _on_chip(shape: Sequence[int], dtype: Any) -> int:
 
 
 def _products(jaxpr: Any, times: int) -> Iterator[Product]:
-    """Yields the products of a step; of branches those of the one that has most."""
+    """Yields the products of a step; of branches those of the one that has most. Conditions on
+    the same products exclude each other: a tile is whole, or it is not.
+    """
+    seen: list[list[Product]] = []
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
@@ -227,7 +231,10 @@ def _products(jaxpr: Any, times: int) -> Iterator[Product]:
         each = times * params["length"] if name == "scan" else times
         if name == "cond":
             branches = [list(_products(one, each)) for one in _jaxprs(params["branches"])]
-            yield from max(branches, key=_operations)
+            most = max(branches, key=_operations)
+            if most not in seen:
+                yield from most
+            seen.append(most)
             continue
         for value in params.values():
             for inner in _jaxprs(value):

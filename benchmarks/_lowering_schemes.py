@@ -1,5 +1,6 @@
 """The quantized products that `bench_lowering.py` compiles: schemes and shapes."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,9 +15,11 @@ from jqx import numerics, presets
 from jqx.contractions._ragged_kernels import tiles_for_kernel
 
 EXPERTS = 8
+SEQUENCES, TOKENS, HEADS, KV_HEADS, WIDTH = 8, 4096, 32, 8, 128
+"""Of decode attention: each sequence has all of these tokens in its cache."""
 
-PLAIN: None = None
-"""The layout of weights that no kernel reads."""
+Call = tuple[Any, ...]
+"""A function and its arguments, which have shapes and dtypes alone."""
 
 
 class Shape(NamedTuple):
@@ -36,27 +39,21 @@ class Problem:
 
     Attributes:
       scheme: its name.
-      shape: of the product; of rows in groups, of all rows.
-      f: a function of the weight and what follows, in bfloat16.
-      args: what it is given.
-      policy: how it is quantized.
-      scalars: what its kernel is told before it starts.
-      bfloat16: the products of the same shape that bfloat16 needs.
+      shape: its name.
+      rows: how many rows are multiplied.
+      quantized: returns what is compiled, laid out for the kernels of a platform, or for none.
+      bfloat16: what is compiled where nothing is quantized.
+      products: those that bfloat16 needs.
+      scalars: what the kernel is told before it starts.
     """
 
     scheme: str
-    shape: Shape
-    f: Callable[..., jax.Array]
-    args: tuple[Any, ...]
-    policy: jqx.Policy
-    scalars: tuple[Any, ...]
-    bfloat16: tuple[Product, ...]
-
-    def converted(self, layout: str | None) -> tuple[Any, ...]:
-        """Returns the quantized function and its arguments, the weight laid out for a platform."""
-        plan = jqx.make_plan(self.f, self.policy)(*self.args)
-        q = jqx.quantize_params(self.args[0], plan, target=layout)
-        return jqx.convert(self.f, plan, "dynamic"), q, *self.args[1:]
+    shape: str
+    rows: int
+    quantized: Callable[[str | None], Call]
+    bfloat16: Call
+    products: tuple[Product, ...]
+    scalars: tuple[Any, ...] = ()
 
 
 _BY_128 = {"granularity": jqx.per_group(128)}
@@ -73,18 +70,24 @@ SCHEMES: dict[str, jqx.Policy] = {
         activation=_BY_128 | {"dynamic": True},
     ),
 }
-EXPERTS_SCHEME = "experts int4 g128"
-NAMES = (*SCHEMES, EXPERTS_SCHEME)
+OF_EXPERTS = "experts int4 g128"
+OF_CACHES = {"attention int8": jnp.int8, "attention int4": jnp.int4}
+NAMES = (*SCHEMES, OF_EXPERTS, *OF_CACHES)
 
 
-def problem(scheme: str, shape: Shape) -> Problem:
-    """Returns a scheme at a shape."""
+def problems(scheme: str, shapes: Sequence[Shape]) -> list[Problem]:
+    """Returns a scheme at all shapes; attention over a cache has a shape of its own."""
+    if scheme in OF_CACHES:
+        return [_of_cache(scheme)]
+    return [_of_experts(at) if scheme == OF_EXPERTS else _of_matrix(scheme, at) for at in shapes]
+
+
+def _of_matrix(scheme: str, shape: Shape) -> Problem:
     m, k, n = shape
-    if scheme == EXPERTS_SCHEME:
-        return _of_experts(shape)
-    args = _bfloat16(k, n), _bfloat16(m, k)
-    own = (Product(m, k, n, "bfloat16"),)
-    return Problem(scheme, shape, _dense, args, SCHEMES[scheme], (), own)
+    plain = _dense, _bfloat16(k, n), _bfloat16(m, k)
+    quantized = functools.partial(_converted, plain, SCHEMES[scheme])
+    products = (Product(m, k, n, "bfloat16"),)
+    return Problem(scheme, str(shape), m, quantized, plain, products)
 
 
 def _of_experts(shape: Shape) -> Problem:
@@ -92,15 +95,44 @@ def _of_experts(shape: Shape) -> Problem:
     m, k, n = shape
     sizes = np.bincount(np.arange(m) % EXPERTS, minlength=EXPERTS).astype(np.int32)
     group = np.asarray(tiles_for_kernel(jnp.asarray(sizes), m).group)
-    args = _bfloat16(EXPERTS, k, n), _bfloat16(m, k), jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
-    own = tuple(Product(int(rows), k, n, "bfloat16") for rows in sizes if rows)
-    policy = presets.w4a16(block=128)
-    return Problem(EXPERTS_SCHEME, shape, _ragged, args, policy, (group,), own)
+    counts = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
+    plain = _ragged, _bfloat16(EXPERTS, k, n), _bfloat16(m, k), counts
+    quantized = functools.partial(_converted, plain, presets.w4a16(block=128))
+    products = tuple(Product(int(rows), k, n, "bfloat16") for rows in sizes if rows)
+    return Problem(OF_EXPERTS, str(shape), m, quantized, plain, products, (group,))
 
 
-def shapes(rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> list[Shape]:
-    """Returns all products of numbers of rows and of matrices."""
-    return [Shape(m, k, n) for k, n in matrices for m in rows]
+def _converted(plain: Call, policy: jqx.Policy, layout: str | None) -> Call:
+    f, w, *rest = plain
+    plan = jqx.make_plan(f, policy)(w, *rest)
+    q = jqx.quantize_params(w, plan, target=layout)
+    return jqx.convert(f, plan, "dynamic"), q, *rest
+
+
+def _of_cache(scheme: str) -> Problem:
+    """One query for each sequence over a cache with a scale for each token and head."""
+    cache = _bfloat16(SEQUENCES, TOKENS, KV_HEADS, WIDTH)
+    query = _bfloat16(SEQUENCES, HEADS, WIDTH)
+    lengths = jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32)
+    spec = jqx.QSpec(OF_CACHES[scheme], jqx.per_axis(0, 1, 2))
+
+    def quantized(layout: str | None) -> Call:
+        def made(x: jax.Array) -> jqx.QTensor:
+            q = jqx.QTensor.quantize(x, spec)
+            return q if layout is None else q.pack_for(layout)
+
+        codes = jax.eval_shape(made, cache)
+        return jqx.decode_attention, query, codes, codes, lengths
+
+    rows, each = HEADS // KV_HEADS, SEQUENCES * KV_HEADS
+    products = (
+        Product(rows, WIDTH, TOKENS, "bfloat16", each),
+        Product(rows, TOKENS, WIDTH, "bfloat16", each),
+    )
+    plain = jqx.decode_attention, query, cache, cache, lengths
+    shape = f"{SEQUENCES}x{TOKENS}x{KV_HEADS}x{WIDTH}"
+    limits = np.zeros(SEQUENCES, np.int32), np.full(SEQUENCES, TOKENS, np.int32)
+    return Problem(scheme, shape, SEQUENCES, quantized, plain, products, limits)
 
 
 def _dense(w: jax.Array, x: jax.Array) -> jax.Array:

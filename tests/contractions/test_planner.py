@@ -206,6 +206,15 @@ def test_a_weight_that_lies_for_a_kernel_is_read_by_it_on_its_platform_alone(
     assert choice._replace(**{platform: None}) == plain._replace(**{platform: None})
 
 
+def test_8_bit_floats_in_groups_are_codes_where_the_kernel_runs_alone():
+    """Plainly one is dequantized: no formulation is then chosen."""
+    x, q = byte(E4M3, (16, K)), quantized(E4M3, (K, N), size=32)
+    choice = plan(case_of(x, jqx.pack_for(q, "tpu")))
+    assert choice.tpu.name == "kernel_of_codes_tpu"
+    assert (choice.cpu.name, choice.cuda.name) == ("float8_groups_in_tiles", "float8_groups")
+    assert names(x, q) is None
+
+
 def test_what_a_kernel_does_not_compute_is_computed_as_without_it():
     q = jqx.pack_for(quantized("int8", (K, N), size=32), "tpu")
     a_channel = jqx.pack_for(quantized("int8", (K, N)), "tpu")
@@ -240,6 +249,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables = {name for *_, pair in WEIGHTS.values() for name in pair}
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
+    tables |= {"float8_groups", "float8_groups_in_tiles"}
     assert known == tables | KERNELS
 
 

@@ -15,9 +15,10 @@ from .._integers._bytes import ACCUMULATOR, as_int8, largest
 from .._integers._integer import integer
 from ._blocks import with_own_scales
 from ._convert import convert
-from ._formulation import formulation
+from ._formulation import CPU, ELSEWHERE, formulation
 from ._kernel_operands import lies_for, over_matrices, parameters_of
 from ._scales import HowTo
+from ._tiles import tiles
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 LEAST = 16
@@ -75,6 +76,35 @@ def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _of_codes(lhs, rhs, how, products_gpu)
 
 
+def _are_floats(case: Any) -> bool:
+    """Whether codes are 8-bit floats that a kernel multiplies on its own platform."""
+    x, q = case.lhs, case.rhs
+    if case.block is None or not isinstance(x, QTensor) or q.layout is None:
+        return False
+    integers = isinstance(format_of(q.qtype), Integer)
+    return not integers and multiplies_codes(q.layout.kernel, x, q, case.how)
+
+
+FLOATS = (
+    "8-bit floats in groups beside a weight that is laid out for a kernel of another platform: the "
+    "smaller operand is dequantized"
+)
+
+
+@formulation(FLOATS, CPU, _are_floats)
+def float8_groups_in_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return tiles.compute(_real(lhs, rhs), rhs, how)
+
+
+@formulation(FLOATS, ELSEWHERE, _are_floats)
+def float8_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return convert.compute(_real(lhs, rhs), rhs, how)
+
+
+def _real(lhs: QTensor, rhs: QTensor) -> jax.Array:
+    return lhs.astype(common_dtype(lhs.dtype, rhs.dtype)).dequantize()
+
+
 def _of_codes(
     lhs: QTensor, rhs: QTensor, how: HowTo, kernel: Callable[..., jax.Array]
 ) -> jax.Array:
@@ -90,8 +120,7 @@ def _of_codes(
 def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     if isinstance(format_of(lhs.qtype), Integer):
         return integer.compute(lhs, rhs, how)
-    wide = common_dtype(lhs.dtype, rhs.dtype)
-    return convert.compute(lhs.astype(wide).dequantize(), rhs, how)
+    return convert.compute(_real(lhs, rhs), rhs, how)
 
 
 def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

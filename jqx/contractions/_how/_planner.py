@@ -21,7 +21,12 @@ from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
 from ._kernels import kernel_gpu, kernel_tpu
-from ._kernels_of_codes import kernel_of_codes_gpu, kernel_of_codes_tpu
+from ._kernels_of_codes import (
+    float8_groups,
+    float8_groups_in_tiles,
+    kernel_of_codes_gpu,
+    kernel_of_codes_tpu,
+)
 from ._tiles import float8_tiles, tiles
 
 
@@ -36,6 +41,8 @@ PRODUCTS = Planner(
     kernel_gpu,
     kernel_of_codes_tpu,
     kernel_of_codes_gpu,
+    float8_groups_in_tiles,
+    float8_groups,
     integer_digits,
     integer_blocks,
     integer_shaped,
