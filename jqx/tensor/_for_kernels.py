@@ -19,6 +19,9 @@ FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 CACHES = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, *FLOAT8)
 """What kernels read of keys and values."""
 
+LANES = 128
+"""Columns of a tile on a TPU: a compiler copies codes of other numbers of columns in each call."""
+
 ALIGNED = 16
 """Codes of 4 bits lie in whole tiles of so many rows and columns on a GPU."""
 
@@ -46,13 +49,15 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
         return None
     if platform == "gpu" and not _is_aligned(q, 4 if looked_up else _bits(form)):
         return None
+    if platform == "tpu" and _bits(form) == 2 and q.shape[-3 - axis] % LANES:
+        return None  # the compiler (libtpu 0.0.42) would abort
     # The matrix units of TPU7x alone convert float4.
     native = target == "tpu7x" and form.storage == jnp.float4_e2m1fn
     return Layout(swapped=axis == -1, uint4=looked_up and not native, kernel=platform)
 
 
 def _bits(form: Any) -> int:
-    return 8 if form.storage in FLOAT8 else bit_width(form.storage)
+    return bit_width(form.storage) if jnp.issubdtype(form.storage, jnp.integer) else form.bits
 
 
 def _is_aligned(q: Any, bits: int) -> bool:

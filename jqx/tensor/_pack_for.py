@@ -31,10 +31,11 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits
     or fewer that are looked up, float4 and codebooks, with any scale: those lie as uint4 (float4 on
     TPU7x as it is). On a GPU codes of 2 bits have none, nor have those of 4 bits where an axis is
-    no multiple of 16. Beside floats each weight is rounded to their dtype once it is scaled; an
-    activation that `convert` quantizes is quantized in the kernel. Where no kernel is for a weight,
-    or on another platform than the target's, it is contracted as without; `jqx.explain` tells.
-    `jax.export` of a function that would run a kernel is an error.
+    no multiple of 16; on a TPU those of 2 bits where N is no multiple of 128. Beside floats each
+    weight is rounded to their dtype once it is scaled; an activation that `convert` quantizes is
+    quantized in the kernel. Where no kernel is for a weight, or on another platform than the
+    target's, it is contracted as without; `jqx.explain` tells. `jax.export` of a function that
+    would run a kernel is an error, and so is a program that a compiler parts over devices.
 
     Args:
       tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.

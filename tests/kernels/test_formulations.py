@@ -209,6 +209,16 @@ def test_a_weight_for_a_kernel_is_used_and_kept_like_any(name, tmp_path):
         np.testing.assert_array_equal(again.dequantize(), q.dequantize())
 
 
+def test_codes_that_a_compiler_would_abort_on_have_no_kernel():
+    spec = jqx.QSpec(jnp.int2, jqx.per_block({0: 32, 1: 1}))
+    for columns, kernel in [(128, "tpu"), (64, None)]:
+        q = jqx.QTensor.quantize(normal(1, K, columns), spec)
+        laid = (q.pack_for("tpu"), q.T.pack_for("tpu"))
+        assert [x.layout.kernel if x.layout and x.layout.kernel else None for x in laid] == [
+            kernel
+        ] * 2
+
+
 def test_one_chip_alone_converts_float4():
     q = jqx.QTensor.quantize(normal(1, K, N), FORMATS["mxfp4"])
     assert q.pack_for("tpu7x").values.dtype == jnp.float4_e2m1fn
