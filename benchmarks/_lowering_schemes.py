@@ -117,11 +117,9 @@ def _of_cache(scheme: str) -> Problem:
     spec = jqx.QSpec(OF_CACHES[scheme], jqx.per_axis(0, 1, 2))
 
     def quantized(layout: str | None) -> Call:
-        def made(x: jax.Array) -> jqx.QTensor:
-            q = jqx.QTensor.quantize(x, spec)
-            return q if layout is None else q.pack_for(layout)
-
-        codes = jax.eval_shape(made, cache)
+        codes = jax.eval_shape(
+            lambda: jqx.QTensor.zeros(cache.shape, spec, cache.dtype, target=layout)
+        )
         return jqx.decode_attention, query, codes, codes, lengths
 
     rows, each = HEADS // KV_HEADS, SEQUENCES * KV_HEADS

@@ -1,6 +1,6 @@
 """What do kernels for quantized weights read, hold and multiply, without an accelerator?
 
-    python benchmarks/bench_lowering.py [--all] [--match TEXT] [--targets tpu-v5e h200] [--json PATH]
+    python benchmarks/bench_lowering.py [--all] [--match TEXT] [--targets NAME ...] [--json PATH]
 
 The compiler for TPUs gives no cycles for a kernel, so that two tables count what it does. Nothing
 runs: TIME IS NOT MEASURED. A product has bfloat16 rows and a shape MxKxN. Of experts M is all rows,
@@ -33,6 +33,7 @@ plainly ("XLA"), as no kernel reads them; the latter on TPU v5e and H200, and wi
 """
 
 import argparse
+import functools
 import re
 import sys
 import time
@@ -149,14 +150,13 @@ def compiled(at: Problem, target: str, beside: bool) -> Record:
     without, and of bfloat16.
     """
     layout = "gpu" if target == "h200" else "tpu"
-    bfloat16 = _read(at.bfloat16, target) if beside else None
     return {
         "scheme": at.scheme,
         "shape": at.shape,
         "target": target,
         "own": _read(at.quantized(layout), target),
         "xla": _read(at.quantized(PLAIN), target) if beside else None,
-        "bf16_cycles": bfloat16 and bfloat16["cycles"],
+        "bf16_cycles": _cycles(at.bfloat16, target) if beside else None,
     }
 
 
@@ -180,6 +180,11 @@ def _read(call: Call, target: str) -> Record:
         "temp_bytes": low.temp_bytes,
         "cycles": low.cycles,
     }
+
+
+@functools.cache
+def _cycles(call: Call, target: str) -> int | None:
+    return _read(call, target)["cycles"]
 
 
 def _of(read: Record | None, name: str) -> str:
@@ -212,12 +217,12 @@ def goals(counts: Sequence[Record], programs: Sequence[Record]) -> Iterator[str]
     compiled = {f"{r['scheme']} {r['shape']} {r['target']}": r["own"] for r in programs}
     own = {name: float(r["widened"] is None) for name, r in compiled.items()}
     yield from _goal("it compiles: errors <= 0", own, 0)
-    copies = {
-        f"{name}, {r['runs']}": len(r["widened"])
-        for name, r in compiled.items()
-        if r["widened"] is not None
-    }
+    told = {name: r for name, r in compiled.items() if r["widened"] is not None}
+    hidden = [name for name, r in told.items() if "s32" in r["reads"]]
+    copies = {f"{n}, {r['runs']}": len(r["widened"]) for n, r in told.items() if n not in hidden}
     yield from _goal("no codes are written in a wider type: copies <= 0", copies, 0)
+    if hidden:  # `jqx.lowering` takes the first operands of a kernel for those of its product
+        yield f"not known: whether codes are written in a wider type: {', '.join(hidden)}"
     yield "Time: not measured."
 
 
