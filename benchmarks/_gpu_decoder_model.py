@@ -1,14 +1,13 @@
 """A Llama-like decoder in plain JAX, which knows nothing of quantization.
 
 Layers are a list, each with weights and a cache of its own, and unrolled; or they are stacked, and
-scanned over. `prefill` reads a prompt; `step` reads one token for each row and goes on from a cache.
-Both return the logits of the last token and the caches.
+scanned over. `prefill` reads a prompt; `step` reads one token for each row and goes on from a
+cache. Both return the logits of the last token and the caches.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax import lax
 
 Params = dict[str, Any]
 THETA, EPS = 500_000.0, 1e-5
+ATTENTION = "attention"  # the scope of what multiplies no weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Config:
     kv_heads: int = 8
     tokens: int = 32000
     stacked: bool = False
-    attention: str = "xla"
+    attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def head(self) -> int:
@@ -85,7 +85,7 @@ def empty_caches(config: Config, batch: int, room: int) -> Any:
     """Returns room for the keys and values of every layer."""
 
     def empty(*leading: int) -> jax.Array:
-        return jnp.zeros((*leading, 2, batch, room, config.kv_heads, config.head), jnp.bfloat16)
+        return jnp.zeros((*leading, 2, batch, config.kv_heads, room, config.head), jnp.bfloat16)
 
     return empty(config.layers) if config.stacked else [empty() for _ in range(config.layers)]
 
@@ -94,10 +94,8 @@ def prefill(config: Config, params: Params, tokens: jax.Array) -> tuple[jax.Arra
     """Returns the logits of the last of `tokens` [batch, time], and the caches of all of them."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        y = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=config.attention
-        )
-        return y, jnp.stack([k, v])
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=config.attention)
+        return y, _cached(k, v)
 
     return _decode(config, params, tokens, None, 0, attend)
 
@@ -108,15 +106,15 @@ def step(
     """Returns the logits of `tokens` [batch, 1] at a place, and the caches with them."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        cache = lax.dynamic_update_slice_in_dim(cache, jnp.stack([k, v]), place, axis=2)
-        batch, _, heads, head = q.shape
-        grouped = q.reshape(batch, config.kv_heads, heads // config.kv_heads, head)
+        cache = lax.dynamic_update_slice_in_dim(cache, _cached(k, v), place, axis=3)
+        grouped = q.reshape(len(q), config.kv_heads, -1, config.head)
         scores = jnp.einsum(
-            "bkgd,bskd->bkgs", grouped, cache[0], preferred_element_type=jnp.float32
+            "bkgd,bksd->bkgs", grouped, cache[0], preferred_element_type=jnp.float32
         )
-        seen = jnp.arange(cache.shape[2]) <= place
-        shares = jax.nn.softmax(jnp.where(seen, scores * head**-0.5, -jnp.inf)).astype(q.dtype)
-        return jnp.einsum("bkgs,bskd->bkgd", shares, cache[1]).reshape(q.shape), cache
+        seen = jnp.arange(cache.shape[3]) <= place
+        scores = jnp.where(seen, scores * config.head**-0.5, -jnp.inf)
+        shares = jax.nn.softmax(scores).astype(q.dtype)
+        return jnp.einsum("bkgs,bksd->bkgd", shares, cache[1]).reshape(q.shape), cache
 
     return _decode(config, params, tokens, caches, place, attend)
 
@@ -134,7 +132,8 @@ def _decode(
             [config.heads, config.heads + config.kv_heads],
             axis=2,
         )
-        y, cache = attend(_rotated(q, *turn), _rotated(k, *turn), v, cache)
+        with jax.named_scope(ATTENTION):
+            y, cache = attend(_rotated(q, *turn), _rotated(k, *turn), v, cache)
         x = x + y.reshape(batch, time, -1) @ w["out"]
         gate, up = jnp.split(_norm(x, w["before_perceptron"]) @ w["gate_up"], 2, axis=-1)
         return x + (jax.nn.silu(gate) * up) @ w["down"], cache
@@ -151,6 +150,11 @@ def _decode(
     return _norm(x[:, -1], params["norm"]) @ params["head"], caches
 
 
+def _cached(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns keys and values [batch, time, heads, head] as they are cached: heads before time."""
+    return jnp.stack([k, v]).swapaxes(2, 3)
+
+
 def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     real = x.astype(jnp.float32)
     unit = real * lax.rsqrt(jnp.mean(real**2, axis=-1, keepdims=True) + EPS)
@@ -159,7 +163,8 @@ def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _turn(places: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of rotary embeddings, [time, 1, head / 2]."""
-    angles = places[:, None, None] * THETA ** (-jnp.arange(0, head, 2) / head)
+    rates = THETA ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    angles = places[:, None, None].astype(jnp.float32) * rates
     return jnp.cos(angles), jnp.sin(angles)
 
 

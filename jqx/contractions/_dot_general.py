@@ -109,7 +109,7 @@ def dot_general(
         products = dimensions.contracted_size(left)
         check_requantized("dot_general", left, right, summed, products, preferred_element_type)
         return requantize(_accumulate(left, right, dimensions), output)
-    y = contract(left, right, dimensions, precision)
+    y = contract(left, right, dimensions, precision, dtype)
     return as_asked("dot_general", y.astype(dtype), output)
 
 
@@ -120,9 +120,15 @@ def _accumulate(left: QTensor, right: QTensor, dimensions: Dimensions) -> jax.Ar
 
 
 def contract(
-    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
+    left: Any,
+    right: Any,
+    dimensions: Dimensions,
+    precision: lax.PrecisionLike,
+    dtype: Any = None,
 ) -> jax.Array:
-    """Contracts two operands, one of them a QTensor, in the float dtype of computation."""
+    """Contracts two operands, one of them a QTensor, in the float dtype of computation, or in
+    `dtype` where a kernel rounds to it.
+    """
     if is_empty(left) or is_empty(right):  # a sum of nothing, where it has elements at all
         return jnp.zeros(check_sizes(left, right, dimensions))
     left, right = in_order(left, right, dimensions)
@@ -132,7 +138,9 @@ def contract(
             left = left.dequantize()
         elif not _is_smaller(left, right) and right.offset is not None:
             right = right.dequantize()
-    y = _contract_bare(_bare(left), _bare(right), dimensions, precision)
+    shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
+    dtype = None if shifted else dtype
+    y = _contract_bare(_bare(left), _bare(right), dimensions, precision, dtype)
     if isinstance(right, QTensor) and right.offset is not None:
         return y + of_offset(left, right, dimensions).astype(y.dtype)
     if isinstance(left, QTensor) and left.offset is not None:
@@ -146,12 +154,12 @@ def _bare(x: Any) -> Any:
 
 
 def _contract_bare(
-    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array:
     """Contracts two operands without offsets, in one order."""
     left, right, dimensions = as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
-        y = _computed(left, right, dimensions, precision)
+        y = _computed(left, right, dimensions, precision, dtype)
         if y is not None:
             return y
         # Of two operands that are not both integers, the smaller one is the activation.
@@ -161,19 +169,22 @@ def _contract_bare(
         else:
             right = as_activation(right, left, wide)
     if isinstance(right, QTensor):
-        y = _computed(left, right, dimensions, precision)
+        y = _computed(left, right, dimensions, precision, dtype)
         assert y is not None
         return y
-    y = _computed(right, left, dimensions.swapped, precision)
+    y = _computed(right, left, dimensions.swapped, precision, dtype)
     assert y is not None
     return dimensions.swap_output(y)
 
 
 def _computed(
-    lhs: Any, rhs: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
+    lhs: Any, rhs: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array | None:
     """Computes a product as it is planned; `None` where an operand must become an array first."""
-    case = Product(lhs, rhs, HowTo.of(lhs, rhs, dimensions, precision))
+    how = HowTo.of(lhs, rhs, dimensions, precision)
+    if rhs.layout is not None and rhs.layout.kernel and dtype is not None:
+        how = how._replace(dtype=jnp.dtype(dtype))
+    case = Product(lhs, rhs, how)
     choice = plan(case)
     return None if choice is None else choice.compute(lhs, rhs, case.how)
 

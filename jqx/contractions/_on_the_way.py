@@ -55,9 +55,9 @@ def dot_general_on_the_way(
     """Returns `jqx.dot_general` of an `OnTheWay` and a QTensor, whichever is on which side."""
     dimensions = Dimensions.of(dimension_numbers, _of(lhs).ndim, _of(rhs).ndim)
     if isinstance(lhs, OnTheWay):
-        y = _product(lhs, rhs, dimensions, precision)
+        y = _product(lhs, rhs, dimensions, precision, preferred_element_type)
     else:
-        swapped = _product(rhs, lhs, dimensions.swapped, precision)
+        swapped = _product(rhs, lhs, dimensions.swapped, precision, preferred_element_type)
         y = dimensions.swap_output(swapped)
     return y.astype(preferred_element_type)
 
@@ -78,7 +78,11 @@ def has_codes_of_kernels(spec: QSpec) -> bool:
 
 
 def _product(
-    rows: OnTheWay, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
+    rows: OnTheWay,
+    q: QTensor,
+    dimensions: Dimensions,
+    precision: lax.PrecisionLike,
+    dtype: DTypeLike,
 ) -> jax.Array:
     if q.offset is not None or q.order is not None or is_empty(rows.x):
         return contract(rows.quantized(), q, dimensions, precision)
@@ -86,7 +90,8 @@ def _product(
     scale, _ = affine or fit(x, spec)
     _, q, dimensions = as_stored(x, q, dimensions)
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
-    told = Told(HowTo.of(codes, q, dimensions, precision), spec)
+    how = HowTo.of(codes, q, dimensions, precision)._replace(dtype=jnp.dtype(dtype))
+    told = Told(how, spec)
     return ON_THE_WAY.compute(Rows(x, codes, q, told), x, scale, q)
 
 
@@ -100,6 +105,11 @@ class Told(NamedTuple):
 
     how: HowTo
     spec: QSpec
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the result, as the contraction is told."""
+        return self.how.dtype
 
 
 class Rows(NamedTuple):
@@ -153,7 +163,8 @@ def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told
     op="dot_general:quantized",
 )
 def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
-    return contract(quantized(x, scale, told.spec), q, told.how.dimensions, told.how.precision)
+    how = told.how
+    return contract(quantized(x, scale, told.spec), q, how.dimensions, how.precision, how.dtype)
 
 
 ON_THE_WAY = Planner(

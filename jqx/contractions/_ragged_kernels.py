@@ -81,7 +81,7 @@ def _by_kernel(
             of_floats, table=table_of(rhs), precision=precision_of(how.precision)
         )
         rows = _flat(rows_in(lhs.astype(wide), tiles))
-        return _products(kernel, tiles, [rows], rhs, wide).astype(how.dtype)
+        return _products(kernel, tiles, [rows], rhs, wide, how)
 
     plain = functools.partial(ragged_tiles.compute, how=how)
     return derived_as(run, plain)(lhs, rhs, sizes)
@@ -104,7 +104,7 @@ def of_tiles(
     """Returns the product of rows [m, k], floats or codes, by a kernel that multiplies codes."""
     rows = [_flat(rows_in(leaf, tiles)) for leaf in (x, x_scale.astype(jnp.float32))]
     run = functools.partial(kernel, form=format_of(qtype))
-    return _products(run, tiles, rows, rhs, jnp.float32).astype(how.dtype)
+    return _products(run, tiles, rows, rhs, jnp.float32, how)
 
 
 def _products(
@@ -113,6 +113,7 @@ def _products(
     rows: list[jax.Array],
     rhs: QTensor,
     dtype: Any,
+    how: Told,
 ) -> jax.Array:
     rhs = with_own_scales(rhs, (0, 2))
     told, count = parameters_of(rhs, dtype), rhs.shape[0]
@@ -121,11 +122,13 @@ def _products(
         return None if leaf is None else jnp.broadcast_to(leaf, (count, *leaf.shape[1:]))
 
     group = tiles.group.astype(jnp.int32)
-    y = kernel(*rows, rhs.values, of_all(told.scale), of_all(told.zero), group)
+    number = jnp.where(tiles.is_row[:, 0], group, ~group)
+    result = how.dtype if told.after is None else jnp.float32
+    y = kernel(*rows, rhs.values, of_all(told.scale), of_all(told.zero), number, dtype=result)
     if told.after is not None:
         after = told.after if told.after.shape[0] == 1 else told.after[group]
         y = (y.reshape(len(group), -1, rhs.shape[2]) * after).reshape(y.shape)
-    return tiles.result(y)
+    return tiles.result(y).astype(how.dtype)
 
 
 def _flat(x: jax.Array) -> jax.Array:

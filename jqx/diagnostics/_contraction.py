@@ -79,10 +79,9 @@ def contractions_of(program: Program, platform: str) -> list[Contraction]:
 
 
 def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -> Contraction:
-    first, operands = 0, program.operands_of(inner)
-    if inner.opcode == "custom-call" and operands and operands[0].dtype == "s32":
-        # A kernel for TPUs is told first which matrix each tile is multiplied by.
-        first, operands = 1, program.operands_of(inner, first=1)
+    # Kernels are told first which matrix each tile is multiplied by, or which tokens count.
+    first = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
+    operands = program.operands_of(inner, first)
     if inner.opcode == "multiply":
         operands = [_before_broadcast(program, it) for it in operands]
     if inner is kernel.instruction:

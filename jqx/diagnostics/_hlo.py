@@ -117,6 +117,13 @@ class Program:
         two = instruction.operands[first : first + 2]
         return [named[name] for name in two if name in named]
 
+    def leading(self, instruction: Instruction, dtype: str) -> int:
+        """Returns how many of the first operands have a dtype, where others are behind them."""
+        named = self.named[self.home[instruction.line]]
+        dtypes = [named[name].dtype if name in named else "" for name in instruction.operands]
+        count = next((i for i, found in enumerate(dtypes) if found != dtype), 0)
+        return count if count + 1 < len(dtypes) else 0
+
     def called(self, instruction: Instruction) -> Iterator[list[Instruction]]:
         """Yields the computation that a fusion or a call runs."""
         if instruction.opcode in ("fusion", "fusion-start", "call", "async-start", "while"):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..numerics._shared import E8M0
+
 Table = tuple[float, ...] | None
 """The numbers of codes of 4 bits or fewer that are looked up; `None` where a code is its number."""
 
@@ -34,6 +36,8 @@ def _looked_up(codes: jax.Array, table: Sequence[float]) -> jax.Array:
 
 def scales(scale: jax.Array) -> jax.Array:
     """Returns scales as float32; uint8 are the exponents of powers of two, as in E8M0."""
+    if scale.dtype == E8M0:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
     if scale.dtype != jnp.uint8:
         return scale.astype(jnp.float32)
     code = scale.astype(jnp.int32)

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..numerics import Integer, QType
+from ..numerics._shared import E8M0
 from ._codes import scales
 from ._pallas import call, pl, triton
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
@@ -27,6 +29,7 @@ def products_gpu(
     group: jax.Array | None = None,
     *,
     form: QType,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the product of real rows and a weight, both multiplied as codes.
@@ -37,22 +40,25 @@ def products_gpu(
       codes: [K, N]: integers of 4 or 8 bits, or, beside 8-bit floats, those; of 4 bits, K and N are
         multiples of 16.
       scale: [G, N], of which each row is shared by K / G rows of codes, a multiple of 16; floats,
-        or uint8 as the exponents of E8M0.
+        or E8M0.
       zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows is multiplied by; M / T is a power of two from 16 to 128.
+        tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
+        reads it.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
+      dtype: of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
-      float32 [M, N].
+      [M, N].
     """
     (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size = k // groups
     each = m if group is None else m // group.shape[0]
     narrow = codes.dtype in (jnp.int4, jnp.uint4)
     tiles = tiles_of(each, k, n, size, narrow, within=True, all_rows=m)
+    scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     integers, qtype = isinstance(form, Integer), multiplied(form)
     sums = jnp.int32 if integers and groups == 1 else jnp.float32
@@ -95,9 +101,11 @@ def products_gpu(
     y = jnp.sum(parts, axis=0).astype(jnp.float32)
     y = y if x_scale.shape[1] > 1 else y * x_scale
     if groups > 1:
-        return y
+        return y.astype(dtype)
     own = scales(scale)
-    return y * (own if group is None else jnp.repeat(own[group, 0], each, axis=0))
+    if group is not None:
+        own = jnp.repeat(own[jnp.where(group < 0, ~group, group), 0], each, axis=0)
+    return (y * own).astype(dtype)
 
 
 def _kernel(
@@ -116,7 +124,8 @@ def _kernel(
     zeros, groups = more[:has_zero], more[has_zero:]
     m, k, n, size = shape
     space, load = pl(), triton().load
-    matrix = tuple(load(group.at[space.program_id(0)]) for group in groups)
+    number = [load(group.at[space.program_id(0)]) for group in groups]
+    matrix = tuple(jnp.where(group < 0, ~group, group) for group in number)
     steps = -(-k // tiles.k)
     each = -(-steps // tiles.parts)
     first = space.program_id(2) * each
@@ -163,5 +172,8 @@ def _kernel(
         return total + (product * factor if by_group else product)
 
     none = jnp.zeros((tiles.m, tiles.n), result.dtype)
-    total = lax.fori_loop(first, jnp.minimum(first + each, steps), add, none)
+    last = jnp.minimum(first + each, steps)
+    for group in number:
+        last = jnp.where(group < 0, first, last)
+    total = lax.fori_loop(first, last, add, none)
     triton().store(result, total, mask=is_row & is_column)

@@ -6,18 +6,20 @@ integers are those of the whole column, exact, and take both scales at the end.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..numerics import Integer, QType
 from ._codes import scales
 from ._pallas import pl
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
 from ._steps_tpu import in_steps
-from ._tiles_tpu import Tiles, tiles_of
+from ._tiles_tpu import Tiles, columns_of, tiles_of
 
 
 def products_tpu(
@@ -29,6 +31,7 @@ def products_tpu(
     group: jax.Array | None = None,
     *,
     form: QType,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the product of real rows and a weight, both multiplied as codes.
@@ -37,24 +40,27 @@ def products_tpu(
       x: [M, K]: float32 or bfloat16, to be quantized, or codes of the format.
       x_scale: float32 [M, 1], a scale a row, or [M, G], one for each of its groups.
       codes: [K, N]: integers of 8 bits or fewer, or, beside 8-bit floats, those.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
-        exponents of E8M0.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
       zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows is multiplied by, a multiple of 8.
+        tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
+      dtype: of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
-      float32 [M, N].
+      [M, N].
     """
     (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size, parameters = k // groups, [scale]
     if zero is not None:
         parameters.append(zero.astype(jnp.bfloat16))
     rows = None if group is None else m // group.shape[0]
-    tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize, rows)
+    dtypes, width, qtype = [p.dtype for p in parameters], x.dtype.itemsize, multiplied(form)
+    quantizes = x.dtype != qtype
+    tiles = tiles_of(m, k, n, size, dtypes, width, rows, kept=quantizes)
+    keeps = quantizes and group is None and tiles.stay and n > tiles.n
     if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
         parameters = [scales(p) for p in parameters]
     by_group = x_scale.shape[1] > 1
@@ -64,6 +70,7 @@ def products_tpu(
         shape=(k, size),
         form=form,
         by_group=by_group,
+        has_zero=zero is not None,
         by=arithmetic_on("tpu", interpret),
     )
     return in_steps(
@@ -76,8 +83,10 @@ def products_tpu(
         parameters,
         group,
         sums=jnp.int32 if isinstance(form, Integer) and groups == 1 else jnp.float32,
-        multiplies=multiplied(form),
+        dtype=dtype,
+        multiplies=qtype,
         interpret=interpret,
+        kept=qtype if keeps else None,
     )
 
 
@@ -91,6 +100,8 @@ def _in_tiles(x_scale: jax.Array, tiles: Tiles, k: int, size: int) -> jax.Array:
 
 
 def _kernel(
+    column: Any,
+    step: Any,
     x: Any,
     codes: Any,
     x_scale: Any,
@@ -100,11 +111,12 @@ def _kernel(
     shape: tuple[int, int],
     form: QType,
     by_group: bool,
+    has_zero: bool,
     by: Arithmetic,
 ) -> None:
-    *zeros, result, total = rest
+    zeros, (result, total, *kept) = rest[:has_zero], rest[has_zero:]
     k, size = shape
-    step, qtype = pl().program_id(2), multiplied(form)
+    qtype = multiplied(form)
     integers = isinstance(form, Integer)
     each = min(size, tiles.k)
     one = k == size
@@ -113,13 +125,15 @@ def _kernel(
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    for place in range(tiles.k // each):
-        start = place * each
-        group = pl().ds(start, each)
-        own = x_scale[:, place : place + 1] if by_group else x_scale[...]
-        rows, columns = x[:, group], codes[group, :]
-        if rows.dtype != qtype:
-            rows = codes_of(rows.astype(jnp.float32), own, form, by)
+    parts = tiles.k // each
+    by_row = [x_scale[:, i : i + 1] if by_group else x_scale[...] for i in range(parts)]
+    where = columns_of(tiles, k, step, 0, tiles.k)
+    all_rows = x[:, where]
+    if x.dtype != qtype:
+        all_rows = _codes(all_rows, by_row, kept, where, column, form, by)
+    for place in range(parts):
+        start, own = place * each, by_row[place]
+        rows, columns = all_rows[:, start : start + each], codes[pl().ds(start, each), :]
         of_group = functools.partial(_row, step=step, start=start, tiles=tiles, size=size, one=one)
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0]).astype(jnp.int32)
@@ -139,12 +153,40 @@ def _kernel(
         product = product * own if by_group else product
         total[...] += jnp.where(left > 0, product, 0.0) if k % tiles.k else product
 
-    @pl().when(step == pl().num_programs(2) - 1)
+    @pl().when(step == -(-k // tiles.k) - 1)
     def _() -> None:
         y = total[...].astype(jnp.float32)
         if not by_group:
             y = y * x_scale[...]
-        result[...] = y * scales(scale[...]) if one else y
+        y = y * scales(scale[...]) if one else y
+        result[...] = y.astype(result.dtype)
+
+
+def _codes(
+    x: jax.Array,
+    by_row: Sequence[jax.Array],
+    kept: Sequence[Any],
+    where: Any,
+    column: Any,
+    form: QType,
+    by: Arithmetic,
+) -> jax.Array:
+    """Returns the codes of a part of rows: made with the first columns, and kept for the others."""
+
+    def made() -> jax.Array:
+        each = x.shape[1] // len(by_row)
+        spread = [jnp.broadcast_to(own, (x.shape[0], each)) for own in by_row]
+        scale = spread[0] if len(spread) == 1 else jnp.concatenate(spread, axis=1)
+        return codes_of(x.astype(jnp.float32), scale, form, by)
+
+    if not kept:
+        return made()
+
+    @pl().when(column == 0)
+    def _() -> None:
+        kept[0][:, where] = made()
+
+    return kept[0][:, where]
 
 
 def _row(parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, one: bool) -> jax.Array:

@@ -1,11 +1,12 @@
-"""The steps in which a TPU computes a product: tiles of columns, then of rows, then along the sum.
+"""The steps in which a TPU computes a product: tiles of rows, then of columns, then along the sum.
 
-Where rows are in groups with a matrix each (experts), a tile of rows belongs to one group, whose
-number says which matrix is read. A matrix is read whole along the sum then, so that it stays where
-it is while the tiles of its group follow each other.
+Rows stay on the chip while all columns are gone through, so both operands are read once where
+there is one tile of rows. Where rows are in groups with a matrix each (experts), a tile of rows
+belongs to one group, whose number says which matrix is read. Tiles of columns come first then, and
+a matrix is read whole along the sum, so that it stays while the tiles of its group follow each
+other. A negative number `~group` stands for a tile that nothing reads; it is not computed.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +29,14 @@ def in_steps(
     group: jax.Array | None,
     *,
     sums: DTypeLike,
+    dtype: DTypeLike,
     multiplies: DTypeLike,
     interpret: bool,
+    kept: DTypeLike | None = None,
 ) -> jax.Array:
-    """Runs a kernel on tiles. It is given references to x, codes, the scale of x (where there is
-    one), the parameters, the result, and the sums, which it keeps from step to step.
+    """Runs a kernel on tiles. It is given which tile of columns it is at, which step along the sum,
+    and references to x, codes, the scale of x (where there is one), the parameters, the result, the
+    sums, which it keeps from step to step, and what it keeps of rows.
 
     Args:
       kernel: as above.
@@ -44,20 +48,31 @@ def in_steps(
       parameters: [G, N] each, or [E, G, N].
       group: int32, one for each tile of rows, or `None`.
       sums: their dtype.
+      dtype: of the result.
       multiplies: what matrix units multiply.
       interpret: whether to run on any platform, step by step.
+      kept: dtype of what is kept of each row for all columns, as long as x, or `None`.
 
     Returns:
-      float32 [M, N].
+      [M, N].
     """
     (m, k), n = x.shape, codes.shape[-1]
     space = pl()
-    block = functools.partial(space.BlockSpec, memory_space=tpu().VMEM)
+    prefetched = [] if group is None else [group]
+
+    def block(shape: tuple[Any, ...], place: Callable[..., tuple[Any, ...]]) -> Any:
+        """Returns the block at `place(i, j, step, *groups)`."""
+
+        def index(first: Any, second: Any, step: Any, *groups: Any) -> tuple[Any, ...]:
+            i, j = (second, first) if prefetched else (first, second)
+            return place(i, j, step, *groups)
+
+        return space.BlockSpec(shape, index, memory_space=tpu().VMEM)
 
     def of_matrix(rows: int, moves: bool) -> Any:
-        def place(j: Any, i: Any, step: Any, *groups: Any) -> tuple[Any, ...]:
+        def place(i: Any, j: Any, step: Any, *groups: Any) -> tuple[Any, ...]:
             inside = step if moves else 0, j
-            return (groups[0][i], *inside) if groups else inside
+            return (_matrix(groups[0][i]), *inside) if groups else inside
 
         return block((*(None,) * (codes.ndim - 2), rows, tiles.n), place)
 
@@ -65,31 +80,38 @@ def in_steps(
     if x_scale is not None:
         by_group = x_scale.ndim == 3
         rows = [
-            block((None, tiles.m, x_scale.shape[2]), lambda j, i, step, *_: (step, i, 0))
+            block((None, tiles.m, x_scale.shape[2]), lambda i, j, step, *_: (step, i, 0))
             if by_group
-            else block((tiles.m, 1), lambda j, i, step, *_: (i, 0))
+            else block((tiles.m, 1), lambda i, j, step, *_: (i, 0))
         ]
-    prefetched = [] if group is None else [group]
 
-    def without_groups(*references: Any) -> None:
-        kernel(*references[len(prefetched) :])
+    def run(*references: Any) -> None:
+        first, second, step = map(space.program_id, range(3))
+        if not prefetched:
+            return kernel(second, step, *references)
+        groups, *rest = references
+        space.when(groups[second] >= 0)(lambda: kernel(first, step, *rest))
 
+    whole = block((tiles.m, k), lambda i, j, step, *_: (i, 0))
+    part = block((tiles.m, tiles.k), lambda i, j, step, *_: (i, step))
+    along = space.cdiv(m, tiles.m), space.cdiv(n, tiles.n)
+    keeps = [] if kept is None else [tpu().VMEM((tiles.m, k), kept)]
     grid = tpu().PrefetchScalarGridSpec(
         num_scalar_prefetch=len(prefetched),
-        grid=(space.cdiv(n, tiles.n), space.cdiv(m, tiles.m), space.cdiv(k, tiles.k)),
+        grid=(*(along[::-1] if prefetched else along), space.cdiv(k, tiles.k)),
         in_specs=[
-            block((tiles.m, tiles.k), lambda j, i, step, *_: (i, step)),
+            whole if tiles.stay else part,
             of_matrix(tiles.k, moves=True),
             *rows,
             *[of_matrix(tiles.groups, tiles.moves)] * len(parameters),
         ],
-        out_specs=block((tiles.m, tiles.n), lambda j, i, step, *_: (i, j)),
-        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), sums)],
+        out_specs=block((tiles.m, tiles.n), lambda i, j, step, *_: (i, j)),
+        scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), sums), *keeps],
     )
     return call(
-        without_groups,
+        run,
         name,
-        jax.ShapeDtypeStruct((m, n), jnp.float32),
+        jax.ShapeDtypeStruct((m, n), dtype),
         [*prefetched, x, codes, *([] if x_scale is None else [x_scale]), *parameters],
         multiplies=multiplies,
         interpret=interpret,
@@ -98,3 +120,8 @@ def in_steps(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=LIMIT
         ),
     )
+
+
+def _matrix(group: Any) -> Any:
+    """Returns which matrix is read for a tile; for one that is not computed, the one before."""
+    return jnp.where(group < 0, ~group, group)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ._pallas import pl
+
 LANES = 128
 """The last axis of a tile has whole multiples of so many elements, or is the whole axis."""
 
@@ -22,7 +24,7 @@ WHOLE = 2**22
 AT_ONCE = 256
 """Rows of codes that are made numbers at once, about."""
 
-BUDGET = 24 * 2**20
+BUDGET = 40 * 2**20
 """Bytes of memory on the chip for rows and results."""
 
 LIMIT = 56 * 2**20
@@ -40,6 +42,8 @@ class Tiles(NamedTuple):
       groups: rows of scales in a block of them.
       moves: whether a tile of codes has a block of scales of its own; else all scales of a column
         are one block.
+      stay: whether rows are on the chip whole along the contracted axis, read once for all columns;
+        else a part of them is read for each tile of codes.
     """
 
     m: int
@@ -48,6 +52,7 @@ class Tiles(NamedTuple):
     chunk: int
     groups: int
     moves: bool
+    stay: bool
 
 
 def tiles_of(
@@ -58,15 +63,17 @@ def tiles_of(
     parameters: Sequence[Any],
     bytes_of_x: int,
     each: int | None = None,
+    kept: bool = False,
 ) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
 
     `parameters` are the dtypes of scales and zero points [K / size, N]. `each` is how many rows
     each of several matrices is multiplied by: they are read whole along the contracted axis.
+    `kept` says that codes of rows are kept, a byte each.
     """
     if each is not None:
         wide = max(LANES, min(WIDE, WHOLE // k // LANES * LANES))
-        return Tiles(each, k, min(n, wide), _chunk(k, size), k // size, False)
+        return Tiles(each, k, min(n, wide), _chunk(k, size), k // size, False, True)
     rows = max(32 // jnp.dtype(dtype).itemsize for dtype in parameters)
     whole = math.lcm(LANES, size * rows)
     moves = False
@@ -82,9 +89,19 @@ def tiles_of(
         deep = k
     wide = n if n <= WIDE else WIDE
     groups = deep // size if moves else k // size
-    of_row = 2 * deep * bytes_of_x + 16 * wide
+    stay = k % deep == 0
+    of_row = 2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if kept and stay else 0)
     most = max(16, BUDGET // of_row // 16 * 16)
-    return Tiles(min(m, most), deep, wide, _chunk(deep, size), groups, moves)
+    return Tiles(min(m, most), deep, wide, _chunk(deep, size), groups, moves, stay)
+
+
+def columns_of(tiles: Tiles, k: int, step: Any, start: int, count: int) -> Any:
+    """Returns where a part of the rows of a step stands in their block of `k` elements, or fewer;
+    a multiple of a register, where there are several steps.
+    """
+    if not tiles.stay or tiles.k == k:
+        return pl().ds(start, count)
+    return pl().ds(pl().multiple_of(step * tiles.k + start, LANES), count)
 
 
 def _chunk(deep: int, size: int) -> int:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from ..numerics._shared import E8M0
 from ._codes import Table, numbers, scales
 from ._pallas import call, pl, triton
 
@@ -47,6 +49,7 @@ def weights_gpu(
     *,
     table: Table = None,
     precision: lax.PrecisionLike = None,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns `x @ ((codes - zero) * scale)`, the weight rounded to the dtype of `x`.
@@ -54,21 +57,23 @@ def weights_gpu(
     Args:
       x: [M, K], float16, bfloat16 or float32.
       codes: [K, N], of any dtype of 4 or 8 bits; of 4 bits, K and N are multiples of 16.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
-        exponents of E8M0.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
       zero: [G, N], integers, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows is multiplied by; M / T is a power of two from 16 to 128.
+        tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
+        reads it.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
+      dtype: of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
-      float32 [M, N].
+      [M, N].
     """
     (m, k), n, size = x.shape, codes.shape[-1], x.shape[1] // scale.shape[-2]
     each = m if group is None else m // group.shape[0]
     tiles = tiles_of(each, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
+    scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     space = pl()
 
@@ -88,7 +93,7 @@ def weights_gpu(
             precision=precision,
         ),
         "jqx_weights",
-        jax.ShapeDtypeStruct((tiles.parts, m, n), jnp.float32),
+        jax.ShapeDtypeStruct((tiles.parts, m, n), jnp.float32 if tiles.parts > 1 else dtype),
         [x, codes, *parameters, *([] if group is None else [group])],
         multiplies=x.dtype,
         interpret=interpret,
@@ -102,7 +107,7 @@ def weights_gpu(
         out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
         compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
     )
-    return jnp.sum(parts, axis=0) if tiles.parts > 1 else parts[0]
+    return jnp.sum(parts, axis=0).astype(dtype) if tiles.parts > 1 else parts[0]
 
 
 def tiles_of(
@@ -152,7 +157,8 @@ def _kernel(
     zeros, groups = more[:has_zero], more[has_zero:]
     m, k, n, size = shape
     space, load = pl(), triton().load
-    matrix = tuple(load(group.at[space.program_id(0)]) for group in groups)
+    number = [load(group.at[space.program_id(0)]) for group in groups]
+    matrix = tuple(jnp.where(group < 0, ~group, group) for group in number)
     steps = -(-k // tiles.k)
     each = -(-steps // tiles.parts)
     first = space.program_id(2) * each
@@ -195,8 +201,10 @@ def _kernel(
         return total + jnp.dot(rows, real, precision=precision, preferred_element_type=jnp.float32)
 
     last = jnp.minimum(first + each, steps)
+    for group in number:
+        last = jnp.where(group < 0, first, last)
     total = lax.fori_loop(first, last, add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
-    triton().store(result, total, mask=is_row[:, None] & is_column)
+    triton().store(result, total.astype(result.dtype), mask=is_row[:, None] & is_column)
 
 
 def _zero(reference: Any, whole: bool) -> Any:

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ._codes import Table, numbers, scales
 from ._pallas import pl
 from ._steps_tpu import in_steps
-from ._tiles_tpu import Tiles, tiles_of
+from ._tiles_tpu import Tiles, columns_of, tiles_of
 
 SUBLANES = 8
 """Rows of float32 in a register: a group of whole ones is reshaped for nothing."""
@@ -30,6 +31,7 @@ def weights_tpu(
     *,
     table: Table = None,
     precision: lax.PrecisionLike = None,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns `x @ ((codes - zero) * scale)`, the weight rounded to the dtype of `x`.
@@ -37,17 +39,17 @@ def weights_tpu(
     Args:
       x: [M, K], bfloat16 or float32.
       codes: [K, N], of any dtype of 8 bits or fewer.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or uint8 as the
-        exponents of E8M0.
+      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
       zero: [G, N], integers, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows is multiplied by, a multiple of 8.
+        tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
+      dtype: of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
-      float32 [M, N].
+      [M, N].
     """
     (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size, parameters = k // groups, [scale]
@@ -70,12 +72,15 @@ def weights_tpu(
         parameters,
         group,
         sums=jnp.float32,
+        dtype=dtype,
         multiplies=x.dtype,
         interpret=interpret,
     )
 
 
 def _kernel(
+    _: Any,
+    step: Any,
     x: Any,
     codes: Any,
     scale: Any,
@@ -87,7 +92,6 @@ def _kernel(
 ) -> None:
     *zeros, result, total = rest
     k, size = shape
-    step = pl().program_id(2)
 
     @pl().when(step == 0)
     def _() -> None:
@@ -102,7 +106,7 @@ def _kernel(
         for zero in zeros:
             real = real - of_rows(zero)
         real = real * of_rows(scale)
-        rows = x[:, chunk]
+        rows = x[:, columns_of(tiles, k, step, start, tiles.chunk)]
         if k % tiles.k:  # what lies behind the end is not zero
             left = k - step * tiles.k - start
             real = jnp.where(lax.broadcasted_iota(jnp.int32, real.shape, 0) < left, real, 0)
@@ -111,9 +115,9 @@ def _kernel(
             rows, real.astype(rows.dtype), precision=precision, preferred_element_type=jnp.float32
         )
 
-    @pl().when(step == pl().num_programs(2) - 1)
+    @pl().when(step == -(-k // tiles.k) - 1)
     def _() -> None:
-        result[...] = total[...]
+        result[...] = total[...].astype(result.dtype)
 
 
 def _spread(

@@ -272,7 +272,8 @@ def _by_platform(
 
 
 def _last(f: Callable[..., Any], how: Any, *arrays: Any) -> Any:
-    return f(*arrays, how)
+    y, dtype = f(*arrays, how), getattr(how, "dtype", None)
+    return y if dtype is None else y.astype(dtype)  # one for all platforms
 
 
 class Chosen(NamedTuple):

@@ -119,6 +119,11 @@ class Parameters(NamedTuple):
     after: jax.Array | None
 
 
+def dtype_of(how: HowTo, told: Parameters) -> Any:
+    """Returns the dtype that a kernel writes: that of the result, where nothing multiplies it."""
+    return how.dtype if how.dtype is not None and told.after is None else jnp.float32
+
+
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:
     """Returns the parameters of a weight [..., K, N] beside rows of a dtype."""
     scale, after = _scale_of(q)
@@ -143,9 +148,7 @@ def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
         if plain and scale.scale.shape[-2:] == (1, 1) and scale.qtype == jnp.float8_e4m3fn:
             return scale.values, scale.real_scale().astype(jnp.float32)
         return scale.dequantize().astype(jnp.float32), None
-    if scale.dtype == E8M0:
-        return lax.bitcast_convert_type(scale, jnp.uint8), None
-    return (scale if scale.dtype == jnp.bfloat16 else scale.astype(jnp.float32)), None
+    return (scale if scale.dtype in (E8M0, jnp.bfloat16) else scale.astype(jnp.float32)), None
 
 
 def _near_one(q: QTensor, scale: jax.Array, after: jax.Array | None) -> tuple[jax.Array, jax.Array]:

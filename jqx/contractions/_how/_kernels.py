@@ -14,7 +14,14 @@ from ...tensor import QTensor
 from ._blocks import with_own_scales
 from ._convert import dequantize, is_exact_in
 from ._formulation import formulation
-from ._kernel_operands import lies_for, over_matrices, parameters_of, precision_of, table_of
+from ._kernel_operands import (
+    dtype_of,
+    lies_for,
+    over_matrices,
+    parameters_of,
+    precision_of,
+    table_of,
+)
 from ._scales import HowTo
 
 REASON = (
@@ -58,7 +65,12 @@ def kernel_gpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Array]) -> jax.Array:
     q = with_own_scales(q, (q.ndim - 1,))
     told = parameters_of(q, x.dtype)
-    run = functools.partial(kernel, table=table_of(q), precision=precision_of(how.precision))
+    run = functools.partial(
+        kernel,
+        table=table_of(q),
+        precision=precision_of(how.precision),
+        dtype=dtype_of(how, told),
+    )
     weight = [q.values, told.scale, told.zero]
     return over_matrices(run, how.dimensions, [x], weight, told.after)
 

@@ -16,7 +16,7 @@ from .._integers._integer import integer
 from ._blocks import with_own_scales
 from ._convert import convert
 from ._formulation import CPU, ELSEWHERE, formulation
-from ._kernel_operands import lies_for, over_matrices, parameters_of
+from ._kernel_operands import dtype_of, lies_for, over_matrices, parameters_of
 from ._scales import HowTo
 from ._tiles import tiles
 
@@ -129,7 +129,8 @@ def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
 
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return function(*primals), jax.jvp(plain, primals, tangents)[1]
+        y = function(*primals)
+        return y, jax.jvp(plain, primals, tangents)[1].astype(y.dtype)
 
     return function
 
@@ -154,6 +155,6 @@ def products(
     """
     q = with_own_scales(q, (q.ndim - 1,))
     told = parameters_of(q, jnp.float32)
-    run = functools.partial(kernel, form=form)
+    run = functools.partial(kernel, form=form, dtype=dtype_of(how, told))
     rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, told.scale, told.zero]
     return over_matrices(run, how.dimensions, rows, weight, told.after)

@@ -19,11 +19,13 @@ class HowTo(NamedTuple):
       precision: of float products.
       block: where a scale changes along a contracted axis; `None` where it does not, so that it may
         leave the sum.
+      dtype: what the result is rounded to, where a kernel may do it; `None` is left to the caller.
     """
 
     dimensions: Dimensions
     precision: lax.PrecisionLike = None
     block: Block | None = None
+    dtype: Any = None
 
     @classmethod
     def of(
