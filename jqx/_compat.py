@@ -162,7 +162,9 @@ ad.deflinear2(_for_kernel, lambda cotangent, x, **_: [cotangent])
 batching.defvectorized(_for_kernel)
 
 
-def _lower_for_kernel(ctx: Any, x: Any, *, exported: str, partitioned: str) -> list[Any]:
+def _lower_for_kernel(
+    ctx: Any, x: Any, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
+) -> list[Any]:
     if ctx.module_context.lowering_parameters.for_export:
         raise ValueError(exported)
     around = ctx.module_context.axis_context
@@ -172,17 +174,29 @@ def _lower_for_kernel(ctx: Any, x: Any, *, exported: str, partitioned: str) -> l
         automatic = getattr(around, "num_devices", None) not in (None, 1)
     if automatic:
         raise ValueError(partitioned)
+    chip = chip_at_hand()
+    if chips and chip and chip not in chips:
+        raise ValueError(other.format(chip=chip))
     return [x]
 
 
 mlir.register_lowering(_for_kernel, _lower_for_kernel)
 
 
-def for_kernel(x: jax.Array, *, exported: str, partitioned: str) -> jax.Array:
+def chip_at_hand() -> str:
+    """Returns the kind of TPU that this process has, or an empty string."""
+    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+
+
+def for_kernel(
+    x: jax.Array, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
+) -> jax.Array:
     """Returns an array that a kernel reads. A ValueError of these texts is raised where it is
-    lowered for `jax.export`, or for a program that the compiler parts over devices.
+    lowered for `jax.export`, for a program that the compiler parts over devices, or on a TPU of
+    another kind than those that are named, if any is.
     """
-    return _for_kernel.bind(x, exported=exported, partitioned=partitioned)
+    told = {"exported": exported, "partitioned": partitioned, "other": other}
+    return _for_kernel.bind(x, chips=chips, **told)
 
 
 def shape_that_varies(shape: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:

@@ -146,7 +146,7 @@ def test_kernels_of_jqx_read_codes_once(scheme):
     bits = 8 if scheme in ("mxfp8", "w8a8 dynamic", "fp8 128x128") else 4
     assert record["codes_mib"] * 2**20 == 512 * 1024 * bits / 8
     assert record["codes_times"] == 1
-    assert record["written_mib"] * 2**20 == 8 * 1024 * 4
+    assert record["written_mib"] * 2**20 == 8 * 1024 * 2  # bfloat16, as the rows are
 
 
 def test_goals_name_what_misses_them():

@@ -53,6 +53,7 @@ def call(
     *,
     multiplies: DTypeLike,
     interpret: bool,
+    chips: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     """Calls a kernel on arrays.
@@ -64,18 +65,20 @@ def call(
       arrays: what it reads.
       multiplies: the dtype that matrix units multiply, for `jqx.lowering` to tell.
       interpret: whether it is run step by step on any platform, which tests do.
+      chips: kinds of TPUs that it is for, where it is not for all.
       **options: those of `pallas_call`.
 
     Raises:
-      ValueError: the program is exported, or parted over devices by the compiler; it is raised when
-        that is lowered.
+      ValueError: the program is exported, or parted over devices by the compiler, or for a TPU of
+        another kind; it is raised when that is lowered.
     """
     arrays = _compat.vary_alike(*arrays)
     axes = _compat.varies_along(arrays[0])
     if axes:
         result = jax.tree.map(lambda shape: _compat.shape_that_varies(shape, axes), result)
     if not interpret:
-        first = _compat.for_kernel(arrays[0], exported=_EXPORTED, partitioned=_PARTITIONED)
+        texts = {"exported": _EXPORTED, "partitioned": _PARTITIONED, "other": _OTHER}
+        first = _compat.for_kernel(arrays[0], chips=chips, **texts)
         arrays = (first, *arrays[1:])
     run = pl().pallas_call(kernel, result, name=name, interpret=interpret, **options)
     with jax.named_scope(f"multiplies_{_name_in_hlo(jnp.dtype(multiplies))}"):
@@ -104,4 +107,12 @@ _PARTITIONED = message(
     expected="one device, or the kernel in a jax.shard_map over all axes of the mesh",
     mend="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
     "pack_for; q.unpack() takes the layout back.",
+)
+
+_OTHER = message(
+    "pack_for",
+    "a weight lies for another TPU: this one does not convert its codes.",
+    given="{chip}, and codes that lie as float4, as target='tpu7x' lays them out",
+    expected="TPU7x, or codes that lie as uint4",
+    mend="lay the weights out for this machine: jqx.pack_for(params, 'tpu').",
 )

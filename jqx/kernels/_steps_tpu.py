@@ -115,6 +115,7 @@ def in_steps(
         [*prefetched, x, codes, *([] if x_scale is None else [x_scale]), *parameters],
         multiplies=multiplies,
         interpret=interpret,
+        chips=("TPU7x",) if codes.dtype == jnp.float4_e2m1fn else (),
         grid_spec=grid,
         compiler_params=tpu().CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=LIMIT

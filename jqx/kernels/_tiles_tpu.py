@@ -72,7 +72,7 @@ def tiles_of(
     `kept` says that codes of rows are kept, a byte each.
     """
     if each is not None:
-        wide = max(LANES, min(WIDE, WHOLE // k // LANES * LANES))
+        wide = max(LANES, min(2 * WIDE, WHOLE // k // LANES * LANES))
         return Tiles(each, k, min(n, wide), _chunk(k, size), k // size, False, True)
     rows = max(32 // jnp.dtype(dtype).itemsize for dtype in parameters)
     whole = math.lcm(LANES, size * rows)

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import jqx
-from jqx import numerics
+from jqx import _compat, numerics
 
 from ..arrays import normal
 from .stepwise import on
@@ -237,3 +237,20 @@ def test_a_compiler_does_not_part_a_kernel_over_devices(target, platform):
         ValueError, match=r"jax\.jit: a compiler cannot part a kernel(.|\n)*shard_map"
     ):
         jax.jit(jqx.matmul).trace(x, q).lower(lowering_platforms=(platform,))
+
+
+def test_codes_that_lie_for_another_tpu_are_refused_where_that_is_known(monkeypatch):
+    q = jqx.QTensor.quantize(normal(1, K, N), FORMATS["mxfp4"])
+    x = jax.ShapeDtypeStruct((4, K), jnp.float32)
+
+    def lower(target):
+        run = jax.jit(lambda x, q: jqx.matmul(x, q)).trace(x, q.pack_for(target))
+        return run.lower(lowering_platforms=("tpu",))
+
+    lower("tpu7x")  # no TPU is at hand
+    monkeypatch.setattr(_compat, "chip_at_hand", lambda: "TPU v6 lite")
+    lower("tpu-v6e")
+    with pytest.raises(ValueError, match=r"lies for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"):
+        lower("tpu7x")
+    monkeypatch.setattr(_compat, "chip_at_hand", lambda: "TPU7x")
+    lower("tpu7x")
