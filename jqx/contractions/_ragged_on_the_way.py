@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 
 from ..kernels._shared import products_gpu, products_tpu
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import fit
 from ._how._formulation import PLATFORMS, Planner, formulation
 from ._how._kernels_of_codes import derived_as
 from ._on_the_way import FEW, REASON, OnTheWay, has_codes_of_kernels, quantized
@@ -56,11 +55,11 @@ def ragged_dot_on_the_way(
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
     """Returns `jqx.ragged_dot` of rows that are quantized on the way."""
-    x, spec, affine = rows
+    x, spec = rows.x, rows.spec
     told = ToldToQuantize(Told(precision, jnp.dtype(preferred_element_type)), spec)
     if not isinstance(rhs, QTensor) or 0 in (x.shape[0], rhs.shape[0]):
         return _first(rows.quantized(), rhs, group_sizes, told.how)
-    scale, _ = affine or fit(x, spec)
+    scale = rows.scale()
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     return ROWS_ON_THE_WAY.compute(Rows(x, codes, rhs, told), x, scale, rhs, group_sizes)
 

@@ -115,3 +115,15 @@ def test_nan_stays_in_its_row(target):
     expected = np.zeros((m, N), bool)
     expected[3] = True
     np.testing.assert_array_equal(np.isnan(found), expected)
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+def test_it_is_mapped_over_rows_and_sizes(target):
+    m, sizes = SIZES["some"]
+    x, w, other = normal(0, 2, m, K), matrices("int8", target), [0, 0, m, 0, 0]
+    with on(target):
+        mapped = jax.vmap(lambda x, sizes: jqx.ragged_dot(x, w, sizes))
+        found = jax.jit(mapped)(x, jnp.asarray([sizes, other]))
+    for rows, own, y in zip(x, (sizes, other), found, strict=True):
+        expected = looped(np.float64(rows), np.float64(w.dequantize()), own)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
