@@ -192,7 +192,7 @@ def test_one_walk_gives_equations_their_addresses():
 
 
 def test_the_planner_alone_tells_platforms_apart():
-    """But for one sum that libraries of GPUs return in float32, inside of a formulation, and for the
+    """But for a sum that libraries of GPUs return in float32, inside of a formulation, and for the
     maximum by which a TPU finds a scale, the same as elsewhere.
     """
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
