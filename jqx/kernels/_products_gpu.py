@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from ..numerics import Integer, QType
 from ..numerics._shared import E8M0
 from ._codes import scales
-from ._pallas import call, pl, triton
+from ._pallas import pl, triton
+from ._programs_gpu import Program, Tiles, in_programs, read, tiles_of
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
-from ._weights_gpu import Tiles, tiles_of
 
 
 def products_gpu(
@@ -62,41 +62,21 @@ def products_gpu(
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     integers, qtype = isinstance(form, Integer), multiplied(form)
     sums = jnp.int32 if integers and groups == 1 else jnp.float32
-    space = pl()
-
-    def rows(count: int) -> Any:
-        return space.BlockSpec((tiles.m, count), lambda i, j, part: (i, 0))
-
-    stack = codes.shape[:-2]
-
-    def columns(count: int) -> Any:
-        zeros = (0,) * (len(stack) + 1)
-        return space.BlockSpec((*stack, count, tiles.n), lambda i, j, part: (*zeros, j))
-
-    parts = call(
-        functools.partial(
-            _kernel,
-            tiles=tiles,
-            shape=(m, k, n, size),
-            has_zero=zero is not None,
-            form=form,
-            by=arithmetic_on("gpu", interpret),
-        ),
+    kernel = functools.partial(
+        _kernel, tiles=tiles, shape=(k, size), form=form, by=arithmetic_on("gpu", interpret)
+    )
+    parts = in_programs(
+        kernel,
         "jqx_products",
-        jax.ShapeDtypeStruct((tiles.parts, m, n), sums),
-        [x, codes, x_scale, *parameters, *([] if group is None else [group])],
+        tiles,
+        x,
+        codes,
+        x_scale,
+        parameters,
+        group,
+        dtype=sums,
         multiplies=qtype if integers or codes.dtype == qtype else jnp.bfloat16,
         interpret=interpret,
-        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
-        in_specs=[
-            rows(k),
-            columns(k),
-            rows(x_scale.shape[1]),
-            *[columns(groups)] * len(parameters),
-            *[space.BlockSpec(g.shape, lambda i, j, part: (0,)) for g in (group,) if g is not None],
-        ],
-        out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
-        compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
     )
     y = jnp.sum(parts, axis=0).astype(jnp.float32)
     y = y if x_scale.shape[1] > 1 else y * x_scale
@@ -109,54 +89,39 @@ def products_gpu(
 
 
 def _kernel(
+    program: Program,
     x: Any,
     codes: Any,
     x_scale: Any,
     scale: Any,
     *rest: Any,
     tiles: Tiles,
-    shape: tuple[int, int, int, int],
-    has_zero: bool,
+    shape: tuple[int, int],
     form: QType,
     by: Arithmetic,
 ) -> None:
-    *more, result = rest
-    zeros, groups = more[:has_zero], more[has_zero:]
-    m, k, n, size = shape
-    space, load = pl(), triton().load
-    number = [load(group.at[space.program_id(0)]) for group in groups]
-    matrix = tuple(jnp.where(group < 0, ~group, group) for group in number)
-    steps = -(-k // tiles.k)
-    each = -(-steps // tiles.parts)
-    first = space.program_id(2) * each
-    is_row = (space.program_id(0) * tiles.m + jnp.arange(tiles.m) < m)[:, None]
-    is_column = (space.program_id(1) * tiles.n + jnp.arange(tiles.n) < n)[None, :]
-    whole = k % tiles.k == 0 and n % tiles.n == 0
+    *zeros, result = rest
+    (k, size), ds = shape, pl().ds
+    matrix, whole, is_column = program.matrix, program.whole, program.is_column
     integers, by_group = isinstance(form, Integer), x_scale.shape[1] > 1
     qtype = multiplied(form)
 
-    def part_of(reference: Any, index: Any, inside: Any) -> jax.Array:
-        if inside is None:
-            return load(reference.at[index])
-        return load(reference.at[index], mask=inside, other=jnp.zeros((), reference.dtype))
-
     def of_group(parameter: Any, start: Any) -> jax.Array:
-        row = space.ds(lax.div(start, size), 1)
-        return scales(part_of(parameter, (*matrix, row, slice(None)), None if whole else is_column))
+        row = (*matrix, ds(lax.div(start, size), 1), slice(None))
+        return scales(read(parameter, row, None if whole else is_column))
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         start = step * tiles.k
-        place = start + jnp.arange(tiles.k)
-        here = space.ds(start, tiles.k)
-        own = space.ds(lax.div(start, size), 1) if by_group else slice(None)
-        factor = part_of(x_scale, (slice(None), own), is_row)
-        rows = part_of(x, (slice(None), here), is_row & (place < k)[None, :])
+        place, here = start + jnp.arange(tiles.k), ds(start, tiles.k)
+        own = ds(lax.div(start, size), 1) if by_group else slice(None)
+        factor = read(x_scale, (slice(None), own), program.is_row)
+        inside = program.is_row & (place < k)[None, :]
+        rows = read(x, (slice(None), here), inside)
         if rows.dtype != qtype:
             rows = codes_of(rows.astype(jnp.float32), factor, form, by)
-            inside = is_row & (place < k)[None, :]
             rows = jnp.where(inside, rows, jnp.zeros((), qtype))
         known = None if whole else (place < k)[:, None] & is_column
-        columns = part_of(codes, (*matrix, here, slice(None)), known)
+        columns = read(codes, (*matrix, here, slice(None)), known)
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0], start).astype(jnp.int32)
             columns = difference.astype(qtype)
@@ -172,8 +137,5 @@ def _kernel(
         return total + (product * factor if by_group else product)
 
     none = jnp.zeros((tiles.m, tiles.n), result.dtype)
-    last = jnp.minimum(first + each, steps)
-    for group in number:
-        last = jnp.where(group < 0, first, last)
-    total = lax.fori_loop(first, last, add, none)
-    triton().store(result, total, mask=is_row & is_column)
+    total = lax.fori_loop(program.first, program.last, add, none)
+    triton().store(result, total, mask=program.is_row & is_column)

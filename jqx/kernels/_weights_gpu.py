@@ -5,8 +5,7 @@ for a tile of rows and columns; where rows are few there are several parts, whos
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,8 @@ from jax.typing import DTypeLike
 
 from ..numerics._shared import E8M0
 from ._codes import Table, numbers, scales
-from ._pallas import call, pl, triton
-
-PROGRAMS = 264
-"""Programs that keep a GPU busy: two for each multiprocessor of an H100."""
-
-LEAST = 16
-"""Rows and columns of the smallest tile that matrix units multiply."""
-
-
-class Tiles(NamedTuple):
-    """Sizes of the tiles of a product [M, K] x [K, N], powers of two, and in how many parts K is.
-
-    Attributes:
-      m: rows.
-      k: elements of the contracted axis.
-      n: columns.
-      parts: of the contracted axis.
-    """
-
-    m: int
-    k: int
-    n: int
-    parts: int
+from ._pallas import pl, triton
+from ._programs_gpu import Program, Tiles, in_programs, read, tiles_of
 
 
 def weights_gpu(
@@ -75,137 +53,69 @@ def weights_gpu(
     tiles = tiles_of(each, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
     scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
-    space = pl()
-
-    stack = codes.shape[:-2]
-
-    def columns(rows: int) -> Any:
-        zeros = (0,) * (len(stack) + 1)
-        return space.BlockSpec((*stack, rows, tiles.n), lambda i, j, part: (*zeros, j))
-
-    parts = call(
-        functools.partial(
-            _kernel,
-            tiles=tiles,
-            shape=(m, k, n, size),
-            has_zero=zero is not None,
-            table=table,
-            precision=precision,
-        ),
+    kernel = functools.partial(
+        _kernel, tiles=tiles, shape=(k, size), table=table, precision=precision
+    )
+    parts = in_programs(
+        kernel,
         "jqx_weights",
-        jax.ShapeDtypeStruct((tiles.parts, m, n), jnp.float32 if tiles.parts > 1 else dtype),
-        [x, codes, *parameters, *([] if group is None else [group])],
+        tiles,
+        x,
+        codes,
+        None,
+        parameters,
+        group,
+        dtype=jnp.float32 if tiles.parts > 1 else dtype,
         multiplies=x.dtype,
         interpret=interpret,
-        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
-        in_specs=[
-            space.BlockSpec((tiles.m, k), lambda i, j, part: (i, 0)),
-            columns(k),
-            *[columns(k // size)] * len(parameters),
-            *[space.BlockSpec(g.shape, lambda i, j, part: (0,)) for g in (group,) if g is not None],
-        ],
-        out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
-        compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
     )
     return jnp.sum(parts, axis=0).astype(dtype) if tiles.parts > 1 else parts[0]
 
 
-def tiles_of(
-    m: int,
-    k: int,
-    n: int,
-    size: int,
-    narrow: bool,
-    within: bool = False,
-    all_rows: int | None = None,
-) -> Tiles:
-    """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
-    their axes, and where asked for they lie within a group. `m` are the rows of one matrix, of
-    `all_rows` in all.
-    """
-    rows = min(128, max(LEAST, _power_above(m)))
-    wide = 64 if rows < 128 else 128
-    deep = 128 if rows < 64 else 64
-    if narrow:
-        wide, deep = math.gcd(n, wide), math.gcd(k, deep)
-    power = size & -size  # the largest that divides a group
-    if size < k and LEAST <= power and (within or power < size):
-        deep = min(deep, power)
-    deep = min(deep, max(LEAST, _power_above(k)))
-    wide = min(wide, max(LEAST, _power_above(n)))
-    programs = -(-(all_rows or m) // rows) * -(-n // wide)
-    parts = min(max(1, PROGRAMS // programs), max(1, k // (4 * deep)))
-    return Tiles(rows, deep, wide, parts)
-
-
-def _power_above(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _kernel(
+    program: Program,
     x: Any,
     codes: Any,
     scale: Any,
     *rest: Any,
     tiles: Tiles,
-    shape: tuple[int, int, int, int],
-    has_zero: bool,
+    shape: tuple[int, int],
     table: Table,
     precision: lax.PrecisionLike,
 ) -> None:
-    *more, result = rest
-    zeros, groups = more[:has_zero], more[has_zero:]
-    m, k, n, size = shape
-    space, load = pl(), triton().load
-    number = [load(group.at[space.program_id(0)]) for group in groups]
-    matrix = tuple(jnp.where(group < 0, ~group, group) for group in number)
-    steps = -(-k // tiles.k)
-    each = -(-steps // tiles.parts)
-    first = space.program_id(2) * each
-    is_row = space.program_id(0) * tiles.m + jnp.arange(tiles.m) < m
-    is_column = (space.program_id(1) * tiles.n + jnp.arange(tiles.n) < n)[None, :]
-    whole = k % tiles.k == 0 and n % tiles.n == 0
+    *zeros, result = rest
+    (k, size), ds = shape, pl().ds
+    matrix, whole, is_column = program.matrix, program.whole, program.is_column
 
     def of_rows(parameter: Any, start: Any) -> jax.Array:
         """Returns the parameters of a tile of codes, each repeated for its group, or one row."""
+        first = lax.div(start, size)
         if size == k or size % tiles.k == 0:
-            row = parameter.at[(*matrix, space.ds(lax.div(start, size), 1), slice(None))]
             inside = None if whole else is_column
-            return scales(load(row, mask=inside, other=_zero(parameter, whole)))
+            return scales(read(parameter, (*matrix, ds(first, 1), slice(None)), inside))
         if tiles.k % size == 0:
             count = tiles.k // size
-            group = lax.div(start, size) + jnp.arange(count)
-            rows = parameter.at[(*matrix, space.ds(lax.div(start, size), count), slice(None))]
-            inside = None if whole else (group < k // size)[:, None] & is_column
-            own = scales(load(rows, mask=inside, other=_zero(parameter, whole)))
+            is_group = (first + jnp.arange(count) < k // size)[:, None]
+            inside = None if whole else is_group & is_column
+            own = scales(read(parameter, (*matrix, ds(first, count), slice(None)), inside))
             spread = jnp.broadcast_to(own[:, None, :], (count, size, tiles.n))
             return spread.reshape(tiles.k, tiles.n)
-        group = lax.div(start + jnp.arange(tiles.k), size)
+        group = lax.div(start + jnp.arange(tiles.k), size)[:, None]
         all_columns = jnp.arange(tiles.n)[None, :]
-        rows = parameter.at[(*matrix, group[:, None], all_columns)]
-        inside = (group < k // size)[:, None] & is_column
-        return scales(load(rows, mask=inside, other=_zero(parameter, False)))
+        inside = (group < k // size) & is_column
+        return scales(read(parameter, (*matrix, group, all_columns), inside))
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         start = step * tiles.k
-        place = start + jnp.arange(tiles.k)
-        here = space.ds(start, tiles.k)
-        inside = is_row[:, None] & (place < k)[None, :]
-        rows = load(x.at[:, here], mask=inside, other=jnp.zeros((), x.dtype))
+        place, here = start + jnp.arange(tiles.k), ds(start, tiles.k)
+        rows = read(x, (slice(None), here), program.is_row & (place < k)[None, :])
         known = None if whole else (place < k)[:, None] & is_column
-        tile = load(codes.at[(*matrix, here, slice(None))], mask=known, other=_zero(codes, whole))
-        real = numbers(tile, table)
+        real = numbers(read(codes, (*matrix, here, slice(None)), known), table)
         for zero in zeros:
             real = real - of_rows(zero, start)
         real = (real * of_rows(scale, start)).astype(rows.dtype)
         return total + jnp.dot(rows, real, precision=precision, preferred_element_type=jnp.float32)
 
-    last = jnp.minimum(first + each, steps)
-    for group in number:
-        last = jnp.where(group < 0, first, last)
-    total = lax.fori_loop(first, last, add, jnp.zeros((tiles.m, tiles.n), jnp.float32))
-    triton().store(result, total.astype(result.dtype), mask=is_row[:, None] & is_column)
-
-
-def _zero(reference: Any, whole: bool) -> Any:
-    return None if whole else jnp.zeros((), reference.dtype)
+    none = jnp.zeros((tiles.m, tiles.n), jnp.float32)
+    total = lax.fori_loop(program.first, program.last, add, none)
+    triton().store(result, total.astype(result.dtype), mask=program.is_row & is_column)

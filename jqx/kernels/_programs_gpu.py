@@ -1,0 +1,188 @@
+"""The programs in which a GPU computes a product: tiles of rows and columns, and parts of the sum.
+
+Where rows are in groups with a matrix each (experts), a tile of rows belongs to one group, whose
+number says which matrix is read. A negative number `~group` stands for a tile that nothing reads;
+its sum has no steps.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._pallas import call, pl, triton
+
+PROGRAMS = 264
+"""Programs that keep a GPU busy: two for each multiprocessor of an H100."""
+
+LEAST = 16
+"""Rows and columns of the smallest tile that matrix units multiply."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of a product [M, K] x [K, N], powers of two, and in how many parts K is.
+
+    Attributes:
+      m: rows.
+      k: elements of the contracted axis.
+      n: columns.
+      parts: of the contracted axis.
+    """
+
+    m: int
+    k: int
+    n: int
+    parts: int
+
+
+def tiles_of(
+    m: int,
+    k: int,
+    n: int,
+    size: int,
+    narrow: bool,
+    within: bool = False,
+    all_rows: int | None = None,
+) -> Tiles:
+    """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
+    their axes, and where asked for they lie within a group. `m` are the rows of one matrix, of
+    `all_rows` in all.
+    """
+    rows = min(128, max(LEAST, _power_above(m)))
+    wide = 64 if rows < 128 else 128
+    deep = 128 if rows < 64 else 64
+    if narrow:
+        wide, deep = math.gcd(n, wide), math.gcd(k, deep)
+    power = size & -size  # the largest that divides a group
+    if size < k and LEAST <= power and (within or power < size):
+        deep = min(deep, power)
+    deep = min(deep, max(LEAST, _power_above(k)))
+    wide = min(wide, max(LEAST, _power_above(n)))
+    programs = -(-(all_rows or m) // rows) * -(-n // wide)
+    parts = min(max(1, PROGRAMS // programs), max(1, k // (4 * deep)))
+    return Tiles(rows, deep, wide, parts)
+
+
+def _power_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def in_programs(
+    kernel: Callable[..., None],
+    name: str,
+    tiles: Tiles,
+    x: jax.Array,
+    codes: jax.Array,
+    x_scale: jax.Array | None,
+    parameters: Sequence[jax.Array],
+    group: jax.Array | None,
+    *,
+    dtype: DTypeLike,
+    multiplies: DTypeLike,
+    interpret: bool,
+) -> jax.Array:
+    """Runs a kernel in programs. It is given its `Program`, and references to x, codes, the scale
+    of x (where there is one), the parameters, and the result.
+
+    Args:
+      kernel: as above.
+      name: what it is called.
+      tiles: their sizes.
+      x: [M, K].
+      codes: [K, N], or [E, K, N].
+      x_scale: [M, 1] or [M, G], or `None`.
+      parameters: [G, N] each, or [E, G, N].
+      group: int32, one for each tile of rows, or `None`.
+      dtype: of the result.
+      multiplies: what matrix units multiply.
+      interpret: whether to run on any platform, step by step.
+
+    Returns:
+      [parts, M, N], to be summed.
+    """
+    (m, k), n, space = x.shape, codes.shape[-1], pl()
+
+    def of_rows(leaf: jax.Array) -> Any:
+        return space.BlockSpec((tiles.m, leaf.shape[1]), lambda i, j, part: (i, 0))
+
+    def of_columns(leaf: jax.Array) -> Any:
+        before = (0,) * (leaf.ndim - 1)
+        return space.BlockSpec((*leaf.shape[:-1], tiles.n), lambda i, j, part: (*before, j))
+
+    def of_all(leaf: jax.Array) -> Any:
+        return space.BlockSpec(leaf.shape, lambda i, j, part: (0,))
+
+    scales = [] if x_scale is None else [x_scale]
+    groups = [] if group is None else [group]
+
+    def run(*references: Any) -> None:
+        *inputs, result = references
+        count = len(inputs) - len(groups)
+        kernel(_program(tiles, (m, k, n), inputs[count:]), *inputs[:count], result)
+
+    return call(
+        run,
+        name,
+        jax.ShapeDtypeStruct((tiles.parts, m, n), dtype),
+        [x, codes, *scales, *parameters, *groups],
+        multiplies=multiplies,
+        interpret=interpret,
+        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
+        in_specs=[
+            of_rows(x),
+            of_columns(codes),
+            *map(of_rows, scales),
+            *map(of_columns, parameters),
+            *map(of_all, groups),
+        ],
+        out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
+        compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
+    )
+
+
+class Program(NamedTuple):
+    """What one program computes.
+
+    Attributes:
+      matrix: the index of its matrix in a stack, or nothing.
+      first: its first step along the sum.
+      last: the one behind its last.
+      is_row: which rows of its tile are there, [m, 1].
+      is_column: which columns are, [1, n].
+      whole: whether all tiles of codes are whole.
+    """
+
+    matrix: tuple[Any, ...]
+    first: Any
+    last: Any
+    is_row: jax.Array
+    is_column: jax.Array
+    whole: bool
+
+
+def _program(tiles: Tiles, shape: tuple[int, int, int], groups: Sequence[Any]) -> Program:
+    (m, k, n), space = shape, pl()
+    i, j, part = map(space.program_id, range(3))
+    steps = -(-k // tiles.k)
+    each = -(-steps // tiles.parts)
+    first = part * each
+    last = jnp.minimum(first + each, steps)
+    matrix = ()
+    for group in groups:
+        number = triton().load(group.at[i])
+        matrix = (jnp.where(number < 0, ~number, number),)
+        last = jnp.where(number < 0, first, last)
+    is_row = (i * tiles.m + jnp.arange(tiles.m) < m)[:, None]
+    is_column = (j * tiles.n + jnp.arange(tiles.n) < n)[None, :]
+    return Program(matrix, first, last, is_row, is_column, k % tiles.k == 0 and n % tiles.n == 0)
+
+
+def read(reference: Any, index: Any, inside: jax.Array | None) -> jax.Array:
+    """Returns a part of an array, zeros where it is not inside; `None` is inside everywhere."""
+    if inside is None:
+        return triton().load(reference.at[index])
+    zero = jnp.zeros((), reference.dtype)
+    return triton().load(reference.at[index], mask=inside, other=zero)
