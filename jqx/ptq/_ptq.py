@@ -17,7 +17,6 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..diagnostics._shared import report_of
 from ..policy import Policy
-from ..tensor import pack_for
 from ..tensor._shared import TARGETS
 from ..transforms import (
     Plan,
@@ -42,6 +41,7 @@ from ..transforms._shared import (
     check_function,
     is_array,
     is_quantized,
+    lay_out_weights,
     observers_of,
     parts_of,
     picked,
@@ -271,7 +271,7 @@ def quantized_of(
 ) -> Quantized:
     """Returns a quantized function with its weights, laid out for a target."""
     plan = mapped.plan
-    laid_out = pack_for(codes, target) if target and plan.weights else codes
+    laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = convert(mapped.function, plan, scales)
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
 

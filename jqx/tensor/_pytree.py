@@ -1,5 +1,6 @@
 """QTensor as a pytree: which of its fields are leaves, and which are static."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,19 +16,22 @@ _MORE = ("offset", "order")
 def register(cls: type) -> None:
     """Registers QTensor, whose file imports this one, for JAX and for `jax.export`."""
 
-    def unflatten(static: Any, leaves: Any) -> Any:
-        """Rebuilds without checks: a tree may hold anything in place of its arrays."""
-        q = object.__new__(cls)
-        leaves = (*leaves, *(None,) * (len(_LEAVES) + len(_MORE) - len(leaves)))
-        for name, value in zip((*_LEAVES, *_MORE, *_STATIC), (*leaves, *static), strict=True):
-            object.__setattr__(q, name, value)
-        return q
-
-    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    unflatten = functools.partial(rebuilt, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)
     make_exportable(cls)
 
 
-def _flatten(q: Any) -> tuple[tuple, tuple]:
+def rebuilt(cls: type, static: Any, leaves: Any) -> Any:
+    """Rebuilds without checks: a tree may hold anything in place of its arrays."""
+    q = object.__new__(cls)
+    leaves = (*leaves, *(None,) * (len(_LEAVES) + len(_MORE) - len(leaves)))
+    for name, value in zip((*_LEAVES, *_MORE, *_STATIC), (*leaves, *static), strict=True):
+        object.__setattr__(q, name, value)
+    return q
+
+
+def flatten(q: Any) -> tuple[tuple, tuple]:
+    """Returns the leaves of a QTensor, and its static fields."""
     names = _names(q)
     return tuple(getattr(q, name) for name in names), tuple(getattr(q, n) for n in _STATIC)
 
@@ -37,6 +41,6 @@ def _names(q: Any) -> tuple[str, ...]:
 
 
 def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
-    leaves, static = _flatten(q)
+    leaves, static = flatten(q)
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in _names(q))
     return tuple(zip(keys, leaves, strict=True)), static

@@ -20,6 +20,9 @@ from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
 from ._layout import lay_out as lay_out
 from ._layout import to_int8 as to_int8
+from ._one_of import OneOf as OneOf
+from ._one_of import alone as alone
+from ._one_of import found as found
 from ._order import check_kept as check_kept
 from ._order import permuted_axis as permuted_axis
 from ._order import taken as taken
@@ -36,4 +39,5 @@ from ._select import sliceable as sliceable
 from ._targets import TARGETS as TARGETS
 from ._targets import cache_for as cache_for
 from ._targets import check_target as check_target
+from ._targets import lay_out_as as lay_out_as
 from ._views import axis_groups as axis_groups

@@ -74,6 +74,14 @@ def lay_out_for(function: str, q: T, target: str, contracted: int | None, place:
     return lay_out(q, Layout(swapped=comes_last == (axis == -2), int8=int8))
 
 
+def lay_out_as(function: str, q: T, target: str, contracted: int | None) -> T:
+    """Lays a QTensor out for a target; its scale tells the axis that is contracted, or `contracted`
+    where it does not.
+    """
+    told = q.ndim < 2 or _told_by_scale(q) is not None
+    return lay_out_for(function, q, target, None if told else contracted)
+
+
 def cache_for(function: str, q: T, target: str) -> T:
     """Returns keys or values as the kernel of a target reads them in `jqx.decode_attention`; as
     they are for a CPU, which has none.
@@ -100,16 +108,10 @@ def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) 
     """Returns which of the last two axes is contracted, as the scale says or else as asked for;
     `None` where each index of both has its own scale, so that neither can be.
     """
-    own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
-    blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
-    if len(own) == 1:
-        found, why = -3 - own[0], f"axis {own[0]} has a scale for each index"
-    elif len(blocked) == 1:
-        found, why = blocked[0], f"axis {blocked[0]} has its scales in blocks"
-    elif own:
-        found, why = None, "each index of both axes has its own scale"
-    else:
+    told = _told_by_scale(q)
+    if told is None:
         return -2 if contracted is None else int(contracted)
+    found, why = told
     require_that(
         contracted is None or contracted == found,
         error=ValueError,
@@ -120,6 +122,17 @@ def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) 
         mend="leave `contracted` out.",
     )
     return found
+
+
+def _told_by_scale(q: Any) -> tuple[int | None, str] | None:
+    """Returns which axis can be contracted, or that none can, and why; `None` where both can."""
+    own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
+    blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
+    if len(own) == 1:
+        return -3 - own[0], f"axis {own[0]} has a scale for each index"
+    if len(blocked) == 1:
+        return blocked[0], f"axis {blocked[0]} has its scales in blocks"
+    return (None, "each index of both axes has its own scale") if own else None
 
 
 def _is_blocked(q: Any, axis: int) -> bool:

@@ -10,8 +10,8 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor, Segments, pack_for
-from ..tensor._shared import check_target
+from ..tensor import QSpec, QTensor, Segments
+from ..tensor._shared import check_target, lay_out_as
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
 from ._paths import Params, flatten, is_whole, rooted
@@ -81,7 +81,7 @@ def quantize_params(
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)
-        return codes if target is None else pack_for(codes, target)
+        return codes if target is None else lay_out_weights(codes, plan, target)
     given = affines or {}
     check_arguments("quantize_params", plan.params, params)
     own = rooted(plan.params, params)
@@ -171,7 +171,19 @@ def _quantized(
     if weight is None:
         return x
     quantized = quantize_weight(x, weight.spec, affines.get(weight.key))
-    return quantized if target is None else quantized.pack_for(target)
+    return quantized if target is None else _laid_out(quantized, weight, target)
+
+
+def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
+    """Returns parameters with the weights of a plan as a target contracts them fastest."""
+    return plan.map_weights(lambda weight, leaf: _laid_out(leaf, weight, target), params)
+
+
+def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
+    """Lays a weight out; where its scales do not tell what is contracted, the plan does."""
+    if not is_whole(leaf):
+        return leaf
+    return lay_out_as("quantize_params", leaf, target, weight.contracted)
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:

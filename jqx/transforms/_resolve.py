@@ -22,11 +22,11 @@ def resolve_weights(
     kept: dict[str, list[frozenset[int]]] = {}
     stacked: dict[str, list[frozenset[int]]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
+    summed: dict[str, set[frozenset[int]]] = {}
     counts: Counter[str] = Counter()
     for site, item in sites:
-        axes, batch = item.family.kept(item.eqn), item.family.batch(item.eqn)
-        for operand, origin, dims, own in zip(
-            site.operands, item.origins, axes, batch, strict=True
+        for operand, origin, axes in zip(
+            site.operands, item.origins, item.family.axes(item.eqn), strict=True
         ):
             if origin is None:
                 continue
@@ -44,8 +44,10 @@ def resolve_weights(
                     mend="let one rule match every use of it.",
                 )
                 merged.setdefault(path, set()).update(part.merged)
-                kept.setdefault(path, []).append(part.kept(dims, rank))
-                stacked.setdefault(path, []).append(_stacked(part, dims, own, rank))
+                kept.setdefault(path, []).append(part.kept(axes.kept, rank))
+                stacked.setdefault(path, []).append(_stacked(part, axes.kept, axes.batch, rank))
+                held = frozenset().union(*(part.dims[dim] for dim in axes.contracted))
+                summed.setdefault(path, set()).update([held] if axes.contracted else [])
     weights = []
     for path, (spec, place) in specs.items():
         if spec is None:
@@ -57,7 +59,9 @@ def resolve_weights(
         differ = len(set(kept[path])) > 1
         for here in kept[path]:
             _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
-        weights.append(Weight(path, resolved, f"{path}:weight", counts[path]))
+        last = summed[path] == {frozenset({len(shapes_of[path]) - 1})}
+        contracted = -1 if last else None
+        weights.append(Weight(path, resolved, f"{path}:weight", counts[path], contracted))
     return tuple(weights)
 
 

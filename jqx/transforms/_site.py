@@ -143,9 +143,12 @@ class Weight:
       spec: how it is quantized, its granularity in its own axes.
       key: name of its scale, where one is given from outside.
       sites: how many sites share it.
+      contracted: -1 where its products contract its last axis, as in `x @ w.T`; `None` where they
+        contract another one, or others; not compared.
     """
 
     path: str
     spec: QSpec
     key: str
     sites: int
+    contracted: int | None = added(None, compare=False)

@@ -145,3 +145,40 @@ def test_an_unknown_target_is_refused(target):
     params = mlp_params()
     with pytest.raises(ValueError, match=r"jqx\.quantize_params: `target` is unknown"):
         jqx.quantize_params(params, plan_of(mlp, w8a8(), params, X), target=target)
+
+
+SQUARES = jqx.QSpec(jnp.float8_e4m3fn, jqx.per_block({-2: 32, -1: 32}))
+ANY_WAY = {"blocks of both axes": SQUARES, "one scale": jqx.QSpec(jnp.int8, jqx.per_tensor())}
+PRODUCTS = {
+    "x @ w": (lambda p, x: x @ p["w"], None),
+    "x @ w.T": (lambda p, x: x @ p["w"].T, -1),
+    "einsum": (lambda p, x: jnp.einsum("mk,nk->mn", x, p["w"]), -1),
+    "step by step": (
+        lambda p, x: jax.lax.scan(lambda h, w: (h @ w.T, None), x, jnp.stack([p["w"]] * 2))[0],
+        -1,
+    ),
+    "both": (lambda p, x: x @ p["w"] @ p["w"].T, None),
+    "a lookup too": (lambda p, x: x[:2] @ p["w"].T + p["w"][jnp.arange(2)].sum(), -1),
+}
+
+
+@pytest.mark.parametrize("name", ANY_WAY)
+@pytest.mark.parametrize("how", PRODUCTS)
+def test_where_scales_do_not_tell_the_plan_says_what_is_contracted(how, name):
+    f, contracted = PRODUCTS[how]
+    params, x = {"w": normal(0, 64, 64)}, normal(1, 3, 64)
+    rule = jqx.Rule(weight=ANY_WAY[name], tables=ANY_WAY[name])
+    plan = jqx.make_plan(f, jqx.Policy([rule]), unsupported="dequantize")(params, x)
+    assert plan.weights[0].contracted == contracted
+    plain = jqx.quantize_params(params, plan)
+    for target in ("cpu", "gpu", "tpu"):
+        found = jqx.quantize_params(params, plan, target=target)["w"]
+        expected = plain["w"].pack_for(target, contracted=contracted)
+        assert found.layout == expected.layout
+        assert (found.values == expected.values).all()
+        nearest = jqx.quantize_params(params, plan, target=target, algorithm=rounds)["w"]
+        assert nearest.layout == expected.layout
+
+
+def rounds(plan, params, stats):
+    return plan.map_weights(lambda w, x: jqx.QTensor.quantize(x, w.spec), params)
