@@ -1,5 +1,7 @@
 """`decode_attention`: one query for each sequence over a cache of keys and values."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from jax.typing import ArrayLike
 from .._calls import called
 from .._checks import as_array, as_real, check_integer, require_that, shown
 from ..tensor import QTensor
-from ._cached import cached
+from ._cached import Cached, cached
 from ._decode_forms import attention, is_taken
 
 
@@ -90,10 +92,33 @@ def decode_attention(
         window = int(window)
     if 0 in own.codes.shape or 0 in other.codes.shape:
         return jnp.zeros((*q.shape[:2], other.codes.shape[3]), q.dtype)
-    stops = jnp.clip(lengths.astype(jnp.int32), 0, own.codes.shape[1])
-    starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
     kernel = kernel if is_taken(kernel, own, other) else ""
-    return attention(kernel, scale, window)(q, own, other, starts, stops)
+    return _named(kernel, scale, window)(q, own, other, lengths)
+
+
+_CALLS: dict[str, Callable[..., jax.Array]] = {}
+"""Attention with its scale and window, by the name of the jitted function that computes it."""
+
+
+@functools.cache
+def _named(kernel: str, scale: float, window: int | None) -> Callable[..., jax.Array]:
+    """Returns attention as a jitted function, which tells itself in a jaxpr."""
+
+    def run(q: jax.Array, keys: Cached, values: Cached, lengths: jax.Array) -> jax.Array:
+        stops = jnp.clip(lengths.astype(jnp.int32), 0, keys.codes.shape[1])
+        starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
+        return attention(kernel, scale, window)(q, keys, values, starts, stops)
+
+    run.__name__ = "_".join(map(str, ("jqx_decode_attention", scale, window, kernel)))
+    _CALLS[run.__name__] = functools.partial(decode_attention, scale=scale, window=window)
+    return jax.jit(run)
+
+
+def attention_named(name: str) -> Callable[..., jax.Array] | None:
+    """Returns `decode_attention` of queries, keys, values and lengths as a jitted function of that
+    name computes it; `None` where it is another one.
+    """
+    return _CALLS.get(name)
 
 
 def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -171,13 +171,13 @@ def _is_for(platform: str) -> Callable[[Rows], bool]:
     return applies
 
 
-@formulation(REASON, ("tpu",), _is_for("tpu"), op="dot_general:quantized")
+@formulation(REASON, ("tpu",), _is_for("tpu"), op="dot_general:quantized", finds=True)
 def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _by_kernel(x.astype(wide), scale, q, told, products_tpu)
 
 
-@formulation(REASON, ("cuda",), _is_for("gpu"), op="dot_general:quantized")
+@formulation(REASON, ("cuda",), _is_for("gpu"), op="dot_general:quantized", finds=True)
 def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
     return _by_kernel(x, scale, q, told, products_gpu)
 

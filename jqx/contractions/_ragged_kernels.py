@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..kernels._shared import products_gpu, products_tpu, weights_gpu, weights_tpu
 from ..numerics import Integer, format_of
 from ..tensor import QTensor
+from ..tensor._shared import found
 from ._how._blocks import find_block, with_own_scales
 from ._how._formulation import formulation
 from ._how._kernel_operands import lies_for, parameters_of, precision_of, table_of
@@ -52,12 +53,12 @@ REASON = (
 )
 
 
-@formulation(REASON, ("tpu",), lambda case: has_kernel(case, "tpu"), op="ragged_dot")
+@formulation(REASON, ("tpu",), lambda case: has_kernel(case, "tpu"), op="ragged_dot", finds=True)
 def ragged_kernel_tpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
     return _by_kernel(lhs, rhs, sizes, how, weights_tpu, products_tpu)
 
 
-@formulation(REASON, ("cuda",), lambda case: has_kernel(case, "gpu"), op="ragged_dot")
+@formulation(REASON, ("cuda",), lambda case: has_kernel(case, "gpu"), op="ragged_dot", finds=True)
 def ragged_kernel_gpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
     return _by_kernel(lhs, rhs, sizes, how, weights_gpu, products_gpu)
 
@@ -115,6 +116,7 @@ def _products(
     dtype: Any,
     how: Told,
 ) -> jax.Array:
+    codes, step = found(rhs)
     rhs = with_own_scales(rhs, (0, 2))
     told, count = parameters_of(rhs, dtype), rhs.shape[0]
 
@@ -124,7 +126,8 @@ def _products(
     group = tiles.group.astype(jnp.int32)
     number = jnp.where(tiles.is_row[:, 0], group, ~group)
     result = how.dtype if told.after is None else jnp.float32
-    y = kernel(*rows, rhs.values, of_all(told.scale), of_all(told.zero), number, dtype=result)
+    parameters = of_all(told.scale), of_all(told.zero)
+    y = kernel(*rows, codes, *parameters, number, step=step, dtype=result)
     if told.after is not None:
         after = told.after if told.after.shape[0] == 1 else told.after[group]
         y = (y.reshape(len(group), -1, rhs.shape[2]) * after).reshape(y.shape)

@@ -77,7 +77,7 @@ def _is_for(platform: str) -> Callable[[Rows], bool]:
     return applies
 
 
-@formulation(REASON, ("tpu",), _is_for("tpu"), op="ragged_dot:quantized")
+@formulation(REASON, ("tpu",), _is_for("tpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_tpu(
     x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
 ) -> jax.Array:
@@ -85,7 +85,7 @@ def ragged_kernel_quantizing_tpu(
     return _by_kernel(x.astype(wide), scale, q, sizes, told, products_tpu)
 
 
-@formulation(REASON, ("cuda",), _is_for("gpu"), op="ragged_dot:quantized")
+@formulation(REASON, ("cuda",), _is_for("gpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_gpu(
     x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
 ) -> jax.Array:

@@ -28,6 +28,7 @@ def products_gpu(
     zero: jax.Array | None,
     group: jax.Array | None = None,
     *,
+    step: jax.Array | None = None,
     form: QType,
     dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
@@ -45,6 +46,7 @@ def products_gpu(
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
         tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
         reads it.
+      step: int32 [], where codes have one more axis in front: which of it to take.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
       dtype: of the result, to which float32 sums are rounded.
@@ -74,6 +76,7 @@ def products_gpu(
         x_scale,
         parameters,
         group,
+        step,
         dtype=sums,
         multiplies=qtype if integers or codes.dtype == qtype else jnp.bfloat16,
         interpret=interpret,
@@ -121,7 +124,7 @@ def _kernel(
             rows = codes_of(rows.astype(jnp.float32), factor, form, by)
             rows = jnp.where(inside, rows, jnp.zeros((), qtype))
         known = None if whole else (place < k)[:, None] & is_column
-        columns = read(codes, (*matrix, here, slice(None)), known)
+        columns = read(codes, (*program.codes, here, slice(None)), known)
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0], start).astype(jnp.int32)
             columns = difference.astype(qtype)

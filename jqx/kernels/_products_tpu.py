@@ -30,6 +30,7 @@ def products_tpu(
     zero: jax.Array | None,
     group: jax.Array | None = None,
     *,
+    step: jax.Array | None = None,
     form: QType,
     dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
@@ -44,6 +45,7 @@ def products_tpu(
       zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
         tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
+      step: int32 [], where codes have one more axis in front: which of it to take.
       form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
         8-bit floats.
       dtype: of the result, to which float32 sums are rounded.
@@ -82,6 +84,7 @@ def products_tpu(
         _in_tiles(x_scale, tiles, k, size) if by_group else x_scale,
         parameters,
         group,
+        step,
         sums=jnp.int32 if isinstance(form, Integer) and groups == 1 else jnp.float32,
         dtype=dtype,
         multiplies=qtype,

@@ -79,6 +79,7 @@ def in_programs(
     x_scale: jax.Array | None,
     parameters: Sequence[jax.Array],
     group: jax.Array | None,
+    which: jax.Array | None,
     *,
     dtype: DTypeLike,
     multiplies: DTypeLike,
@@ -92,10 +93,11 @@ def in_programs(
       name: what it is called.
       tiles: their sizes.
       x: [M, K].
-      codes: [K, N], or [E, K, N].
+      codes: [K, N], or [E, K, N]; with one more axis in front where `which` is given.
       x_scale: [M, 1] or [M, G], or `None`.
       parameters: [G, N] each, or [E, G, N].
       group: int32, one for each tile of rows, or `None`.
+      which: int32 [], which codes of the axis in front, or `None`.
       dtype: of the result.
       multiplies: what matrix units multiply.
       interpret: whether to run on any platform, step by step.
@@ -116,27 +118,31 @@ def in_programs(
         return space.BlockSpec(leaf.shape, lambda i, j, part: (0,))
 
     scales = [] if x_scale is None else [x_scale]
-    groups = [] if group is None else [group]
+    along = space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts
+    each = None if which is None else jnp.broadcast_to(which, along[:1])
+    numbers = {"group": group, "which": each}
+    numbers = {name: number for name, number in numbers.items() if number is not None}
 
     def run(*references: Any) -> None:
         *inputs, result = references
-        count = len(inputs) - len(groups)
-        kernel(_program(tiles, (m, k, n), inputs[count:]), *inputs[:count], result)
+        count = len(inputs) - len(numbers)
+        told = dict(zip(numbers, inputs[count:], strict=True))
+        kernel(_program(tiles, (m, k, n), **told), *inputs[:count], result)
 
     return call(
         run,
         name,
         jax.ShapeDtypeStruct((tiles.parts, m, n), dtype),
-        [x, codes, *scales, *parameters, *groups],
+        [x, codes, *scales, *parameters, *numbers.values()],
         multiplies=multiplies,
         interpret=interpret,
-        grid=(space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts),
+        grid=along,
         in_specs=[
             of_rows(x),
             of_columns(codes),
             *map(of_rows, scales),
             *map(of_columns, parameters),
-            *map(of_all, groups),
+            *map(of_all, numbers.values()),
         ],
         out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),
         compiler_params=triton().CompilerParams(num_warps=4 if tiles.m < 128 else 8, num_stages=3),
@@ -148,6 +154,7 @@ class Program(NamedTuple):
 
     Attributes:
       matrix: the index of its matrix in a stack, or nothing.
+      codes: the index of its codes, or nothing.
       first: its first step along the sum.
       last: the one behind its last.
       is_row: which rows of its tile are there, [m, 1].
@@ -156,6 +163,7 @@ class Program(NamedTuple):
     """
 
     matrix: tuple[Any, ...]
+    codes: tuple[Any, ...]
     first: Any
     last: Any
     is_row: jax.Array
@@ -163,7 +171,9 @@ class Program(NamedTuple):
     whole: bool
 
 
-def _program(tiles: Tiles, shape: tuple[int, int, int], groups: Sequence[Any]) -> Program:
+def _program(
+    tiles: Tiles, shape: tuple[int, int, int], group: Any = None, which: Any = None
+) -> Program:
     (m, k, n), space = shape, pl()
     i, j, part = map(space.program_id, range(3))
     steps = -(-k // tiles.k)
@@ -171,13 +181,15 @@ def _program(tiles: Tiles, shape: tuple[int, int, int], groups: Sequence[Any]) -
     first = part * each
     last = jnp.minimum(first + each, steps)
     matrix = ()
-    for group in groups:
+    if group is not None:
         number = triton().load(group.at[i])
         matrix = (jnp.where(number < 0, ~number, number),)
         last = jnp.where(number < 0, first, last)
+    before = () if which is None else (triton().load(which.at[i]),)
     is_row = (i * tiles.m + jnp.arange(tiles.m) < m)[:, None]
     is_column = (j * tiles.n + jnp.arange(tiles.n) < n)[None, :]
-    return Program(matrix, first, last, is_row, is_column, k % tiles.k == 0 and n % tiles.n == 0)
+    whole = k % tiles.k == 0 and n % tiles.n == 0
+    return Program(matrix, (*before, *matrix), first, last, is_row, is_column, whole)
 
 
 def read(reference: Any, index: Any, inside: jax.Array | None) -> jax.Array:

@@ -27,6 +27,7 @@ def in_steps(
     x_scale: jax.Array | None,
     parameters: Sequence[jax.Array],
     group: jax.Array | None,
+    which: jax.Array | None,
     *,
     sums: DTypeLike,
     dtype: DTypeLike,
@@ -43,10 +44,11 @@ def in_steps(
       name: what it is called.
       tiles: their sizes.
       x: [M, K].
-      codes: [K, N], or [E, K, N].
+      codes: [K, N], or [E, K, N]; with one more axis in front where `which` is given.
       x_scale: [M, 1], or [steps along the sum, M, groups of a tile], or `None`.
       parameters: [G, N] each, or [E, G, N].
       group: int32, one for each tile of rows, or `None`.
+      which: int32 [], which codes of the axis in front, or `None`.
       sums: their dtype.
       dtype: of the result.
       multiplies: what matrix units multiply.
@@ -58,23 +60,28 @@ def in_steps(
     """
     (m, k), n = x.shape, codes.shape[-1]
     space = pl()
-    prefetched = [] if group is None else [group]
+    is_ragged, is_stack = group is not None, which is not None
+    prefetched = [
+        *([which[None]] if which is not None else []),
+        *([] if group is None else [group]),
+    ]
 
     def block(shape: tuple[Any, ...], place: Callable[..., tuple[Any, ...]]) -> Any:
         """Returns the block at `place(i, j, step, *groups)`."""
 
-        def index(first: Any, second: Any, step: Any, *groups: Any) -> tuple[Any, ...]:
-            i, j = (second, first) if prefetched else (first, second)
-            return place(i, j, step, *groups)
+        def index(first: Any, second: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
+            i, j = (second, first) if is_ragged else (first, second)
+            return place(i, j, step, *numbers)
 
         return space.BlockSpec(shape, index, memory_space=tpu().VMEM)
 
-    def of_matrix(rows: int, moves: bool) -> Any:
-        def place(i: Any, j: Any, step: Any, *groups: Any) -> tuple[Any, ...]:
-            inside = step if moves else 0, j
-            return (_matrix(groups[0][i]), *inside) if groups else inside
+    def of_matrix(rows: int, moves: bool, in_stack: bool = False) -> Any:
+        def place(i: Any, j: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
+            before = [numbers[0][0]] if in_stack else []
+            before += [_matrix(numbers[-1][i])] if is_ragged else []
+            return *before, step if moves else 0, j
 
-        return block((*(None,) * (codes.ndim - 2), rows, tiles.n), place)
+        return block((*(None,) * (in_stack + is_ragged), rows, tiles.n), place)
 
     rows = []
     if x_scale is not None:
@@ -87,9 +94,10 @@ def in_steps(
 
     def run(*references: Any) -> None:
         first, second, step = map(space.program_id, range(3))
-        if not prefetched:
-            return kernel(second, step, *references)
-        groups, *rest = references
+        rest = references[len(prefetched) :]
+        if not is_ragged:
+            return kernel(second, step, *rest)
+        groups = references[len(prefetched) - 1]
         space.when(groups[second] >= 0)(lambda: kernel(first, step, *rest))
 
     whole = block((tiles.m, k), lambda i, j, step, *_: (i, 0))
@@ -98,10 +106,10 @@ def in_steps(
     keeps = [] if kept is None else [tpu().VMEM((tiles.m, k), kept)]
     grid = tpu().PrefetchScalarGridSpec(
         num_scalar_prefetch=len(prefetched),
-        grid=(*(along[::-1] if prefetched else along), space.cdiv(k, tiles.k)),
+        grid=(*(along[::-1] if is_ragged else along), space.cdiv(k, tiles.k)),
         in_specs=[
             whole if tiles.stay else part,
-            of_matrix(tiles.k, moves=True),
+            of_matrix(tiles.k, True, is_stack),
             *rows,
             *[of_matrix(tiles.groups, tiles.moves)] * len(parameters),
         ],

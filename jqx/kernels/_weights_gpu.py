@@ -25,6 +25,7 @@ def weights_gpu(
     zero: jax.Array | None,
     group: jax.Array | None = None,
     *,
+    step: jax.Array | None = None,
     table: Table = None,
     precision: lax.PrecisionLike = None,
     dtype: DTypeLike = jnp.float32,
@@ -40,6 +41,7 @@ def weights_gpu(
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
         tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
         reads it.
+      step: int32 [], where codes have one more axis in front: which of it to take.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
       dtype: of the result, to which float32 sums are rounded.
@@ -65,6 +67,7 @@ def weights_gpu(
         None,
         parameters,
         group,
+        step,
         dtype=jnp.float32 if tiles.parts > 1 else dtype,
         multiplies=x.dtype,
         interpret=interpret,
@@ -110,7 +113,7 @@ def _kernel(
         place, here = start + jnp.arange(tiles.k), ds(start, tiles.k)
         rows = read(x, (slice(None), here), program.is_row & (place < k)[None, :])
         known = None if whole else (place < k)[:, None] & is_column
-        real = numbers(read(codes, (*matrix, here, slice(None)), known), table)
+        real = numbers(read(codes, (*program.codes, here, slice(None)), known), table)
         for zero in zeros:
             real = real - of_rows(zero, start)
         real = (real * of_rows(scale, start)).astype(rows.dtype)

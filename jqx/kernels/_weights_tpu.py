@@ -29,6 +29,7 @@ def weights_tpu(
     zero: jax.Array | None,
     group: jax.Array | None = None,
     *,
+    step: jax.Array | None = None,
     table: Table = None,
     precision: lax.PrecisionLike = None,
     dtype: DTypeLike = jnp.float32,
@@ -43,6 +44,7 @@ def weights_tpu(
       zero: [G, N], integers, or `None`.
       group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
         tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
+      step: int32 [], where codes have one more axis in front: which of it to take.
       table: what codes stand for, where they are looked up.
       precision: of float32 products.
       dtype: of the result, to which float32 sums are rounded.
@@ -71,6 +73,7 @@ def weights_tpu(
         None,
         parameters,
         group,
+        step,
         sums=jnp.float32,
         dtype=dtype,
         multiplies=x.dtype,

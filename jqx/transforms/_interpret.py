@@ -18,7 +18,9 @@ from .. import _compat
 from .._compat import Eqn
 from ..calibrators import Affine
 from ..tensor import QTensor
+from ..tensor._shared import alone
 from ._affine_checks import check_sums
+from ._attention import attention_over
 from ._counted import Counted, common, counted_like, is_counted, opened, value_of
 from ._find import addressed
 from ._origin import Address, Origin
@@ -120,7 +122,7 @@ def interpret(
         for atom in eqn.invars:
             if not _compat.is_literal(atom) and last_use[atom] == i and atom not in kept:
                 env.pop(atom, None)
-    return [read(atom) for atom in jaxpr.outvars], records
+    return [alone(read(atom)) for atom in jaxpr.outvars], records
 
 
 def _evaluate(
@@ -128,6 +130,8 @@ def _evaluate(
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
+    if name not in (*CONTRACTIONS, *FORMS, "transpose"):
+        operands = list(map(alone, operands))
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
         if site is not None:
@@ -140,11 +144,11 @@ def _evaluate(
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
             with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
-    if name in FORMS and (
-        quantized
-        or (holds_site and rules.plan.has_sites_in(here))
-        or any(map(is_counted, operands))
-    ):
+    has_sites = holds_site and rules.plan.has_sites_in(here)
+    attend = None if has_sites else attention_over(eqn, operands)
+    if attend is not None:
+        return [attend(*operands)], {}
+    if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):
         inside = here if holds_site else (*here, _NOWHERE)
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:

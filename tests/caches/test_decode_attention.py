@@ -435,8 +435,8 @@ def test_a_cache_that_is_made_for_a_target_is_written_and_read_there(target, nam
     np.testing.assert_array_equal(written.values, plain.values)
     np.testing.assert_array_equal(found, expected)  # on CPU both are the plain form
     traced = str(jax.make_jaxpr(step)(caches[0], new, q))
-    assert "jqx_decode_attention" in traced
-    assert "jqx_decode_attention" not in str(jax.make_jaxpr(step)(caches[1], new, q))
+    assert "pallas_call" in traced
+    assert "pallas_call" not in str(jax.make_jaxpr(step)(caches[1], new, q))
 
 
 @pytest.mark.parametrize("platform, target", [("tpu", "tpu"), ("cuda", "gpu")])
@@ -460,3 +460,60 @@ def test_a_cache_that_no_kernel_reads_is_refused():
     with pytest.raises(ValueError, match="`target` is unknown"):
         jqx.QTensor.zeros((2, 32, 8, 128), "int8", target="cuda")
     assert jqx.QTensor.zeros((2, 32, 8, 128), "int8", target="cpu").layout is None
+
+
+def decoder(params, x, cache, lengths, window=None):
+    batch, width = len(x), x.shape[1]
+    q, k, v = (x @ params[name] for name in "qkv")
+    put = jax.vmap(lambda c, new, i: jax.lax.dynamic_update_slice_in_dim(c, new, i, 0))
+    cache = [
+        put(c, new.reshape(batch, 1, 2, -1), lengths) for c, new in zip(cache, (k, v), strict=True)
+    ]
+    y = jqx.decode_attention(q.reshape(batch, 4, -1), *cache, lengths + 1, window=window)
+    return x + y.reshape(batch, width), cache
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_convert_hands_it_the_cache_as_it_lies(window, target):
+    params = {"q": normal(64, 64) / 8, "k": normal(64, 32) / 8, "v": normal(64, 32) / 8}
+    x, lengths = normal(2, 64), jnp.array([3, 17])
+    floats = [normal(2, 32, 2, 16), normal(2, 32, 2, 16)]
+    f = functools.partial(decoder, window=window)
+    plan = jqx.make_plan(f, jqx.presets.w8a16())(params, x, floats, lengths)
+    run, q = jqx.convert(f, plan), jqx.quantize_params(params, plan)
+    laid_out = jqx.quantize_state(floats, {".*": "int8:token"}, target=target)
+    assert all(c.layout.kernel == target for c in laid_out)
+    jaxpr = str(jax.make_jaxpr(run)(q, x, laid_out, lengths))
+    assert "jqx_decode_attention" in jaxpr and "pallas_call" in jaxpr
+    (y, cache), (expected, plain) = (
+        jax.jit(run)(q, x, c, lengths)
+        for c in (laid_out, jqx.quantize_state(floats, {".*": "int8:token"}))
+    )
+    np.testing.assert_array_equal(y, expected)
+    assert all((a.values == b.values).all() for a, b in zip(cache, plain, strict=True))
+    exact, _ = jax.jit(f)(params, x, floats, lengths)
+    assert 0 < float(jnp.abs(y - exact).max()) < 0.1
+
+
+def test_convert_of_what_vmap_or_a_derivative_made_of_it_has_the_same_numbers():
+    floats = [normal(2, 32, 2, 16), normal(2, 32, 2, 16)]
+    q, lengths = normal(3, 2, 4, 16), jnp.array([3, 17])
+
+    def mapped(params, q, keys, values):
+        one = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths)  # noqa: E731
+        return jax.vmap(one)(q)
+
+    def slope(params, q, keys, values):
+        one = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths).sum()  # noqa: E731
+        return jax.grad(one)(q[0])
+
+    params = {"s": jnp.float32(0.5)}
+    state = jqx.quantize_state(floats, {".*": "int8:token"}, target="tpu")
+    for f in (mapped, slope):
+        plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(".*", weight="int8", optional=True)]))(
+            params, q, *floats
+        )
+        y = jax.jit(jqx.convert(f, plan, unsupported="dequantize"))(params, q, *state)
+        expected = jax.jit(f)(params, q, *(c.dequantize() for c in state))
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)

@@ -17,6 +17,7 @@ from jax import lax
 from ... import _compat
 from ..._calls import called
 from ..._checks import check_instance, require_that
+from ...tensor._shared import alone
 from ._derivative import with_derivative
 
 PREFIX = "jqx_"
@@ -49,6 +50,7 @@ class Formulation:
       rounds: whether JAX's own derivative of `compute` will not do; by default, where there is a
         `linear`.
       tells_parts: whether `jqx.formulations` tells the contractions that it is made of instead.
+      finds: whether `compute` is for kernels that find a weight in a stack; others get a slice.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Formulation:
     op: str = "dot_general"
     rounds: bool | None = None
     tells_parts: bool = False
+    finds: bool = False
 
     @property
     def needs_linear(self) -> bool:
@@ -238,11 +241,9 @@ _CHOICES: dict[str, Choice] = {}
 @functools.cache
 def _named(choice: Choice) -> Callable[..., Any]:
     def contract(how: Any, *arrays: Any) -> Any:
-        compute = _by_platform(choice, how, lambda form: form.compute)
+        compute = _by_platform(choice, how, lambda form: _for_arrays(form, form.compute))
         if any(form.needs_linear for form in choice):
-            compute = with_derivative(
-                compute, _by_platform(choice, how, lambda form: form.linear or form.compute)
-            )
+            compute = with_derivative(compute, _by_platform(choice, how, _linear))
         elif choice.own:
             # Outside of the choice of platform, which would keep converted codes.
             compute = jax.checkpoint(compute)
@@ -258,6 +259,19 @@ def _named(choice: Choice) -> Callable[..., Any]:
     _CHOICES[name] = choice
     contract.__name__ = name
     return jax.jit(contract, static_argnums=0)
+
+
+def _linear(form: Formulation) -> Callable[..., Any]:
+    return _for_arrays(form, form.compute) if form.linear is None else _of_slices(form.linear)
+
+
+def _for_arrays(form: Formulation, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what computes as a formulation does, of weights that may be one of a stack."""
+    return compute if form.finds else _of_slices(compute)
+
+
+def _of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: compute(*map(alone, operands))
 
 
 def _by_platform(

@@ -14,7 +14,7 @@ from ...kernels._shared import Table, scales
 from ...numerics import Block, format_of
 from ...numerics._shared import E8M0, common_dtype, power_below
 from ...tensor import QTensor
-from ...tensor._shared import layout_for_kernel
+from ...tensor._shared import found, layout_for_kernel
 from .._what._dimensions import Dimensions
 from ._scales import HowTo
 
@@ -79,6 +79,20 @@ def over_matrices(
     if factor is not None:
         y = y * factor
     return y.reshape(*batch, *free, q.shape[-1])
+
+
+def in_stack(kernel: Callable[..., jax.Array], q: QTensor, place: int) -> Callable[..., jax.Array]:
+    """Returns a kernel of matrices that finds codes, the operand at a place, in the stack that a
+    weight is one of, where it is.
+    """
+    codes, step = found(q)
+    if step is None or q.ndim > 2:
+        return kernel
+
+    def run(*operands: jax.Array | None, **options: Any) -> jax.Array:
+        return kernel(*operands[:place], codes, *operands[place + 1 :], step=step, **options)
+
+    return run
 
 
 def precision_of(precision: Any) -> Any:

@@ -16,6 +16,7 @@ from ._convert import dequantize, is_exact_in
 from ._formulation import formulation
 from ._kernel_operands import (
     dtype_of,
+    in_stack,
     lies_for,
     over_matrices,
     parameters_of,
@@ -50,19 +51,20 @@ def is_looked_up(q: QTensor) -> bool:
     return q.values.dtype in (jnp.uint4, jnp.float4_e2m1fn) and q.zero_point is None
 
 
-@formulation(REASON, ("tpu",), _is_for("tpu"), linear=dequantize.linear)
+@formulation(REASON, ("tpu",), _is_for("tpu"), linear=dequantize.linear, finds=True)
 def kernel_tpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     # There is no float16 on a TPU: float32 holds it.
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _weights(x.astype(wide), q, how, weights_tpu)
 
 
-@formulation(REASON, ("cuda",), _is_for("gpu"), linear=dequantize.linear)
+@formulation(REASON, ("cuda",), _is_for("gpu"), linear=dequantize.linear, finds=True)
 def kernel_gpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     return _weights(x, q, how, weights_gpu)
 
 
 def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Array]) -> jax.Array:
+    kernel = in_stack(kernel, q, 1)
     q = with_own_scales(q, (q.ndim - 1,))
     told = parameters_of(q, x.dtype)
     run = functools.partial(

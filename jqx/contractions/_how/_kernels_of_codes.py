@@ -11,12 +11,13 @@ from ...kernels._shared import products_gpu, products_tpu
 from ...numerics import Integer, QType, format_of
 from ...numerics._shared import common_dtype
 from ...tensor import QTensor
+from ...tensor._shared import alone
 from .._integers._bytes import ACCUMULATOR, as_int8, largest
 from .._integers._integer import integer
 from ._blocks import with_own_scales
 from ._convert import convert
 from ._formulation import CPU, ELSEWHERE, formulation
-from ._kernel_operands import dtype_of, lies_for, over_matrices, parameters_of
+from ._kernel_operands import dtype_of, in_stack, lies_for, over_matrices, parameters_of
 from ._scales import HowTo
 from ._tiles import tiles
 
@@ -66,12 +67,12 @@ CODES = (
 )
 
 
-@formulation(CODES, ("tpu",), _is_for("tpu"))
+@formulation(CODES, ("tpu",), _is_for("tpu"), finds=True)
 def kernel_of_codes_tpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _of_codes(lhs, rhs, how, products_tpu)
 
 
-@formulation(CODES, ("cuda",), _is_for("gpu"))
+@formulation(CODES, ("cuda",), _is_for("gpu"), finds=True)
 def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _of_codes(lhs, rhs, how, products_gpu)
 
@@ -130,7 +131,8 @@ def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         y = function(*primals)
-        return y, jax.jvp(plain, primals, tangents)[1].astype(y.dtype)
+        of_slices = lambda *operands: plain(*map(alone, operands))  # noqa: E731
+        return y, jax.jvp(of_slices, primals, tangents)[1].astype(y.dtype)
 
     return function
 
@@ -153,6 +155,7 @@ def products(
       form: the format of rows.
       kernel: `products_tpu`, or `products_gpu`.
     """
+    kernel = in_stack(kernel, q, 2)
     q = with_own_scales(q, (q.ndim - 1,))
     told = parameters_of(q, jnp.float32)
     run = functools.partial(kernel, form=form, dtype=dtype_of(how, told))

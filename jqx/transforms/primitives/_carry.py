@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import _compat
+from ...tensor._shared import alone
 from .._counted import Counted, Lost, value_of
 from .._weight import is_coded
 from ._form import Runner
@@ -28,7 +29,7 @@ class Carry:
     def of(cls, jaxpr: Any, consts: int, init: Sequence[Any], runner: Runner) -> "Carry":
         """Reads the body of a loop, whose carried operands come after `consts` others."""
         kept = unchanged(jaxpr, consts, len(init))
-        init = list(map(runner.carried, init))
+        init = [runner.carried(alone(x)) for x in init]
         return cls(init, frozenset(i for i in kept if is_coded(init[i])), runner)
 
     def start(self) -> list[Any]:

@@ -1,15 +1,17 @@
-"""`scan`: quantized xs give each step a slice; constants are shared; what is carried keeps its
-format.
+"""`scan`: quantized xs give each step a slice, or, where a kernel reads them, one of the stack;
+constants are shared; what is carried keeps its format.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from ... import _compat
 from ..._compat import Eqn
-from ...tensor._shared import sliceable
+from ...tensor import QTensor
+from ...tensor._shared import OneOf, alone, sliceable
 from .._counted import spread
 from .._origin import Loop, Origin
 from .._weight import is_coded, map_codes
@@ -38,14 +40,21 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     at, count = _compat.scan_counts(eqn)
     first = at + count
-    consts, xs = operands[:at], operands[first:]
+    consts, xs = operands[:at], [_sliceable(x) for x in operands[first:]]
+    sliced = [None if _is_for_kernel(x) else x for x in xs]
+    wholes = [x if _is_for_kernel(x) else None for x in xs]
+    numbers = jnp.arange(length) if any(map(_is_for_kernel, xs)) else None
     steps, given = runner.split(length)
 
     def loop(carry: Carry) -> tuple[list[Any], Records]:
         def step(before: Any, x: Any) -> Any:
             values, seen = before
-            own, parts = x
-            args = [*consts, *carry.state(values), *parts]
+            own, parts, number = x
+            known = [
+                part if whole is None else OneOf.of(whole, number)
+                for part, whole in zip(parts, wholes, strict=True)
+            ]
+            args = [*consts, *carry.state(values), *known]
             results, records = runner.run(body, args, given=runner.join(own, given))
             ours = {key: record for key, record in records.items() if key in seen}
             each = {key: record for key, record in records.items() if key not in seen}
@@ -55,7 +64,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
         (values, seen), (ys, each) = lax.scan(
             step,
             (carry.start(), runner.unseen()),
-            (steps, [_sliceable(x) for x in xs]),
+            (steps, sliced, numbers),
             length=length,
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
@@ -67,7 +76,11 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
 def _sliceable(x: Any) -> Any:
     """Gives each index of the leading axis of a weight scales of its own."""
-    return map_codes(lambda q: sliceable(q, 0), x) if is_coded(x) else spread(x)
+    return map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
+
+
+def _is_for_kernel(x: Any) -> bool:
+    return isinstance(x, QTensor) and x.layout is not None and bool(x.layout.kernel)
 
 
 SCAN = {"scan": Form(_track, _apply)}

@@ -1,0 +1,23 @@
+"""`jqx.decode_attention` in a traced function, which keeps its name there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _compat
+from .._compat import Eqn
+from ..caches._shared import attention_named
+from ..tensor import QTensor
+
+_RANKS = [3, 4, 4, 1]
+
+
+def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns `decode_attention` of the operands of an equation, where this is it, and its keys or
+    values are quantized. One that `vmap` or a derivative has changed is evaluated as it stands.
+    """
+    attend = attention_named(_compat.name_of_jit(eqn))
+    if attend is None or [x.aval.ndim for x in eqn.invars] != _RANKS or len(eqn.outvars) != 1:
+        return None
+    q, _, values = (x.aval for x in eqn.invars[:3])
+    same = eqn.outvars[0].aval.shape == (*q.shape[:2], values.shape[3])
+    return attend if same and any(isinstance(x, QTensor) for x in operands[1:3]) else None
