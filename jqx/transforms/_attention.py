@@ -7,6 +7,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..caches._shared import attention_named
 from ..tensor import QTensor
+from ._counted import is_counted
 
 _RANKS = [3, 4, 4, 1]
 
@@ -20,4 +21,5 @@ def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | No
         return None
     q, _, values = (x.aval for x in eqn.invars[:3])
     same = eqn.outvars[0].aval.shape == (*q.shape[:2], values.shape[3])
-    return attend if same and any(isinstance(x, QTensor) for x in operands[1:3]) else None
+    plain = same and not any(map(is_counted, operands))
+    return attend if plain and any(isinstance(x, QTensor) for x in operands[1:3]) else None
