@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from ..numerics import Integer, QType
 from ..numerics._shared import E8M0
 from ._codes import scales
+from ._operands import Operands
 from ._pallas import pl, triton
 from ._programs_gpu import Program, Tiles, in_programs, read, tiles_of
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
@@ -71,12 +72,7 @@ def products_gpu(
         kernel,
         "jqx_products",
         tiles,
-        x,
-        codes,
-        x_scale,
-        parameters,
-        group,
-        step,
+        Operands(x, codes, parameters, x_scale, group, step),
         dtype=sums,
         multiplies=qtype if integers or codes.dtype == qtype else jnp.bfloat16,
         interpret=interpret,

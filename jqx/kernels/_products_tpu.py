@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from ..numerics import Integer, QType
 from ._codes import scales
+from ._operands import Operands
 from ._pallas import pl
 from ._rows import Arithmetic, arithmetic_on, codes_of, multiplied
 from ._steps_tpu import in_steps
@@ -79,12 +80,14 @@ def products_tpu(
         kernel,
         "jqx_products",
         tiles,
-        x,
-        codes,
-        _in_tiles(x_scale, tiles, k, size) if by_group else x_scale,
-        parameters,
-        group,
-        step,
+        Operands(
+            x,
+            codes,
+            parameters,
+            _in_tiles(x_scale, tiles, k, size) if by_group else x_scale,
+            group,
+            step,
+        ),
         sums=jnp.int32 if isinstance(form, Integer) and groups == 1 else jnp.float32,
         dtype=dtype,
         multiplies=qtype,

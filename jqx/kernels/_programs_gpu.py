@@ -6,13 +6,14 @@ its sum has no steps.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ._operands import Operands
 from ._pallas import call, pl, triton
 
 PROGRAMS = 264
@@ -74,12 +75,7 @@ def in_programs(
     kernel: Callable[..., None],
     name: str,
     tiles: Tiles,
-    x: jax.Array,
-    codes: jax.Array,
-    x_scale: jax.Array | None,
-    parameters: Sequence[jax.Array],
-    group: jax.Array | None,
-    which: jax.Array | None,
+    operands: Operands,
     *,
     dtype: DTypeLike,
     multiplies: DTypeLike,
@@ -92,12 +88,7 @@ def in_programs(
       kernel: as above.
       name: what it is called.
       tiles: their sizes.
-      x: [M, K].
-      codes: [K, N], or [E, K, N]; with one more axis in front where `which` is given.
-      x_scale: [M, 1] or [M, G], or `None`.
-      parameters: [G, N] each, or [E, G, N].
-      group: int32, one for each tile of rows, or `None`.
-      which: int32 [], which codes of the axis in front, or `None`.
+      operands: with scales of rows [M, 1], or [M, G] for their groups.
       dtype: of the result.
       multiplies: what matrix units multiply.
       interpret: whether to run on any platform, step by step.
@@ -105,7 +96,7 @@ def in_programs(
     Returns:
       [parts, M, N], to be summed.
     """
-    (m, k), n, space = x.shape, codes.shape[-1], pl()
+    (m, k, n), space = operands.shape, pl()
 
     def of_rows(leaf: jax.Array) -> Any:
         return space.BlockSpec((tiles.m, leaf.shape[1]), lambda i, j, part: (i, 0))
@@ -117,11 +108,12 @@ def in_programs(
     def of_all(leaf: jax.Array) -> Any:
         return space.BlockSpec(leaf.shape, lambda i, j, part: (0,))
 
-    scales = [] if x_scale is None else [x_scale]
     along = space.cdiv(m, tiles.m), space.cdiv(n, tiles.n), tiles.parts
-    each = None if which is None else jnp.broadcast_to(which, along[:1])
-    numbers = {"group": group, "which": each}
-    numbers = {name: number for name, number in numbers.items() if number is not None}
+    numbers = {}
+    if operands.group is not None:
+        numbers["group"] = operands.group
+    if operands.step is not None:  # one for each tile of rows, as groups are
+        numbers["which"] = jnp.broadcast_to(operands.step, along[:1])
 
     def run(*references: Any) -> None:
         *inputs, result = references
@@ -133,15 +125,15 @@ def in_programs(
         run,
         name,
         jax.ShapeDtypeStruct((tiles.parts, m, n), dtype),
-        [x, codes, *scales, *parameters, *numbers.values()],
+        [operands.x, operands.codes, *operands.scales, *operands.parameters, *numbers.values()],
         multiplies=multiplies,
         interpret=interpret,
         grid=along,
         in_specs=[
-            of_rows(x),
-            of_columns(codes),
-            *map(of_rows, scales),
-            *map(of_columns, parameters),
+            of_rows(operands.x),
+            of_columns(operands.codes),
+            *map(of_rows, operands.scales),
+            *map(of_columns, operands.parameters),
             *map(of_all, numbers.values()),
         ],
         out_specs=space.BlockSpec((None, tiles.m, tiles.n), lambda i, j, part: (part, i, j)),

@@ -7,13 +7,14 @@ a matrix is read whole along the sum, so that it stays while the tiles of its gr
 other. A negative number `~group` stands for a tile that nothing reads; it is not computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ._operands import Operands
 from ._pallas import call, pl, tpu
 from ._tiles_tpu import LIMIT, Tiles
 
@@ -22,12 +23,7 @@ def in_steps(
     kernel: Callable[..., None],
     name: str,
     tiles: Tiles,
-    x: jax.Array,
-    codes: jax.Array,
-    x_scale: jax.Array | None,
-    parameters: Sequence[jax.Array],
-    group: jax.Array | None,
-    which: jax.Array | None,
+    operands: Operands,
     *,
     sums: DTypeLike,
     dtype: DTypeLike,
@@ -43,12 +39,7 @@ def in_steps(
       kernel: as above.
       name: what it is called.
       tiles: their sizes.
-      x: [M, K].
-      codes: [K, N], or [E, K, N]; with one more axis in front where `which` is given.
-      x_scale: [M, 1], or [steps along the sum, M, groups of a tile], or `None`.
-      parameters: [G, N] each, or [E, G, N].
-      group: int32, one for each tile of rows, or `None`.
-      which: int32 [], which codes of the axis in front, or `None`.
+      operands: with scales of rows [M, 1], or [steps along the sum, M, groups of a tile].
       sums: their dtype.
       dtype: of the result.
       multiplies: what matrix units multiply.
@@ -58,16 +49,13 @@ def in_steps(
     Returns:
       [M, N].
     """
-    (m, k), n = x.shape, codes.shape[-1]
-    space = pl()
-    is_ragged, is_stack = group is not None, which is not None
-    prefetched = [
-        *([which[None]] if which is not None else []),
-        *([] if group is None else [group]),
-    ]
+    (m, k, n), space = operands.shape, pl()
+    is_ragged, is_stack = operands.group is not None, operands.step is not None
+    prefetched = [] if operands.step is None else [operands.step[None]]
+    prefetched += [] if operands.group is None else [operands.group]
 
     def block(shape: tuple[Any, ...], place: Callable[..., tuple[Any, ...]]) -> Any:
-        """Returns the block at `place(i, j, step, *groups)`."""
+        """Returns the block at `place(i, j, step, *numbers)`."""
 
         def index(first: Any, second: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
             i, j = (second, first) if is_ragged else (first, second)
@@ -83,14 +71,12 @@ def in_steps(
 
         return block((*(None,) * (in_stack + is_ragged), rows, tiles.n), place)
 
-    rows = []
-    if x_scale is not None:
-        by_group = x_scale.ndim == 3
-        rows = [
-            block((None, tiles.m, x_scale.shape[2]), lambda i, j, step, *_: (step, i, 0))
-            if by_group
-            else block((tiles.m, 1), lambda i, j, step, *_: (i, 0))
-        ]
+    rows = [
+        block((None, tiles.m, scale.shape[2]), lambda i, j, step, *_: (step, i, 0))
+        if scale.ndim == 3
+        else block((tiles.m, 1), lambda i, j, step, *_: (i, 0))
+        for scale in operands.scales
+    ]
 
     def run(*references: Any) -> None:
         first, second, step = map(space.program_id, range(3))
@@ -111,7 +97,7 @@ def in_steps(
             whole if tiles.stay else part,
             of_matrix(tiles.k, True, is_stack),
             *rows,
-            *[of_matrix(tiles.groups, tiles.moves)] * len(parameters),
+            *[of_matrix(tiles.groups, tiles.moves)] * len(operands.parameters),
         ],
         out_specs=block((tiles.m, tiles.n), lambda i, j, step, *_: (i, j)),
         scratch_shapes=[tpu().VMEM((tiles.m, tiles.n), sums), *keeps],
@@ -120,10 +106,10 @@ def in_steps(
         run,
         name,
         jax.ShapeDtypeStruct((m, n), dtype),
-        [*prefetched, x, codes, *([] if x_scale is None else [x_scale]), *parameters],
+        [*prefetched, operands.x, operands.codes, *operands.scales, *operands.parameters],
         multiplies=multiplies,
         interpret=interpret,
-        chips=("TPU7x",) if codes.dtype == jnp.float4_e2m1fn else (),
+        chips=("TPU7x",) if operands.codes.dtype == jnp.float4_e2m1fn else (),
         grid_spec=grid,
         compiler_params=tpu().CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=LIMIT

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ..numerics._shared import E8M0
 from ._codes import Table, numbers, scales
+from ._operands import Operands
 from ._pallas import pl, triton
 from ._programs_gpu import Program, Tiles, in_programs, read, tiles_of
 
@@ -62,12 +63,7 @@ def weights_gpu(
         kernel,
         "jqx_weights",
         tiles,
-        x,
-        codes,
-        None,
-        parameters,
-        group,
-        step,
+        Operands(x, codes, parameters, None, group, step),
         dtype=jnp.float32 if tiles.parts > 1 else dtype,
         multiplies=x.dtype,
         interpret=interpret,

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ._codes import Table, numbers, scales
+from ._operands import Operands
 from ._pallas import pl
 from ._steps_tpu import in_steps
 from ._tiles_tpu import Tiles, columns_of, tiles_of
@@ -68,12 +69,7 @@ def weights_tpu(
         kernel,
         "jqx_weights",
         tiles,
-        x,
-        codes,
-        None,
-        parameters,
-        group,
-        step,
+        Operands(x, codes, parameters, None, group, step),
         sums=jnp.float32,
         dtype=dtype,
         multiplies=x.dtype,
