@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from .._calls import called
 from .._checks import as_array, as_real, check_integer, require_that, shown
 from ..tensor import QTensor
+from ..tensor._shared import kernel_of
 from ._cached import Cached, cached
 from ._decode_forms import attention, is_taken
 
@@ -173,6 +174,5 @@ def _scale_of(scale: Any, width: int) -> float:
 
 def _kernel_of(keys: Any, values: Any) -> str:
     """Returns the kernel that both are laid out for: `"tpu"`, `"gpu"`, or an empty string."""
-    both = {getattr(x.layout, "kernel", "") for x in (keys, values) if isinstance(x, QTensor)}
-    quantized = isinstance(keys, QTensor) and isinstance(values, QTensor)
-    return both.pop() if quantized and len(both) == 1 else ""
+    kernel = kernel_of(keys)
+    return kernel if kernel == kernel_of(values) else ""

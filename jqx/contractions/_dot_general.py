@@ -12,6 +12,7 @@ from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ..tensor._shared import kernel_of
 from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
 from ._how._kernels import as_activation
@@ -182,7 +183,7 @@ def _computed(
 ) -> jax.Array | None:
     """Computes a product as it is planned; `None` where an operand must become an array first."""
     how = HowTo.of(lhs, rhs, dimensions, precision)
-    if rhs.layout is not None and rhs.layout.kernel and dtype is not None:
+    if kernel_of(rhs) and dtype is not None:
         how = how._replace(dtype=jnp.dtype(dtype))
     case = Product(lhs, rhs, how)
     choice = plan(case)

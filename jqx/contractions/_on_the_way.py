@@ -17,7 +17,7 @@ from ..numerics import Block, format_of, ngraph
 from ..numerics._shared import RoundMode
 from ..ops import affine_from_range
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import fit
+from ..tensor._shared import fit, kernel_of
 from ._dot_general import as_stored, contract, is_empty
 from ._how._formulation import PLATFORMS, Planner, formulation
 from ._how._kernels_of_codes import derived_as, multiplies_codes, products
@@ -95,8 +95,7 @@ def _of(operand: Any) -> Any:
 
 def may_quantize(spec: QSpec, q: Any) -> bool:
     """Whether there are kernels that quantize an array as a spec says, beside such a weight."""
-    kernel = isinstance(q, QTensor) and q.layout is not None and q.layout.kernel
-    return bool(kernel) and spec.symmetric and not isinstance(format_of(spec.qtype), Block)
+    return bool(kernel_of(q)) and spec.symmetric and not isinstance(format_of(spec.qtype), Block)
 
 
 def has_codes_of_kernels(spec: QSpec) -> bool:

@@ -56,6 +56,12 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
     return Layout(swapped=axis == -1, uint4=looked_up and not native, kernel=platform)
 
 
+def kernel_of(q: Any) -> str:
+    """Returns the platform of the kernel that a QTensor lies for; else, of anything, `""`."""
+    layout = getattr(q, "layout", None)
+    return layout.kernel if isinstance(layout, Layout) else ""
+
+
 def _bits(form: Any) -> int:
     return bit_width(form.storage) if jnp.issubdtype(form.storage, jnp.integer) else form.bits
 

@@ -6,6 +6,7 @@ from ._export import fields_to_json as fields_to_json
 from ._fields import check_zero_point as check_zero_point
 from ._fit import fit as fit
 from ._fit import groups_of as groups_of
+from ._for_kernels import kernel_of as kernel_of
 from ._for_kernels import layout_for_kernel as layout_for_kernel
 from ._grid import fake_quantize_as as fake_quantize_as
 from ._grid import rounded_to as rounded_to
@@ -39,5 +40,5 @@ from ._select import sliceable as sliceable
 from ._targets import TARGETS as TARGETS
 from ._targets import cache_for as cache_for
 from ._targets import check_target as check_target
-from ._targets import lay_out_as as lay_out_as
+from ._targets import lay_out_for as lay_out_for
 from ._views import axis_groups as axis_groups

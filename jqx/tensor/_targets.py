@@ -59,11 +59,21 @@ def check_target(function: str, target: Any, contracted: Any) -> None:
     )
 
 
-def lay_out_for(function: str, q: T, target: str, contracted: int | None, place: str = "") -> T:
-    """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors."""
+def lay_out_for(
+    function: str,
+    q: T,
+    target: str,
+    contracted: int | None = None,
+    place: str = "",
+    *,
+    otherwise: int = -2,
+) -> T:
+    """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors;
+    `otherwise` is the contracted axis where neither the scale nor `contracted` tells it.
+    """
     if q.ndim < 2:
         return q
-    axis, platform = _contracted_axis(function, q, contracted, place), TARGETS[target]
+    axis, platform = _contracted_axis(function, q, contracted, place, otherwise), TARGETS[target]
     for_kernel = None if axis is None else layout_for_kernel(q, axis, platform, target)
     if for_kernel is not None:
         return lay_out(q, for_kernel)
@@ -72,14 +82,6 @@ def lay_out_for(function: str, q: T, target: str, contracted: int | None, place:
         return lay_out(q, Layout(int8=int8))
     comes_last = platform != "tpu" and not _is_blocked(q, axis)
     return lay_out(q, Layout(swapped=comes_last == (axis == -2), int8=int8))
-
-
-def lay_out_as(function: str, q: T, target: str, contracted: int | None) -> T:
-    """Lays a QTensor out for a target; its scale tells the axis that is contracted, or `contracted`
-    where it does not.
-    """
-    told = q.ndim < 2 or _told_by_scale(q) is not None
-    return lay_out_for(function, q, target, None if told else contracted)
 
 
 def cache_for(function: str, q: T, target: str) -> T:
@@ -104,14 +106,22 @@ def cache_for(function: str, q: T, target: str) -> T:
     return lay_out(q, Layout(kernel=platform))
 
 
-def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) -> int | None:
+def _contracted_axis(
+    function: str, q: Any, contracted: int | None, place: str, otherwise: int
+) -> int | None:
     """Returns which of the last two axes is contracted, as the scale says or else as asked for;
     `None` where each index of both has its own scale, so that neither can be.
     """
-    told = _told_by_scale(q)
-    if told is None:
-        return -2 if contracted is None else int(contracted)
-    found, why = told
+    own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
+    blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
+    if len(own) == 1:
+        found, why = -3 - own[0], f"axis {own[0]} has a scale for each index"
+    elif len(blocked) == 1:
+        found, why = blocked[0], f"axis {blocked[0]} has its scales in blocks"
+    elif own:
+        found, why = None, "each index of both axes has its own scale"
+    else:
+        return otherwise if contracted is None else int(contracted)
     require_that(
         contracted is None or contracted == found,
         error=ValueError,
@@ -122,17 +132,6 @@ def _contracted_axis(function: str, q: Any, contracted: int | None, place: str) 
         mend="leave `contracted` out.",
     )
     return found
-
-
-def _told_by_scale(q: Any) -> tuple[int | None, str] | None:
-    """Returns which axis can be contracted, or that none can, and why; `None` where both can."""
-    own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
-    blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
-    if len(own) == 1:
-        return -3 - own[0], f"axis {own[0]} has a scale for each index"
-    if len(blocked) == 1:
-        return blocked[0], f"axis {blocked[0]} has its scales in blocks"
-    return (None, "each index of both axes has its own scale") if own else None
 
 
 def _is_blocked(q: Any, axis: int) -> bool:

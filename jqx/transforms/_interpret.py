@@ -33,6 +33,9 @@ _NOWHERE = -1
 """Part of an address that no site has: that of an equation without contractions is the next one's.
 """
 
+_TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
+"""Primitives that are given a weight with the stack that it is one of."""
+
 Given = tuple[dict[str, Affine], jax.Array | None]
 """What sites read beside their operands: scales by key, and a random key."""
 
@@ -130,7 +133,7 @@ def _evaluate(
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
-    if name not in (*CONTRACTIONS, *FORMS, "transpose"):
+    if quantized and name not in _TAKE_STACKS:
         operands = list(map(alone, operands))
     if name in CONTRACTIONS:
         site = rules.plan.site_at(here)
@@ -144,8 +147,8 @@ def _evaluate(
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
             with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
-    has_sites = holds_site and rules.plan.has_sites_in(here)
-    attend = None if has_sites else attention_over(eqn, operands)
+    has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(here)
+    attend = attention_over(eqn, operands) if quantized and not has_sites else None
     if attend is not None:
         return [attend(*operands)], {}
     if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):

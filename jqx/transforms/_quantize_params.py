@@ -11,7 +11,7 @@ from .._calls import called
 from .._checks import require_that
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor, Segments
-from ..tensor._shared import check_target, lay_out_as
+from ..tensor._shared import check_target, lay_out_for
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
 from ._paths import Params, flatten, is_whole, rooted
@@ -183,7 +183,8 @@ def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
     """Lays a weight out; where its scales do not tell what is contracted, the plan does."""
     if not is_whole(leaf):
         return leaf
-    return lay_out_as("quantize_params", leaf, target, weight.contracted)
+    otherwise = -2 if weight.contracted is None else weight.contracted
+    return lay_out_for("quantize_params", leaf, target, otherwise=otherwise)
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:

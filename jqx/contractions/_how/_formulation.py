@@ -241,7 +241,7 @@ _CHOICES: dict[str, Choice] = {}
 @functools.cache
 def _named(choice: Choice) -> Callable[..., Any]:
     def contract(how: Any, *arrays: Any) -> Any:
-        compute = _by_platform(choice, how, lambda form: _for_arrays(form, form.compute))
+        compute = _by_platform(choice, how, _compute)
         if any(form.needs_linear for form in choice):
             compute = with_derivative(compute, _by_platform(choice, how, _linear))
         elif choice.own:
@@ -261,16 +261,16 @@ def _named(choice: Choice) -> Callable[..., Any]:
     return jax.jit(contract, static_argnums=0)
 
 
+def _compute(form: Formulation) -> Callable[..., Any]:
+    return form.compute if form.finds else of_slices(form.compute)
+
+
 def _linear(form: Formulation) -> Callable[..., Any]:
-    return _for_arrays(form, form.compute) if form.linear is None else _of_slices(form.linear)
+    return _compute(form) if form.linear is None else of_slices(form.linear)
 
 
-def _for_arrays(form: Formulation, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what computes as a formulation does, of weights that may be one of a stack."""
-    return compute if form.finds else _of_slices(compute)
-
-
-def _of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
+def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function of QTensors take those that are one of a stack, as slices."""
     return lambda *operands: compute(*map(alone, operands))
 
 

@@ -14,7 +14,7 @@ from ...kernels._shared import Table, scales
 from ...numerics import Block, format_of
 from ...numerics._shared import E8M0, common_dtype, power_below
 from ...tensor import QTensor
-from ...tensor._shared import found, layout_for_kernel
+from ...tensor._shared import found, kernel_of, layout_for_kernel
 from .._what._dimensions import Dimensions
 from ._scales import HowTo
 
@@ -23,8 +23,8 @@ def lies_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether matrices are multiplied by those of a weight that lie for the kernels of a platform,
     in float32.
     """
-    dimensions, layout = how.dimensions, q.layout
-    if layout is None or layout.kernel != platform:
+    dimensions = how.dimensions
+    if kernel_of(q) != platform:
         return False
     symbolic = any(export.is_symbolic_dim(n) for n in (*x.shape, *q.shape))
     matrices = dimensions.rhs_contracting == (q.ndim - 2,) and dimensions.rhs_free == (q.ndim - 1,)

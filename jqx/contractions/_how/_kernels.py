@@ -11,6 +11,7 @@ from ...kernels._shared import weights_gpu, weights_tpu
 from ...numerics import Block, Minifloat, format_of
 from ...numerics._shared import E8M0
 from ...tensor import QTensor
+from ...tensor._shared import kernel_of
 from ._blocks import with_own_scales
 from ._convert import dequantize, is_exact_in
 from ._formulation import formulation
@@ -86,6 +87,6 @@ def as_activation(q: QTensor, beside: QTensor, wide: Any) -> jax.Array:
     element = element.elements if isinstance(element, Block) else element
     exact = isinstance(element, Minifloat) and is_exact_in(q, jnp.bfloat16)
     scale: Any = q.scale
-    if beside.layout is not None and beside.layout.kernel and exact and scale.dtype == E8M0:
+    if kernel_of(beside) and exact and scale.dtype == E8M0:
         wide = jnp.bfloat16
     return q.astype(wide).dequantize()

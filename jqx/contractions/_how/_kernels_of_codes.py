@@ -11,12 +11,11 @@ from ...kernels._shared import products_gpu, products_tpu
 from ...numerics import Integer, QType, format_of
 from ...numerics._shared import common_dtype
 from ...tensor import QTensor
-from ...tensor._shared import alone
 from .._integers._bytes import ACCUMULATOR, as_int8, largest
 from .._integers._integer import integer
 from ._blocks import with_own_scales
 from ._convert import convert
-from ._formulation import CPU, ELSEWHERE, formulation
+from ._formulation import CPU, ELSEWHERE, formulation, of_slices
 from ._kernel_operands import dtype_of, in_stack, lies_for, over_matrices, parameters_of
 from ._scales import HowTo
 from ._tiles import tiles
@@ -131,8 +130,7 @@ def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         y = function(*primals)
-        of_slices = lambda *operands: plain(*map(alone, operands))  # noqa: E731
-        return y, jax.jvp(of_slices, primals, tangents)[1].astype(y.dtype)
+        return y, jax.jvp(of_slices(plain), primals, tangents)[1].astype(y.dtype)
 
     return function
 

@@ -10,8 +10,7 @@ from jax import lax
 
 from ... import _compat
 from ..._compat import Eqn
-from ...tensor import QTensor
-from ...tensor._shared import OneOf, alone, sliceable
+from ...tensor._shared import OneOf, alone, kernel_of, sliceable
 from .._counted import spread
 from .._origin import Loop, Origin
 from .._weight import is_coded, map_codes
@@ -41,9 +40,9 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
     at, count = _compat.scan_counts(eqn)
     first = at + count
     consts, xs = operands[:at], [_sliceable(x) for x in operands[first:]]
-    sliced = [None if _is_for_kernel(x) else x for x in xs]
-    wholes = [x if _is_for_kernel(x) else None for x in xs]
-    numbers = jnp.arange(length) if any(map(_is_for_kernel, xs)) else None
+    sliced = [None if kernel_of(x) else x for x in xs]
+    stacks = [x if kernel_of(x) else None for x in xs]
+    numbers = jnp.arange(length) if any(map(kernel_of, xs)) else None
     steps, given = runner.split(length)
 
     def loop(carry: Carry) -> tuple[list[Any], Records]:
@@ -51,8 +50,8 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
             values, seen = before
             own, parts, number = x
             known = [
-                part if whole is None else OneOf.of(whole, number)
-                for part, whole in zip(parts, wholes, strict=True)
+                part if stack is None else OneOf.of(stack, number)
+                for part, stack in zip(parts, stacks, strict=True)
             ]
             args = [*consts, *carry.state(values), *known]
             results, records = runner.run(body, args, given=runner.join(own, given))
@@ -77,10 +76,6 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 def _sliceable(x: Any) -> Any:
     """Gives each index of the leading axis of a weight scales of its own."""
     return map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
-
-
-def _is_for_kernel(x: Any) -> bool:
-    return isinstance(x, QTensor) and x.layout is not None and bool(x.layout.kernel)
 
 
 SCAN = {"scan": Form(_track, _apply)}
