@@ -1,6 +1,6 @@
 """Layers in a scan: kernels find the weight of a step in the stack; nothing slices its codes."""
 
-import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,13 @@ def quantized(f, name, shape, target):
     return jqx.convert(f, plan), q, jqx.pack_for(q, target), x
 
 
+def of_slices(run, *args):
+    """Runs a function whose kernels are given slices."""
+    taken = OneOf.of
+    with mock.patch.object(OneOf, "of", lambda stack, step: alone(taken(stack, step))):
+        return jax.jit(lambda *args: run(*args))(*args)
+
+
 def operands_of_kernels(jaxpr):
     """Returns the shapes that kernels in a jaxpr read, each a list."""
     found = []
@@ -82,6 +89,7 @@ def test_a_kernel_is_given_the_stack(f, target):
     with on(target):
         jaxpr = jax.make_jaxpr(run)(packed, x).jaxpr
         y = jax.jit(run)(packed, x)
+        np.testing.assert_array_equal(y, of_slices(run, packed, x))
     (read,) = operands_of_kernels(jaxpr)
     assert shape in read and shape[1:] not in read
     np.testing.assert_allclose(y, jax.jit(run)(plain, x), rtol=0, atol=1e-5)
@@ -93,6 +101,8 @@ def test_every_scheme_finds_its_codes(name, target):
     run, plain, packed, x = quantized(layers, name, (LAYERS, N, N), target)
     with on(target):
         y, slope = jax.jit(jax.value_and_grad(lambda q, x: run(q, x).sum(), argnums=1))(packed, x)
+        by_slices = of_slices(jax.value_and_grad(lambda q, x: run(q, x).sum(), 1), packed, x)
+        jax.tree.map(np.testing.assert_array_equal, (y, slope), by_slices)
     by = jax.jit(jax.value_and_grad(lambda q, x: run(q, x).sum(), argnums=1))
     expected, gradient = by(plain, x)
     np.testing.assert_allclose(y, expected, rtol=1e-5)
@@ -156,7 +166,7 @@ def test_one_of_a_stack_is_a_qtensor_that_knows_it():
     stack = jqx.QTensor.quantize(normal(0, LAYERS, N, N), jqx.QSpec(jnp.int8, jqx.per_axis(0, 2)))
     stack = stack.pack_for("tpu")
 
-    @functools.partial(jax.jit)
+    @jax.jit
     def second(i):
         one = OneOf.of(stack, i)
         assert one.T.all_values is stack.values and one.stored.all_values is stack.values
