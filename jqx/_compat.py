@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 Eqn = Any
@@ -148,6 +149,45 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
     """
     axes = frozenset().union(*map(varies_along, jax.tree.leaves(arrays)))
     return tuple(vary(x, axes) for x in arrays)
+
+
+def broadcast_like(x: Any, like: Any) -> Any:
+    """Broadcasts an array to the shape of another, partitioned as that one."""
+    return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
+
+
+def is_explicit(eqn: Eqn) -> bool:
+    """Whether the type of the result of an equation says how it is partitioned."""
+    return AxisType.Explicit in eqn.outvars[0].aval.sharding.mesh.axis_types
+
+
+def as_result_of(eqn: Eqn, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns what is computed of operands in the place of an equation. In explicit sharding the
+    compiler partitions what happens inside, and the result is partitioned as its type says.
+    """
+    if not is_explicit(eqn):
+        return compute(*operands)
+    return jax.sharding.auto_axes(compute, out_sharding=eqn.outvars[0].aval.sharding)(*operands)
+
+
+def explicit_sharding(x: Any) -> Any:
+    """Returns the sharding of an array where it is a part of its type, in explicit sharding; else
+    `None`.
+    """
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def is_on_a_mesh(*arrays: Any) -> bool:
+    """Whether one of these is on a mesh of several devices, over which a compiler may part it: not
+    by hand, in a `shard_map`.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def varies_along(x: Any) -> frozenset[str]:

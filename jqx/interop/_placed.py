@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 from jax import dtypes
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from .._checks import require_that
 from .._errors import message
-from ..tensor import QTensor
-from ..tensor._shared import partition_specs
+from ..tensor._shared import put
 
 Shardings = Sharding | Callable[[str, Any], Sharding | None] | None
 """One for all leaves, or a function of the path and the abstract leaf."""
@@ -48,7 +47,7 @@ def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
             mend="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",
         )
     try:
-        return _put(leaf, sharding)
+        return put("interop.tree", leaf, sharding, path)
     except (ValueError, IndexError) as error:
         text, *_ = str(error).strip().splitlines() or [""]
         raise ValueError(
@@ -60,13 +59,3 @@ def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
                 mend="return another sharding for this path.",
             )
         ) from error
-
-
-def _put(leaf: Any, sharding: Sharding) -> Any:
-    if isinstance(leaf, QTensor) and isinstance(sharding, NamedSharding):
-        mesh = sharding.mesh
-        specs = partition_specs("interop.tree", leaf, sharding.spec, dict(mesh.shape))
-        places = [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs)]
-        leaves, structure = jax.tree.flatten(leaf)
-        return structure.unflatten(map(jax.device_put, leaves, places))
-    return jax.tree.map(lambda x: jax.device_put(x, sharding), leaf)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_instance, require_that
+from .._compat import explicit_sharding
 from ._qtype import QType
 from ._rounding import RoundMode
 
@@ -123,7 +124,10 @@ class Codebook(QType):
 
     def decode(self, codes: jax.Array) -> jax.Array:
         table = jnp.asarray(np.asarray(self.entries, np.float32))
-        return jnp.take(table, codes.astype(jnp.int32), mode="clip")
+        places = codes.astype(jnp.int32)
+        return table.at[places].get(
+            mode="clip", wrap_negative_indices=False, out_sharding=explicit_sharding(codes)
+        )
 
 
 def _count_below(y: jax.Array, thresholds: tuple[np.floating, ...]) -> jax.Array:

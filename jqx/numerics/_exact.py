@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._compat import broadcast_like
+
 
 def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype to compute in: float64 for float64, float32 for all smaller floats."""
@@ -43,7 +45,7 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     over `x` alone would move the barrier before a broadcast again. XLA removes the select, and the
     division fuses as any other.
     """
-    tied = lax.select(np.zeros((), bool), x, jnp.broadcast_to(divisor, x.shape))
+    tied = lax.select(np.zeros((), bool), x, broadcast_like(divisor, x))
     return x / lax.optimization_barrier(tied)
 
 

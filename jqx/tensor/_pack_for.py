@@ -8,6 +8,7 @@ from jax.tree_util import keystr
 from .._calls import called
 from .._checks import require_that
 from ._qtensor import QTensor
+from ._shardings import kept
 from ._targets import check_target, lay_out_for
 
 
@@ -82,7 +83,8 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     for path, leaf in flat:
         if _is_quantized(leaf):
             place = f" at {keystr(path, simple=True, separator='/')!r}" if path else ""
-            leaf = lay_out_for("pack_for", leaf, target, contracted, place)
+            laid_out = lay_out_for("pack_for", leaf, target, contracted, place)
+            leaf = kept("pack_for", leaf, laid_out, keystr(path, simple=True, separator="/"))
         leaves.append(leaf)
     return jax.tree.unflatten(structure, leaves)
 

@@ -14,7 +14,9 @@ T = TypeVar("T", bound=Any)
 """A QTensor; `_qtensor.py` is above this file."""
 
 
-def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str, int]) -> T:
+def partition_specs(
+    function: str, q: T, spec: PartitionSpec, sizes: Mapping[str, int], place: str = ""
+) -> T:
     """Returns a QTensor that has, in place of each of its arrays, how that array is partitioned.
 
     Args:
@@ -22,10 +24,13 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
       q: QTensor.
       spec: how its real array is partitioned: for each axis the names of mesh axes, or `None`.
       sizes: size of each axis of the mesh.
+      place: path of the QTensor, for messages.
 
     Raises:
       ValueError: the codes of one byte, or the elements of one block, would be parted.
     """
+    check_parts(function, q, spec, sizes, place)
+    where = f" of {place!r}" if place else ""
     entries = (*spec, *(None,) * (q.ndim - len(spec)))
     packing = q.layout.packing if q.layout is not None else None
     for axis, entry in enumerate(entries):
@@ -37,7 +42,7 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
             packing is None or packing.axis % q.ndim != axis,
             error=ValueError,
             function=function,
-            problem=f"axis {axis} is partitioned, along which codes are packed.",
+            problem=f"axis {axis}{where} is partitioned, along which codes are packed.",
             given=f"{spec} of {q!r}",
             expected="codes of one device in bytes of its own",
             mend="pack it along another axis, or unpack() it first.",
@@ -46,10 +51,11 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
             q.scale.shape[axis] == 1 or size % block == 0,
             error=ValueError,
             function=function,
-            problem=f"axis {axis} is partitioned within blocks that share a scale.",
+            problem=f"axis {axis}{where} is partitioned within blocks that share a scale.",
             given=f"{spec} of {q!r}: {size} elements a device, blocks of {block}",
-            expected="whole blocks on each device",
-            mend="use blocks that divide the part of a device, or partition another axis.",
+            expected=f"whole blocks on each device: {_counts(q.shape[axis] // block)} parts",
+            mend="partition it so, use blocks that divide the part of a device, or partition "
+            "another axis.",
         )
 
     def of_parameter(parameter: Any) -> Any:
@@ -57,7 +63,7 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
             *(entry if parameter.shape[axis] > 1 else None for axis, entry in enumerate(entries))
         )
         nested = hasattr(parameter, "qtype")
-        return partition_specs(function, parameter, own, sizes) if nested else own
+        return partition_specs(function, parameter, own, sizes, place) if nested else own
 
     swapped = q.layout is not None and q.layout.swapped
     stored = PartitionSpec(*entries[:-2], *reversed(entries[-2:])) if swapped else spec
@@ -66,7 +72,7 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
         axis is None or _count(entries[axis], sizes) == 1,
         error=ValueError,
         function=function,
-        problem=f"axis {axis} is partitioned, which is permuted.",
+        problem=f"axis {axis}{where} is partitioned, which is permuted.",
         given=f"{spec} of {q!r}",
         expected="the elements of an axis in order, or all of them on each device",
         mend="partition another axis.",
@@ -75,6 +81,39 @@ def partition_specs(function: str, q: T, spec: PartitionSpec, sizes: Mapping[str
         of_parameter(x) for x in (q.scale, q.zero_point, q.offset, q.order) if x is not None
     ]
     return jax.tree.unflatten(jax.tree.structure(q), jax.tree.leaves([stored, *parameters]))
+
+
+def check_parts(
+    function: str, x: Any, spec: PartitionSpec, sizes: Mapping[str, int], place: str = ""
+) -> None:
+    """Checks that an array has the axes that are partitioned, and that its parts are alike."""
+    where = f" of {place!r}" if place else ""
+    require_that(
+        len(spec) <= x.ndim,
+        error=ValueError,
+        function=function,
+        problem=f"the partition{where} has more axes than the array.",
+        given=f"{spec} of shape {list(x.shape)}",
+        expected=f"{x.ndim} entries or fewer",
+        mend="pass an entry for each axis, None where it is not partitioned.",
+    )
+    for axis, (entry, size) in enumerate(zip(spec, x.shape, strict=False)):
+        n = _count(entry, sizes)
+        require_that(
+            size % n == 0,
+            error=ValueError,
+            function=function,
+            problem=f"axis {axis}{where} does not divide into parts.",
+            given=f"{spec} of shape {list(x.shape)}: {n} parts",
+            expected=f"{_counts(size)} parts",
+            mend="partition it so, or another axis.",
+        )
+
+
+def _counts(size: int) -> str:
+    """Returns into how many parts an axis divides, in words."""
+    found = [str(n) for n in range(2, min(size, 512) + 1) if size % n == 0]
+    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "no"
 
 
 def _count(entry: Any, sizes: Mapping[str, int]) -> int:

@@ -37,6 +37,10 @@ from ._scheme import parse_scheme as parse_scheme
 from ._segments import unchecked_segments as unchecked_segments
 from ._select import refine as refine
 from ._select import sliceable as sliceable
+from ._shardings import kept as kept
+from ._shardings import put as put
+from ._shardings import sharding_of as sharding_of
+from ._shardings import shardings_of as shardings_of
 from ._targets import TARGETS as TARGETS
 from ._targets import cache_for as cache_for
 from ._targets import check_target as check_target

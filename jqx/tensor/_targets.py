@@ -67,14 +67,18 @@ def lay_out_for(
     place: str = "",
     *,
     otherwise: int = -2,
+    kernels: bool = True,
 ) -> T:
     """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors;
-    `otherwise` is the contracted axis where neither the scale nor `contracted` tells it.
+    `otherwise` is the contracted axis where neither the scale nor `contracted` tells it; `kernels`,
+    whether one may read it.
     """
     if q.ndim < 2:
         return q
     axis, platform = _contracted_axis(function, q, contracted, place, otherwise), TARGETS[target]
-    for_kernel = None if axis is None else layout_for_kernel(q, axis, platform, target)
+    for_kernel = None
+    if axis is not None and kernels:
+        for_kernel = layout_for_kernel(q, axis, platform, target)
     if for_kernel is not None:
         return lay_out(q, for_kernel)
     int8 = platform == "cpu" and lies_otherwise(format_of(q.qtype))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
+from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
@@ -22,6 +23,7 @@ from ..tensor._shared import groups_of
 from ._affines import GivenAffines
 from ._interpret import Rules, interpret
 from ._origin import Address
+from ._partial_sums import PartialSums, partial_sums
 from ._plan import Plan
 from ._plan_call import as_plan, params_of
 from ._quantize_params import quantize_weight
@@ -35,6 +37,7 @@ from .primitives import CONTRACTIONS, FORMS, Records
 @dataclasses.dataclass(frozen=True)
 class _Integers(Rules):
     dequantize: bool = False
+    partial: PartialSums | None = None
 
     function: ClassVar[str | None] = "convert"
 
@@ -44,7 +47,9 @@ class _Integers(Rules):
             for operand, x in zip(site.operands, operands, strict=False)
         ]
         quantized = [*known, *operands[len(known) :]]
-        result = CONTRACTIONS[eqn.primitive.name].apply(eqn, quantized)
+        result = None if self.partial is None else self.partial.contract(site, eqn, quantized)
+        if result is None:
+            result = _contracted(eqn, quantized)
         if site.output is not None:
             affine = self.affines.get(site.output_key)
             result = QTensor.quantize(result, site.output, affine).dequantize()
@@ -63,7 +68,7 @@ class _Integers(Rules):
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         try:
-            return [CONTRACTIONS[eqn.primitive.name].apply(eqn, operands)]
+            return [_contracted(eqn, operands)]
         except (ValueError, NotImplementedError):
             if not (self.dequantize and any(map(is_quantized, operands))):
                 raise
@@ -100,6 +105,8 @@ def convert(
     affines: GivenAffines = None,
     *,
     unsupported: str = "error",
+    partial_dtype: DTypeLike | None = None,
+    shardings: Any = None,
 ) -> Callable[..., Any]:
     """Returns `f` with its planned contractions run on integers.
 
@@ -113,6 +120,13 @@ def convert(
         them from the values at hand instead. `None` where the plan has no static ones.
       unsupported: what to do where a QTensor reaches an operation without a quantized form:
         `"error"`, or `"dequantize"` to go on in float.
+      partial_dtype: of products whose contracted axis is on several devices, such as `jnp.bfloat16`
+        or `jnp.float32`: each device scales its part of the sum, and the parts are added in this
+        dtype. `None` leaves it to the compiler, which adds the int32 sums of the devices: exact,
+        and four bytes an element. Scales of activations are of the whole axis either way.
+      shardings: where the float weights lie, as `jqx.parallel.shardings` takes them, for
+        `partial_dtype`; `None` where it is called outside of jit, or the axes of the mesh are
+        explicit: then arrays tell.
 
     Returns:
       A function of the arguments of `f` with its result. Weights may be QTensors and Segments, as
@@ -125,7 +139,8 @@ def convert(
     Raises:
       TypeError: `f` is no function or `plan` no plan.
       ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
-        a static activation or output has no scale; `unsupported` is unknown.
+        a static activation or output has no scale; `unsupported` is unknown; `partial_dtype` or
+        `shardings` have no use.
       NotImplementedError: a QTensor reaches an operation without a quantized form.
 
     Example:
@@ -144,7 +159,9 @@ def convert(
         call = trace_call("convert", f, params, args, kwargs)
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)
-        rules = _Integers(known, scales, dequantize=unsupported == "dequantize")
+        named = dict(zip(call.paths, call.leaves, strict=True))
+        partial = partial_sums("convert", known, partial_dtype, shardings, named)
+        rules = _Integers(known, scales, dequantize=unsupported == "dequantize", partial=partial)
         leaves = [
             _leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -153,6 +170,14 @@ def convert(
         return jax.tree.unflatten(call.out_tree, _results(call, out, rules))
 
     return converted
+
+
+def _contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    """Evaluates a contraction of arrays and QTensors."""
+    if _compat.is_explicit(eqn):
+        operands = [x.quantized() if isinstance(x, OnTheWay) else x for x in operands]
+    family = CONTRACTIONS[eqn.primitive.name]
+    return _compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
 
 
 def check_converts(call: Call, plan: Plan) -> None:

@@ -141,17 +141,19 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, (QTensor, Segments))
 
 
-def flatten(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] = is_whole
+) -> list[tuple[tuple[Any, ...], Any]]:
     """Returns the leaves of a pytree, QTensors and Segments whole, each with its keys. That of the
     value of an `nnx.Variable` is none of them.
     """
-    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_whole(x) or _is_variable(x))
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
     found = []
     for keys, leaf in flat:
-        if is_whole(leaf) or not _is_variable(leaf):
+        if is_leaf(leaf) or not _is_variable(leaf):
             found.append((keys, leaf))
             continue
-        inside, _ = tree_flatten_with_path(leaf, is_leaf=is_whole)
+        inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
         found += [((*keys, *inner[1:]), value) for inner, value in inside]
     return found
 

@@ -130,7 +130,10 @@ def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
     ):
         key = f"{name}:{side}"
         if origin is not None:
-            operands.append(Operand("weight", weight, key, origin.path))
+            held = tuple(tuple(sorted(axes)) for axes in origin.dims)
+            as_they_are = held == tuple((axis,) for axis in range(len(held)))
+            axes_held = () if as_they_are else held
+            operands.append(Operand("weight", weight, key, origin.path, axes_held))
             continue
         spec = rule.activation
         if spec is not None:

@@ -1,19 +1,23 @@
 """`quantize_params`: the weights of a plan become QTensors; and floats again."""
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
 from .._calls import called
 from .._checks import require_that
+from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor, Segments
-from ..tensor._shared import check_target, lay_out_for
+from ..tensor._shared import check_target, kept, lay_out_for, put, sharding_of, shardings_of
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
+from ._param_shardings import as_sharding
 from ._paths import Params, flatten, is_whole, rooted
 from ._plan import Plan
 from ._signature import parameter_line
@@ -32,6 +36,7 @@ def quantize_params(
     stats: Mapping[str, Any] | None = None,
     donate: bool = False,
     target: str | None = None,
+    shardings: Any = None,
 ) -> Any:
     """Returns `params` with every planned weight as a QTensor, rounded to nearest, or as an
     algorithm chooses.
@@ -51,9 +56,14 @@ def quantize_params(
       target: `"cpu"`, `"gpu"` or `"tpu"`, such as `jax.default_backend()`, lays the codes out as
         `jqx.pack_for` does: a product of few rows reads them several times as fast. `None` leaves
         them plain, as files keep them.
+      shardings: where the arrays of `params` are to lie, as `jqx.parallel.shardings` takes them:
+        each device gets its part of a float weight, quantizes that, and never has another. `None`
+        leaves weights where they are: of one that is partitioned over devices, codes and scales
+        are partitioned alike.
 
     Returns:
-      The same tree; leaves that the plan does not quantize are the very same objects. Where rules
+      The same tree; leaves that the plan does not quantize are the very same objects, unless
+      `shardings` put them elsewhere. Where rules
       select steps of a scan, the weights that it steps over are `Segments` of QTensors, and of
       arrays where a part stays in float.
 
@@ -61,7 +71,8 @@ def quantize_params(
       TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
       ValueError: `stats` are given and no algorithm, or `algorithm` beside `affines` or `donate`; a
         weight of the plan is missing, has another shape or dtype, or is quantized
-        already; `donate=True` under `jax.jit`; `target` is unknown.
+        already; `donate=True` under `jax.jit`; `target` is unknown; or elements that share a scale
+        would be on two devices.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -81,7 +92,8 @@ def quantize_params(
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)
-        return codes if target is None else lay_out_weights(codes, plan, target)
+        codes = codes if target is None else lay_out_weights(codes, plan, target)
+        return _as_given(plan, codes, params, shardings)
     given = affines or {}
     check_arguments("quantize_params", plan.params, params)
     own = rooted(plan.params, params)
@@ -107,14 +119,17 @@ def quantize_params(
     last_use = {id(leaf): place for place, (_, leaf) in enumerate(named)}
     stays = {id(leaf) for weights, (_, leaf) in zip(known, named, strict=True) if not weights}
     leaves = []
+    given_places = _places(plan, tree, shardings, named)
     for place, (weights, (name, leaf)) in enumerate(zip(known, named, strict=True)):
+        sharding = given_places[place]
         if not weights:
-            leaves.append(leaf)
+            leaves.append(leaf if shardings is None else _at(leaf, sharding, name))
             continue
         split = plan.split_of(name)
         whole = [leaf] if split is None else parts_of("quantize_params", leaf, split)
         parts = [
-            _quantized(x, weight, given, target) for x, weight in zip(whole, weights, strict=True)
+            _quantized(x, weight, given, target, sharding)
+            for x, weight in zip(whole, weights, strict=True)
         ]
         leaves.append(parts[0] if split is None else Segments(parts, split.axis))
         if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
@@ -143,6 +158,17 @@ def dequantize_params(params: Any) -> Any:
     )
 
 
+def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
+    """Returns codes that lie as `shardings` say, or as the parameters that they were made of."""
+    named = _named("quantize_params", rooted(plan.params, params), plan)
+    tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
+    places = _places(plan, tree, shardings, named)
+    leaves = tree.flatten_up_to(rooted(plan.params, codes))
+    paths = [name for name, _ in named]
+    moved = jax.tree.unflatten(tree, map(_at, leaves, places, paths))
+    return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
+
+
 def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
     require_that(
         algorithm is not None or stats is None,
@@ -165,13 +191,47 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
 
 
 def _quantized(
-    x: Any, weight: Weight | None, affines: Mapping[str, Affine], target: str | None
+    x: Any,
+    weight: Weight | None,
+    affines: Mapping[str, Affine],
+    target: str | None,
+    sharding: Sharding | None,
 ) -> Any:
     """Returns a weight, or a part of one, quantized and laid out; a part in float as it is."""
     if weight is None:
-        return x
-    quantized = quantize_weight(x, weight.spec, affines.get(weight.key))
+        return _at(x, sharding, None)
+    quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
     return quantized if target is None else _laid_out(quantized, weight, target)
+
+
+def _at(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
+    """Puts a leaf where it is to lie."""
+    if sharding is None or not hasattr(leaf, "shape"):
+        return leaf
+    return put("quantize_params", leaf, sharding, path or "")
+
+
+def _places(
+    plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
+) -> list[Sharding | None]:
+    """Returns where each leaf is to lie: as `shardings` say, or else where it is partitioned."""
+    if shardings is None:
+        return [sharding_of(leaf) for _, leaf in named]
+    check_arguments("quantize_params", plan.params, shardings)
+    try:
+        flat = tree.flatten_up_to(rooted(plan.params, shardings))
+    except ValueError as error:
+        raise ValueError(
+            message(
+                "quantize_params",
+                "`shardings` are not for these parameters.",
+                given=str(error).splitlines()[0],
+                expected="the tree of `params`, with a sharding in the place of each array",
+                mend="make them of it, such as jax.tree.map(lambda x: x.sharding, params).",
+            )
+        ) from error
+    pairs = zip(named, flat, strict=True)
+    return [as_sharding("quantize_params", place, name or "") for (name, _), place in pairs]
 
 
 def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
@@ -180,11 +240,15 @@ def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
 
 
 def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
-    """Lays a weight out; where its scales do not tell what is contracted, the plan does."""
+    """Lays a weight out; where its scales do not tell what is contracted, the plan does. No kernel
+    reads one that is on several devices, as compilers do not part kernels.
+    """
     if not is_whole(leaf):
         return leaf
     otherwise = -2 if weight.contracted is None else weight.contracted
-    return lay_out_for("quantize_params", leaf, target, otherwise=otherwise)
+    kernels = sharding_of(leaf) is None
+    laid_out = lay_out_for("quantize_params", leaf, target, otherwise=otherwise, kernels=kernels)
+    return kept("quantize_params", leaf, laid_out, weight.path)
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
@@ -216,17 +280,38 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
     return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
 
 
-def quantize_weight(x: Any, spec: QSpec, affine: Affine | None = None) -> QTensor:
-    """Quantizes one weight with the scale given, or with its calibrator's. One program is compiled
-    for all weights that are alike.
+def quantize_weight(
+    x: Any,
+    spec: QSpec,
+    affine: Affine | None = None,
+    sharding: Sharding | None = None,
+    path: str = "",
+) -> QTensor:
+    """Quantizes one weight with the scale given, or with its calibrator's, where it is to lie. One
+    program is compiled for all weights that are alike.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-    quantize = _compiled if _compat.is_concrete(x) else QTensor.quantize
-    return quantize(x, spec, affine)
+        q = jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
+        return _at(q, sharding, path)
+    if not _compat.is_concrete(x):
+        return _at(QTensor.quantize(x, spec, affine), sharding, path)
+    if sharding is None:
+        return _compiled(x, spec, affine)
+    x = put("quantize_params", x, sharding, path)
+    if not isinstance(sharding, NamedSharding):
+        return _compiled(x, spec, affine)
+    q = jax.eval_shape(partial(QTensor.quantize, spec=spec), x, affine=affine)
+    leaves, structure = jax.tree.flatten(shardings_of("quantize_params", q, sharding, place=path))
+    return _partitioned(spec, structure, tuple(leaves))(x, affine=affine)
 
 
 _compiled = jax.jit(QTensor.quantize, static_argnames="spec")
+
+
+@functools.lru_cache(maxsize=1024)
+def _partitioned(spec: QSpec, structure: Any, leaves: tuple[Sharding, ...]) -> Any:
+    """Returns a program that quantizes weights, each device a part of them."""
+    return jax.jit(partial(QTensor.quantize, spec=spec), out_shardings=structure.unflatten(leaves))
 
 
 def _delete(x: Any, quantized: QTensor | Segments) -> None:

@@ -47,6 +47,8 @@ from ._map_channels import Maps as Maps
 from ._map_channels import as_maps as as_maps
 from ._map_channels import with_maps as with_maps
 from ._origin import Address as Address
+from ._param_shardings import floats_of as floats_of
+from ._param_shardings import of_params as of_params
 from ._paths import EACH as EACH
 from ._paths import Names as Names
 from ._paths import Part as Part

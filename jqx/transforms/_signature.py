@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from .._errors import message
 
 AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
@@ -12,6 +14,13 @@ AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 def parameter_line(path: str, leaf: Any) -> str:
     """The line of a signature that describes one parameter."""
     return f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
+
+
+def parameter_of(line: str) -> tuple[str, jax.ShapeDtypeStruct]:
+    """Returns the path and the kind of the parameter that a line describes."""
+    path, dtype, sizes = re.fullmatch(r"parameter (.*): (\w+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    return path, jax.ShapeDtypeStruct(shape, dtype)
 
 
 def is_parameter_line(line: str) -> bool:

@@ -21,12 +21,15 @@ class Operand:
       spec: how it is quantized, its granularity absolute; `None` leaves it in float.
       key: name of its statistics and scale, such as `layer0/w:dot_general:lhs`.
       path: key path of the weight, the first of several joined; `None` for an activation.
+      axes: for each axis of a weight at the site the axes of the parameter that it holds; empty
+        where they are the same ones; not compared.
     """
 
     role: Literal["weight", "activation"]
     spec: QSpec | None
     key: str
     path: str | None = None
+    axes: tuple[tuple[int, ...], ...] = added((), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .._checks import check_integer, require_that
 from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
+from ..tensor._shared import sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
 from ._find import contractions
@@ -348,4 +349,6 @@ def _weight_keys(
 
 
 def _stand_in(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_whole(leaf) else leaf
+    if not is_whole(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ... import _compat
 from ...numerics import format_of
 from ...tensor import QTensor
 from ...tensor._shared import Layout, Packing, refine
@@ -64,7 +65,8 @@ def in_slices(
     """
     cuts = (cut_of(rhs, axis, count) for axis in range(rhs.ndim))
     cut = next((cut for cut in cuts if cut is not None), None)
-    if cut is None:
+    # The compiler would send all slices of an axis over which devices are parted to each of them.
+    if cut is None or _compat.is_on_a_mesh(lhs, rhs.values):
         return compute(lhs, rhs)
     n = rhs.shape[cut.axis]
     left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)

@@ -12,7 +12,7 @@ from ... import _compat
 from ..._checks import require_that
 from ..._compat import Eqn
 from ...tensor import QTensor
-from ...tensor._shared import partition_specs
+from ...tensor._shared import shardings_of
 from .._weight import map_codes
 from ._view import Known, View, of_one, same
 
@@ -24,8 +24,7 @@ def sharded_as(weight: Any, sharding: Sharding) -> Any:
 
 def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
     if isinstance(sharding, NamedSharding):
-        specs = partition_specs("jit", q, sharding.spec, dict(sharding.mesh.shape))
-        return jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), specs)
+        return shardings_of("jit", q, sharding)
     require_that(
         sharding.is_fully_replicated,
         error=NotImplementedError,

@@ -1,0 +1,3 @@
+"""Weights, statistics and messages over several devices."""
+
+from ._shardings import shardings as shardings

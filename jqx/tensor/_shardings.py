@@ -1,0 +1,90 @@
+"""Where a leaf of parameters lies over devices: each array of a QTensor in step with its values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from .. import _compat
+from ._partition import check_parts, partition_specs
+from ._qtensor import QTensor
+from ._segments import Segments
+
+
+def shardings_of(
+    function: str,
+    leaf: Any,
+    sharding: NamedSharding | PartitionSpec,
+    sizes: Mapping[str, int] | None = None,
+    place: str = "",
+) -> Any:
+    """Returns a leaf with the sharding of each of its arrays in its place.
+
+    Args:
+      function: the caller, for messages.
+      leaf: an array, a QTensor or Segments; its arrays may be `jax.ShapeDtypeStruct`.
+      sharding: that of its real array. The result has values of the same kind.
+      sizes: size of each axis of the mesh; of a `NamedSharding` it is known.
+      place: path of the leaf, for messages.
+
+    Raises:
+      ValueError: a part is no whole number of blocks, or of elements; or codes are packed, or in
+        another order, along an axis that is partitioned.
+    """
+    if isinstance(leaf, Segments):
+        parts = [shardings_of(function, part, sharding, sizes, place) for part in leaf.parts]
+        return jax.tree.unflatten(jax.tree.structure(leaf), jax.tree.leaves(parts))
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    known = (sizes or {}) if mesh is None else dict(mesh.shape)
+    if not isinstance(leaf, QTensor):
+        check_parts(function, leaf, spec, known, place)
+        return sharding
+    specs = partition_specs(function, leaf, spec, known, place)
+    return specs if mesh is None else jax.tree.map(lambda x: NamedSharding(mesh, x), specs)
+
+
+def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
+    """Puts a leaf where its real array is to lie; arrays that lie there are the very same."""
+    places: Any = jax.tree.map(lambda _: sharding, leaf)
+    if isinstance(sharding, NamedSharding):
+        places = shardings_of(function, leaf, sharding, place=place)
+    arrays = jax.tree.leaves(leaf)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        return jax.tree.map(
+            lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), leaf, places
+        )
+    if all(map(_compat.is_concrete, arrays)):
+        return jax.device_put(leaf, places)
+    explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
+    move = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return move(leaf, places)
+
+
+def sharding_of(x: Any) -> NamedSharding | None:
+    """Returns how the real array of a leaf is partitioned over devices; `None` where it is not, or
+    is a tracer whose type does not tell.
+    """
+    if isinstance(x, Segments):
+        found = sharding_of(x.parts[0])
+        if found is None or len(found.spec) <= x.axis:
+            return found
+        entries = [None if n == x.axis else entry for n, entry in enumerate(found.spec)]
+        return NamedSharding(found.mesh, PartitionSpec(*entries))
+    if isinstance(x, QTensor):
+        found = sharding_of(x.values)
+        if found is None or x.layout is None or not x.layout.swapped:
+            return found
+        entries = (*found.spec, *(None,) * (x.values.ndim - len(found.spec)))
+        return NamedSharding(found.mesh, PartitionSpec(*entries[:-2], *reversed(entries[-2:])))
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return None
+    sharding = x.sharding if _compat.is_concrete(x) else _compat.explicit_sharding(x)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+
+def kept(function: str, given: Any, made: Any, place: str = "") -> Any:
+    """Returns a leaf that was made of another one, partitioned as that one is."""
+    sharding = sharding_of(given)
+    return made if sharding is None else put(function, made, sharding, place)
