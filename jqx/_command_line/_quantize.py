@@ -1,16 +1,19 @@
 """`python -m jqx quantize`: a file of floats to a file of QTensors, tensor by tensor."""
 
 import argparse
-import importlib
-import importlib.util
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from .._checks import require_that
 from ..diagnostics._shared import Table, scheme_of
-from ..interop import Archive, save_leaves
+from ..interop import Archive, Lazy
+from ..interop._shared import save_tree
+from ..tensor import QSpec
+from ..tensor._shared import NONE, to_json
 from ._beside import OWN, left_out, print_left_out, texts
-from ._choices import Choice, add_choices, choose, made
+from ._choices import Choice, add_choices, choose, made, quantize_leaf
 from ._output import add_force, check_absent, print_json, savings, size_of
 
 
@@ -26,6 +29,19 @@ def add(commands: Any) -> None:
     parser.add_argument("output", help="the file to write")
     add_choices(parser)
     add_force(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what is written, where the process ends early, and go on there when it is run "
+        "again; beside the output, as .part",
+    )
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="I/N",
+        help="write as process I of N, 0/N to N-1/N, on one file system; resumes",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=run)
@@ -47,19 +63,28 @@ def run(args: argparse.Namespace) -> int:
         )
         specs = {path: made(archive.spec, path, choices[path]) for path in archive.paths}
         if not args.dry_run:
-            leaves = (made(archive.read, path, choice) for path, choice in choices.items())
-            leaves = _shown(leaves, archive)
-            save_leaves(args.output, archive.map(specs.get), leaves, metadata=texts(archive))
+            tree = archive.map(lambda path: _leaf(archive, path, choices[path].spec))
+            options = {"resume": args.resume or args.share != (0, 1), "share": args.share}
+            save_tree(args.output, tree, texts(archive), progress=True, **options)
         _show(args, archive, choices, specs)
     return 0
 
 
-def _shown(leaves: Iterable[Any], archive: Archive) -> Iterable[Any]:
-    """Shows in a terminal how many tensors are done, with tqdm (of the extra `examples`)."""
-    if importlib.util.find_spec("tqdm") is None:
-        return leaves
-    bar = importlib.import_module("tqdm").tqdm
-    return bar(leaves, desc="quantize", total=len(archive.paths), unit="tensor", disable=None)
+def _leaf(archive: Archive, path: str, spec: QSpec | None) -> Lazy:
+    """Returns a leaf of a file that is read, and quantized, when it is written."""
+    leaf = archive.lazy(path)
+    if spec is None:
+        return leaf
+    said = str(to_json("quantize", spec, QSpec, NONE))
+    return leaf.then(partial(quantize_leaf, spec=spec), said)
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Returns which of how many processes this one is."""
+    place, _, count = text.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and int(place) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of 0/n, 1/n, ..., (n-1)/n")
+    return int(place), int(count)
 
 
 def _show(
@@ -89,6 +114,9 @@ def _show(
         print_json({**written, **totals, "tensors": tensors})
         return
     footer = f"{count} of {len(tensors)} tensors quantized; {savings(before, after)}"
+    if not args.dry_run and not os.path.exists(args.output):
+        print(f"{args.output}: its share is written; the file is there when all others are")
+        return
     if not args.dry_run:
         print(f"{args.output}: {footer}")
         print_left_out(lost)

@@ -1,5 +1,6 @@
 """Files and formats of others."""
 
+from ..tensor._shared import Lazy as Lazy
 from ._archive import Archive as Archive
 from ._archive import load as load
 from ._archive import read as read

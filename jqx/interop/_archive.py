@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,11 @@ from .._checks import as_dtype, check_instance, check_real, require_that, shown
 from .._errors import nesting
 from .._files import Path
 from ..tensor import QTensor
-from ..tensor._shared import NONE, Values, check_codes, check_values, check_version
+from ..tensor._shared import NONE, Lazy, Values, check_codes, check_values, check_version
 from ._coded import CodedLeaf
 from ._formats import read_leaves
 from ._quantized import unbound
-from ._source import open_source
+from ._source import files_of, open_source
 from ._tree import Read, Stored, map_stored, parse
 
 Leaf = Stored | CodedLeaf
@@ -87,6 +88,7 @@ class Archive:
         if config is not None:
             check_instance("load", "config", config, Mapping, mend="pass what json.load gives.")
         self._reader = open_source(path, config)
+        self._source = f"{files_of(self._reader.path)} {config} {real}"
         try:
             self.config = self._reader.config
             known, keys = self._reader.metadata, (KEY, QUANTIZED)
@@ -121,6 +123,13 @@ class Archive:
     def numpy(self, path: str) -> Any:
         """Returns a copy of a leaf, of NumPy arrays."""
         return self._made(path, self._reader.read)
+
+    def lazy(self, path: str) -> Lazy:
+        """Returns a leaf that is read when it is needed, while the archive is open, and kept by
+        nobody: `archive.map(archive.lazy)` is a tree for `jqx.make_plan`, `jqx.quantize_params`
+        and `jqx.save` that takes no memory.
+        """
+        return Lazy(self.spec(path), partial(self.read, path), f"{self._source}\n{path}")
 
     def view(self, path: str) -> Any:
         """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used.

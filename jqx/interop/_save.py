@@ -1,8 +1,9 @@
 """Trees of arrays and QTensors, written to safetensors files."""
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,25 @@ from .._errors import nesting
 from .._files import Path
 from ..ptq import Quantized
 from ..tensor import QTensor
-from ..tensor._shared import NONE, Values, check_codes, check_values
+from ..tensor._shared import NONE, Lazy, Values, abstract, check_codes, check_values, read
+from ..transforms._shared import bytes_of, progress_bar
 from ._archive import KEY, QUANTIZED, VERSION
 from ._quantized import contents_of
+from ._resumed import ResumedWriter, Share
 from ._tree import describe, tensors_of
 from ._writer import Writer
 
 
 @called("save", 'pass for example jqx.save("model.safetensors", params).')
-def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
+def save(
+    path: Path,
+    tree: Any,
+    *,
+    values: Values | None = None,
+    resume: bool = False,
+    share: Share = (0, 1),
+    progress: bool = False,
+) -> None:
     """Writes a tree of arrays and QTensors, or what `jqx.ptq` returns, to a safetensors file, which
     any reader of these opens.
 
@@ -43,15 +54,24 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     Args:
       path: of the file.
       tree: nested dicts, with strings or integers for keys, lists and tuples of arrays, QTensors,
-        Segments and None; or a `jqx.Quantized`, of parameters in any pytree.
+        Segments and None; or a `jqx.Quantized`, of parameters in any pytree. `jqx.interop.Lazy` in
+        the place of an array or a QTensor is read when it is written, and dropped.
       values: formats of your own, and what else of yours a plan holds, by name; `jqx.load` looks
         them up by it.
+      resume: keeps what is written, as a `.part` with journals beside it, where the process ends
+        early, however it does: the same call goes on there. A `Lazy` leaf whose source is the same
+        is not read again; others are. A tree of other names, shapes or formats begins anew.
+      share: `(i, n)` of process i of n that write one file on one file system, each a part of the
+        leaves, with `resume=True`: `(jax.process_index(), jax.process_count())`. The file takes its
+        place when the last of them is done.
+      progress: whether to show a bar, of bytes, where tqdm is installed (extra `examples`).
 
     Raises:
       OSError: the file cannot be written, or its name is that of a folder, a FIFO or a device.
       TypeError: something else is in the tree.
       ValueError: an array has a dtype that no file holds, a QTensor a format of your own that is
-        not among `values`, or codes that are none of its format; or the tree is nested too deeply.
+        not among `values`, or codes that are none of its format; the tree is nested too deeply;
+        `share` is none, or stands alone; or another process writes the same share.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -76,9 +96,29 @@ def save(path: Path, tree: Any, *, values: Values | None = None) -> None:
     if isinstance(tree, Quantized):
         with nesting("save"):
             tree, metadata[QUANTIZED] = contents_of(tree, values)
+    save_tree(path, tree, metadata, values, resume=resume, share=share, progress=progress)
+
+
+def save_tree(
+    path: Path,
+    tree: Any,
+    metadata: Mapping[str, str],
+    values: Values = NONE,
+    *,
+    resume: bool = False,
+    share: Share = (0, 1),
+    progress: bool = False,
+) -> None:
+    """Writes a tree, with what the file is to say of itself beside it; see `save`."""
+    _check_share(resume, share)
     node, named = _described(tree, values)
     _check_known(named)
-    _write(path, node, named, (leaf for _, leaf in named), metadata)
+    if resume:
+        _write_resumed(path, node, named, metadata, share, progress)
+        return
+    leaves = [leaf for _, leaf in named]
+    with _bar(leaves, progress) as advance:
+        _write(path, node, named, map(read, leaves), metadata, advance)
 
 
 def save_leaves(
@@ -123,7 +163,7 @@ def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
 
 def _check_known(named: list[tuple[str, Any]]) -> None:
     for path, leaf in named:
-        for name, array in tensors_of(path, leaf):
+        for name, array in () if isinstance(leaf, Lazy) else tensors_of(path, leaf):
             require_that(
                 not isinstance(array, jax.ShapeDtypeStruct),
                 error=TypeError,
@@ -156,22 +196,91 @@ def _write(
     named: list[tuple[str, Any]],
     leaves: Iterable[Any],
     metadata: Mapping[str, str],
+    advance: Callable[[], None] = lambda: None,
 ) -> None:
+    with Writer(path, *_announced(node, named, metadata)) as out:
+        for (leaf_path, kind), leaf in zip(named, leaves, strict=True):
+            _write_leaf(out, leaf_path, abstract(kind), leaf)
+            advance()
+
+
+def _write_resumed(
+    path: Path,
+    node: Any,
+    named: list[tuple[str, Any]],
+    metadata: Mapping[str, str],
+    share: Share,
+    progress: bool,
+) -> None:
+    paths, leaves = zip(*named, strict=True) if named else ((), ())
+    announced = _announced(node, named, metadata)
+    with _bar(leaves, progress) as advance, ResumedWriter(path, *announced, paths, share) as out:
+        for place, (leaf_path, leaf) in enumerate(named):
+            source = leaf.source if isinstance(leaf, Lazy) else ""
+            if out.is_own(place) and not out.has(leaf_path, source):
+                _write_leaf(out, leaf_path, abstract(leaf), read(leaf))
+                out.done(leaf_path, source)
+            advance()
+
+
+def _announced(
+    node: Any, named: list[tuple[str, Any]], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the tensors of a file, and what it says of itself."""
     tensors = {
         name: (np.dtype(array.dtype), array.shape)
         for leaf_path, leaf in named
-        for name, array in tensors_of(leaf_path, leaf)
+        for name, array in tensors_of(leaf_path, abstract(leaf))
     }
     with nesting("save"):
         text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
-    with Writer(path, tensors, {**metadata, KEY: text}) as out:
-        for (leaf_path, abstract), leaf in zip(named, leaves, strict=True):
-            _check_same(leaf_path, abstract, leaf)
-            known = jax.tree.map(np.asarray, leaf)
-            if isinstance(known, QTensor):
-                check_codes("save", known, leaf_path)
-            for name, array in tensors_of(leaf_path, known):
-                out.write(name, array)
+    return tensors, {**metadata, KEY: text}
+
+
+def _write_leaf(out: Writer, path: str, kind: Any, leaf: Any) -> None:
+    _check_same(path, kind, leaf)
+    known = jax.tree.map(np.asarray, leaf)
+    if isinstance(known, QTensor):
+        check_codes("save", known, path)
+    for name, array in tensors_of(path, known):
+        out.write(name, array)
+
+
+@contextlib.contextmanager
+def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
+    """Shows how many bytes of leaves are written, and how long the rest takes; yields what says
+    that the next leaf is.
+    """
+    sizes = [bytes_of(abstract(leaf)) for leaf in leaves]
+    bar = None
+    if progress:
+        bar = progress_bar("save", "B", total=sum(sizes), unit_scale=True, disable=None)
+    rest = iter(sizes)
+
+    def advance() -> None:
+        if bar is not None:
+            bar.update(next(rest))
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _check_share(resume: bool, share: Any) -> None:
+    fits = isinstance(share, tuple) and [*map(type, share)] == [int, int]
+    require_that(
+        fits and 0 <= share[0] < share[1] and (resume or share == (0, 1)),
+        error=ValueError,
+        function="save",
+        problem="`share` does not say which of how many processes writes."
+        if resume
+        else "`share` is for writes that are resumed.",
+        given=f"share == {shown(share)}, resume == {resume}",
+        expected="(i, n), 0 <= i < n, beside resume=True",
+        mend="pass share=(jax.process_index(), jax.process_count()) and resume=True.",
+    )
 
 
 def _check_same(path: str, abstract: Any, leaf: Any) -> None:

@@ -111,6 +111,15 @@ class Folder:
         self._readers.update(dict.fromkeys(reader.entries, reader))
 
 
+def files_of(path: str) -> str:
+    """Returns what tells the state of a file, or of all files of a folder, from any other one."""
+    real = os.path.realpath(path)
+    names = [os.path.join(base, name) for base, _, own in os.walk(real) for name in own]
+    stats = [(os.path.relpath(name, real), os.stat(name)) for name in sorted(names or [real])]
+    told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return f"{real} {told}"
+
+
 def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
     """Opens a file, or a folder of files.
 

@@ -16,6 +16,7 @@ turn, `<path>.scale.values` and `<path>.scale.scale`; where it has an offset or 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Union
 
 import jax
@@ -25,7 +26,14 @@ from .. import _compat
 from .._checks import as_dtype, require_that, shown
 from .._errors import message
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Values, fields_from_json, fields_to_json, unchecked_segments
+from ..tensor._shared import (
+    Lazy,
+    Values,
+    abstract,
+    fields_from_json,
+    fields_to_json,
+    unchecked_segments,
+)
 from ._safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
@@ -105,8 +113,8 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
     """Returns the JSON of a tree, and its leaves in order, each with its path.
 
     Raises:
-      TypeError: something in it is no dict, list, tuple, array, QTensor or None, or a key of a
-        dict is no string or integer.
+      TypeError: something in it is no dict, list, tuple, array, QTensor, Lazy or None, or a key of
+        a dict is no string or integer.
       ValueError: an array has a dtype that no file holds, or a QTensor a format of the user's that
         is not among `values`.
     """
@@ -127,15 +135,25 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
             paths = [(*keys[:-1], f"{''.join(keys[-1:])}[{a}:{b}]") for a, b in places]
             parts = [node_of(part, own) for part, own in zip(x.parts, paths, strict=True)]
             return {"segments": parts, "axis": x.axis}
-        _check_leaf(x, keys)
+        if isinstance(x, Lazy) and isinstance(x.spec, Segments):
+            count = len(x.spec.parts)
+            parts = [x.then(partial(_part_of, i), f"part {i}") for i in range(count)]
+            return node_of(unchecked_segments(parts, x.spec.axis), keys)
+        kind = abstract(x)
+        _check_leaf(kind, keys)
         path = "/".join(keys) or _EMPTY
-        while taken & {path, *(name for name, _ in tensors_of(path, x))}:
+        while taken & {path, *(name for name, _ in tensors_of(path, kind))}:
             path += "~"
-        taken.update([path, *(name for name, _ in tensors_of(path, x))])
+        taken.update([path, *(name for name, _ in tensors_of(path, kind))])
         leaves.append((path, x))
-        return _leaf_to_json(path, x, values)
+        return _leaf_to_json(path, kind, values)
 
     return node_of(tree, ()), leaves
+
+
+def _part_of(place: int, x: Any) -> Any:
+    """Returns one of the parts of Segments."""
+    return x.parts[place]
 
 
 def _leaf_to_json(path: str, x: Any, values: Values) -> Any:

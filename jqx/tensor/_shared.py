@@ -21,6 +21,9 @@ from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
 from ._layout import lay_out as lay_out
 from ._layout import to_int8 as to_int8
+from ._lazy import Lazy as Lazy
+from ._lazy import abstract as abstract
+from ._lazy import read as read
 from ._one_of import OneOf as OneOf
 from ._one_of import alone as alone
 from ._one_of import found as found

@@ -26,7 +26,7 @@ from ._origin import Address
 from ._partial_sums import PartialSums, partial_sums
 from ._plan import Plan
 from ._plan_call import as_plan, params_of
-from ._quantize_params import quantize_weight
+from ._quantize_weight import quantize_weight
 from ._reach import check_unsupported
 from ._site import Operand, Site, Weight
 from ._trace import Call, check_function, is_quantized, trace_call

@@ -1,25 +1,24 @@
 """`quantize_params`: the weights of a plan become QTensors; and floats again."""
 
-import functools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from .._errors import message
 from ..calibrators import Affine
-from ..tensor import QSpec, QTensor, Segments
-from ..tensor._shared import check_target, kept, lay_out_for, put, sharding_of, shardings_of
+from ..tensor import QTensor, Segments
+from ..tensor._shared import Lazy, abstract, check_target, sharding_of
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
 from ._param_shardings import as_sharding
 from ._paths import Params, flatten, is_whole, rooted
 from ._plan import Plan
+from ._quantize_weight import Quantizing, at_place, lay_out_weights
 from ._signature import parameter_line
 from ._site import Weight
 from ._split import parts_of
@@ -102,7 +101,7 @@ def quantize_params(
     known = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(known, named, strict=True):
         require_that(
-            not weights or not is_whole(leaf),
+            not weights or not is_whole(abstract(leaf)),
             error=ValueError,
             function="quantize_params",
             problem=f"the weight {name!r} is quantized already.",
@@ -123,15 +122,11 @@ def quantize_params(
     for place, (weights, (name, leaf)) in enumerate(zip(known, named, strict=True)):
         sharding = given_places[place]
         if not weights:
-            leaves.append(leaf if shardings is None else _at(leaf, sharding, name))
+            leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
             continue
-        split = plan.split_of(name)
-        whole = [leaf] if split is None else parts_of("quantize_params", leaf, split)
-        parts = [
-            _quantized(x, weight, given, target, sharding)
-            for x, weight in zip(whole, weights, strict=True)
-        ]
-        leaves.append(parts[0] if split is None else Segments(parts, split.axis))
+        chosen = Quantizing(tuple(weights), plan.split_of(name), given, target, sharding)
+        made = leaf.then(chosen, chosen.said()) if isinstance(leaf, Lazy) else chosen(leaf)
+        leaves.append(made)
         if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
     converted = jax.tree.unflatten(tree, leaves)
@@ -165,7 +160,7 @@ def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
     places = _places(plan, tree, shardings, named)
     leaves = tree.flatten_up_to(rooted(plan.params, codes))
     paths = [name for name, _ in named]
-    moved = jax.tree.unflatten(tree, map(_at, leaves, places, paths))
+    moved = jax.tree.unflatten(tree, map(at_place, leaves, places, paths))
     return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
 
 
@@ -190,27 +185,6 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
     )
 
 
-def _quantized(
-    x: Any,
-    weight: Weight | None,
-    affines: Mapping[str, Affine],
-    target: str | None,
-    sharding: Sharding | None,
-) -> Any:
-    """Returns a weight, or a part of one, quantized and laid out; a part in float as it is."""
-    if weight is None:
-        return _at(x, sharding, None)
-    quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
-    return quantized if target is None else _laid_out(quantized, weight, target)
-
-
-def _at(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
-    """Puts a leaf where it is to lie."""
-    if sharding is None or not hasattr(leaf, "shape"):
-        return leaf
-    return put("quantize_params", leaf, sharding, path or "")
-
-
 def _places(
     plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
 ) -> list[Sharding | None]:
@@ -232,23 +206,6 @@ def _places(
         ) from error
     pairs = zip(named, flat, strict=True)
     return [as_sharding("quantize_params", place, name or "") for (name, _), place in pairs]
-
-
-def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
-    """Returns parameters with the weights of a plan as a target contracts them fastest."""
-    return plan.map_weights(lambda weight, leaf: _laid_out(leaf, weight, target), params)
-
-
-def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
-    """Lays a weight out; where its scales do not tell what is contracted, the plan does. No kernel
-    reads one that is on several devices, as compilers do not part kernels.
-    """
-    if not is_whole(leaf):
-        return leaf
-    otherwise = -2 if weight.contracted is None else weight.contracted
-    kernels = sharding_of(leaf) is None
-    laid_out = lay_out_for("quantize_params", leaf, target, otherwise=otherwise, kernels=kernels)
-    return kept("quantize_params", leaf, laid_out, weight.path)
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
@@ -278,40 +235,6 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
     flat = flatten(params)
     names = plan.parameters.name(function, [keys for keys, _ in flat])
     return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
-
-
-def quantize_weight(
-    x: Any,
-    spec: QSpec,
-    affine: Affine | None = None,
-    sharding: Sharding | None = None,
-    path: str = "",
-) -> QTensor:
-    """Quantizes one weight with the scale given, or with its calibrator's, where it is to lie. One
-    program is compiled for all weights that are alike.
-    """
-    if isinstance(x, jax.ShapeDtypeStruct):
-        q = jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-        return _at(q, sharding, path)
-    if not _compat.is_concrete(x):
-        return _at(QTensor.quantize(x, spec, affine), sharding, path)
-    if sharding is None:
-        return _compiled(x, spec, affine)
-    x = put("quantize_params", x, sharding, path)
-    if not isinstance(sharding, NamedSharding):
-        return _compiled(x, spec, affine)
-    q = jax.eval_shape(partial(QTensor.quantize, spec=spec), x, affine=affine)
-    leaves, structure = jax.tree.flatten(shardings_of("quantize_params", q, sharding, place=path))
-    return _partitioned(spec, structure, tuple(leaves))(x, affine=affine)
-
-
-_compiled = jax.jit(QTensor.quantize, static_argnames="spec")
-
-
-@functools.lru_cache(maxsize=1024)
-def _partitioned(spec: QSpec, structure: Any, leaves: tuple[Sharding, ...]) -> Any:
-    """Returns a program that quantizes weights, each device a part of them."""
-    return jax.jit(partial(QTensor.quantize, spec=spec), out_shardings=structure.unflatten(leaves))
 
 
 def _delete(x: Any, quantized: QTensor | Segments) -> None:

@@ -15,7 +15,7 @@ from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import cache_for, needed_spec
 from ._paths import flatten, is_whole, path_of
-from ._quantize_params import quantize_weight
+from ._quantize_weight import quantize_weight
 from ._trace import is_array, is_quantized
 
 

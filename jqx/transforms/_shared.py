@@ -63,9 +63,9 @@ from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
 from ._plan_call import plan_call as plan_call
 from ._quantize_params import check_arguments as check_arguments
-from ._quantize_params import lay_out_weights as lay_out_weights
 from ._quantize_params import named_leaves as named_leaves
-from ._quantize_params import quantize_weight as quantize_weight
+from ._quantize_weight import lay_out_weights as lay_out_weights
+from ._quantize_weight import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
 from ._site import Operand as Operand
 from ._site import Site as Site

@@ -8,6 +8,7 @@ through them, what is stacked is joined. Wherever else the weight is read, it is
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
 from ..tensor import QTensor, Segments
+from ..tensor._shared import Lazy
 from ._live import live
 from ._origin import Origin
 from ._paths import Split
@@ -52,6 +54,8 @@ def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
 
 
 def _slice(x: Any, axis: int, start: int, stop: int) -> Any:
+    if isinstance(x, Lazy):
+        return x.then(partial(_slice, axis=axis, start=start, stop=stop), f"{axis} {start}:{stop}")
     if isinstance(x, jax.ShapeDtypeStruct):
         shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
         return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -12,7 +12,7 @@ from .._checks import check_integer, require_that
 from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
-from ..tensor._shared import sharding_of
+from ..tensor._shared import Lazy, sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
 from ._find import contractions
@@ -349,6 +349,6 @@ def _weight_keys(
 
 
 def _stand_in(leaf: Any) -> Any:
-    if not is_whole(leaf):
+    if not isinstance(leaf, (QTensor, Segments, Lazy)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))

@@ -5,7 +5,7 @@ import pytest
 
 import jqx
 from jqx.presets import w8a8, w8a16
-from jqx.transforms._quantize_params import _compiled
+from jqx.transforms._quantize_weight import _compiled
 
 from .models import int8_grid, mlp, mlp_params, normal, plan_of
 

@@ -1,0 +1,230 @@
+"""A safetensors file that goes on where an interrupted write of the same file was.
+
+What is written goes to a file beside the target, under a name of its own: each tensor at the place
+that it has in the target. A journal beside that says which leaves are whole, and what they were
+made of. Several processes write leaves of one file, each with a journal; the last one puts the
+file in place.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .._checks import require_that
+from .._files import Path, Replacement
+from ._writer import Writer
+
+Share = tuple[int, int]
+"""Which of how many processes writes."""
+
+
+class _Kept(Replacement):
+    """A replacement whose file has a name that the next run knows, and stays until it is whole."""
+
+    def __init__(self, function: str, path: Path) -> None:
+        super().__init__(function, path)
+        name = self._target.name
+        own = hashlib.sha256(name.encode()).hexdigest()[:8]
+        self._part = self._target.with_name(f"{name[:50]}.{own}.part")
+
+    @property
+    def part(self) -> pathlib.Path:
+        """Where it is written."""
+        return self._part
+
+    def __enter__(self) -> "_Kept":
+        mode = 0o666 if self._old is None else 0o600  # less the umask
+        with self._written():
+            self._file = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT, mode), "r+b")
+        return self
+
+    def begins_with(self, head: bytes) -> bool:
+        """Whether the file begins so."""
+        with self._written():
+            self._file.seek(0)
+            return self._file.read(len(head)) == head
+
+    def begin(self, head: bytes) -> None:
+        """Empties the file, and writes its beginning."""
+        with self._written():
+            self._file.truncate(0)
+            self.write(0, head)
+            self._file.flush()
+
+    def keep(self) -> None:
+        """Has what is written reach the disk."""
+        with self._written():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets one process at a time do what follows."""
+        _lock(self._file, wait=True)
+        try:
+            yield
+        finally:
+            _unlock(self._file)
+
+    def is_there(self) -> bool:
+        """Whether no other process has put it in place."""
+        try:
+            return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class ResumedWriter(Writer):
+    """A file that is written leaf by leaf. A context manager.
+
+    Args:
+      path: where the file is to be.
+      tensors: dtype and shape of each tensor, by name.
+      metadata: what the file says of itself.
+      leaves: the paths of all leaves.
+      share: which of how many processes this one is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+        leaves: Sequence[str],
+        share: Share = (0, 1),
+    ) -> None:
+        super().__init__(path, tensors, metadata)
+        self._file: _Kept = _Kept("save", path)
+        self._leaves, self._share = leaves, share
+        self._known: dict[str, str] = {}
+
+    def __enter__(self) -> "ResumedWriter":
+        self._file.__enter__()
+        try:
+            with self._file.alone():
+                if not self._file.begins_with(self._head):
+                    for journal in self._journals():
+                        journal.unlink()
+                    self._file.begin(self._head)
+                self._journal = open(self._path_of(self._share[0]), "ab")
+            self._check_free()
+            self._journal.write(b"\n")  # behind a line that was cut short
+            for journal in self._journals():
+                self._known.update(_entries(journal.read_bytes()))
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def has(self, leaf: str, source: str) -> bool:
+        """Whether a leaf that is made of the same is written."""
+        return bool(source) and self._known.get(leaf) == source
+
+    def is_own(self, place: int) -> bool:
+        """Whether this process writes the leaf of a place."""
+        return place % self._share[1] == self._share[0]
+
+    def done(self, leaf: str, source: str) -> None:
+        """Says that all tensors of a leaf are written."""
+        self._file.keep()
+        self._journal.write(json.dumps([leaf, source]).encode() + b"\n")
+        self._journal.flush()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                with self._file.alone():
+                    if self._file.is_there() and self._is_whole():
+                        self._file.commit()
+                        for journal in self._journals():
+                            journal.unlink()
+        finally:
+            self._journal.close()
+            self._file.__exit__(kind, error, where)
+
+    def _is_whole(self) -> bool:
+        """Whether all processes have written all leaves."""
+        known: set[str] = set()
+        for journal in self._journals():
+            known.update(_entries(journal.read_bytes()))
+        return known.issuperset(self._leaves)
+
+    def _check_free(self) -> None:
+        require_that(
+            _lock(self._journal, wait=False),
+            error=ValueError,
+            function="save",
+            problem="another process writes this file.",
+            given=f"{str(self._file.part)!r}, which is being written",
+            expected="one process for each share of a file",
+            mend="wait for it, or pass share=(i, n) to n processes, of another i each.",
+        )
+
+    def _path_of(self, index: int) -> pathlib.Path:
+        return self._file.part.with_name(f"{self._file.part.name}.{index}")
+
+    def _journals(self) -> list[pathlib.Path]:
+        part = self._file.part
+        found = part.parent.glob(f"{_glob_of(part.name)}.*")
+        return [path for path in found if path.name[len(part.name) + 1 :].isdigit()]
+
+
+def _glob_of(name: str) -> str:
+    """Returns a pattern that a name alone fits."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _entries(text: bytes) -> dict[str, str]:
+    """Returns the leaves of a journal with what they were made of; a line that was cut short says
+    nothing.
+    """
+    known = {}
+    for line in text.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            leaf, source = json.loads(line)
+            known[leaf] = source
+    return known
+
+
+def _fcntl() -> Any:
+    """Returns the module that locks files, where the system has it."""
+    known = importlib.util.find_spec("fcntl") is not None
+    return importlib.import_module("fcntl") if known else None
+
+
+def _lock(file: Any, *, wait: bool) -> bool:
+    """Takes a file for this process; `False` where another one has it."""
+    fcntl = _fcntl()
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(file: Any) -> None:
+    fcntl = _fcntl()
+    if fcntl is not None and not file.closed:
+        fcntl.flock(file, fcntl.LOCK_UN)

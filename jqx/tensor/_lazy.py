@@ -1,0 +1,111 @@
+"""Lazy: an array or QTensor that is made when it is read, and kept by nobody."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._calls import called
+from .._checks import require_that
+
+
+@called("interop.Lazy", "pass its kind, and a function that makes it.")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """An array, a QTensor or Segments that is made anew each time it is read. A leaf of pytrees.
+
+    Parameters of a model that is larger than memory have it in the place of arrays, such as
+    `archive.map(archive.lazy)`: `jqx.make_plan` takes its shape and dtype, `jqx.quantize_params`
+    returns another for what is to be quantized, and `jqx.save` reads one after another as it writes
+    them. What computes on arrays, such as a converted function, takes arrays: `x.read()`.
+
+    Attributes:
+      spec: what it is, with `jax.ShapeDtypeStruct` in the place of arrays.
+      make: makes it.
+      source: says all that its numbers depend on, so that two of one source are equal; an empty
+        string where that is not known. `jqx.save(..., resume=True)` keeps what it has written of
+        such a source.
+
+    Raises:
+      ValueError: when it is read: what is made has another structure, shape or dtype.
+
+    Gradient: none; it is no array.
+
+    Example:
+      >>> import jax, jqx, numpy as np
+      >>> x = jqx.interop.Lazy(jax.ShapeDtypeStruct((2,), "f4"), lambda: np.ones(2, np.float32))
+      >>> x.shape, x.read()
+      ((2,), array([1., 1.], dtype=float32))
+    """
+
+    spec: Any
+    make: Callable[[], Any]
+    source: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, of a QTensor that of its real array."""
+        return tuple(self.spec.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype, of a QTensor the real one."""
+        return np.dtype(self.spec.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Its rank."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        leaves = jax.tree.leaves(self.spec)
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in leaves)
+
+    def read(self) -> Any:
+        """Makes it, and returns it."""
+        found = self.make()
+        kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (found, self.spec)]
+        same = jax.tree.structure(found) == jax.tree.structure(self.spec)
+        require_that(
+            same and kinds[0] == kinds[1],
+            error=ValueError,
+            function="interop.Lazy",
+            problem="what was made is not what was announced.",
+            given=f"{found!r}"[:200],
+            expected=f"{self.spec!r}"[:200],
+            mend="make both of one function, such as with jax.eval_shape.",
+        )
+        return found
+
+    def then(self, f: Callable[[Any], Any], said: str | None) -> "Lazy":
+        """Returns what a function makes of it, when that is read.
+
+        Args:
+          f: the function, of the array and of its kind alike.
+          said: all that the result depends on beside the array; `None` where that is not known.
+        """
+        spec = f(self.spec)
+        source = f"{self.source}\n{said}" if self.source and said is not None else ""
+        return Lazy(spec, lambda: f(self.read()), source)
+
+    def __repr__(self) -> str:
+        return f"Lazy({self.spec!r})"
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    return (*x.shape, np.dtype(x.dtype).name)
+
+
+def read(x: Any) -> Any:
+    """Returns what a Lazy makes; all else as it is."""
+    return x.read() if isinstance(x, Lazy) else x
+
+
+def abstract(x: Any) -> Any:
+    """Returns what a Lazy is; all else as it is."""
+    return x.spec if isinstance(x, Lazy) else x
