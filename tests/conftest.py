@@ -82,6 +82,9 @@ distance of two programs."""
 
 FEW = 4
 
+LONG = ("test_examples.py", "test_real_models.py", "test_smollm2.py")
+"""Files that take minutes: a file is run by one process."""
+
 
 def pytest_addoption(parser):
     """Adds how often the slow test of changed checkpoints changes those of each format."""
@@ -92,9 +95,9 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     """Leaves the first case of a test marked `many`, and about one in four of the others, to the
     default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter.
-    The examples, minutes for one process, come first, or the other process would wait for them.
+    Files that take minutes come first, or the other process would wait for the last of them.
     """
-    items.sort(key=lambda item: item.path.name != "test_examples.py")
+    items.sort(key=lambda item: item.path.name not in LONG)
     cases = collections.Counter()
     for item in items:
         if item.get_closest_marker("many"):

@@ -339,7 +339,8 @@ def test_a_check_tells_formulations_apart(tmp_path):
         return found[key]["hlo"], round(found[key]["kernels"])
 
     assert of("prefill", small, "int8 NT") == ("Triton s8 x s8 -> s32", 1)
-    assert of("prefill", small, "jqx int8 NT") == ("Triton s8 x s8 -> s32", 1)
+    # Two kernels of one element each bring the scale of the activation nearer to 1, and back.
+    assert of("prefill", small, "jqx int8 NT") == ("Triton s8 x s8 -> s32", 3)
     fp8 = "f8e4m3fn x f8e4m3fn -> f32"
     assert of("prefill", small, "fp8 NT") == (f"Triton {fp8}", 1)
     assert of("prefill", small, "fp8 NT fast accum")[0] == f"__cublas$lt$matmul$f8 {fp8}"
