@@ -12,6 +12,7 @@ from . import interop as interop
 from . import numerics as numerics
 from . import observers as observers
 from . import onednn as onednn
+from . import parallel as parallel
 from . import presets as presets
 from . import tflite as tflite
 from ._old_names import renamed as _renamed

@@ -35,7 +35,7 @@ LAYERS = [
     ("algorithms",),
     ("modules",),
     ("diagnostics",),
-    ("ptq",),
+    ("ptq", "parallel"),
     ("linen", "nnx", "interop"),
     ("_command_line",),
     ("__main__",),
@@ -211,8 +211,8 @@ PUBLIC = {
         simulate convert
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
-        algorithms calibrators diagnostics gradients interop numerics observers onednn presets
-        tflite
+        algorithms calibrators diagnostics gradients interop numerics observers onednn parallel
+        presets tflite
     """,
     "algorithms": """
         AdaRound AlgorithmReport AutoRound Awq AwqReport BiasCorrection BiasReport BlockReport
@@ -265,6 +265,7 @@ PUBLIC = {
         Places places Samples samples
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
+    "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
     "tflite": "FixedPointRounding Requantization requantize",
 }
