@@ -50,7 +50,7 @@ def all_reduce(
         on its own, and the mean of the result is the exact sum. `None` rounds as `spec` says.
       error: what earlier calls have lost, float32 of the shape of `x`, on each device its own; it
         begins with zeros. It is added to `x`, and what this call loses is returned. What is lost of
-        sums is with the device that has rounded them.
+        sums is with the device that has rounded them. What a result of 16 bits loses is not kept.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
@@ -70,7 +70,8 @@ def all_reduce(
       `jax.vmap` with an axis name, gradients are taken inside of it.
     NaN and infinities: make the sum NaN in all of their group.
     Bytes: int8 in groups of 256 sends a quarter of float32, int4 an eighth, scales included. XLA on
-      CPU widens int4 to bytes and float8 to float16 on the way; TPUs and GPUs do not.
+      CPU widens int4 to bytes and float8 to float16 on the way; TPUs and GPUs do not, but for int4
+      in groups of an odd size, which a GPU sends as bytes in two phases.
     Source: ZeRO++, arXiv:2306.10209; EQuARX, arXiv:2506.17615; QuIP#, arXiv:2402.04396, for
       Hadamard; error feedback: arXiv:1901.09847.
 

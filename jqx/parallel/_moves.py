@@ -9,7 +9,11 @@ from jax import lax
 
 
 def to_each(leaf: jax.Array, axis_name: Any) -> jax.Array:
-    """Sends each device its message: [devices, ...] to [devices, ...]."""
+    """Sends each device its message: [devices, ...] to [devices, ...].
+
+    XLA on GPUs (jaxlib 0.10.2) widens codes of four bits to a byte each in this collective alone:
+    there pairs are sent as the bytes that they are in memory, which no kernel has to make.
+    """
     move = partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
     if leaf.dtype.name not in ("int4", "uint4") or leaf.shape[-1] % 2:
         return move(leaf)

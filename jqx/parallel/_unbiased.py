@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ..gradients import stochastic_round
+from ..gradients import ste, stochastic_round
 from ..numerics._shared import RoundMode
 from ..tensor import QSpec
 from ..tensor._shared import rounded_to
@@ -17,11 +17,11 @@ def rounded(x: jax.Array, scale: jax.Array, spec: QSpec, key: jax.Array) -> jax.
     Args:
       x: float32, any shape.
       scale: of a calibrator that clips nothing; broadcasts to `x`.
-      spec: a symmetric one.
+      spec: a symmetric one; its estimator has no say.
       key: a key, a new one for each call.
     """
     below, above = (
-        rounded_to(x, scale, None, dataclasses.replace(spec, round_mode=mode))
+        rounded_to(x, scale, None, dataclasses.replace(spec, round_mode=mode, gradient=ste))
         for mode in (RoundMode.DOWN, RoundMode.UP)
     )
     gap = above - below

@@ -22,7 +22,14 @@ WAYS = {
     "one scale a message": ("int8", {}),
     "rotated": ("int4:group=32", {"hadamard": True}),
     "rotated in a ring": ("int4:group=12", {"hadamard": True, "form": "ring"}),
+    "rotated by two matrices": ("int4:group=512", {"hadamard": True}),
     "stochastic": ("float8_e4m3fn:group=32", {"key": KEY}),
+    "a runtime's range": (
+        jqx.QSpec(
+            "int8", jqx.per_group(32), numerics=jqx.numerics.onnx, gradient=jqx.gradients.lsq
+        ),
+        {"key": KEY},
+    ),
     "stochastic, rotated, in a ring": (INT8, {"key": KEY, "hadamard": True, "form": "ring"}),
     "zero points": ("uint8:group=32:asymmetric", {}),
     "bits in bytes": ("int2:group=32", {}),
