@@ -291,8 +291,8 @@ def name_of_jit(eqn: Eqn) -> str:
     return eqn.params["name"] if is_jit(eqn) else ""
 
 
-def device_of_topology(platform: str, name: str, plugin: str = "", **options: str) -> Any:
-    """Returns the first device of a machine that need not be there, to compile for.
+def devices_of_topology(platform: str, name: str, plugin: str = "", **options: str) -> list[Any]:
+    """Returns the devices of a machine that need not be there, to compile for.
 
     `plugin` is the module that JAX has the platform from. That of CUDA announces itself only where
     it finds the libraries of CUDA, unless it is asked to (jax 0.10 to 0.12); compiling needs none.
@@ -301,12 +301,12 @@ def device_of_topology(platform: str, name: str, plugin: str = "", **options: st
       RuntimeError, NotImplementedError: the compiler of the platform cannot be loaded.
     """
     try:
-        return topologies.get_topology_desc(name, platform, **options).devices[0]
+        return list(topologies.get_topology_desc(name, platform, **options).devices)
     except NotImplementedError:
         if not plugin:
             raise
     importlib.import_module(plugin).initialize()
-    return topologies.get_topology_desc(name, platform, **options).devices[0]
+    return list(topologies.get_topology_desc(name, platform, **options).devices)
 
 
 @contextmanager

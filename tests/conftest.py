@@ -1,4 +1,4 @@
-"""Strict promotion everywhere: a silent upcast or rank change fails a test. Four CPU devices.
+"""Strict promotion everywhere: a silent upcast or rank change fails a test. Eight CPU devices.
 
 What is compiled is kept in `.pytest_cache/jax` for the other process and for the next run. It is
 optimized as users' programs are only where `OPTIMIZED` says so: LLVM takes most of the time of the
@@ -15,7 +15,7 @@ from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))

@@ -35,8 +35,8 @@ LAYERS = [
     ("algorithms",),
     ("modules",),
     ("diagnostics",),
-    ("ptq",),
-    ("linen", "nnx", "interop", "parallel"),
+    ("ptq", "parallel"),
+    ("linen", "nnx", "interop"),
     ("_command_line",),
     ("__main__",),
 ]
@@ -265,7 +265,7 @@ PUBLIC = {
         Places places Samples samples
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
-    "parallel": "shardings",
+    "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter shardings",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
     "tflite": "FixedPointRounding Requantization requantize",
 }

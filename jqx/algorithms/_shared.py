@@ -1,3 +1,7 @@
 """What other folders of jqx import from this one, and users do not."""
 
+from ._hadamard import factors_of as factors_of
+from ._hadamard import hadamard as hadamard
+from ._hadamard import is_order as is_order
 from ._once import bodies_of as bodies_of
+from ._orthogonal import signs_of as signs_of

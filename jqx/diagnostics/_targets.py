@@ -140,15 +140,15 @@ def _device(function: str, target: str) -> Any:
     try:
         with _present(known.environment):
             if known.platform == "tpu":
-                return _compat.device_of_topology("tpu", known.topology)
+                return _compat.devices_of_topology("tpu", known.topology)[0]
             config = resources.files("jqx.diagnostics").joinpath(f"{target}.textproto").read_text()
-            return _compat.device_of_topology(
+            return _compat.devices_of_topology(
                 "cuda",
                 "",
                 plugin=next(filter(_is_installed, known.modules)),
                 target_config=config,
                 topology=known.topology,
-            )
+            )[0]
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
             message(

@@ -1,3 +1,10 @@
-"""Weights, statistics and messages over several devices."""
+"""Many devices: shardings of quantized parameters, and collectives of `jax.lax` that send codes in
+place of floats, for use inside `jax.shard_map`.
+"""
 
+from ._all_reduce import all_reduce as all_reduce
+from ._all_to_all import all_to_all as all_to_all
+from ._gather_and_scatter import all_gather as all_gather
+from ._gather_and_scatter import reduce_scatter as reduce_scatter
+from ._ppermute import ppermute as ppermute
 from ._shardings import shardings as shardings

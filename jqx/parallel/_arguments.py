@@ -1,0 +1,220 @@
+"""What the collectives are given, checked where they are traced."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._checks import (
+    as_array,
+    as_real,
+    check_dtype,
+    check_flags,
+    check_integer,
+    require_that,
+    shown,
+)
+from .._errors import message
+from ..calibrators import absmax
+from ..calibrators._shared import PerGroup, PerTensor
+from ..numerics import Block, format_of
+from ..tensor import QSpec
+from ..tensor._shared import needed_spec
+from ._hadamard import sizes_of
+from ._sums import SUMS
+from ._wire import Wire
+
+
+def array_of(function: str, x: ArrayLike) -> jax.Array:
+    """Returns what is sent, an array of floats of up to 32 bits."""
+    x = as_real(function, "x", x)
+    require_that(
+        x.dtype != jnp.float64,
+        error=TypeError,
+        function=function,
+        problem="sums are float32: they do not hold float64.",
+        given="x.dtype == float64",
+        expected="float16, bfloat16 or float32",
+        mend="convert it: x.astype(jnp.float32).",
+    )
+    return x
+
+
+def count_of(function: str, axis_name: Any) -> int:
+    """Returns how many devices there are along an axis."""
+    try:
+        return lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        text = message(
+            function,
+            "`axis_name` names no axis here.",
+            given=f"axis_name == {shown(axis_name)}",
+            expected="an axis of the mesh of the jax.shard_map around, or a tuple of them",
+            mend="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
+        )
+        raise NameError(text) from None
+
+
+def wires_of(
+    function: str,
+    spec: QSpec | str,
+    backward: QSpec | str | None,
+    hadamard: bool,
+    key: jax.Array | None,
+) -> dict[str, Wire]:
+    """Returns how messages are sent, and those of the cotangent."""
+    check_flags(function, hadamard=hadamard)
+    _check_key(function, key)
+    wire = _wire_of(function, "spec", spec, hadamard, key is not None)
+    if backward is None:
+        return {"wire": wire, "back": wire}
+    return {
+        "wire": wire,
+        "back": _wire_of(function, "backward", backward, hadamard, key is not None),
+    }
+
+
+def error_of(function: str, error: ArrayLike | None, x: jax.Array) -> jax.Array | None:
+    """Returns the state of error feedback, an array like `x` in float32."""
+    if error is None:
+        return None
+    error = as_array(function, "error", error)
+    mend = "begin with error=jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
+    require_that(
+        error.shape == x.shape,
+        error=ValueError,
+        function=function,
+        problem="`error` has not the shape of `x`.",
+        given=f"error.shape == {error.shape}",
+        expected=f"shape {x.shape}",
+        mend=mend,
+    )
+    check_dtype(function, "error", error, jnp.float32, of="its")
+    return error
+
+
+def check_form(function: str, form: Any) -> None:
+    """Checks the name of a way to add up."""
+    require_that(
+        isinstance(form, str) and form in SUMS,
+        error=ValueError,
+        function=function,
+        problem="`form` is unknown.",
+        given=f"form == {shown(form)}",
+        expected=" or ".join(map(repr, SUMS)),
+        mend='leave it out, or pass form="ring".',
+    )
+
+
+def axis_of(function: str, argument: str, axis: Any, rank: int) -> int:
+    """Returns an axis of an array, counted from the front."""
+    found = check_integer(function, argument, axis)
+    require_that(
+        -rank <= found < rank,
+        error=ValueError,
+        function=function,
+        problem=f"`{argument}` is no axis.",
+        given=f"{argument} == {found}, for {rank} axes",
+        expected=f"an integer in [{-rank}, {rank - 1}]" if rank else "an array of one axis or more",
+        mend="name an axis that there is.",
+    )
+    return found % rank
+
+
+def check_parts(function: str, argument: str, length: int, count: int, tiled: bool) -> None:
+    """Checks that an axis has a part for each device."""
+    require_that(
+        length % count == 0 if tiled else length == count,
+        error=ValueError,
+        function=function,
+        problem=f"the axis `{argument}` does not fit the devices.",
+        given=f"{length} elements along it for {count} devices",
+        expected=f"a multiple of {count}" if tiled else f"{count}; with tiled=True a multiple",
+        mend="pad the array along it" if tiled else "pass tiled=True, or reshape the array.",
+    )
+
+
+def pairs_of(function: str, perm: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Returns who sends to whom, after checking that nobody sends or receives twice."""
+    given = perm if isinstance(perm, Sequence) else (perm,)
+    pairs = tuple(tuple(p) if isinstance(p, Sequence) else (p,) for p in given)
+    ends = [[end for pair in pairs for end in pair[i : i + 1]] for i in (0, 1)]
+    require_that(
+        all(len(pair) == 2 for pair in pairs)
+        and all(type(end) is int and 0 <= end < count for pair in pairs for end in pair)
+        and all(len(set(side)) == len(side) for side in ends),
+        error=ValueError,
+        function=function,
+        problem="`perm` says not who sends to whom.",
+        given=f"perm == {shown(perm)}",
+        expected=f"pairs (source, destination) of integers in [0, {count}), each source and each "
+        "destination once",
+        mend=f"pass for example [(i, (i + 1) % {count}) for i in range({count})].",
+    )
+    return tuple((pair[0], pair[-1]) for pair in pairs)
+
+
+def _wire_of(
+    function: str, argument: str, given: QSpec | str, hadamard: bool, stochastic: bool
+) -> Wire:
+    spec = needed_spec(function, argument, given, "array")
+    granularity, form = spec.granularity, format_of(spec.qtype)
+    require_that(
+        isinstance(granularity, (PerGroup, PerTensor)),
+        error=ValueError,
+        function=function,
+        problem="scales belong to messages, which have no axes.",
+        given=f"`{argument}` with granularity {granularity}",
+        expected="jqx.per_group(size), runs of a message, or jqx.per_tensor(), one scale for each",
+        mend=f"pass for example jqx.QSpec({form.name!r}, jqx.per_group(256)).",
+    )
+    require_that(
+        form.low < 0 < form.high or not spec.symmetric,
+        error=ValueError,
+        function=function,
+        problem=f"{form.name} has no numbers of either sign.",
+        given=f"{argument} == {spec}",
+        expected="a format with negative and positive numbers, or a zero point",
+        mend="pass int8, or symmetric=False where there are zero points.",
+    )
+    if stochastic:
+        clips = not spec.symmetric or spec.calibrator != absmax or isinstance(form, Block)
+        require_that(
+            not clips,
+            error=ValueError,
+            function=function,
+            problem="rounding is not without bias where values are clipped.",
+            given=f"a key, and {argument} == {spec}",
+            expected="a symmetric spec with the calibrator absmax, in no block format",
+            mend="drop key, or symmetric=False and calibrator=.",
+        )
+    if hadamard:
+        known = isinstance(granularity, PerGroup) and sizes_of(granularity.size)
+        require_that(
+            known,
+            error=ValueError,
+            function=function,
+            problem="there is no Hadamard matrix for the groups.",
+            given=f"hadamard=True, and {argument} with granularity {granularity}",
+            expected="jqx.per_group(size), size a power of two, or 4 n for most n",
+            mend="pass jqx.per_group(256), or hadamard=False.",
+        )
+    return Wire(spec, hadamard)
+
+
+def _check_key(function: str, key: Any) -> None:
+    if key is None:
+        return
+    typed = jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key)
+    require_that(
+        typed and key.shape == (),
+        error=TypeError,
+        function=function,
+        problem="`key` is no random key.",
+        given=f"keys of shape {key.shape}" if typed else f"key == {shown(key)}",
+        expected="one key from jax.random.key(...), or None to round to nearest",
+        mend="pass key=jax.random.key(0), a new one for each step.",
+    )
