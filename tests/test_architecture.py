@@ -224,8 +224,9 @@ PUBLIC = {
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
-        AbsMax absmax Delayed delayed Entropy entropy Fixed fixed Hqq hqq MinMax minmax Mse mse
-        Percentile percentile Rms rms Rounded Ceil ceil FourOverSix four_over_six
+        AbsMax absmax AcrossDevices Delayed delayed Entropy entropy Fixed fixed Hqq hqq
+        MinMax minmax Mse mse Percentile percentile Rms rms Rounded Ceil ceil
+        FourOverSix four_over_six
     """,
     "diagnostics": """
         compare Comparison SiteError explain Explanation Explained lowering Lowering Contraction

@@ -3,6 +3,7 @@
 from .._old_names import renamed as _renamed
 from ._absmax import AbsMax as AbsMax
 from ._absmax import absmax as absmax
+from ._across_devices import AcrossDevices as AcrossDevices
 from ._calibrator import Affine as Affine
 from ._calibrator import Calibrator as Calibrator
 from ._delayed import Delayed as Delayed

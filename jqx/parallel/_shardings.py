@@ -50,7 +50,7 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
       >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> found = jqx.parallel.shardings({"w": P("model"), "b": P()}, plan, mesh=mesh)
       >>> found["w"].values.spec, found["w"].scale.spec
-      (PartitionSpec('model', None), PartitionSpec(None, None))
+      (P('model',), P(None, None))
     """
     if isinstance(plan, Plan):
         params = quantize_params(floats_of("parallel.shardings", plan, tree), plan, target=target)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..diagnostics._shared import report_of
 from ..policy import Policy
-from ..tensor._shared import TARGETS
+from ..tensor._shared import TARGETS, kept
 from ..transforms import (
     Plan,
     affines,
@@ -209,6 +210,7 @@ def _carried_out(
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
     codes = _with_given(given_values, floats, codes)
+    codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Done(values, codes, scales, mapped, reports)
 
 

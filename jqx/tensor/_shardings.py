@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
@@ -56,10 +57,21 @@ def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
             lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), leaf, places
         )
     if all(map(_compat.is_concrete, arrays)):
-        return jax.device_put(leaf, places)
+        return jax.tree.map(_placed, leaf, places)
     explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
     move = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
     return move(leaf, places)
+
+
+def _placed(x: Any, sharding: Sharding) -> jax.Array:
+    """Puts an array on devices, those of other processes too: each process has all of it, or has
+    its part there.
+    """
+    known = x.sharding if isinstance(x, jax.Array) else None
+    if sharding.is_fully_addressable or (known and not known.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    values = np.asarray(x)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
