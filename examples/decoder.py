@@ -58,7 +58,7 @@ def norm(x):
 
 def attend(qkv, cache, start):
     """Causal attention over what is cached and what is new; returns it and the cache with both."""
-    batch, time, _ = qkv.shape
+    batch, time = qkv.shape[:2]
     q, *new = jnp.moveaxis(qkv.reshape(batch, time, 3, HEADS, -1), 2, 0)
     cache = lax.dynamic_update_slice_in_dim(cache, jnp.stack(new), start, axis=2)
     scores = jnp.einsum("bthd,bshd->bhts", q, cache[0]) / np.sqrt(q.shape[-1])
@@ -72,7 +72,7 @@ def decoder(params, tokens, cache, start):
 
     def layer(x, inputs):
         w, cache = inputs
-        mixed, cache = attend(norm(x) @ w["qkv"], cache, start)
+        mixed, cache = attend(jnp.tensordot(norm(x), w["qkv"], 1), cache, start)
         x = x + mixed @ w["out"]
         return x + jnp.square(jax.nn.relu(norm(x) @ w["up"])) @ w["down"], cache
 

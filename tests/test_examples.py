@@ -23,6 +23,7 @@ SLOW = (
     "minilm",
     "nnx",
     "qlora",
+    "sharded",
     "smollm2",
 )
 WEIGHTS = {  # in packages that no extra can install alone: modules, and what installs them
