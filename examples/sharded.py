@@ -82,11 +82,11 @@ def run(apply, params, prompts, cache):
 def decode(params, text, held_out):
     """Calibrates, quantizes and decodes on one device and on the mesh, and compares."""
     given, prompts = place(params, SPECS), held_out[:BATCH, :PROMPT]
-    rows = text[: 4 * BATCH * CONTEXT].reshape(4, BATCH, CONTEXT)
+    rows = list(text[: 4 * BATCH * CONTEXT].reshape(4, BATCH, CONTEXT))
     policy = jqx.presets.w8a8(tables="int8")
     plan = jqx.make_plan(decoder, policy)(params, rows[0], empty_cache(BATCH), 0)
     models = []
-    for p, batches in ((params, rows), (given, place(rows, P(None, "data")))):
+    for p, batches in ((params, rows), (given, place(rows, P("data")))):
         calls = [(batch, empty_cache(BATCH), 0) for batch in batches]
         stats = jqx.calibrate_batches(decoder, plan, p, calls, progress=False)
         convert = partial(jqx.convert, decoder, plan, jqx.affines(plan, stats))
@@ -147,7 +147,7 @@ def learn(params, text):
     plan = jqx.make_plan(decoder, jqx.presets.w4a8())(params, text[None, :8], empty_cache(1), 0)
     simulated, optimizer = jqx.simulate(decoder, plan), optax.adam(1e-3)
     starts = jax.random.randint(jax.random.key(2), (STEPS, BATCH, 1), 0, len(text) - CONTEXT)
-    batches = text[starts + jnp.arange(CONTEXT + 1)]
+    batches = list(text[starts + jnp.arange(CONTEXT + 1)])
 
     def alone(params, rows, gather=lambda w: w):
         def loss(params):
@@ -164,7 +164,7 @@ def learn(params, text):
         specs = P(None, ALL), P(ALL)
         return jax.shard_map(on_each, mesh=MESH, in_specs=specs, out_specs=(P(), specs[0]))
 
-    parted = place(params, P(None, ALL)), place(batches, P(None, ALL))
+    parted = place(params, P(None, ALL)), place(batches, P(ALL))
     forms = {
         "one device": (alone, params, batches),
         "floats are sent": (sharded(gather_floats), *parted),
