@@ -240,8 +240,8 @@ PUBLIC = {
         additive_noise parq proximal_round
     """,
     "interop": """
-        Archive Gguf GgufBlocks GgufTensor Lazy Name TensorCheck Verification from_gemma load named
-        read read_gguf save save_leaves tree verify write
+        Archive Gguf GgufBlocks GgufTensor Lazy Name TensorCheck Verification from_gemma from_orbax
+        load named read read_gguf save save_leaves to_orbax tree verify write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind
