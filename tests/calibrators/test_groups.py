@@ -165,4 +165,5 @@ def test_the_magnitude_that_a_tpu_finds_is_that_of_others(dtype):
         groups = granularity.groups(x.shape)
         found = jax.jit(groups._on_tpu)(groups.split(x))
         expected = jax.jit(groups._in_steps)(groups.split(x))
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), strict=True)
+        assert found.dtype == expected.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected), strict=True)
