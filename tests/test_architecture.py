@@ -192,12 +192,9 @@ def test_one_walk_gives_equations_their_addresses():
 
 
 def test_the_planner_alone_tells_platforms_apart():
-    """But for a sum that libraries of GPUs return in float32, inside of a formulation, and for the
-    maximum by which a TPU finds a scale, the same as elsewhere.
-    """
+    """But for a sum that libraries of GPUs return in float32, inside of a formulation."""
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
-    inside = ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
-    assert found == [*inside, "contractions/_on_the_way.py"]
+    assert found == ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
 
 
 PUBLIC = {
