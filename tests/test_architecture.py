@@ -192,12 +192,9 @@ def test_one_walk_gives_equations_their_addresses():
 
 
 def test_the_planner_alone_tells_platforms_apart():
-    """But for a sum that libraries of GPUs return in float32, inside of a formulation, and for the
-    maximum by which a TPU finds a scale, the same as elsewhere.
-    """
+    """But for a sum that libraries of GPUs return in float32, inside of a formulation."""
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
-    inside = ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
-    assert found == [*inside, "contractions/_on_the_way.py"]
+    assert found == ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
 
 
 PUBLIC = {
@@ -240,8 +237,8 @@ PUBLIC = {
         additive_noise parq proximal_round
     """,
     "interop": """
-        Archive Gguf GgufBlocks GgufTensor Lazy Name TensorCheck Verification from_gemma load named
-        read read_gguf save save_leaves tree verify write
+        Archive Gguf GgufBlocks GgufTensor Lazy Name TensorCheck Verification from_gemma from_orbax
+        load named read read_gguf save save_leaves to_orbax tree verify write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind

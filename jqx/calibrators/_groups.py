@@ -139,12 +139,20 @@ class Groups:
         As integers: magnitudes are ordered as their bits are, NaN above all. XLA on CPU loses NaN
         in a maximum of floats along 32 contiguous elements or more (jaxlib 0.10.2).
         """
-        x = self.split(x)
-        integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
-        bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+        largest = lax.platform_dependent(self.split(x), tpu=self._on_tpu, default=self._in_steps)
+        return largest.reshape(self.scale_shape)
+
+    def _in_steps(self, x: jax.Array) -> jax.Array:
+        bits = _magnitude_bits(x)
         for axis in reversed(self.axes):
             bits = _maximum(bits, axis)
-        return lax.bitcast_convert_type(bits, x.dtype).reshape(self.scale_shape)
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    def _on_tpu(self, x: jax.Array) -> jax.Array:
+        """At once and of 32 bits: a TPU takes no maximum of 16, and no reshape is free there."""
+        wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+        bits = jnp.max(_magnitude_bits(wide), axis=self.axes, initial=0, keepdims=True)
+        return lax.bitcast_convert_type(bits, wide.dtype).astype(x.dtype)
 
     def __str__(self) -> str:
         own = tuple(i for i, (n, b) in enumerate(self._axes) if b == 1 and n != 1)
@@ -152,6 +160,12 @@ class Groups:
             named = {i: b for i, (n, b) in enumerate(self._axes) if b != n}
             return f"per_block({named})"
         return f"per_axis{own}".replace(",)", ")") if own else "per_tensor"
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of magnitudes, as integers."""
+    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
 
 
 def _maximum(x: jax.Array, axis: int) -> jax.Array:

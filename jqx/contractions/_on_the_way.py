@@ -2,7 +2,6 @@
 before the product.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..calibrators import Affine, absmax
+from ..calibrators import Affine
 from ..kernels._shared import products_gpu, products_tpu
 from ..numerics import Block, format_of, ngraph
 from ..numerics._shared import RoundMode
-from ..ops import affine_from_range
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import fit, kernel_of
 from ._dot_general import as_stored, contract, is_empty
@@ -49,26 +47,7 @@ class OnTheWay(NamedTuple):
         """Returns its scale, given or found; the same on every platform."""
         if self.affine is not None:
             return self.affine[0]
-        plain = functools.partial(_fitted, spec=self.spec)
-        if self.spec.calibrator != absmax:
-            return plain(self.x)
-        on_tpu = functools.partial(_fitted_on_tpu, spec=self.spec)
-        return lax.platform_dependent(self.x, tpu=on_tpu, default=plain)
-
-
-def _fitted(x: jax.Array, spec: QSpec) -> jax.Array:
-    return fit(x, spec).scale
-
-
-def _fitted_on_tpu(x: jax.Array, spec: QSpec) -> jax.Array:
-    """The scale of absmax: a TPU takes no maximum of 16 bits, and no reshape is free there."""
-    groups = spec.granularity.groups(x.shape)
-    real = groups.split(x.astype(jnp.float32))
-    bits = lax.bitcast_convert_type(real, jnp.int32) & jnp.int32(0x7FFFFFFF)  # NaN above all
-    bits = jnp.max(bits, axis=groups.axes, keepdims=True)
-    largest = lax.bitcast_convert_type(bits, jnp.float32).reshape(groups.scale_shape)
-    scale, _ = affine_from_range(-largest, largest, qtype=spec.qtype, symmetric=True)
-    return scale
+        return fit(self.x, self.spec).scale
 
 
 def dot_general_on_the_way(

@@ -12,6 +12,8 @@ from ._gguf_blocks import GgufBlocks as GgufBlocks
 from ._named_tree import named as named
 from ._named_tree import tree as tree
 from ._names import Name as Name
+from ._orbax_tree import from_orbax as from_orbax
+from ._orbax_tree import to_orbax as to_orbax
 from ._save import save as save
 from ._save import save_leaves as save_leaves
 from ._verification import TensorCheck as TensorCheck

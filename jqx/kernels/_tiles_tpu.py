@@ -92,7 +92,15 @@ def tiles_of(
     stay = k % deep == 0
     of_row = 2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if kept and stay else 0)
     most = max(16, BUDGET // of_row // 16 * 16)
-    return Tiles(min(m, most), deep, wide, _chunk(deep, size), groups, moves, stay)
+    return Tiles(_even(m, most), deep, wide, _chunk(deep, size), groups, moves, stay)
+
+
+def _even(m: int, most: int) -> int:
+    """Returns how many rows a tile has, `most` of them or fewer: as many in the last tile as in the
+    others, so that none is filled up with rows that nobody reads.
+    """
+    count = -(-m // most)
+    return m if count < 2 else -(-m // (16 * count)) * 16
 
 
 def columns_of(tiles: Tiles, k: int, step: Any, start: int, count: int) -> Any:

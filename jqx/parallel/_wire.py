@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from ..calibrators import Affine
 from ..calibrators._shared import PerGroup, per_group
-from ..contractions._shared import OnTheWay
-from ..numerics import Block, format_of, ngraph
+from ..numerics import Block, format_of
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import fit
 from ._hadamard import rotated, rotated_back
@@ -79,8 +77,7 @@ class Wire:
         spec = dataclasses.replace(self.spec, granularity=of_groups, stacked=stacked)
         affine = None
         if spec.symmetric and not isinstance(form, Block):
-            own = spec.numerics != ngraph  # a runtime may have a range of its own
-            affine = fit(groups, spec) if own else Affine(OnTheWay(groups, spec, None).scale())
+            affine = fit(groups, spec)
         if key is not None:
             assert affine is not None
             groups = rounded(groups, affine.scale, spec, key)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jqx
 from jqx.calibrators import Groups
 
 from ..arrays import on_device
@@ -150,3 +151,19 @@ def test_elements_per_scale_are_those_of_a_whole_block():
 )
 def test_groups_print_as_a_granularity(shape, sizes, text):
     assert str(Groups(shape, sizes)) == text
+
+
+EXTREMES = [0.0, -0.0, 1e-38, 3e38, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_magnitude_that_a_tpu_finds_is_that_of_others(dtype):
+    x = np.random.default_rng(0).normal(size=(12, 64))
+    x[:7, 3], x[7], x[8, :2] = EXTREMES, 0, -5
+    x = on_device(x, dtype)
+    for granularity in (jqx.per_axis(0), jqx.per_tensor(), jqx.per_block({0: 1, 1: 16})):
+        groups = granularity.groups(x.shape)
+        found = jax.jit(groups._on_tpu)(groups.split(x))
+        expected = jax.jit(groups._in_steps)(groups.split(x))
+        assert found.dtype == expected.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected), strict=True)

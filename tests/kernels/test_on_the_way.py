@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.contractions import _on_the_way
 
 from ..arrays import normal
 from .stepwise import on
@@ -135,19 +134,3 @@ def test_a_stack_is_mapped_over_and_scanned():
         (chosen,) = jqx.formulations(run)(q.pack_for("tpu"), x)
     assert "kernel_quantizing" in chosen.cpu.name and chosen.times == 3
     np.testing.assert_array_equal(found, plain)
-
-
-EXTREMES = [0.0, -0.0, 1e-38, 3e38, np.inf, -np.inf, np.nan]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
-def test_the_scale_that_a_tpu_finds_is_that_of_absmax(qtype, dtype):
-    x = np.array(normal(0, 12, 64))
-    x[:7, 3], x[7], x[8, :2] = EXTREMES, 0, -5
-    x = jnp.asarray(x, dtype)
-    for granularity in (jqx.per_axis(0), jqx.per_tensor(), jqx.per_block({0: 1, 1: 16})):
-        spec = jqx.QSpec(qtype, granularity, dynamic=True)
-        found = jax.jit(lambda x, spec=spec: _on_the_way._fitted_on_tpu(x, spec))(x)
-        expected = jax.jit(lambda x, spec=spec: _on_the_way._fitted(x, spec))(x)
-        np.testing.assert_array_equal(found, expected, strict=True)

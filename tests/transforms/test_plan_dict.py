@@ -106,6 +106,7 @@ CALIBRATORS = [
     calibrators.Percentile(99.99),
     calibrators.Delayed(4, 1),
     calibrators.Rounded(calibrators.Mse(candidates=7), jnp.bfloat16),
+    calibrators.AcrossDevices(("data", "model"), calibrators.Mse(candidates=7)),
 ]
 GRADIENTS = [
     *public(gradients, lambda value: hasattr(value, "bwd") or hasattr(value, "surrogate")),
