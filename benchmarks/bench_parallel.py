@@ -91,6 +91,7 @@ def bytes_sent(text: str, count: int) -> tuple[Counter[str], int]:
             operands = {"all-gather": 1 / count, "reduce-scatter": count}.get(kind, 1)
             share /= 1 if kind == "all-reduce" else 1 + operands
         calls += 1
+        types = types.replace("u32[]", "")  # handles of a TPU
         for dtype, dims in re.findall(r"([a-z]\w+)\[([\d,]*)\]", types):
             bits = int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
             size = math.prod(map(int, filter(None, dims.split(","))))

@@ -22,7 +22,10 @@ LINES = {
     "%r = (u8[8]{0}, u8[8]{0}) all-to-all(%x, %y)": ("u8", 7 / 8 * 16),
     "%r = f32[4]{0} reduce-scatter(%x), to_apply=%add": ("f32", 7 * 16),
     "%r = (f32[32]{0}, f32[4]{0}) reduce-scatter-start(%x)": ("f32", 7 * 16),
-    "%r = (f8e4m3fn[9]{0}, f8e4m3fn[9]{0}) collective-permute-start(%x)": ("f8e4m3fn", 9),
+    "%r = (f8e4m3fn[9]{0}, f8e4m3fn[9]{0}, u32[], u32[]) collective-permute-start(%x)": (
+        "f8e4m3fn",
+        9,
+    ),
     "%r = bf16[] all-reduce-start(%x), to_apply=%max": ("bf16", 2 * 7 / 8 * 2),
 }
 

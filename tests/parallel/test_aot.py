@@ -84,6 +84,7 @@ def bytes_sent(compiled):
         part = {"collective-permute": 1, "all-reduce": 2 * (1 - 1 / COUNT)}.get(kind, 1 - 1 / COUNT)
         if start and kind != "all-reduce":
             part *= COUNT / (COUNT + 1) if kind == "all-gather" else 1 / 2
+        types = types.replace("u32[]", "")  # handles of a TPU
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", types):
             size = math.prod(map(int, filter(None, dims.split(","))))
             found[kind, dtype] = found.get((kind, dtype), 0) + size * BITS[dtype] / 8 * part
