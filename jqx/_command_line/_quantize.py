@@ -108,18 +108,19 @@ def _show(
     before, after = (sum(t[key] for t in tensors) for key in ("bytes_before", "bytes_after"))
     count = sum(t["scheme"] is not None for t in tensors)
     lost = left_out(archive, args.input, OWN)
+    is_there = not args.dry_run and os.path.exists(args.output)
     if args.json:
         totals = {"quantized": count, "bytes_before": before, "bytes_after": after}
-        written = {"written": None if args.dry_run else args.output, "left_out": lost}
+        written = {"written": args.output if is_there else None, "left_out": lost}
         print_json({**written, **totals, "tensors": tensors})
         return
     footer = f"{count} of {len(tensors)} tensors quantized; {savings(before, after)}"
-    if not args.dry_run and not os.path.exists(args.output):
-        print(f"{args.output}: its share is written; the file is there when all others are")
-        return
-    if not args.dry_run:
+    if is_there:
         print(f"{args.output}: {footer}")
         print_left_out(lost)
+        return
+    if not args.dry_run:
+        print(f"{args.output}: its share is written; the file is there when all others are")
         return
     rows = [
         (

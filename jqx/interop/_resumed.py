@@ -1,9 +1,9 @@
 """A safetensors file that goes on where an interrupted write of the same file was.
 
 What is written goes to a file beside the target, under a name of its own: each tensor at the place
-that it has in the target. A journal beside that says which leaves are whole, and what they were
-made of. Several processes write leaves of one file, each with a journal; the last one puts the
-file in place.
+that it has in the target. A journal beside that says which leaves are begun, and which are whole
+and what they were made of; of a leaf the last entry counts. Several processes write leaves of one
+file, each with a journal; the last one puts the file in place.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -111,21 +112,22 @@ class ResumedWriter(Writer):
         super().__init__(path, tensors, metadata)
         self._file: _Kept = _Kept("save", path)
         self._leaves, self._share = leaves, share
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str | None] = {}
 
     def __enter__(self) -> "ResumedWriter":
         self._file.__enter__()
         try:
             with self._file.alone():
                 if not self._file.begins_with(self._head):
-                    for journal in self._journals():
-                        journal.unlink()
+                    for path in self._journals():
+                        with open(path, "ab") as journal:
+                            self._check_free(journal)
+                        path.unlink()
                     self._file.begin(self._head)
                 self._journal = open(self._path_of(self._share[0]), "ab")
-            self._check_free()
+            self._check_free(self._journal)
             self._journal.write(b"\n")  # behind a line that was cut short
-            for journal in self._journals():
-                self._known.update(_entries(journal.read_bytes()))
+            self._known = self._journaled()
         except BaseException as error:
             self._file.__exit__(type(error), error, None)
             raise
@@ -139,10 +141,17 @@ class ResumedWriter(Writer):
         """Whether this process writes the leaf of a place."""
         return place % self._share[1] == self._share[0]
 
+    def begin(self, leaf: str) -> None:
+        """Says that a leaf is being written: what it was before is lost."""
+        self._say(leaf, None)
+
     def done(self, leaf: str, source: str) -> None:
         """Says that all tensors of a leaf are written."""
         self._file.keep()
-        self._journal.write(json.dumps([leaf, source]).encode() + b"\n")
+        self._say(leaf, source)
+
+    def _say(self, leaf: str, source: str | None) -> None:
+        self._journal.write(json.dumps([leaf, source, time.time_ns()]).encode() + b"\n")
         self._journal.flush()
 
     def __exit__(
@@ -154,7 +163,9 @@ class ResumedWriter(Writer):
         try:
             if kind is None:
                 with self._file.alone():
-                    if self._file.is_there() and self._is_whole():
+                    if self._file.is_there() and None not in map(
+                        self._journaled().get, self._leaves
+                    ):
                         self._file.commit()
                         for journal in self._journals():
                             journal.unlink()
@@ -162,16 +173,21 @@ class ResumedWriter(Writer):
             self._journal.close()
             self._file.__exit__(kind, error, where)
 
-    def _is_whole(self) -> bool:
-        """Whether all processes have written all leaves."""
-        known: set[str] = set()
+    def _journaled(self) -> dict[str, str | None]:
+        """Returns what the leaves that any process has written were made of; `None` of one that is
+        begun. A line that was cut short says nothing.
+        """
+        found = []
         for journal in self._journals():
-            known.update(_entries(journal.read_bytes()))
-        return known.issuperset(self._leaves)
+            for line in journal.read_bytes().split(b"\n")[:-1]:
+                with contextlib.suppress(ValueError):
+                    leaf, source, when = json.loads(line)
+                    found.append((when, leaf, source))
+        return {leaf: source for _, leaf, source in sorted(found, key=lambda entry: entry[0])}
 
-    def _check_free(self) -> None:
+    def _check_free(self, journal: Any) -> None:
         require_that(
-            _lock(self._journal, wait=False),
+            _lock(journal, wait=False),
             error=ValueError,
             function="save",
             problem="another process writes this file.",
@@ -192,18 +208,6 @@ class ResumedWriter(Writer):
 def _glob_of(name: str) -> str:
     """Returns a pattern that a name alone fits."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _entries(text: bytes) -> dict[str, str]:
-    """Returns the leaves of a journal with what they were made of; a line that was cut short says
-    nothing.
-    """
-    known = {}
-    for line in text.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            leaf, source = json.loads(line)
-            known[leaf] = source
-    return known
 
 
 def _fcntl() -> Any:

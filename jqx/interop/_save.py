@@ -218,7 +218,9 @@ def _write_resumed(
         for place, (leaf_path, leaf) in enumerate(named):
             source = leaf.source if isinstance(leaf, Lazy) else ""
             if out.is_own(place) and not out.has(leaf_path, source):
-                _write_leaf(out, leaf_path, abstract(leaf), read(leaf))
+                made = read(leaf)
+                out.begin(leaf_path)
+                _write_leaf(out, leaf_path, abstract(leaf), made)
                 out.done(leaf_path, source)
             advance()
 

@@ -237,3 +237,57 @@ def test_processes_at_once(source, tmp_path):
     both = [subprocess.Popen([*command, str(i)]) for i in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert_same(jqx.load(out), jqx.load(source))
+
+
+def test_a_leaf_that_is_being_replaced_is_none_that_is_whole(tmp_path):
+    """Interrupted between two tensors of a leaf that is made of something else, the leaf that was
+    there before is neither.
+    """
+    spec = jqx.QSpec("int8", jqx.per_axis(0))
+    made = {name: jqx.QTensor.quantize(normal(i, 8, 8), spec) for i, name in enumerate("ab")}
+    kind = jax.eval_shape(lambda: made["a"])
+    lazy = {name: Lazy(kind, lambda q=q: q, name) for name, q in made.items()}
+    interrupted({"x": lazy["a"], "y": lazy["a"]}, tmp_path / "out", 1)
+
+    class Stops:
+        """A scale that cannot be written: the codes are, by then."""
+
+        shape, dtype = kind.scale.shape, kind.scale.dtype
+
+        def __array__(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    codes = jqx.QTensor.quantize(normal(9, 8, 8), spec)
+    leaves = [codes.values, Stops()]
+    broken = jax.tree.unflatten(jax.tree.structure(codes), leaves)
+    with pytest.raises(KeyboardInterrupt):
+        tree = {"x": Lazy(kind, lambda: broken, "other"), "y": lazy["a"]}
+        jqx.save(tmp_path / "out", tree, resume=True)
+    assert reads_of({"x": lazy["a"], "y": lazy["a"]}, tmp_path / "out") == 2
+    assert_same(jqx.load(tmp_path / "out"), {"x": made["a"], "y": made["a"]})
+
+
+def test_what_another_process_writes_is_not_begun_anew(tmp_path):
+    leaf, wider = (jax.ShapeDtypeStruct((n,), "f4") for n in (4, 5))
+
+    def again():
+        tree = {"a": Lazy(wider, lambda: np.ones(5, "f4"))}
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+    tree = {"a": Lazy(leaf, lambda: again() or np.ones(4, "f4"))}
+    with pytest.raises(ValueError, match="another process writes this file"):
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+
+def test_another_number_of_processes_goes_on(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, _ = lazily(archive)
+        jqx.save(tmp_path / "plain", q)
+        interrupted(q, tmp_path / "out", 4)
+        assert (
+            reads_of(q, tmp_path / "out", share=(1, 2))
+            + reads_of(q, tmp_path / "out", share=(0, 2))
+            == 3
+        )
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["in.safetensors", "out", "plain"]
