@@ -76,7 +76,8 @@ class PartialSums:
             out_specs=PartitionSpec(*free),
             axis_names=set(mesh.axis_names) if explicit else set(names),
         )
-        return jax.jit(parted)(*given)
+        y = jax.jit(parted)(*given)
+        return jax.sharding.reshard(y, eqn.outvars[0].aval.sharding) if explicit else y
 
     def _entries_of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
         """Returns the mesh that an operand is known to be on, and by which of its axes each axis of

@@ -37,6 +37,19 @@ def test_parts_are_floats_and_their_sum_is_that_of_one_device(preset, kind):
         np.testing.assert_allclose(run(q, x), whole, rtol=0, atol=float(parts) * steps)
 
 
+def test_the_result_is_partitioned_as_the_function_says():
+    """`out_sharding` parts the sum along its columns too, as it does without `partial_dtype`."""
+    mesh = mesh_of(EXPLICIT)
+    p, x = on_mesh(mesh)
+    place = NamedSharding(jax.typeof(x).sharding.mesh, P("data", "model"))
+    f = lambda p, x: jnp.dot(jax.nn.relu(x @ p["up"]), p["down"], out_sharding=place)  # noqa: E731
+    plan = jqx.make_plan(f, jqx.presets.w4a16())(p, x)
+    q = jqx.quantize_params(p, plan)
+    for dtype in (None, jnp.float32):
+        y = jax.jit(jqx.convert(f, plan, partial_dtype=dtype))(q, x)
+        assert y.sharding.spec == P("data", "model")
+
+
 def test_weights_of_a_scan_and_seen_through_views():
     """The partition of a parameter is followed to the axes that it has at the contraction."""
     mesh = mesh_of(AUTO)
