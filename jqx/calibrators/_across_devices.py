@@ -1,7 +1,6 @@
 """Scales that the devices of a `shard_map` find together, of an array that each has a part of."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,11 +9,12 @@ from jax import lax
 from .. import _compat
 from .._checks import check_instance, require_that
 from ._absmax import absmax
-from ._calibrator import Affine, Affinity, Calibrator
+from ._around import Around
+from ._calibrator import Affinity, Calibrator
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossDevices(Calibrator):
+class AcrossDevices(Around):
     """Finds the scales of another calibrator of what all devices along an axis of a mesh observe.
 
     For dynamic activations inside of a `jax.shard_map`, where each device has a part of the axis
@@ -68,10 +68,6 @@ class AcrossDevices(Calibrator):
     def _names(self) -> tuple[Any, ...]:
         return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
 
-    def empty(self, shape: Sequence[int]) -> Any:
-        """Returns the statistics of no values."""
-        return self.calibrator.empty(shape)
-
     def observe(self, x: jax.Array, spec: Affinity) -> Any:
         """Returns the statistics of the parts of an array that all devices have."""
         own = self.calibrator.observe(x, spec)
@@ -94,19 +90,3 @@ class AcrossDevices(Calibrator):
         first = jax.tree.map(lambda leaf: leaf[0], every)
         rest = jax.tree.map(lambda leaf: leaf[1:], every)
         return lax.scan(lambda a, b: (self.merge(a, b), None), first, rest)[0]
-
-    def merge(self, a: Any, b: Any) -> Any:
-        """Returns the statistics of both."""
-        return self.calibrator.merge(a, b)
-
-    def observed(self, stats: Any) -> jax.Array:
-        """Returns how many arrays were observed."""
-        return self.calibrator.observed(stats)
-
-    def nans(self, stats: Any) -> jax.Array:
-        """Returns how many NaN values were observed."""
-        return self.calibrator.nans(stats)
-
-    def affine(self, stats: Any, spec: Affinity) -> Affine:
-        """Returns the scale and zero point decided from the statistics."""
-        return self.calibrator.affine(stats, spec)

@@ -1,7 +1,6 @@
 """Scales that files of others hold: those of another calibrator, rounded to 16 bits."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,13 +12,14 @@ from jax.typing import DTypeLike
 from .._checks import as_dtype, check_instance, require_that
 from ..numerics import Block, format_of
 from ._absmax import absmax
+from ._around import Around
 from ._calibrator import Affine, Affinity, Calibrator
 
 _KINDS = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded(Calibrator):
+class Rounded(Around):
     """Takes the scales of another calibrator, rounded to 16 bits before codes are chosen.
 
     GPTQ, AWQ and GGUF files hold scales in float16. A scale above 0 stays above 0 and finite: it is
@@ -61,26 +61,6 @@ class Rounded(Calibrator):
 
     def __str__(self) -> str:
         return f"{self.calibrator} in {jnp.dtype(self.dtype).name}"
-
-    def empty(self, shape: Sequence[int]) -> Any:
-        """Returns the statistics of no values."""
-        return self.calibrator.empty(shape)
-
-    def observe(self, x: jax.Array, spec: Affinity) -> Any:
-        """Returns the statistics of one array."""
-        return self.calibrator.observe(x, spec)
-
-    def merge(self, a: Any, b: Any) -> Any:
-        """Returns the statistics of both."""
-        return self.calibrator.merge(a, b)
-
-    def observed(self, stats: Any) -> jax.Array:
-        """Returns how many arrays were observed."""
-        return self.calibrator.observed(stats)
-
-    def nans(self, stats: Any) -> jax.Array:
-        """Returns how many NaN values were observed."""
-        return self.calibrator.nans(stats)
 
     def affine(self, stats: Any, spec: Affinity) -> Affine:
         """Returns the rounded scale."""

@@ -68,13 +68,10 @@ def wires_of(
     """Returns how messages are sent, and those of the cotangent."""
     check_flags(function, hadamard=hadamard)
     _check_key(function, key)
-    wire = _wire_of(function, "spec", spec, hadamard, key is not None)
-    if backward is None:
-        return {"wire": wire, "back": wire}
-    return {
-        "wire": wire,
-        "back": _wire_of(function, "backward", backward, hadamard, key is not None),
-    }
+    wire = back = _wire_of(function, "spec", spec, hadamard, key is not None)
+    if backward is not None:
+        back = _wire_of(function, "backward", backward, hadamard, key is not None)
+    return {"wire": wire, "back": back}
 
 
 def error_of(function: str, error: ArrayLike | None, x: jax.Array) -> jax.Array | None:

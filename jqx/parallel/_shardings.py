@@ -16,7 +16,10 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
     shardings in the place of each weight that is quantized.
 
     A scale, and a zero point, is partitioned as its values are, and whole on every device along an
-    axis whose elements share it. What it returns is a tree such as `jax.jit(in_shardings=)`,
+    axis whose elements share it. Where rows and weights are on the same devices (FSDP), compilers
+    gather weights with scales in blocks as floats, unless the function says that they are to be
+    gathered: `jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec()))` in it
+    gathers codes and scales. What it returns is a tree such as `jax.jit(in_shardings=)`,
     `jax.device_put` and, of PartitionSpecs, `jax.shard_map(in_specs=)` take.
 
     Args:

@@ -118,5 +118,11 @@ def _counts(size: int) -> str:
 
 def _count(entry: Any, sizes: Mapping[str, int]) -> int:
     """Over how many devices an axis is partitioned."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(sizes.get(name, 1) for name in names)
+    return math.prod(sizes.get(name, 1) for name in names_of(entry))
+
+
+def names_of(entry: Any) -> tuple[Any, ...]:
+    """Returns the names of mesh axes of an entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)

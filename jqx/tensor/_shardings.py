@@ -16,7 +16,7 @@ from ._segments import Segments
 def shardings_of(
     function: str,
     leaf: Any,
-    sharding: NamedSharding | PartitionSpec,
+    sharding: Sharding | PartitionSpec,
     sizes: Mapping[str, int] | None = None,
     place: str = "",
 ) -> Any:
@@ -25,7 +25,8 @@ def shardings_of(
     Args:
       function: the caller, for messages.
       leaf: an array, a QTensor or Segments; its arrays may be `jax.ShapeDtypeStruct`.
-      sharding: that of its real array. The result has values of the same kind.
+      sharding: that of its real array. The result has values of the same kind; one that names no
+        axes is that of all its arrays.
       sizes: size of each axis of the mesh; of a `NamedSharding` it is known.
       place: path of the leaf, for messages.
 
@@ -36,21 +37,21 @@ def shardings_of(
     if isinstance(leaf, Segments):
         parts = [shardings_of(function, part, sharding, sizes, place) for part in leaf.parts]
         return jax.tree.unflatten(jax.tree.structure(leaf), jax.tree.leaves(parts))
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    known = (sizes or {}) if mesh is None else dict(mesh.shape)
-    if not isinstance(leaf, QTensor):
-        check_parts(function, leaf, spec, known, place)
-        return sharding
-    specs = partition_specs(function, leaf, spec, known, place)
-    return specs if mesh is None else jax.tree.map(lambda x: NamedSharding(mesh, x), specs)
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        specs = shardings_of(function, leaf, sharding.spec, dict(mesh.shape), place)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    if not isinstance(sharding, PartitionSpec):
+        return jax.tree.map(lambda _: sharding, leaf)
+    if isinstance(leaf, QTensor):
+        return partition_specs(function, leaf, sharding, sizes or {}, place)
+    check_parts(function, leaf, sharding, sizes or {}, place)
+    return sharding
 
 
 def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
     """Puts a leaf where its real array is to lie; arrays that lie there are the very same."""
-    places: Any = jax.tree.map(lambda _: sharding, leaf)
-    if isinstance(sharding, NamedSharding):
-        places = shardings_of(function, leaf, sharding, place=place)
+    places = shardings_of(function, leaf, sharding, place=place)
     arrays = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         return jax.tree.map(

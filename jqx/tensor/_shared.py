@@ -30,6 +30,7 @@ from ._one_of import found as found
 from ._order import check_kept as check_kept
 from ._order import permuted_axis as permuted_axis
 from ._order import taken as taken
+from ._partition import names_of as names_of
 from ._partition import partition_specs as partition_specs
 from ._scheme import FLOAT as FLOAT
 from ._scheme import Role as Role

@@ -123,7 +123,8 @@ def convert(
       partial_dtype: of products whose contracted axis is on several devices, such as `jnp.bfloat16`
         or `jnp.float32`: each device scales its part of the sum, and the parts are added in this
         dtype. `None` leaves it to the compiler, which adds the int32 sums of the devices: exact,
-        and four bytes an element. Scales of activations are of the whole axis either way.
+        and four bytes an element. Scales of activations are of the whole axis either way. It is
+        for `dot_general`, also as einsum traces it; all else is the compiler's.
       shardings: where the float weights lie, as `jqx.parallel.shardings` takes them, for
         `partial_dtype`; `None` where it is called outside of jit, or the axes of the mesh are
         explicit: then arrays tell.

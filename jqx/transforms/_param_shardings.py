@@ -53,12 +53,8 @@ def of_leaf(function: str, place: Place, leaf: Any, path: str) -> Any:
     """
     if place is None:
         return None
-    if isinstance(place, PartitionSpec):
-        sizes = _check_mesh(function, place, path)
-        return shardings_of(function, leaf, place, sizes, path)
-    if isinstance(place, NamedSharding):
-        return shardings_of(function, leaf, place, place=path)
-    return jax.tree.map(lambda _: place, leaf)
+    sizes = _check_mesh(function, place, path) if isinstance(place, PartitionSpec) else None
+    return shardings_of(function, leaf, place, sizes, path)
 
 
 def _check_mesh(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:

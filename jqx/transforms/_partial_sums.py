@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
 from ..contractions._shared import OnTheWay
-from ..tensor._shared import alone, partition_specs, sharding_of
+from ..tensor._shared import alone, names_of, partition_specs, sharding_of
 from ._param_shardings import as_sharding, is_place
 from ._paths import flatten, rooted
 from ._plan import Plan
@@ -52,7 +52,7 @@ class PartialSums:
         lhs, rhs = family.axes(eqn)
         pairs = list(zip(lhs.contracted, rhs.contracted, strict=True))
         summed = [left[a] or right[b] for a, b in pairs]
-        names = [name for entry in summed for name in _names(entry)]
+        names = [name for entry in summed for name in names_of(entry)]
         if not names:
             return None
         for (a, b), entry in zip(pairs, summed, strict=True):
@@ -93,7 +93,7 @@ class PartialSums:
         entries = (*place.spec, *(None,) * 32)
         held = operand.axes or tuple((axis,) for axis in range(array.ndim))
         require_that(
-            not any(_names(entries[axis]) for axes in held for axis in axes[1:]),
+            not any(names_of(entries[axis]) for axes in held for axis in axes[1:]),
             error=ValueError,
             function="convert",
             problem=f"the weight {operand.path!r} is partitioned along an axis that a reshape "
@@ -144,7 +144,7 @@ def partial_sums(
     known = {path: x for path, x in places.items() if isinstance(x, NamedSharding)}
     weights = {weight.path for weight in plan.weights}
     require_that(
-        any(any(map(_names, known[path].spec)) for path in weights & {*known}),
+        any(any(map(names_of, known[path].spec)) for path in weights & {*known}),
         error=ValueError,
         function=function,
         problem="`partial_dtype` has no use: no weight is partitioned, as far as is known.",
@@ -181,10 +181,3 @@ def _is_explicit(mesh: Any) -> bool:
 
 def _without(axes: Sequence[int], others: Sequence[int]) -> list[int]:
     return [axis for axis in axes if axis not in others]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Returns the names of mesh axes of an entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)

@@ -62,9 +62,9 @@ def quantize_params(
 
     Returns:
       The same tree; leaves that the plan does not quantize are the very same objects, unless
-      `shardings` put them elsewhere. Where rules
-      select steps of a scan, the weights that it steps over are `Segments` of QTensors, and of
-      arrays where a part stays in float.
+      `shardings` put them elsewhere, and a `jqx.interop.Lazy` is quantized when it is read. Where
+      rules select steps of a scan, the weights that it steps over are `Segments` of QTensors, and
+      of arrays where a part stays in float.
 
     Raises:
       TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
