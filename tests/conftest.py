@@ -70,6 +70,7 @@ OPTIMIZED = (
     "interop/test_quantized.py",
     "numerics",
     "ops",
+    "parallel/test_shardings.py",
     "test_gpu_benchmark.py",
     "test_xla_cpu.py",
     "transforms/test_deployed.py",

@@ -1,6 +1,6 @@
 """Arithmetic that XLA must not rearrange: each step rounds once, as written.
 
-XLA (measured on jaxlib 0.10.2, CPU) rewrites `x / s` with a broadcast `s` to `x * (1 / s)`,
+XLA (measured on jaxlib 0.10.2 and 0.12.0.1, CPU) rewrites `x / s` with a broadcast `s` to `x * (1 / s)`,
 contracts `a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float that is
 widened again. Each breaks the last bit of a specified result. The forms that survive live here and
 nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
@@ -40,13 +40,13 @@ def common_dtype(a: DTypeLike, b: DTypeLike) -> jnp.dtype:
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x / divisor`, a true division; `divisor` broadcasts to the shape of `x`.
 
-    The barrier stands behind the broadcast: before it, XLA still sees a broadcast divisor and
-    multiplies by its reciprocal. The select on a constant ties the divisor to `x`: without it, vmap
-    over `x` alone would move the barrier before a broadcast again. XLA removes the select, and the
-    division fuses as any other.
+    XLA divides by a broadcast divisor, and by a constant, with its reciprocal. A select that it
+    cannot decide hides both: its other branch is `x`, so that vmap over `x` alone leaves no
+    broadcast either. The barrier stands before one boolean: XLA for CPU (jaxlib 0.12) keeps
+    barriers until it has fused, and writes what is behind them to memory.
     """
-    tied = lax.select(np.zeros((), bool), x, broadcast_like(divisor, x))
-    return x / lax.optimization_barrier(tied)
+    never = lax.optimization_barrier(np.zeros((), bool))
+    return x / lax.select(never, x, broadcast_like(divisor, x))
 
 
 def divide_by_steps(k: jax.Array, steps: int) -> jax.Array:
