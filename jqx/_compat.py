@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -48,11 +49,29 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
     """Yields the jaxprs among the parameters of an equation, opened."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(item, "jaxpr", item)
+    for item in _parameters(eqn):
+        inner = getattr(item, "jaxpr", item)
+        if hasattr(inner, "eqns"):
+            yield inner
+
+
+def arrays_inside(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that the equations of a jaxpr hold, as constants of functions or as
+    parameters: the text of a jaxpr has their shapes alone.
+    """
+    for eqn in jaxpr.eqns:
+        for item in _parameters(eqn):
+            inner, consts = open_jaxpr(item)
             if hasattr(inner, "eqns"):
-                yield inner
+                yield from consts
+                yield from arrays_inside(inner)
+            elif isinstance(item, (np.ndarray, jax.Array)):
+                yield item
+
+
+def _parameters(eqn: Eqn) -> Iterator[Any]:
+    for value in eqn.params.values():
+        yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 def without_dead(jaxpr: Any) -> Any:

@@ -103,6 +103,7 @@ class AdaRound:
     offload: bool = False
     checkpoint: Path | None = None
     function: ClassVar[str] = "algorithms.adaround"
+    lazy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name = "algorithms.adaround"

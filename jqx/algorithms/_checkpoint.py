@@ -18,6 +18,7 @@ from .._checks import require_that
 from .._files import Path, Replacement, as_path
 from ..gradients import ste
 from ..tensor import QSpec
+from ..tensor._shared import Lazy
 from ..transforms import Plan
 from ..transforms._shared import Call, Weight, is_array
 from ._grids import Grids
@@ -66,6 +67,11 @@ class Checkpoint:
             "chosen",
             mend="name another folder, or delete that one to begin anew.",
         )
+
+    @property
+    def folder(self) -> str:
+        """Where it is."""
+        return self._folder
 
     def _known(self) -> Mapping[str, Any]:
         known = None
@@ -238,6 +244,9 @@ def _digest(tree: Any) -> str:
     for leaf in leaves:
         if not is_array(leaf):
             found.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
+            continue
+        if isinstance(leaf, Lazy):
+            found.update(f"{leaf.dtype}{leaf.shape}{leaf.source}".encode())
             continue
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)

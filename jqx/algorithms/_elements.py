@@ -4,13 +4,12 @@ tells them.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..observers import places
 from ..transforms import Plan
-from ..transforms._shared import elements_of
+from ..transforms._shared import Call, Entry, contractions, observed_parts, places_of
 from ._grids import Group
 
 Array = np.ndarray
@@ -72,17 +71,23 @@ class Elements:
         return found
 
 
-def elements_of_sites(
-    f: Any, plan: Plan, groups: Sequence[Group], params: Any, batch: Any
-) -> dict[str, Elements]:
-    """Returns which elements of its group each site multiplies by, by the key of its operand."""
-    known = elements_of(f, plan, params, batch, [".*"])
-    found = {}
-    for site in plan.sites:
-        for operand in site.operands:
-            own = known.get(f"{operand.key}@{places}")
-            if own is not None:
-                group = next(x for x in groups if operand.path in x.sizes)
-                numbers = group.numbers(plan.weights_in(site), np.asarray(own))
-                found[operand.key] = Elements.of(numbers)
+def elements_of_sites(plan: Plan, call: Call, groups: Sequence[Group]) -> dict[str, Elements]:
+    """Returns which elements of its group each site multiplies by, by the key of its operand. Those
+    of one site after another are made, of shapes alone.
+    """
+    items = {item.address: item for item in contractions(call) if item.address}
+    of_path: dict[str | None, Group] = {path: group for group in groups for path in group.sizes}
+    entries = [
+        Entry(part.key, site, places, part)
+        for site in plan.sites
+        for part in observed_parts(site, items[site.address])
+        if places.looks_at(part.about)
+    ]
+    known, found = places_of(plan, call, entries), {}
+    for entry in entries:
+        if entry.key in known:
+            group = of_path[entry.site.operands[entry.part.place].path]
+            own = np.asarray(known[entry.key]())
+            numbers = group.numbers(plan.weights_in(entry.site), own)
+            found[entry.key] = Elements.of(numbers)
     return found

@@ -46,13 +46,9 @@ def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[
     call = trace_call(function, f, plan.parameters, args, {})
     own = as_plan(function, plan, call, plan.parameters)
     every = plan_call(function, call, _EVERY, plan.parameters)
-    positions = (plan.params,) if isinstance(plan.params, int) else plan.params
-    values = tuple(args[i] for i in positions)
-    params = values[0] if isinstance(plan.params, int) else values
-    batch = tuple(x for i, x in enumerate(args) if i not in positions)
     named = zip(call.paths, call.leaves, strict=True)
     groups = Group.of_plan(every, {path: x.size for path, x in named if path is not None})
-    known = elements_of_sites(f, every, groups, params, batch) if every.sites else {}
+    known = elements_of_sites(every, call, groups) if every.sites else {}
     joined = {
         x.key for site in every.sites for x in site.operands if len(every.weights_in(site)) > 1
     }

@@ -27,28 +27,39 @@ def damped(hessian: Array, damping: float) -> Array:
     """Returns a Hessian with a multiple of the mean of its diagonal added to it. The diagonal of
     dead channels, which no input has reached, is 1.
     """
-    diagonal = np.diagonal(hessian)
-    dead = diagonal <= 0
-    mean = diagonal[~dead].mean() if not dead.all() else 1.0
-    found = hessian + damping * mean * np.eye(len(hessian))
-    found[dead, dead] = 1
+    found = np.array(hessian)
+    np.fill_diagonal(found, _damped(np.diagonal(hessian), damping))
     return found
 
 
-def factor(hessian: Array, damping: float, most: float = 1.0) -> Factor | None:
+def _damped(diagonal: Array, damping: float) -> Array:
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if not dead.all() else 1.0
+    return np.where(dead, 1, diagonal + damping * mean)
+
+
+def factor(
+    hessian: Array, damping: float, most: float = 1.0, order: Array | None = None
+) -> Factor | None:
     """Returns the factor of the inverse of a Hessian, damped as little as makes it positive
     definite: by `damping`, or ten times as much until `most`; `None` where that is not enough.
+    `order` is that of its channels in the factor; `None` leaves them as they are.
     """
+    order = np.arange(len(hessian)) if order is None else order
+    back = order[::-1]
     while damping <= most:
-        backwards = damped(hessian, damping)[::-1, ::-1]
+        # Each array takes the place of the one before: there is one beside the Hessian, or two.
+        found = hessian.T[np.ix_(back, back)].T
+        np.fill_diagonal(found, _damped(np.diagonal(hessian)[order], damping)[::-1])
         try:
-            lower = scipy.linalg.cholesky(backwards, lower=True, check_finite=True)
+            found = scipy.linalg.cholesky(found, lower=True, overwrite_a=True, check_finite=True)
         except (scipy.linalg.LinAlgError, ValueError):
             damping *= 10
             continue
         # backwards = L L.T, so hessian = R R.T with R = L[::-1, ::-1] upper triangular.
-        identity = np.eye(len(hessian))
-        upper = scipy.linalg.solve_triangular(lower[::-1, ::-1], identity, lower=False)
+        found = np.asfortranarray(found[::-1, ::-1])
+        identity = np.eye(len(hessian), order="F")
+        upper = scipy.linalg.solve_triangular(found, identity, lower=False, overwrite_b=True)
         return Factor(upper, damping)
     return None
 

@@ -19,7 +19,7 @@ from ..tensor import QSpec, QTensor
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import Chosen, Weight
 from ._checkpoint import Checkpoint, chosen, made_of
-from ._factor import Order, carried_over, corrected, factor
+from ._factor import Factor, Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
 from ._matrices import (
@@ -58,6 +58,13 @@ class Gptq:
     another, and those that are left make good what each has cost. A row that ends with more than
     rounding to nearest costs with the same scales is rounded to nearest, and reported. Any format
     and granularity of a `QSpec` will do. Activations stay in float while codes are chosen.
+
+    Layer by layer, leaves of parameters may be `jqx.interop.Lazy`, of a model larger than memory: a
+    leaf is read for the stage, or the site, that needs it, and dropped before the next. What is
+    chosen lies in files, in the folder of the checkpoint, or in one that goes with the result, and
+    the weights that are returned are lazy: `jqx.save(..., resume=True)` goes on where it was, as
+    their source is a digest of the run. A stack that a scan steps over is read whole in each step:
+    layers of their own take the least. A weight that several sites share needs arrays.
 
     Attributes:
       damping: what is added to the diagonal of `H`, relative to its mean; ten times as much where
@@ -186,6 +193,11 @@ class Gptq:
         """What `calibrate_batches` is to record for one pass."""
         return observers_of(self.weight, self.unsupported)
 
+    @property
+    def lazy(self) -> bool:
+        """Whether parameters may be read when their site comes."""
+        return self.sequential
+
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
         """Returns the parameters with codes chosen by statistics of float inputs, in one pass."""
         return self._one_pass(plan, params, stats)
@@ -264,14 +276,10 @@ class Gptq:
         start = time.perf_counter()
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
-        hessians = (
-            matrix.hessian[np.ix_(order, order)]
-            for matrix, order in zip(matrices, stack.order, strict=True)
-        )
         few = [x.rows < self.least_inputs * len(x.hessian) for x in matrices]
         found = [
-            None if is_left else factor(own, self.damping)
-            for own, is_left in zip(hessians, few, strict=True)
+            None if is_left else self._factor(matrix.hessian, order)
+            for matrix, order, is_left in zip(matrices, stack.order, few, strict=True)
         ]
         good = [i for i, own in enumerate(found) if own is not None]
         bad = [i for i, own in enumerate(found) if own is None]
@@ -288,6 +296,12 @@ class Gptq:
         rounded, entries = settled(matrices, path, stack.w, nearest, rounded, damping, start)
         grids.write(stack.places, rounded)
         return entries
+
+    def _factor(self, hessian: Array, order: Array) -> Factor | None:
+        found = factor(hessian, self.damping, order=order)
+        if found is None or self.propagation == "gptaq":  # which needs all of its bits
+            return found
+        return found._replace(upper=found.upper.astype(np.float32))
 
     def _rounded(self, matrices: Sequence[Matrix], stack: Stack, found: list[Any]) -> Array:
         strength = _STRENGTH[self.propagation] if self.strength is None else self.strength

@@ -2,37 +2,43 @@
 their weights quantized.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from .._checks import require_that
 from .._files import Path
 from ..observers._shared import has_rows
+from ..tensor._shared import Lazy
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import (
     Chosen,
     Site,
     TracedOnce,
     contractions,
+    named_leaves,
     observed_parts,
     progress_bar,
+    rooted,
     tell,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
 from ._grids import Group
+from ._leaves import Leaves
 from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._once import sites_once
 from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Inputs, Stream, Walk
+from ._shelf import InFiles, InMemory, Shelf
 from ._stages import Steps
 from ._sums import Sums
-from ._traced import Traced, quantized
+from ._traced import Traced
 
 Array = np.ndarray
 
@@ -69,11 +75,15 @@ def layer_by_layer(
       progress: whether to show a bar.
     """
     every, f = list(batches), TracedOnce(f)
-    traced = Traced.of(f, plan, params, every, solver.weight)
+    traced = Traced.of(f, plan, params, every, solver.weight, lazy=True)
     first, groups, elements = traced.calls[0], traced.groups, traced.elements
-    known = None
+    known, digests = None, None
+    is_lazy = any(isinstance(x, Lazy) for x in traced.originals.values())
+    if checkpoint is not None or is_lazy:
+        digests = made_of(plan, solver, traced.calls)
     if checkpoint is not None:
-        known = Checkpoint(solver.function, checkpoint, made_of(plan, solver, traced.calls))
+        _check_known(solver.function, traced)
+        known = Checkpoint(solver.function, checkpoint, digests or {})
     found = {item.address: item for item in contractions(first) if item.address}
     parts = {
         site.address: {x.about.role: x for x in observed_parts(site, found[site.address])}
@@ -88,7 +98,7 @@ def layer_by_layer(
 
     once = sites_once(plan, groups, first.jaxpr, elements)
     once = {here for here in once if is_known(plan.site_at(here))}  # pyright: ignore
-    scopes = traced.scopes(lambda site: site.address in once)
+    scopes = traced.scopes(lambda site: site.address in once, returns=False)
     rest = [site for site in plan.sites if site.address not in once and _is_weighted(plan, site)]
     memory = Memory(
         weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of)
@@ -106,7 +116,8 @@ def layer_by_layer(
     bar = progress_bar("quantize", "matrix", total=count) if progress else None
     tell(bar, f"quantize: {memory}")
 
-    weights = _Weights(solver, traced, known, bar)
+    shelf, current = _shelf(solver, traced, known, digests if is_lazy else None)
+    weights = _Weights(solver, traced, shelf, current, known, bar)
     for matrices, group in _shared(
         solver, f, plan, groups, params, every, rest, is_known, progress
     ):
@@ -133,13 +144,53 @@ def layer_by_layer(
         group = traced.group_of(plan.weights_in(site)[0])
         weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
 
-    streams = [Stream(x, offload) for x in (weights.current, traced.originals)[: 1 + beside]]
+    both = current, Leaves(dict(traced.originals))
+    streams = [Stream(x, offload) for x in both[: 1 + beside]]
     Walk(plan, at_site).go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
     report = AlgorithmReport(tuple(weights.entries), memory)
     weights.close()
-    return Chosen(quantized(plan, params, weights.grids), report)
+    codes = shelf.quantized()
+    return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
+
+
+def _check_known(function: str, traced: Traced) -> None:
+    """Raises where a checkpoint could not tell parameters from others."""
+    for path, place in traced.places.items():
+        leaf = traced.originals[place]
+        require_that(
+            not isinstance(leaf, Lazy) or leaf.source,
+            error=ValueError,
+            function=function,
+            problem="the checkpoint cannot tell these parameters from others.",
+            given=f"the leaf {path!r}, {leaf!r}, without a source",
+            expected="leaves whose `source` says all that their numbers depend on, as those of "
+            "archive.lazy do",
+            mend="give it one, or leave `checkpoint` out.",
+        )
+
+
+def _shelf(
+    solver: Solver,
+    traced: Traced,
+    checkpoint: Checkpoint | None,
+    digests: Mapping[str, str] | None,
+) -> tuple[Shelf, Leaves]:
+    """Returns where grids are, and the parameters as they are at each stage; `digests` are those of
+    lazy ones.
+    """
+    leaves = {path: traced.originals[place] for path, place in traced.places.items()}
+    if digests is None:
+        return InMemory(traced.grids(solver.spec_of)), Leaves(dict(traced.originals))
+    is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
+    source = json.dumps(digests) if is_known else ""
+    folder = None if checkpoint is None else checkpoint.folder
+    shelf = InFiles(folder, traced.groups, leaves, solver.spec_of, source)
+    current = dict(traced.originals)
+    for group in traced.groups:
+        current.update({traced.places[path]: shelf.current(path) for path in group.sizes})
+    return shelf, Leaves(current)
 
 
 def _is_weighted(plan: Plan, site: Site) -> bool:
@@ -157,15 +208,20 @@ class _Weights:
     """The weights on the way: those that are chosen on their grids, all others in float.
 
     Attributes:
-      grids: of all weights.
-      current: the leaves of the parameters, by place.
       entries: what is to be reported.
     """
 
-    def __init__(self, solver: Solver, traced: Traced, checkpoint: Checkpoint | None, bar: Any):
+    def __init__(
+        self,
+        solver: Solver,
+        traced: Traced,
+        shelf: Shelf,
+        current: Leaves,
+        checkpoint: Checkpoint | None,
+        bar: Any,
+    ):
         self._solver, self._checkpoint, self._bar = solver, checkpoint, bar
-        self._places, self.grids = traced.places, traced.grids(solver.spec_of)
-        self.current = dict(traced.originals)
+        self._places, self._shelf, self._current = traced.places, shelf, current
         self.entries: list[MatrixReport] = []
 
     def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
@@ -176,7 +232,10 @@ class _Weights:
           where: their places, [matrices, rows, columns].
           group: whose they are.
         """
-        grids, known, solver = self.grids[group.path], self._checkpoint, self._solver
+        places = {path: self._places[path] for path in group.sizes}
+        leaves = self._current.some([*places.values()])
+        grids = self._shelf.take(group, {path: leaves[i] for path, i in places.items()})
+        known, solver = self._checkpoint, self._solver
         self.entries += chosen(known, solver, matrices, where, grids, group.whole)
         start = 0
         for path, size in group.sizes.items():
@@ -184,9 +243,9 @@ class _Weights:
             if len(group.sizes) > 1:
                 own = where[(where >= start) & (where < start + size)]
             if own.size:
-                place, values = self._places[path], grids.values(own)
-                self.current[place] = _written(self.current[place], own - start, values)
+                self._current.write(places[path], own - start, grids.values(own))
             start += size
+        self._shelf.put(group, grids, where)
         if self._bar is not None:
             self._bar.update(len(where))
 
@@ -230,6 +289,23 @@ def _shared(
         return
     patterns = {re.escape(site.path): solver.observers[".*"] for site in rest if is_known(site)}
     stats = {}
+    lazy = [
+        path
+        for path, leaf in named_leaves("ptq", rooted(plan.params, params), plan)
+        if isinstance(leaf, Lazy)
+    ]
+    shared = next((site for site in rest if is_known(site)), None)
+    require_that(
+        shared is None or not lazy,
+        error=TypeError,
+        function=solver.function,
+        problem="a weight is shared, and parameters are not read yet.",
+        given=f"{shared.name if shared else ''!r}, whose weight several sites multiply by, or a "
+        f"loop in all its steps; {len(lazy)} lazy leaves, such as {lazy[:1]}",
+        expected="arrays: such a weight is chosen by one pass over the whole function",
+        mend="read them, jax.tree.map(lambda x: x.read(), params), or let a rule leave that weight "
+        "in float.",
+    )
     if patterns:
         stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
@@ -246,9 +322,3 @@ def _shared(
             continue
         for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
             yield alike, group
-
-
-@jax.jit
-def _written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns a parameter with other values at some places."""
-    return x.ravel().at[places].set(values.astype(x.dtype)).reshape(x.shape)

@@ -28,13 +28,15 @@ from ..transforms._shared import (
 from ._blocks import labels_of
 from ._descent import descended
 from ._grids import Grids
+from ._leaves import Leaves
 from ._once import apart, bodies_of
 from ._report import BlockReport, BlocksReport, name_of
 from ._sequential import Pairs, Stream, Walk, on_device
+from ._shelf import InMemory
 from ._shifts import Shifts, moved, nearest, rounded
 from ._stages import Replaced, Scope, Stage, Steps
 from ._tiles import Given, Tile
-from ._traced import Traced, quantized
+from ._traced import Traced
 
 Array = np.ndarray
 
@@ -100,13 +102,15 @@ def learned(
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
     walk = _Learning(options, traced, own)
     scopes = traced.scopes(lambda site: site.address in own, labels)
-    streams = [Stream(x, options.offload) for x in (walk.current, traced.originals)]
+    both = walk.current, dict(traced.originals)
+    streams = [Stream(Leaves(x), options.offload) for x in both]
     walk.bar = progress_bar("auto_round", "block") if progress else None
     walk.go(traced.frames(scopes, streams))
     if walk.bar is not None:
         walk.bar.close()
     report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
-    return Chosen(quantized(plan, params, walk.grids), report)
+    codes = InMemory(walk.grids).quantized()
+    return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -252,7 +256,7 @@ class _Learning(Walk):
             given = list(map(on_device, read))
             _, made = own.scope.run(stage, self.current, steps, given, None, True)
             floats = [on_device(exact.values[x]) for x in stage.reads]
-            results, _ = own.scope.run(stage, exact.stream.params, steps, floats, made)
+            results, _ = own.scope.run(stage, self._traced.originals, steps, floats, made)
             block.stages.append((stage, own.scope))
             block.inputs.append(read)
             block.targets.append(list(map(exact.stream.kept, results)))

@@ -11,6 +11,7 @@ import jax
 from .. import _compat
 from ..observers import hessian
 from ..tensor import QSpec, QTensor
+from ..tensor._shared import Lazy
 from ..transforms import Plan
 from ..transforms._shared import bytes_of, in_bytes, quantize_weight
 from ._stages import Operands, Scope, Stage
@@ -23,7 +24,8 @@ class Memory:
     Attributes:
       weights: the parameters, in float; of those that are quantized a copy as they are at each
         stage, and on the host their codes, scales and zero points, and the places of their elements
-        where a site sees these through more than views.
+        where a site sees these through more than views. Where some are lazy: the arrays among
+        them, and of one weight, of the largest, all of that.
       statistics: the sums of products of the inputs of one site, of the one that has most, or of
         all those that are chosen together before the others.
       activations: what lives between stages of all batches, at most; those of the float function
@@ -51,21 +53,22 @@ def bytes_of_weights(
     spec_of: Callable[[QSpec], QSpec],
 ) -> int:
     """Returns the bytes of parameters, and of what is held of those that are quantized."""
-    total = 0
-    for leaf, path in zip(leaves, paths, strict=True):
-        if path is None:
-            continue
-        total += bytes_of(leaf)
-        weight = plan.weight_at(path)
-        if weight is None:
-            continue
+    held, once = 0, [0]
+    named = [(leaf, path) for leaf, path in zip(leaves, paths, strict=True) if path is not None]
+    is_lazy = any(isinstance(leaf, Lazy) for leaf, _ in named)
+    for leaf, path in named:
+        own, weight = 0, plan.weight_at(path)
         kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
-        # A copy; codes, scales as real numbers, zero points; scales that are quantized in turn.
-        kept = codes.scale if isinstance(codes.scale, QTensor) else None
-        total += bytes_of((kind, codes.values, codes.zero_point, kept))
-        total += 4 * math.prod(codes.groups.scale_shape)
-    return total
+        if weight is not None:
+            codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
+            # A copy; codes, scales as real numbers, zero points; scales that are quantized in turn.
+            kept = codes.scale if isinstance(codes.scale, QTensor) else None
+            own = bytes_of((kind, codes.values, codes.zero_point, kept))
+            own += 4 * math.prod(codes.groups.scale_shape)
+        once.append(own + bytes_of(kind) if is_lazy else 0)
+        held += 0 if isinstance(leaf, Lazy) else bytes_of(kind)
+        held += 0 if is_lazy else own
+    return held + max(once)
 
 
 def bytes_of_sums(part: Any, beside: bool = False) -> int:

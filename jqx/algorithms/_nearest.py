@@ -1,7 +1,7 @@
 """Rounding to nearest: said outright, where `ptq` would choose an algorithm by itself."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from .._calls import called
 from ..transforms import Plan
@@ -22,6 +22,8 @@ class Nearest:
       >>> quantize(jnp.array([[7.0], [2.4]]), [jnp.ones((1, 2))]).params.dequantize()[:, 0]
       Array([7., 2.], dtype=float32)
     """
+
+    lazy: ClassVar[bool] = True
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
         """Returns the parameters as they are; what is not chosen is rounded."""

@@ -71,9 +71,13 @@ def apart(
             for operand in site.operands
             if operand.path in group.sizes
         ]
-        known = [(here, own[()]) for here, own in mine if own is not None]
+        known = [(here, own) for here, own in mine if own is not None]
         if not known or len(known) < len(mine):
             continue
+        if len({labels.get(here) for here, _ in known}) == 1:
+            found |= {here for here, _ in known}
+            continue
+        known = [(here, own[()]) for here, own in known]
         uses = np.zeros(1 + max(int(own.max(initial=0)) for _, own in known), np.int32)
         for label in dict.fromkeys(labels.get(here) for here, _ in known):
             is_used = np.zeros(len(uses), bool)

@@ -13,7 +13,8 @@ import numpy as np
 from .. import _compat
 from ..transforms import Plan
 from ..transforms._shared import Site, alike, is_counted, spread, value_of
-from ._stages import Params, Scope, Stage, Steps
+from ._leaves import Leaves
+from ._stages import Scope, Stage, Steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,11 +42,11 @@ class Stream:
     """The function run with parameters of its own.
 
     Attributes:
-      params: their leaves, by place: as they are at each stage.
+      params: their leaves: as they are at each stage.
       offload: whether values of batches are kept on the host between stages.
     """
 
-    params: Params
+    params: Leaves
     offload: bool = False
 
     def kept(self, x: Any) -> Any:
@@ -74,7 +75,8 @@ class Frame:
     def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
         """Returns values as they are kept: of the batch, or made of parameters."""
         own = [x for x in atoms if not self.scope.is_of_batch(x)]
-        made = iter(self.scope.values(own, self.stream.params, steps) if own else ())
+        leaves = self.stream.params.some(self.scope.needs(own)) if own else {}
+        made = iter(self.scope.values(own, leaves, steps) if own else ())
         return [self.values[x] if self.scope.is_of_batch(x) else next(made) for x in atoms]
 
     def run(
@@ -89,7 +91,8 @@ class Frame:
         if not stage.eqns:
             return []
         given = [on_device(self.values[x]) for x in stage.reads]
-        results, made = self.scope.run(stage, self.stream.params, steps, given, decided, tells)
+        leaves = self.stream.params.some(self.scope.read_by(stage))
+        results, made = self.scope.run(stage, leaves, steps, given, decided, tells)
         self.put(stage, results)
         return made
 
@@ -177,7 +180,10 @@ class Walk:
             read = [[inputs(stage, frame) for frame in batch] for stage, batch in pairs]
             return [list(own) for own in zip(*read, strict=True)]
 
-        self.solve(site, steps, of_streams())
+        streams = of_streams()
+        for frame in pairs[0][1]:
+            frame.stream.params.some(())
+        self.solve(site, steps, streams)
         self._run(pairs, steps)
 
     def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
@@ -136,11 +137,11 @@ class Stack:
         """Runs the loop on whole blocks: columns of zeros are added behind."""
         count = w.shape[-1]
         more = -count % size
-        also = None if carried is None else np.stack([_widened(x, more) for x in carried])
+        also = None if carried is None else _widened(carried, more)
         group = None if affine is None else np.arange(count + more, dtype=np.int32)
         found = _round_each(
-            np.pad(self._ordered(w), ((0, 0), (0, more), (0, 0))),
-            np.stack([_widened(x, more, 1) for x in upper]),
+            jnp.asarray(np.pad(self._ordered(w), ((0, 0), (0, more), (0, 0)))),
+            jnp.asarray(_widened(upper, more, 1)),  # no copy of it stays on the host
             also,
             affine,
             group,
@@ -164,11 +165,16 @@ def _groups(label: Array) -> Array:
     return rank[group.ravel()]
 
 
-def _widened(x: Array, more: int, diagonal: float = 0) -> Array:
-    """Returns a matrix in float32, with more rows and columns of zeros but for their diagonal."""
-    wide = np.pad(x.astype(np.float32), ((0, more), (0, more)))
-    own = np.arange(len(x), len(wide))
-    wide[own, own] = diagonal
+def _widened(each: Sequence[Array], more: int, diagonal: float = 0) -> Array:
+    """Returns matrices as one array in float32, with more rows and columns of zeros but for their
+    diagonal.
+    """
+    size = len(each[0])
+    wide = np.zeros((len(each), size + more, size + more), np.float32)
+    for to, x in zip(wide, each, strict=True):
+        to[:size, :size] = x
+    own = np.arange(size, size + more)
+    wide[:, own, own] = diagonal
     return wide
 
 

@@ -20,6 +20,7 @@ from ..transforms import Plan
 from ..transforms._shared import Address, Call, Site, addressed, followed
 from ._blocks import Group, grouped
 from ._decisions import Decisions, body_of
+from ._programs import Programs
 
 Params = Mapping[int, Any]
 """The leaves of the parameters, by their place among the operands of the jaxpr; some `Replaced`,
@@ -128,14 +129,18 @@ class Scope:
         depth: int = 0,
         own: Callable[[Site], bool] = lambda site: True,
         blocks: Mapping[Address, Any] | None = None,
+        programs: Programs | None = None,
+        returns: bool = True,
     ):
+        self._returns = returns
+        self._programs = Programs() if programs is None else programs
         self.plan, self.jaxpr, self.depth, self.own = plan, jaxpr, depth, own
         self._blocks = {} if blocks is None else blocks
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self._sources = dict(sources)
         self._made: dict[Any, Eqn] = {}
         self._inner: dict[Address, tuple[Scope, Operands]] = {}
-        self._jitted: dict[Any, Any] = {}
+        self._leaves: dict[Any, frozenset[int]] = {}
         self.stages = self._staged(address)
 
     def is_of_batch(self, atom: Any) -> bool:
@@ -157,6 +162,8 @@ class Scope:
             else:
                 groups += [(kind, [eqn], (here,)), ("run", [], ())]
         needed = set(filter(self.is_of_batch, self.jaxpr.outvars))
+        if not self._returns:
+            groups[-1], needed = ("run", [], ()), set()
         if self._blocks:
             groups = grouped(groups, self._label, address, self.is_of_batch, needed)
         stages: list[Stage] = []
@@ -232,6 +239,27 @@ class Scope:
             value = value.whole()
         return lax.dynamic_index_in_dim(value, steps[self.depth - 1], keepdims=False)
 
+    def needs(self, atoms: Sequence[Any]) -> frozenset[int]:
+        """Returns the places of the leaves that values are made of, those of batches aside."""
+        return frozenset().union(*map(self._needs, atoms))
+
+    def _needs(self, atom: Any) -> frozenset[int]:
+        if _compat.is_literal(atom):
+            return frozenset()
+        if atom not in self._leaves:
+            source, eqn, found = self._sources.get(atom), self._made.get(atom), frozenset()
+            if source is not None:
+                scope = source.scope
+                found = frozenset([source.atom]) if scope is None else scope.needs([source.atom])
+            elif eqn is not None:
+                found = self.needs(eqn.invars)
+            self._leaves[atom] = found
+        return self._leaves[atom]
+
+    def read_by(self, stage: Stage) -> frozenset[int]:
+        """Returns the places of the leaves that a stage reads."""
+        return self.needs([x for eqn in stage.eqns for x in eqn.invars])
+
     def run(
         self,
         stage: Stage,
@@ -241,7 +269,8 @@ class Scope:
         decided: Sequence[Any] | None = None,
         tells: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Runs a stage that is no site and holds none, on the values of one batch that it reads.
+        """Runs a stage that is no site and holds none, on the values of one batch that it reads,
+        and on the leaves that it needs, at least.
 
         Returns its results, and, where it `tells`, what it has decided.
         """
@@ -266,7 +295,7 @@ class Scope:
         if any(isinstance(x, Replaced) for x in params.values()):
             return evaluate(params, steps, list(given), decided)
         key = "run", id(stage), tells
-        return self.jitted(key, evaluate)(params, steps, list(given), decided)
+        return self._programs.call(key, evaluate, params, steps, list(given), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that are made of parameters alone."""
@@ -275,14 +304,8 @@ class Scope:
             memo: dict[Any, Any] = {}
             return [jnp.asarray(self.read(x, params, steps, memo)) for x in atoms]
 
-        key = ("values", tuple(id(x) if _compat.is_literal(x) else x for x in atoms))
-        return self.jitted(key, evaluate)(params, steps)
-
-    def jitted(self, key: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of this scope that is compiled once."""
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(f)
-        return self._jitted[key]
+        own = tuple(id(x) if _compat.is_literal(x) else x for x in atoms)
+        return self._programs.call(("values", id(self), own), evaluate, params, steps)
 
     def entered(self, stage: Stage, branch: int | None = None) -> "tuple[Scope, Operands]":
         """Returns the scope of the function inside of an equation, or of a branch of it, and which
@@ -323,8 +346,8 @@ class Scope:
                 elif i not in changing:
                     sources[var] = Source(self, atom, steps is not None and i in steps)
             depth = self.depth + (steps is not None)
-            known = self.plan, inner, consts, sources, address, depth, self.own, self._blocks
-            scope = Scope(*known)
+            shared = self.own, self._blocks, self._programs
+            scope = Scope(self.plan, inner, consts, sources, address, depth, *shared)
             self._inner[address] = scope, operands
         return self._inner[address]
 
@@ -339,13 +362,23 @@ def whole(
     call: Call,
     own: Callable[[Site], bool],
     blocks: Mapping[Address, Any] | None = None,
+    programs: Programs | None = None,
+    returns: bool = True,
 ) -> Scope:
-    """Returns the scope of a call; `own` says which sites are stages, or parts of blocks, by their
-    address.
+    """Returns the scope of a call.
+
+    Args:
+      plan: the plan.
+      call: the call.
+      own: says which sites are stages, or parts of blocks, by their address.
+      blocks: of each such site what it is part of.
+      programs: those of other calls.
+      returns: whether results are of use, such as logits; else nothing is run after the last site.
     """
     sources = {
         var: Source(None, place)
         for place, (var, path) in enumerate(zip(call.jaxpr.invars, call.paths, strict=True))
         if path is not None
     }
-    return Scope(plan, call.jaxpr, call.consts, sources, own=own, blocks=blocks)
+    shared = {"own": own, "blocks": blocks, "programs": programs, "returns": returns}
+    return Scope(plan, call.jaxpr, call.consts, sources, **shared)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..tensor import QSpec
+from ..tensor._shared import read
 from ..transforms import Plan
 from ..transforms._shared import (
     Address,
@@ -19,6 +20,7 @@ from ..transforms._shared import (
 )
 from ._elements import Elements, elements_of_sites
 from ._grids import Grids, Group
+from ._programs import Programs
 from ._sequential import Frame, Stream
 from ._stages import Scope, whole
 
@@ -45,15 +47,25 @@ class Traced:
 
     @classmethod
     def of(
-        cls, f: TracedOnce, plan: Plan, params: Any, batches: Sequence[Any], weight: Any
+        cls,
+        f: TracedOnce,
+        plan: Plan,
+        params: Any,
+        batches: Sequence[Any],
+        weight: Any,
+        *,
+        lazy: bool = False,
     ) -> "Traced":
-        """Traces a function; `weight` says how much the rows of batches count."""
-        calls = calls_of(f, plan, params, batches, weight)
+        """Traces a function; `weight` says how much the rows of batches count, and `lazy` that
+        leaves may be `Lazy`.
+        """
+        calls = calls_of(f, plan, params, batches, weight, lazy=lazy)
         first = calls[0]
+        as_plan("ptq", plan, first, plan.parameters)  # its sites are the plan's
         places = {path: i for i, path in enumerate(first.paths) if path is not None}
         originals = {i: first.leaves[i] for i in places.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in places.items()})
-        elements = elements_of_sites(f, plan, groups, params, batches[0])
+        elements = elements_of_sites(plan, first, groups)
         return cls(plan, calls, originals, places, groups, elements)
 
     def grids(self, spec_of: Callable[[QSpec], QSpec]) -> dict[str, Grids]:
@@ -66,14 +78,19 @@ class Traced:
         return next(x for x in self.groups if path in x.sizes)
 
     def scopes(
-        self, own: Callable[[Site], bool], blocks: Mapping[Address, Any] | None = None
+        self,
+        own: Callable[[Site], bool],
+        blocks: Mapping[Address, Any] | None = None,
+        *,
+        returns: bool = True,
     ) -> list[Scope]:
-        """Returns the scope of each call; calls of one kind have one."""
+        """Returns the scope of each call; calls of one kind have one. See `whole`."""
         found: dict[int, Scope] = {}
+        programs = Programs()
         for call in self.calls:
             if id(call.jaxpr) not in found:
-                as_plan("ptq", self.plan, call, self.plan.parameters)  # its sites are the plan's
-                found[id(call.jaxpr)] = whole(self.plan, call, own, blocks)
+                as_plan("ptq", self.plan, call, self.plan.parameters)
+                found[id(call.jaxpr)] = whole(self.plan, call, own, blocks, programs, returns)
         return [found[id(call.jaxpr)] for call in self.calls]
 
     def frames(self, scopes: Sequence[Scope], streams: Sequence[Stream]) -> list[list[Frame]]:
@@ -87,24 +104,28 @@ class Traced:
 
 
 def calls_of(
-    f: Any, plan: Plan, params: Any, batches: Iterable[Any], weight: Any = None
+    f: Any,
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    weight: Any = None,
+    *,
+    lazy: bool = False,
 ) -> list[Call]:
     """Returns a function as it is traced for each batch; with a weight it is said of the values of
-    a batch how much they count.
+    a batch how much they count. Numbers among the parameters are read, where leaves may be `lazy`.
     """
     found = []
     for batch in batches:
         arguments = arguments_of(plan, params, batch)
-        call = trace_call("ptq", f, plan.parameters, arguments, {})
+        call = trace_call("ptq", f, plan.parameters, arguments, {}, lazy=lazy)
+        named = zip(call.leaves, call.paths, strict=True)
+        call = dataclasses.replace(
+            call, leaves=[read(x) if path is None else x for x, path in named]
+        )
         if weight is not None:
             counts = weights_of("ptq", weight, plan.params, arguments, {})
             leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
             call = dataclasses.replace(call, leaves=leaves)
         found.append(call)
     return found
-
-
-def quantized(plan: Plan, params: Any, grids: Mapping[str, Grids]) -> Any:
-    """Returns the parameters with all weights as the codes on their grids."""
-    codes = {path: q for own in grids.values() for path, q in own.quantized().items()}
-    return plan.map_weights(lambda weight, _: codes[weight.path], params)

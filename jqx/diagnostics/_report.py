@@ -10,6 +10,7 @@ import jax
 from .._added import added
 from .._calls import called
 from .._checks import require_that
+from ..tensor._shared import read
 from ..transforms import Plan, quantize_params
 from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves, rooted
 from ._table import Table, Tabular, decibels, finite
@@ -103,7 +104,8 @@ def report(plan: Plan, params: Any) -> Report:
     Args:
       plan: from `make_plan`.
       params: the float parameters that it was made for; a tuple of arguments where it was made with
-        several. They are quantized here, one after the other.
+        several. They are quantized here, one after the other; those that are `jqx.interop.Lazy`
+        are read for that, and dropped.
 
     Raises:
       TypeError: `plan` is no `Plan`.
@@ -136,11 +138,15 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
         mend="pass the parameters, or print the plan, which needs no values.",
     )
     given, quantized = dict(leaves), dict(_named(plan, quantize()))
+
+    def measured(path: str) -> WeightError:
+        return measure(read(given[path]), read(quantized[path]), path)
+
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     known = [n for n in macs if n is not None]
     whole = len(known) == len(macs) and sum(known) > 0
     return Report(
-        weights=tuple(measure(given[w.path], quantized[w.path], w.path) for w in plan.weights),
+        weights=tuple(measured(w.path) for w in plan.weights),
         kept=sum(x.nbytes for path, x in leaves if plan.weight_at(path) is None),
         sites=len(plan.sites),
         skipped=len(plan.skipped),

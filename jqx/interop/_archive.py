@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 from jax.typing import DTypeLike
@@ -255,9 +254,10 @@ def _real(dtype: DTypeLike | None) -> np.dtype | None:
 
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
     """Returns an array, which nobody else has, as JAX's; of 64 bits, where JAX has none, as it
-    is.
+    is. It is not copied where the device allows.
     """
-    return jnp.asarray(x) if dtypes.canonicalize_dtype(x.dtype) == x.dtype else x
+    is_known = dtypes.canonicalize_dtype(x.dtype) == x.dtype
+    return jax.device_put(x, may_alias=True) if is_known else x
 
 
 @called("interop.read", 'pass for example jqx.interop.read("folder").')

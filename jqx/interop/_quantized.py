@@ -27,7 +27,7 @@ from ..diagnostics import Report
 from ..ptq import Quantized, Unbound
 from ..ptq._shared import leaves_by_path
 from ..tensor import QTensor
-from ..tensor._shared import Values, check_version, record_from_json, to_json
+from ..tensor._shared import Lazy, Values, check_version, of_kinds, record_from_json, to_json
 from ..transforms import ChannelMap, LowRank, Plan
 from ..transforms._shared import Maps, as_maps
 from ._safetensors import stored_dtype
@@ -84,11 +84,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     Raises:
       ValueError: the plan holds objects that are neither jqx's own nor among `values`.
     """
-    plain = jax.tree.map(
-        lambda leaf: leaf.unpack() if isinstance(leaf, QTensor) else leaf,
-        quantized.params,
-        is_leaf=lambda leaf: isinstance(leaf, QTensor),
-    )
+    plain = _plain(quantized.params)
     structured = _is_described(plain, values)
     node, shapes = _inputs_of(quantized.inputs, values)
     contents = _Contents(
@@ -113,6 +109,17 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         maps = as_maps("save", quantized.maps).items()
         tree = {"params": tree, "maps": {key: [_fields(x) for x in own] for key, own in maps}}
     return tree, text
+
+
+def _plain(tree: Any) -> Any:
+    """Returns parameters with QTensors laid out plainly."""
+
+    def unpacked(x: Any) -> Any:
+        if isinstance(x, Lazy):
+            return x.then(_plain, "plain")
+        return of_kinds(QTensor.unpack, x) if isinstance(x, QTensor) else x
+
+    return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, QTensor))
 
 
 def _fields(x: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ turn, `<path>.scale.values` and `<path>.scale.scale`; where it has an offset or 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar, NoReturn, Union
 
 import jax
@@ -32,6 +31,7 @@ from ..tensor._shared import (
     abstract,
     fields_from_json,
     fields_to_json,
+    lazy_parts,
     unchecked_segments,
 )
 from ._safetensors import METADATA, stored_dtype
@@ -136,9 +136,7 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
             parts = [node_of(part, own) for part, own in zip(x.parts, paths, strict=True)]
             return {"segments": parts, "axis": x.axis}
         if isinstance(x, Lazy) and isinstance(x.spec, Segments):
-            count = len(x.spec.parts)
-            parts = [x.then(partial(_part_of, i), f"part {i}") for i in range(count)]
-            return node_of(unchecked_segments(parts, x.spec.axis), keys)
+            return node_of(unchecked_segments(lazy_parts(x), x.spec.axis), keys)
         kind = abstract(x)
         _check_leaf(kind, keys)
         path = "/".join(keys) or _EMPTY
@@ -149,11 +147,6 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
         return _leaf_to_json(path, kind, values)
 
     return node_of(tree, ()), leaves
-
-
-def _part_of(place: int, x: Any) -> Any:
-    """Returns one of the parts of Segments."""
-    return x.parts[place]
 
 
 def _leaf_to_json(path: str, x: Any, values: Values) -> Any:

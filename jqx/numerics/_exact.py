@@ -1,9 +1,9 @@
 """Arithmetic that XLA must not rearrange: each step rounds once, as written.
 
-XLA (measured on jaxlib 0.10.2 and 0.12.0.1, CPU) rewrites `x / s` with a broadcast `s` to `x * (1 / s)`,
-contracts `a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float that is
-widened again. Each breaks the last bit of a specified result. The forms that survive live here and
-nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
+XLA (measured on jaxlib 0.10.2 and 0.12.0.1, CPU) rewrites `x / s` with a broadcast `s` to
+`x * (1 / s)`, contracts `a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float
+that is widened again. Each breaks the last bit of a specified result. The forms that survive live
+here and nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
 
 Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and nothing cheap
 undoes it.

@@ -138,7 +138,7 @@ def fitted(
       args: of the function, with the first batch.
       batches: how many there are.
     """
-    call = trace_call("ptq", f, plan.parameters, args, {})
+    call = trace_call("ptq", f, plan.parameters, args, {}, lazy=True)
     once, most = bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
     for site in plan.sites:
         if _specs(plan, site) is None or site.macs == 0:

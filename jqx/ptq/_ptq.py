@@ -18,7 +18,8 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..diagnostics._shared import report_of
 from ..policy import Policy
-from ..tensor._shared import TARGETS, kept
+from ..tensor._shared import TARGETS, check_read, kept
+from ..tensor._shared import abstract as abstract_leaf
 from ..transforms import (
     Plan,
     affines,
@@ -43,10 +44,12 @@ from ..transforms._shared import (
     is_array,
     is_quantized,
     lay_out_weights,
+    named_leaves,
     observers_of,
     parts_of,
     picked,
     placed,
+    rooted,
     with_maps,
 )
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
@@ -95,11 +98,17 @@ def ptq(
       a tuple of the other arguments of `f`, or a lone one. The first is planned with; the others
       are read only where there is something to calibrate. It returns a `Quantized`.
 
+      Leaves of parameters may be `jqx.interop.Lazy`, as of a model that is larger than memory,
+      where no activation has a static scale and the algorithm is `nearest()`, `gptq()` or
+      `adaround()`: each is read when it is needed, and dropped. Weights that are returned are lazy
+      too: `jqx.save` reads them one after another. The report reads each once.
+
       Parameters may hold QTensors that the policy leaves alone, such as those of a checkpoint: they
       are what they were. Algorithms see them as floats, which takes the memory of these.
 
     Raises:
-      TypeError: `f` is no function, `policy` no `Policy`, or `batches` is no list of batches.
+      TypeError: `f` is no function, `policy` no `Policy`, `batches` is no list of batches, or a
+        leaf is `Lazy` where arrays are needed.
       ValueError: there is no batch, `target` or `effort` is unknown, `effort` stands beside an
         algorithm, or a step refuses what it is given.
       NotImplementedError: an algorithm that is named changes a weight that is quantized already.
@@ -174,6 +183,8 @@ def _carried_out(
     floats = values = values if is_plain else dequantize_params(values)
     if run or rewrites or corrections:
         batches = list(batches)
+    if rewrites or corrections or not (rounding is None or getattr(rounding, "lazy", False)):
+        check_read("ptq", named_leaves("ptq", rooted(plan.params, values), plan))
 
     def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:
         found = as_chosen(each.rewrite(*arguments, progress=progress))
@@ -222,7 +233,7 @@ def _with_given(given: Any, floats: Any, codes: Any) -> Any:
     """
 
     def pick(path: Any, own: Any, real: Any, chosen: Any) -> Any:
-        if not is_quantized(own):
+        if not is_quantized(abstract_leaf(own)):
             return chosen
         same = is_array(chosen) and np.array_equal(chosen, real, equal_nan=True)
         require_that(

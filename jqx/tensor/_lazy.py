@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ class Lazy:
 
     Parameters of a model that is larger than memory have it in the place of arrays, such as
     `archive.map(archive.lazy)`: `jqx.make_plan` takes its shape and dtype, `jqx.quantize_params`
-    returns another for what is to be quantized, and `jqx.save` reads one after another as it writes
+    returns another for what is to be quantized, `jqx.ptq` with rounding to nearest, or layer by
+    layer (`jqx.algorithms.gptq`), likewise, and `jqx.save` reads one after another as it writes
     them. What computes on arrays, such as a converted function, takes arrays: `x.read()`.
 
     Attributes:
@@ -30,6 +31,7 @@ class Lazy:
         such a source.
 
     Raises:
+      TypeError: it is used as an array.
       ValueError: when it is read: what is made has another structure, shape or dtype.
 
     Gradient: none; it is no array.
@@ -61,6 +63,11 @@ class Lazy:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
         leaves = jax.tree.leaves(self.spec)
@@ -69,14 +76,15 @@ class Lazy:
     def read(self) -> Any:
         """Makes it, and returns it."""
         found = self.make()
-        kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (found, self.spec)]
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (given, self.spec)]
         same = jax.tree.structure(found) == jax.tree.structure(self.spec)
         require_that(
             same and kinds[0] == kinds[1],
             error=ValueError,
             function="interop.Lazy",
             problem="what was made is not what was announced.",
-            given=f"{found!r}"[:200],
+            given=f"{given!r}"[:200],
             expected=f"{self.spec!r}"[:200],
             mend="make both of one function, such as with jax.eval_shape.",
         )
@@ -93,12 +101,37 @@ class Lazy:
         source = f"{self.source}\n{said}" if self.source and said is not None else ""
         return Lazy(spec, lambda: f(self.read()), source)
 
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        check_read("interop.Lazy", [(None, self)])
+
     def __repr__(self) -> str:
         return f"Lazy({self.spec!r})"
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
     return (*x.shape, np.dtype(x.dtype).name)
+
+
+def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
+    """Raises where one of some leaves, each with its path, is Lazy."""
+    for path, leaf in named:
+        require_that(
+            not isinstance(leaf, Lazy),
+            error=TypeError,
+            function=function,
+            problem=f"{'a leaf' if path is None else f'the leaf {path!r}'} is not read yet.",
+            given=f"{leaf!r}"[:200],
+            expected="arrays: only planning, rounding to nearest, layer by layer and jqx.save read "
+            "leaves when they need them; static scales of activations need all of them",
+            mend="read them, jax.tree.map(lambda x: x.read(), params), or let activations stay in "
+            "float or have dynamic scales.",
+        )
+
+
+def of_kinds(f: Callable[[Any], Any], x: Any) -> Any:
+    """Returns what a function makes of arrays, or of their kinds: then nothing is computed."""
+    is_kind = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
+    return jax.eval_shape(f, x) if is_kind else f(x)
 
 
 def read(x: Any) -> Any:

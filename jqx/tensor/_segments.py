@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +15,7 @@ from jax import export
 from .._calls import called
 from .._checks import normalize_axes, require_that
 from .._errors import message
+from ._lazy import Lazy, abstract, read
 from ._qtensor import QTensor
 
 
@@ -199,3 +201,20 @@ export.register_pytree_node_serialization(
     serialize_auxdata=lambda axis: json.dumps(axis).encode(),
     deserialize_auxdata=lambda data: json.loads(data),
 )
+
+
+def lazy_parts(x: Lazy) -> list[Lazy]:
+    """Returns the parts of Segments that are read when they are needed."""
+    return [x.then(partial(_part_of, i), f"part {i}") for i in range(len(x.spec.parts))]
+
+
+def lazy_segments(parts: Sequence[Lazy], axis: int) -> Lazy:
+    """Returns parts that are read when they are needed as one array."""
+    spec = unchecked_segments([abstract(x) for x in parts], axis)
+    sources = [x.source for x in parts]
+    source = "\n".join([f"along {axis}", *sources]) if all(sources) else ""
+    return Lazy(spec, lambda: unchecked_segments(list(map(read, parts)), axis), source)
+
+
+def _part_of(place: int, x: Any) -> Any:
+    return x.parts[place]

@@ -23,6 +23,8 @@ from ._layout import lay_out as lay_out
 from ._layout import to_int8 as to_int8
 from ._lazy import Lazy as Lazy
 from ._lazy import abstract as abstract
+from ._lazy import check_read as check_read
+from ._lazy import of_kinds as of_kinds
 from ._lazy import read as read
 from ._one_of import OneOf as OneOf
 from ._one_of import alone as alone
@@ -38,6 +40,8 @@ from ._scheme import Scheme as Scheme
 from ._scheme import as_spec as as_spec
 from ._scheme import needed_spec as needed_spec
 from ._scheme import parse_scheme as parse_scheme
+from ._segments import lazy_parts as lazy_parts
+from ._segments import lazy_segments as lazy_segments
 from ._segments import unchecked_segments as unchecked_segments
 from ._select import refine as refine
 from ._select import sliceable as sliceable

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .._checks import require_that, shown
+from ..tensor._shared import abstract
 from ._map_channels import Maps
 from ._plan import Plan
 from ._trace import is_quantized
@@ -34,6 +35,9 @@ class Algorithm(Protocol):
     `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
     weights. A weight that several sites share has statistics at each: they are not added up, since
     a site may sum over other axes of it than another (`hessian.merge` does, where they are alike).
+
+    Where it has an attribute `lazy` that is true, leaves of `params` may be `jqx.interop.Lazy`, and
+    weights that it returns too; to others these are an error.
 
     `plan.map_weights(f, params)` goes through the weights of any tree of parameters, with their
     names and specs. For linen and nnx, `params` is what `ptq` of theirs says.
@@ -144,11 +148,12 @@ def picked(function: str, chosen: Any, rounded: Any) -> Any:
     """
 
     def pick(own: Any, nearest: Any) -> Any:
-        if not is_quantized(own):
+        kinds = abstract(own), abstract(nearest)
+        if not is_quantized(kinds[0]):
             return nearest
         require_that(
-            jax.tree.structure(own) == jax.tree.structure(nearest)
-            and own.scale.shape == nearest.scale.shape,
+            jax.tree.structure(kinds[0]) == jax.tree.structure(kinds[1])
+            and kinds[0].scale.shape == kinds[1].scale.shape,
             error=ValueError,
             function=function,
             problem="the algorithm chose codes that are not of the plan.",

@@ -178,7 +178,7 @@ def observed(
             seen |= records
         out = list(map(value_of, out))
         stats = {key: seen[first] for key, first in entries.shared.items()}
-        stats |= places_of(known, call, entries.places)
+        stats |= {key: make() for key, make in places_of(known, call, entries.places).items()}
         return jax.tree.unflatten(call.out_tree, out), stats
 
     return calibrated

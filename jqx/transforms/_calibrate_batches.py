@@ -14,10 +14,11 @@ from .._calls import called
 from .._checks import require_that
 from ..observers import places
 from ..observers._shared import BOTH
+from ..tensor._shared import check_read
 from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
-from ._paths import Params
+from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._quantize_params import dequantize_params
 from ._trace import check_function, is_array
@@ -76,6 +77,8 @@ def calibrate_batches(
     check_batches(name, batches)
     checked = check_observers(name, observers)
     observers_of(name, plan, checked)
+    named = flatten(rooted(plan.params, params))
+    check_read(name, [(path_of(keys), leaf) for keys, leaf in named])
     where = [pattern for pattern, each in checked if places in each]
     each = ((pattern, tuple(x for x in given if x != places)) for pattern, given in checked)
     valued = {pattern: given for pattern, given in each if given}

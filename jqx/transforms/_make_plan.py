@@ -87,7 +87,7 @@ def planner(
     """Returns what `make_plan` does; weights may be split otherwise than the policy says."""
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
-        call = trace_call("make_plan", f, weights, args, kwargs)
+        call = trace_call("make_plan", f, weights, args, kwargs, lazy=True)
         made = plan_call("make_plan", call, policy, weights)
         if unsupported == "error":
             check_reach("make_plan", call, made)

@@ -2,8 +2,9 @@
 of each element through the views of a function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,13 +32,13 @@ class _Placed:
 
     Attributes:
       sizes: of each weight, by path.
-      elements: for each element of the value the number of that of the weight, int32; those of the
-        second weight are numbered behind those of the first.
+      elements: makes for each element of the value the number of that of the weight, int32; those
+        of the second weight are numbered behind those of the first.
       loops: how many axes in front are steps of the scans around.
     """
 
     sizes: dict[str, int]
-    elements: jax.Array
+    elements: Callable[[], jax.Array]
     loops: int = 0
 
     def step_of(self, loop: Loop) -> "_Placed":
@@ -48,8 +49,11 @@ class _Placed:
         """Returns the same, numbered among the weights of `sizes`."""
         if [*sizes] == [*self.sizes]:
             return self
-        numbers = renumbered(self.elements, self.sizes, sizes)
-        return _Placed(sizes, jnp.asarray(numbers, jnp.int32), self.loops)
+
+        def numbers() -> jax.Array:
+            return jnp.asarray(renumbered(self.elements(), self.sizes, sizes), jnp.int32)
+
+        return _Placed(sizes, numbers, self.loops)
 
 
 def renumbered(elements: Any, own: Mapping[str, int], others: Mapping[str, int]) -> Any:
@@ -71,9 +75,11 @@ def renumbered(elements: Any, own: Mapping[str, int], others: Mapping[str, int])
 Known = Sequence[_Placed | None]
 
 
-def places_of(plan: Plan, call: Call, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-    """Returns for each entry what `jqx.observers.places` says of it, where there is something to
-    say.
+def places_of(
+    plan: Plan, call: Call, entries: Sequence[Entry]
+) -> dict[str, Callable[[], jax.Array]]:
+    """Returns for each entry what makes that which `jqx.observers.places` says of it, where there
+    is something to say.
     """
     if not entries:
         return {}
@@ -87,16 +93,22 @@ def places_of(plan: Plan, call: Call, entries: Sequence[Entry]) -> dict[str, jax
         about = entry.part.about
         is_product = about.op in ("dot_general", "ragged_dot") or about.patches is not None
         if elements is not None and is_product:
-            rows = about.rows
-            for _ in entry.site.loops:
-                rows = jax.vmap(rows)
-            found[entry.key] = rows(elements)
+            found[entry.key] = partial(_rows, elements, about.rows, len(entry.site.loops))
     return found
+
+
+def _rows(elements: Callable[[], jax.Array], rows: Callable[[Any], Any], loops: int) -> jax.Array:
+    for _ in range(loops):
+        rows = jax.vmap(rows)
+    return rows(elements())
 
 
 def _whole(path: Any, leaf: Any) -> _Placed:
     _check_numbers(path, leaf.size)
-    elements = jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
+
+    def elements() -> jax.Array:
+        return jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
+
     return _Placed({path: leaf.size}, elements)
 
 
@@ -117,7 +129,7 @@ class _Follower:
     """Follows the elements of weights through a jaxpr, each equation once."""
 
     plan: Plan
-    found: dict[str, jax.Array] = field(default_factory=dict)
+    found: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
 
     def follow(self, jaxpr: Any, given: Known, address: Address) -> list[_Placed | None]:
         env: dict[Any, _Placed | None] = dict(zip(jaxpr.invars, given, strict=True))
@@ -189,7 +201,11 @@ def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
 
     for _ in range(first.loops):
         view = jax.vmap(view)
-    return [_Placed(sizes, x, first.loops) for x in view(*(x.elements for x in weights))]
+
+    def result(place: int) -> jax.Array:
+        return view(*(x.elements() for x in weights))[place]
+
+    return [_Placed(sizes, partial(result, i), first.loops) for i in range(len(eqn.outvars))]
 
 
 def _numbered(elements: jax.Array) -> QTensor:

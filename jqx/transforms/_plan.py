@@ -15,9 +15,11 @@ from ..calibrators import Affine
 from ..tensor import QSpec, Segments
 from ..tensor._shared import (
     NONE,
+    Lazy,
     Values,
     check_values,
     check_version,
+    lazy_segments,
     record_from_json,
     to_json,
 )
@@ -172,8 +174,9 @@ class Plan:
                 leaves.append(mapped_at(name, leaf))
                 continue
             parts = parts_of("Plan.map_weights", leaf, split)
-            pairs = zip(split.parts, parts, strict=True)
-            leaves.append(Segments([mapped_at(part.path, x) for part, x in pairs], split.axis))
+            mapped = [mapped_at(own.path, x) for own, x in zip(split.parts, parts, strict=True)]
+            is_lazy = all(isinstance(x, Lazy) for x in mapped)
+            leaves.append((lazy_segments if is_lazy else Segments)(mapped, split.axis))
         mapped = jax.tree.unflatten(jax.tree.structure(own, is_leaf=is_whole), leaves)
         if isinstance(self.params, int):
             return mapped

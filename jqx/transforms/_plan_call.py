@@ -51,7 +51,7 @@ def check_function_of(
     function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], mend: str
 ) -> None:
     """Raises where a function, at arguments such as these, is not the one that a plan is for."""
-    call = trace_call(function, f, plan.parameters, args, {})
+    call = trace_call(function, f, plan.parameters, args, {}, lazy=True)
     _check_signature(function, plan, call, contractions(call), mend)
 
 

@@ -12,7 +12,7 @@ from .._checks import require_that
 from .._errors import message
 from ..calibrators import Affine
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy, abstract, check_target, sharding_of
+from ..tensor._shared import Lazy, abstract, check_read, check_target, of_kinds, sharding_of
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
 from ._param_shardings import as_sharding
@@ -88,6 +88,7 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
     if algorithm is not None:
+        check_read("quantize_params", _named("quantize_params", rooted(plan.params, params), plan))
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)
@@ -140,7 +141,8 @@ def dequantize_params(params: Any) -> Any:
     """Returns `params` with every QTensor, and all Segments, as the float array they stand for.
 
     Args:
-      params: any pytree; leaves that are no QTensors are the very same objects.
+      params: any pytree; leaves that are no QTensors are the very same objects, and those that are
+        `jqx.interop.Lazy` stay so.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -148,9 +150,13 @@ def dequantize_params(params: Any) -> Any:
       >>> jqx.dequantize_params({"w": q})
       {'w': Array([   1., -127.], dtype=float32)}
     """
-    return jax.tree.map(
-        lambda leaf: leaf.dequantize() if is_whole(leaf) else leaf, params, is_leaf=is_whole
-    )
+    return jax.tree.map(_dequantized, params, is_leaf=is_whole)
+
+
+def _dequantized(x: Any) -> Any:
+    if isinstance(x, Lazy):
+        return x.then(_dequantized, "in float") if is_whole(x.spec) else x
+    return of_kinds(lambda q: q.dequantize(), x) if is_whole(x) else x
 
 
 def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:

@@ -20,7 +20,7 @@ from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy
+from ..tensor._shared import Lazy, abstract, lazy_parts
 from ._live import live
 from ._origin import Origin
 from ._paths import Split
@@ -39,9 +39,10 @@ _REFUSED = {
 
 def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
     """Returns a leaf in parts: those of Segments, or slices of an array."""
-    if isinstance(leaf, Segments):
+    kind = abstract(leaf)
+    if isinstance(kind, Segments):
         require_that(
-            (leaf.axis, leaf.bounds) == (split.axis, split.bounds),
+            (kind.axis, kind.bounds) == (split.axis, split.bounds),
             error=ValueError,
             function=function,
             problem="Segments do not fit the plan.",
@@ -49,7 +50,7 @@ def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
             expected=f"parts with the bounds {list(split.bounds)} along axis {split.axis}",
             mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
         )
-        return list(leaf.parts)
+        return lazy_parts(leaf) if isinstance(leaf, Lazy) else list(leaf.parts)
     return [_slice(leaf, split.axis, a, b) for a, b in itertools.pairwise(split.bounds)]
 
 

@@ -12,7 +12,7 @@ from .._checks import check_integer, require_that
 from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy, sharding_of
+from ..tensor._shared import Lazy, check_read, sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
 from ._find import contractions
@@ -123,10 +123,13 @@ def trace_call(
     params: Params | Weights,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
+    lazy: bool = False,
 ) -> Call:
     """Traces `f(*args, **kwargs)`; QTensors stand for the float arrays that they are made of.
 
     Leaves without shape and dtype are static: they reach `f`, and come out of it, as they are.
+    `lazy` says that leaves may be `Lazy`, as nothing computes on them; else these are an error.
     """
     weights = params if isinstance(params, Weights) else Weights(params)
     params = weights.params
@@ -150,6 +153,8 @@ def trace_call(
     ]
     paths = weights.name(function, keys)
     _check_distinct(function, paths)
+    if not lazy:
+        check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
     stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 

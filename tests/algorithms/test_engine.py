@@ -22,6 +22,7 @@ from jqx.algorithms import gptq
 from jqx.algorithms._checkpoint import NAME
 from jqx.algorithms._grids import Grids
 from jqx.algorithms._matrices import Drift, Matrix
+from jqx.algorithms._programs import Programs
 from jqx.algorithms._sequential import Frame, OnHost, Scan
 from jqx.transforms import _calibrate_batches
 from jqx.transforms._shared import Weight
@@ -512,3 +513,54 @@ def test_scales_that_rows_share_cannot_be_found_on_the_way(plan):
     shared = jqx.make_plan(f, jqx.Policy({".*": "int4:tensor"}))(PARAMS, BATCHES[0])
     with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: these scales .+to mend:"):
         gptq(groups="dynamic").run(f, shared, PARAMS, BATCHES, progress=False)
+
+
+def test_functions_of_one_text_and_the_same_constants_are_one_program():
+    """Places that are read are arguments; other numbers, and constants, are not."""
+    programs, x = Programs(), jnp.arange(8.0)
+    first, second = jnp.ones(8), jnp.full(8, 2.0)
+
+    def at(i):
+        return lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False) * 2
+
+    for i in (1, 5):
+        assert float(programs.call(i, at(i), x)) == 2 * i
+    assert len(programs._compiled) == 1
+    for key, f, count in (
+        ("three", lambda x: x[1] * 3, 2),
+        ("a", lambda x: x + first, 3),
+        ("b", lambda x: x + second, 4),
+        ("again", lambda x: x + second, 4),
+    ):
+        np.testing.assert_array_equal(programs.call(key, f, x), f(x))
+        assert len(programs._compiled) == count
+
+
+def test_functions_with_other_constants_inside_are_other_programs():
+    """The text of a function that is jitted inside has the shapes of its constants alone."""
+    programs, x = Programs(), jnp.arange(8.0)
+
+    def adds(constant):
+        return jax.jit(lambda x: x + constant)
+
+    for step in (1, 2):
+        f = adds(jnp.full(8, float(step)))
+        np.testing.assert_array_equal(programs.call(step, f, x), x + step)
+    assert len(programs._compiled) == 2
+
+
+def test_layers_that_are_alike_are_compiled_once(monkeypatch):
+    made, init = [], Programs.__init__
+    monkeypatch.setattr(Programs, "__init__", lambda self: made.append(self) or init(self))
+    params = [{"w": normal(D, D), "b": normal(D)} for _ in range(4)]
+
+    def deep(p, x):
+        for own in p:
+            x = jnp.tanh(x @ own["w"] + own["b"][None])
+        return x * 3
+
+    plan = jqx.make_plan(deep, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
+    gptq().run(deep, plan, params, BATCHES[:1], progress=False)
+    (programs,) = made
+    # A product, and what stands between two; nothing is run behind the last site.
+    assert len(programs._compiled) == 3 and len(programs._called) == 4 + 3

@@ -1,0 +1,48 @@
+"""The parameters of a function that runs stage after stage: those that are lazy are read when a
+stage, or the choice of their codes, asks for them, and dropped when the next one asks for others.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from ..tensor._shared import Lazy
+
+
+class Leaves:
+    """The leaves of the parameters, by their place among the operands of the function.
+
+    Args:
+      given: the leaves, as they are at each stage: it is kept, not copied.
+    """
+
+    def __init__(self, given: dict[int, Any]):
+        self._given = given
+        self._held: dict[int, Any] = {}
+
+    def some(self, places: Collection[int]) -> dict[int, Any]:
+        """Returns some of them as arrays, and holds no others of those that are lazy."""
+        self._held = {i: x for i, x in self._held.items() if i in places}
+        return {i: self._read(i) for i in sorted(places)}
+
+    def write(self, place: int, where: Any, values: Any) -> None:
+        """Writes values to one of them, at some of its elements. Of one that is lazy it is known
+        until others are asked for: it is to be one that knows them itself when it is read again.
+        """
+        to = self._held if isinstance(self._given[place], Lazy) else self._given
+        to[place] = _written(self._read(place), where, values)
+
+    def _read(self, place: int) -> Any:
+        leaf = self._given[place]
+        if not isinstance(leaf, Lazy):
+            return leaf
+        if place not in self._held:
+            self._held[place] = leaf.read()
+        return self._held[place]
+
+
+@jax.jit
+def _written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns a parameter with other values at some places."""
+    return x.ravel().at[places].set(values.astype(x.dtype)).reshape(x.shape)

@@ -1,0 +1,284 @@
+"""Parameters that are read when their site comes, and dropped after it."""
+
+import dataclasses
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jqx
+from jqx.algorithms import adaround, auto_round, awq, gptq, nearest
+from jqx.interop import Lazy
+
+from ..arrays import normal
+from ..interop.trees import assert_same
+
+NAMES = [f"layer{i}" for i in range(4)]
+D = 32
+
+
+def f(p, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ p[name]["w"] + p[name]["b"][None])
+    return x
+
+
+PARAMS = {
+    name: {"w": normal(i, D, D) / D**0.5, "b": normal(9 + i, D)} for i, name in enumerate(NAMES)
+}
+BATCHES = [normal(20 + n, n, D) for n in (48, 40)]
+POLICY = jqx.Policy({".*": "int4:group=16"})
+
+
+def lazily(tree, reads=None):
+    """The same parameters, read when they are needed; `reads` are told which are."""
+
+    def leaf(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+
+        def make():
+            if reads is not None:
+                reads.append(name)
+            return jnp.array(x)
+
+        return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), make, f"test {name}")
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def read(tree):
+    return jax.tree.map(lambda x: x.read() if isinstance(x, Lazy) else x, tree)
+
+
+def quantized(g, params, batches, *given, policy=POLICY):
+    return jqx.ptq(g, policy, *given, progress=False)(params, batches)
+
+
+def written(path, tree):
+    jqx.save(path, tree, resume=True)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("given", [(nearest(),), ()], ids=str)
+def test_rounding_to_nearest_reads_a_leaf_for_the_report_and_when_it_is_written(given, tmp_path):
+    reads, policy = [], jqx.presets.w8a16()
+    found = quantized(f, lazily(PARAMS, reads), BATCHES, *given, policy=policy)
+    eager = quantized(f, PARAMS, BATCHES, *given, policy=policy)
+    assert found.report == eager.report
+    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(found.params))
+    assert max(reads.count(name) for name in set(reads)) == 2  # beside what became of it
+    reads.clear()
+    assert written(tmp_path / "a", found) == written(tmp_path / "b", eager)
+    assert len(reads) == len(set(reads)) == 2 * len(NAMES)
+
+
+def test_steps_that_rules_select_are_read_and_laid_out(tmp_path):
+    scan = lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]  # noqa: E731
+    params = {"w": normal(0, 4, D, D)}
+    policy = jqx.Policy({"w[0]": "int8", ".*": "int4"})
+    for target in ("cpu", False):
+        quantize = jqx.ptq(scan, policy, nearest(), target=target, progress=False)
+        found, eager = (quantize(p, [BATCHES[0]]) for p in (lazily(params), params))
+        own = read(found.params), eager.params
+        assert jax.tree.structure(own[0]) == jax.tree.structure(own[1])
+        assert_same(*map(jax.tree.leaves, own))
+        assert written(tmp_path / "a", found) == written(tmp_path / "b", eager)
+
+
+def test_weights_that_are_quantized_already_may_be_lazy_too():
+    plan = jqx.make_plan(f, POLICY)(PARAMS, BATCHES[0])
+    codes = jqx.quantize_params(lazily(PARAMS), plan)
+    real = jqx.dequantize_params(codes)
+    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(real))
+    assert_same(read(real), jqx.dequantize_params(jqx.quantize_params(PARAMS, plan)))
+    mixed = {**lazily(PARAMS), "layer0": codes["layer0"]}
+    policy = jqx.Policy({"layer[1-3]/.*": "int4:group=16"})
+    found = quantized(f, mixed, BATCHES, nearest(), policy=policy)
+    assert_same(read(found.params["layer0"]["w"]), read(codes["layer0"]["w"]))
+
+
+STATIC = jqx.presets.w8a8()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, plan: quantized(f, p, BATCHES, nearest(), policy=STATIC),
+        lambda p, plan: quantized(f, p, BATCHES, awq()),
+        lambda p, plan: quantized(f, p, BATCHES, auto_round(steps=1)),
+        lambda p, plan: quantized(f, p, BATCHES, gptq(sequential=False)),
+        lambda p, plan: quantized(f, p, BATCHES, lambda plan, p, stats: p),
+        lambda p, plan: quantized(f, p, BATCHES, policy=jqx.presets.w4a4()),
+        lambda p, plan: quantized(f, p, BATCHES, nearest())(BATCHES[0]),
+        lambda p, plan: jqx.quantize_params(p, plan, algorithm=nearest()),
+        lambda p, plan: jqx.calibrate_batches(f, plan, p, BATCHES),
+        lambda p, plan: jqx.simulate(f, plan)(p, BATCHES[0]),
+        lambda p, plan: jqx.convert(f, plan)(p, BATCHES[0]),
+        lambda p, plan: np.asarray(p["layer0"]["w"]),
+    ],
+)
+def test_what_computes_on_arrays_says_so(use):
+    params = lazily(PARAMS)
+    plan = jqx.make_plan(f, POLICY)(params, BATCHES[0])
+    with pytest.raises(TypeError, match=r"jqx\.[\w.]+: (.|\n)+is not read yet(.|\n)+to mend:"):
+        use(params, plan)
+
+
+def scanned(p, x):
+    return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w.T), None), x, p["w"])[0]
+
+
+def joined(p, x):
+    return jnp.tanh(x) @ jnp.concatenate([p["a"], p["b"].T], axis=1)
+
+
+def alone(w, x):
+    return x @ w
+
+
+MODELS = {
+    "layers": (f, PARAMS),
+    "scan": (scanned, {"w": normal(0, 3, D, D) / D**0.5}),
+    "joined": (joined, {"a": normal(1, D, D), "b": normal(2, D, D)}),
+    "alone": (alone, normal(3, D, D)),
+}
+CASES = [
+    *((name, gptq(), "int4:group=16:asymmetric") for name in MODELS),
+    *(("layers", gptq(propagation=way), "int4:group=16") for way in ("qep", "gptaq")),
+    ("scan", gptq(propagation="qep"), "int4:group=16"),
+    *(("layers", gptq(), scheme) for scheme in ("nvfp4", "mxfp4", "nf4")),
+    ("layers", adaround(steps=3), "int4:group=16"),
+]
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name, algorithm, scheme", CASES, ids=str)
+def test_codes_are_those_of_parameters_in_memory(name, algorithm, scheme):
+    """Bit for bit; what is not quantized is the leaf that was given."""
+    g, params = MODELS[name]
+    policy, lazy = jqx.Policy([jqx.Rule(weight=scheme)]), lazily(params)
+    found, eager = (quantized(g, p, BATCHES, algorithm, policy=policy) for p in (lazy, params))
+    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(found.params))
+    own = read(found.params)
+    assert jax.tree.structure(own) == jax.tree.structure(eager.params)
+    assert_same(*map(jax.tree.leaves, (own, eager.params)))
+    assert found.report == eager.report
+    if g is f:
+        assert all(found.params[name]["b"] is lazy[name]["b"] for name in NAMES)
+        assert found.details.memory.weights < eager.details.memory.weights / 3
+
+
+@pytest.mark.parametrize("propagation", ["none", "qep"])
+def test_a_leaf_is_read_where_its_site_comes_and_held_until_the_next(propagation):
+    """Each once in each stream: its site is one stage with what chooses its codes."""
+    made, most, reads = [], [0], []
+
+    def leaf(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+
+        def make():
+            reads.append(name)
+            made.append(weakref.ref(y := np.array(x)))
+            alive = [own for ref in made if (own := ref()) is not None]
+            most[0] = max(most[0], sum(own.ndim == 2 for own in alive))
+            return y
+
+        return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), make, name)
+
+    params = jax.tree_util.tree_map_with_path(leaf, PARAMS)
+    plan = jqx.make_plan(f, POLICY)(params, BATCHES[0])
+    algorithm = gptq(propagation=propagation)
+    found = algorithm.run(f, plan, params, BATCHES, progress=False)
+    gc.collect()
+    assert not any(ref() is not None for ref in made)
+    streams = 1 if propagation == "none" else 2
+    expected = [f"{name}/{part}" for name in NAMES for part in ("w",) * streams]
+    assert [name for name in reads if name.endswith("w")] == expected
+    assert most[0] <= streams
+    reads.clear()
+    read(found.params)
+    assert {name for name in reads if name.endswith("w")} == set()  # codes lie in files
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["layers", "scan"])
+def test_a_run_that_was_interrupted_goes_on_from_its_folder(name, tmp_path, monkeypatch):
+    (g, params), solved, left = MODELS[name], [], [2]
+    solve = gptq.solve
+
+    def until(self, matrices, *args):
+        if len(solved) == left[0]:
+            raise Interruption
+        solved.append([matrix.name for matrix in matrices])
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", until)
+    resumed = gptq(checkpoint=tmp_path / "run")
+    with pytest.raises(Interruption):
+        quantized(g, lazily(params), BATCHES, resumed)
+    left[0] = 100
+    found = quantized(g, lazily(params), BATCHES, resumed)
+    assert len(solved) == len({*map(tuple, solved)})
+    again = quantized(g, lazily(params), BATCHES, resumed)
+    assert len(solved) == len({*map(tuple, solved)})
+    plain = quantized(g, params, BATCHES, gptq())
+    assert_same(*map(jax.tree.leaves, (read(found.params), plain.params)))
+    sources = [[x.source for x in jax.tree.leaves(own.params)] for own in (found, again)]
+    assert sources[0] == sources[1] and all(sources[0])
+    other = quantized(g, lazily(params), [x + 1 for x in BATCHES], gptq())
+    assert not set(sources[0]) & {x.source for x in jax.tree.leaves(other.params)} - {
+        x.source for x in jax.tree.leaves(lazily(params))
+    }
+    changed = jax.tree.map(
+        lambda x: Lazy(x.spec, x.make, x.source + "!"),
+        lazily(params),
+        is_leaf=lambda x: isinstance(x, Lazy),
+    )
+    with pytest.raises(ValueError, match="with other parameters"):
+        quantized(g, changed, BATCHES, resumed)
+
+
+def test_a_write_of_what_gptq_chose_goes_on_after_another_run(tmp_path):
+    """Codes lie in a folder of their own, which lives as long as they."""
+    first = quantized(f, lazily(PARAMS), BATCHES, gptq())
+    leaves, tree = jax.tree.flatten(first.params)
+
+    def fails():
+        raise KeyboardInterrupt
+
+    leaves[-1] = Lazy(leaves[-1].spec, fails, leaves[-1].source)
+    broken = dataclasses.replace(first, params=jax.tree.unflatten(tree, leaves))
+    with pytest.raises(KeyboardInterrupt):
+        jqx.save(tmp_path / "a", broken, resume=True)
+    reads = []
+    again = quantized(f, lazily(PARAMS), BATCHES, gptq())
+    params = jax.tree.map(
+        lambda x: Lazy(x.spec, lambda: reads.append(x) or x.read(), x.source), again.params
+    )
+    jqx.save(tmp_path / "a", dataclasses.replace(again, params=params), resume=True)
+    assert len(reads) == 1
+    eager = quantized(f, PARAMS, BATCHES, gptq())
+    assert written(tmp_path / "b", eager) == (tmp_path / "a").read_bytes()
+
+
+def test_a_checkpoint_needs_sources():
+    def bare(x):
+        return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), lambda: x)
+
+    params = jax.tree.map(bare, PARAMS)
+    with pytest.raises(ValueError, match=r"cannot tell(.|\n)+'layer0/[bw]'(.|\n)+to mend:"):
+        quantized(f, params, BATCHES, gptq(checkpoint="/tmp/never-there"))
+    found = quantized(f, params, BATCHES, gptq())
+    assert not any(x.source for x in jax.tree.leaves(found.params))
+
+
+def test_a_weight_that_sites_share_names_what_is_needed():
+    shared = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"]  # noqa: E731
+    with pytest.raises(TypeError, match=r"a weight is shared(.|\n)+'w:dot_general'(.|\n)+to mend:"):
+        quantized(shared, lazily({"w": normal(0, D, D)}), BATCHES, gptq())
