@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     ("_errors",),
     ("_calls", "_checks", "_compat"),
-    ("_added", "_files", "_old_names", "_xla_cpu"),
+    ("_added", "_files", "_heap", "_old_names", "_xla_cpu"),
     ("numerics",),
     ("gradients",),
     ("ops",),

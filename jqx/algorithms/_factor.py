@@ -48,7 +48,7 @@ def factor(
     order = np.arange(len(hessian)) if order is None else order
     back = order[::-1]
     while damping <= most:
-        # Each array takes the place of the one before: there is one beside the Hessian, or two.
+        # Each array takes the place of the one before: there is one beside the Hessian.
         found = hessian.T[np.ix_(back, back)].T
         np.fill_diagonal(found, _damped(np.diagonal(hessian)[order], damping)[::-1])
         try:
@@ -56,11 +56,10 @@ def factor(
         except (scipy.linalg.LinAlgError, ValueError):
             damping *= 10
             continue
-        # backwards = L L.T, so hessian = R R.T with R = L[::-1, ::-1] upper triangular.
-        found = np.asfortranarray(found[::-1, ::-1])
-        identity = np.eye(len(hessian), order="F")
-        upper = scipy.linalg.solve_triangular(found, identity, lower=False, overwrite_b=True)
-        return Factor(upper, damping)
+        # What is backwards is L L.T: the Hessian is R R.T with R = L[::-1, ::-1], upper triangular.
+        (invert,) = scipy.linalg.get_lapack_funcs(("trtri",), (found,))
+        inverse, _ = invert(found, lower=True, overwrite_c=True)
+        return Factor(inverse[::-1, ::-1], damping)
     return None
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .. import _compat
+from .._heap import give_back
 
 _PLACED = ("dynamic_slice", "dynamic_update_slice")
 """Primitives that read or write at a place, such as that of a layer in a cache."""
@@ -27,10 +28,14 @@ class Programs:
         """Returns what a function returns, compiled; `key` names it, and lives as long as this."""
         flat, tree = jax.tree.flatten(given)
         at = key, tree, tuple(map(_compat.type_of, flat))
-        if at not in self._called:
+        is_new = at not in self._called
+        if is_new:
             self._called[at] = self._compile(f, tree, flat)
         program, numbers, out = self._called[at]
-        return jax.tree.unflatten(out, program(numbers, *flat))
+        results = program(numbers, *flat)
+        if is_new:
+            give_back()  # what compilers have freed
+        return jax.tree.unflatten(out, results)
 
     def _compile(
         self, f: Callable[..., Any], tree: Any, flat: Sequence[Any]

@@ -93,6 +93,7 @@ class Frame:
         given = [on_device(self.values[x]) for x in stage.reads]
         leaves = self.stream.params.some(self.scope.read_by(stage))
         results, made = self.scope.run(stage, leaves, steps, given, decided, tells)
+        jax.block_until_ready(results)  # what batches take on the way is not there at once
         self.put(stage, results)
         return made
 
@@ -184,6 +185,7 @@ class Walk:
         for frame in pairs[0][1]:
             frame.stream.params.some(())
         self.solve(site, steps, streams)
+        del streams  # a batch's inputs go when its product is made
         self._run(pairs, steps)
 
     def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:

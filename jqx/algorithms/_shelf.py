@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._heap import give_back
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import Lazy, read
 from ..transforms._shared import quantize_weight
@@ -112,6 +113,7 @@ class InFiles:
             np.savez(file, allow_pickle=False, **{name: _bare(x) for name, x in arrays.items()})
         os.replace(f"{path}.part", path)
         self._kinds[group.path] = _without(grids)
+        give_back()
 
     def values(self, path: str) -> jax.Array:
         """Returns a weight as it is now: in float, with what its codes stand for where they are

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._calls import called
 from .._checks import require_that
+from .._heap import give_back
 
 
 @called("interop.Lazy", "pass its kind, and a function that makes it.")
@@ -74,7 +75,8 @@ class Lazy:
         return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in leaves)
 
     def read(self) -> Any:
-        """Makes it, and returns it."""
+        """Makes it, and returns it; memory that was freed goes back to the system before."""
+        give_back()
         found = self.make()
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (given, self.spec)]
