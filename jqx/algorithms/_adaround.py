@@ -25,6 +25,7 @@ from ._factor import corrected
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
 from ._matrices import Matrix, Unsupported, observers_of, settled
+from ._offload import Where, check_offload
 from ._report import MatrixReport
 from ._stack import Stack, parted
 
@@ -70,7 +71,7 @@ class AdaRound:
       calibrator: finds the scales; `None` takes that of each spec.
       unsupported: as that of `gptq`.
       weight: how much the rows of inputs count, as that of `jqx.observers.hessian`.
-      offload: whether values of batches are kept on the host between sites.
+      offload: whether values of batches are kept on the host, or on `"disk"`, between sites.
       checkpoint: a folder for what is chosen already, as that of `gptq`.
 
     Raises:
@@ -100,7 +101,7 @@ class AdaRound:
     calibrator: Calibrator | None = None
     unsupported: Unsupported = "error"
     weight: Callable[..., Any] | None = None
-    offload: bool = False
+    offload: Where = False
     checkpoint: Path | None = None
     function: ClassVar[str] = "algorithms.adaround"
     lazy: ClassVar[bool] = True
@@ -140,6 +141,7 @@ class AdaRound:
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
         check_weight(name, self.weight)
+        check_offload(name, self.offload)
 
     @property
     def observers(self) -> Mapping[str, Any]:

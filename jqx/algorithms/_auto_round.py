@@ -13,6 +13,7 @@ from ..transforms import Plan
 from ..transforms._shared import Chosen
 from ._grids import calibrated
 from ._learn import learned
+from ._offload import Where, check_offload
 
 
 @called("algorithms.auto_round", "options go by name: auto_round(steps=100).")
@@ -42,7 +43,7 @@ class AutoRound:
         powers of two.
       calibrator: finds the ranges that it begins with; `None` takes that of each spec.
       weight: how much the rows of inputs count, as that of `jqx.observers.hessian`.
-      offload: whether values of batches are kept on the host between blocks.
+      offload: whether values of batches are kept on the host, or on `"disk"`, between blocks.
       seed: of the order of the batches.
 
     Raises:
@@ -70,7 +71,7 @@ class AutoRound:
     ranges: bool = True
     calibrator: Calibrator | None = None
     weight: Callable[..., Any] | None = None
-    offload: bool = False
+    offload: Where = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ class AutoRound:
             mend = "pass for example jqx.calibrators.mse."
             check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
         check_weight(name, self.weight)
+        check_offload(name, self.offload)
 
     def spec_of(self, spec: QSpec) -> QSpec:
         """Returns a spec with the calibrator that finds the first ranges."""

@@ -32,6 +32,7 @@ from ._matrices import (
     stacked,
     unknown,
 )
+from ._offload import Where, check_offload
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
 from ._traced import calls_of
@@ -94,8 +95,9 @@ class Gptq:
       weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`: a function
         of what a batch has, such as `lambda tokens: tokens != 0` where 0 is padding; `None` counts
         all alike.
-      offload: whether activations of the batches are kept on the host between stages, where it is
-        sequential, one batch at a time on the device: slower, with the same codes.
+      offload: whether activations of the batches are kept on the host between stages, or, with
+        `"disk"`, in temporary files, where it is sequential; one batch at a time is on the device.
+        It is slower, with the same codes.
       checkpoint: a folder for what is chosen already. `None` keeps nothing. Where a run of the same
         function, plan, options, parameters and batches was interrupted, matrices that it has chosen
         are read from there: on the same devices the result is the same, bit for bit.
@@ -130,7 +132,7 @@ class Gptq:
     unsupported: Unsupported = "error"
     least_inputs: float = 0.0
     weight: Callable[..., Any] | None = None
-    offload: bool = False
+    offload: Where = False
     checkpoint: Path | None = None
     function: ClassVar[str] = "algorithms.gptq"
 
@@ -169,6 +171,7 @@ class Gptq:
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
         check_weight(name, self.weight)
+        check_offload(name, self.offload)
         both = (
             (self.groups == "dynamic" and self.order == "activation", "groups", "order"),
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),

@@ -32,6 +32,7 @@ from ._grids import Group
 from ._leaves import Leaves
 from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
+from ._offload import Offload, Where
 from ._once import sites_once
 from ._report import AlgorithmReport, MatrixReport
 from ._sequential import Inputs, Stream, Walk
@@ -54,7 +55,7 @@ def layer_by_layer(
     batches: Iterable[Any],
     *,
     beside: bool = False,
-    offload: bool = False,
+    offload: Where = False,
     checkpoint: Path | None = None,
     progress: bool = False,
 ) -> Chosen:
@@ -70,7 +71,7 @@ def layer_by_layer(
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
       beside: whether the float function is run too, so that matrices know how inputs drift.
-      offload: whether values of batches are kept on the host between stages.
+      offload: whether values of batches are kept on the host, or on disk, between stages.
       checkpoint: the folder of what is chosen already.
       progress: whether to show a bar.
     """
@@ -145,7 +146,8 @@ def layer_by_layer(
         weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
 
     both = current, Leaves(dict(traced.originals))
-    streams = [Stream(x, offload) for x in both[: 1 + beside]]
+    keeper = Offload(offload)
+    streams = [Stream(x, keeper) for x in both[: 1 + beside]]
     Walk(plan, at_site).go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore

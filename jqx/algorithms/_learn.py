@@ -29,9 +29,10 @@ from ._blocks import labels_of
 from ._descent import descended
 from ._grids import Grids
 from ._leaves import Leaves
+from ._offload import Offload, Where, on_device
 from ._once import apart, bodies_of
 from ._report import BlockReport, BlocksReport, name_of
-from ._sequential import Pairs, Stream, Walk, on_device
+from ._sequential import Pairs, Stream, Walk
 from ._shelf import InMemory
 from ._shifts import Shifts, moved, nearest, rounded
 from ._stages import Replaced, Scope, Stage, Steps
@@ -57,7 +58,7 @@ class Options(Protocol):
     @property
     def weight(self) -> Callable[..., Any] | None: ...
     @property
-    def offload(self) -> bool: ...
+    def offload(self) -> Where: ...
     @property
     def seed(self) -> int: ...
 
@@ -103,7 +104,8 @@ def learned(
     walk = _Learning(options, traced, own)
     scopes = traced.scopes(lambda site: site.address in own, labels)
     both = walk.current, dict(traced.originals)
-    streams = [Stream(Leaves(x), options.offload) for x in both]
+    offload = Offload(options.offload)
+    streams = [Stream(Leaves(x), offload) for x in both]
     walk.bar = progress_bar("auto_round", "block") if progress else None
     walk.go(traced.frames(scopes, streams))
     if walk.bar is not None:
@@ -259,7 +261,7 @@ class _Learning(Walk):
             results, _ = own.scope.run(stage, self._traced.originals, steps, floats, made)
             block.stages.append((stage, own.scope))
             block.inputs.append(read)
-            block.targets.append(list(map(exact.stream.kept, results)))
+            block.targets.append(list(map(exact.stream.offload.kept, results)))
             block.decided.append(made)
         return block
 

@@ -14,6 +14,7 @@ from ..tensor import QSpec, QTensor
 from ..tensor._shared import Lazy
 from ..transforms import Plan
 from ..transforms._shared import bytes_of, in_bytes, quantize_weight
+from ._offload import Where
 from ._stages import Operands, Scope, Stage
 
 
@@ -30,16 +31,16 @@ class Memory:
         all those that are chosen together before the others.
       activations: what lives between stages of all batches, at most; those of the float function
         among it, where it is run beside.
-      offload: whether they are on the host, but for those of one batch.
+      offload: whether they are on the host, or on `"disk"`, but for those of one batch.
     """
 
     weights: int
     statistics: int
     activations: int
-    offload: bool = False
+    offload: Where = False
 
     def __str__(self) -> str:
-        where = " on the host" if self.offload else ""
+        where = " on disk" if self.offload == "disk" else " on the host" if self.offload else ""
         return (
             f"{in_bytes(self.weights)} of weights, {in_bytes(self.statistics)} of statistics, "
             f"{in_bytes(self.activations)} of activations{where}"

@@ -8,33 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import Site, alike, is_counted, spread, value_of
+from ..transforms._shared import Site, alike, spread, value_of
 from ._leaves import Leaves
+from ._offload import Offload, on_device
 from ._stages import Scope, Stage, Steps
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OnHost:
-    """An array that is kept on the host.
-
-    Attributes:
-      values: its values.
-      sharding: how it goes back to the devices; `None` leaves that to JAX.
-    """
-
-    values: np.ndarray
-    sharding: Any
-
-
-def on_device(x: Any) -> Any:
-    """Returns a value that was kept, on the device."""
-    if is_counted(x):
-        return jax.tree.map(on_device, x)
-    return jax.device_put(x.values, x.sharding) if isinstance(x, OnHost) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +23,11 @@ class Stream:
 
     Attributes:
       params: their leaves: as they are at each stage.
-      offload: whether values of batches are kept on the host between stages.
+      offload: keeps values of batches between stages.
     """
 
     params: Leaves
-    offload: bool = False
-
-    def kept(self, x: Any) -> Any:
-        """Returns a value as it is kept. Keys of random numbers stay where they are."""
-        if is_counted(x):
-            return jax.tree.map(self.kept, x)
-        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        if not self.offload or not is_array:
-            return x
-        return OnHost(np.asarray(x), x.sharding if x.committed else None)
+    offload: Offload
 
 
 class Frame:
@@ -70,7 +41,7 @@ class Frame:
 
     def __init__(self, scope: Scope, stream: Stream, values: Mapping[Any, Any]):
         self.scope, self.stream = scope, stream
-        self.values = {var: stream.kept(x) for var, x in values.items()}
+        self.values = {var: stream.offload.kept(x) for var, x in values.items()}
 
     def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
         """Returns values as they are kept: of the batch, or made of parameters."""
@@ -115,7 +86,7 @@ class Frame:
 
     def put(self, stage: Stage, results: Sequence[Any]) -> None:
         """Keeps what others read of the results of a stage, and drops what nothing reads now."""
-        self.values.update(zip(stage.gives, map(self.stream.kept, results), strict=True))
+        self.values.update(zip(stage.gives, map(self.stream.offload.kept, results), strict=True))
         self.drop(stage)
 
     def drop(self, stage: Stage) -> None:
@@ -255,7 +226,7 @@ class Scan:
 
     def take(self, results: Sequence[Any]) -> None:
         """Takes the results of a step."""
-        kept = list(map(self.frame.stream.kept, results))
+        kept = list(map(self.frame.stream.offload.kept, results))
         self._carry, row = kept[: len(self._carried)], kept[len(self._carried) :]
         self._rows.append(row)
 

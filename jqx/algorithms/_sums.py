@@ -13,7 +13,8 @@ from ..observers import ObservedSite, hessian
 from ..observers._shared import HessianStats, gram
 from ..transforms._shared import count_operand, is_counted, value_of
 from ._matrices import Drift
-from ._sequential import Inputs, on_device
+from ._offload import on_device
+from ._sequential import Inputs
 
 Array = np.ndarray
 

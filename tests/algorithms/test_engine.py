@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.util
 import os
+import tempfile
 import tracemalloc
 import weakref
 
@@ -18,12 +19,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx.algorithms import gptq
+from jqx.algorithms import _offload, gptq
 from jqx.algorithms._checkpoint import NAME
 from jqx.algorithms._grids import Grids
 from jqx.algorithms._matrices import Drift, Matrix
+from jqx.algorithms._offload import OnDisk, OnHost
 from jqx.algorithms._programs import Programs
-from jqx.algorithms._sequential import Frame, OnHost, Scan
+from jqx.algorithms._sequential import Frame, Scan
 from jqx.transforms import _calibrate_batches
 from jqx.transforms._shared import Weight
 
@@ -150,24 +152,49 @@ def held(monkeypatch):
     return values
 
 
+@pytest.mark.parametrize("where", [True, "disk"])
 @pytest.mark.parametrize("propagation", ["none", "gptaq"])
-def test_activations_on_the_host_give_the_same_codes(plan, plain, propagation, held, monkeypatch):
-    seen, solve = [], gptq.solve
+def test_activations_elsewhere_give_the_same_codes(
+    plan, plain, propagation, where, held, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(_offload, "_LEAST", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen, files, solve = [], [], gptq.solve
 
     def spy(self, *args):
         seen.append([type(x) for x in held()])
+        files.append(sum(len(names) for *_, names in os.walk(tmp_path)))
         return solve(self, *args)
 
     monkeypatch.setattr(gptq, "solve", spy)
-    algorithm = gptq(propagation=propagation)
-    on_host = dataclasses.replace(algorithm, offload=True)
-    found = on_host.run(f, plan, PARAMS, BATCHES, progress=False)
-    assert len(seen) == L + 1 and all(set(kinds) == {OnHost} for kinds in seen)
-    assert found.report.memory.offload and "on the host" in str(found.report.memory)
+    algorithm, kind = gptq(propagation=propagation), OnDisk if where == "disk" else OnHost
+    away = dataclasses.replace(algorithm, offload=where)
+    found = away.run(f, plan, PARAMS, BATCHES, progress=False)
+    assert len(seen) == L + 1 and all(set(kinds) == {kind} for kinds in seen)
+    told = "on disk" if where == "disk" else "on the host"
+    assert found.report.memory.offload == where and told in str(found.report.memory)
+    assert files == [len(kinds) if where == "disk" else 0 for kinds in seen]
     if propagation != "none":
         plain = algorithm.run(f, plan, PARAMS, BATCHES, progress=False)
-        assert all(OnHost not in kinds for kinds in seen[L + 1 :])
+        assert all(kind not in kinds for kinds in seen[L + 1 :])
     check_same(found, plain)
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_on_disk_are_those_that_were_kept():
+    x = jnp.arange(24).reshape(4, 6)
+    keeper = _offload.Offload("disk")
+    for dtype in ("float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"):
+        own = jnp.tile(x.astype(dtype), (_offload._LEAST, 1))
+        away = keeper.kept(own)
+        assert isinstance(away, OnDisk)
+        back = _offload.on_device(away)
+        assert back.dtype == own.dtype and back.sharding == own.sharding
+        np.testing.assert_array_equal(back, own)
+    assert isinstance(keeper.kept(x), OnHost)
+    key = jax.random.key(0)
+    assert keeper.kept(key) is key
 
 
 def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, capsys):
@@ -320,6 +347,9 @@ def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
         gptq(checkpoint=3)
     with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
         gptq(offload=True, sequential=False)
+    for algorithm in (gptq, jqx.algorithms.adaround, jqx.algorithms.auto_round):
+        with pytest.raises(ValueError, match=r"`offload` is unknown(.|\n)+to mend:"):
+            algorithm(offload="memory")
 
 
 def beside(p, x):

@@ -1,0 +1,109 @@
+"""Where values of batches are between stages: on the devices, on the host, or in files."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import tempfile
+import weakref
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import require_that, shown
+from ..transforms._shared import is_counted
+
+Where = bool | Literal["disk"]
+
+_LEAST = 1 << 16
+"""Of fewer bytes than so many no file is made: they are kept on the host."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnHost:
+    """An array that is kept on the host.
+
+    Attributes:
+      values: its values.
+      sharding: how it goes back to the devices; `None` leaves that to JAX.
+    """
+
+    values: np.ndarray
+    sharding: Any
+
+
+class OnDisk:
+    """An array that is kept in a file, which goes when nothing holds this.
+
+    Args:
+      path: of the file.
+      values: what is written to it.
+      sharding: how it goes back to the devices; `None` leaves that to JAX.
+    """
+
+    def __init__(self, path: str, values: np.ndarray, sharding: Any):
+        self._path, self._kind, self.sharding = path, (values.dtype, values.shape), sharding
+        np.ascontiguousarray(values).tofile(path)
+        weakref.finalize(self, _remove, path)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Its values, which are read for this."""
+        dtype, shape = self._kind
+        return np.fromfile(self._path, np.uint8).view(dtype).reshape(shape)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.remove(path)
+
+
+def check_offload(function: str, where: Any) -> None:
+    """Raises where it is no place."""
+    require_that(
+        isinstance(where, bool) or where == "disk",
+        error=ValueError,
+        function=function,
+        problem="`offload` is unknown.",
+        given=f"offload == {shown(where)}",
+        expected="False, True or 'disk'",
+        mend="pass False for values that stay on the devices, True for the host, 'disk' for files.",
+    )
+
+
+class Offload:
+    """Keeps values of batches.
+
+    Args:
+      where: whether on the host, or in files of a temporary folder, which goes with this.
+    """
+
+    def __init__(self, where: Where):
+        self._where, self._numbers = where, itertools.count()
+
+    @functools.cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="jqx-", ignore_cleanup_errors=True)
+
+    def kept(self, x: Any) -> Any:
+        """Returns a value as it is kept. Keys of random numbers stay where they are."""
+        if is_counted(x):
+            return jax.tree.map(self.kept, x)
+        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if not self._where or not is_array:
+            return x
+        sharding = x.sharding if x.committed else None
+        if self._where == "disk" and x.nbytes >= _LEAST:
+            path = os.path.join(self._folder.name, f"{next(self._numbers):08}")
+            return OnDisk(path, np.asarray(x), sharding)
+        return OnHost(np.asarray(x), sharding)
+
+
+def on_device(x: Any) -> Any:
+    """Returns a value that was kept, on the device."""
+    if is_counted(x):
+        return jax.tree.map(on_device, x)
+    return jax.device_put(x.values, x.sharding) if isinstance(x, (OnHost, OnDisk)) else x
