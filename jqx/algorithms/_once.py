@@ -1,13 +1,13 @@
 """Which sites run once for each part of their weight: they are quantized where they stand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import _compat
 from ..transforms import Plan
-from ..transforms._shared import FORMS, REMAT, Address, addressed
+from ..transforms._shared import FORMS, REMAT, Address, Site, addressed
 from ._decisions import body_of
 from ._elements import Elements
 from ._grids import Group
@@ -28,30 +28,43 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     innermost body of a scan or of `jax.checkpoint` around it, or `None`.
     """
     found: dict[Address, Address | None] = {}
-
-    def look(
-        jaxpr: Any, address: Address, scans: tuple[Address, ...], around: Address | None
-    ) -> None:
-        body, _ = _compat.open_jaxpr(jaxpr)
-        for here, eqn, marked in addressed(body, address):
-            site, name = plan.site_at(here), eqn.primitive.name
-            if site is not None:
-                weights = sum(x.path is not None for x in site.operands)
-                loops = tuple(loop.address for loop in site.loops)
-                if weights == 1 and loops == scans:
-                    found[here] = around
-            elif not marked or name in ("while", "shard_map"):
-                continue
-            elif name == "cond":
-                for i, branch in enumerate(eqn.params["branches"]):
-                    look(branch, (*here, i), scans, around)
-            elif name == "scan":
-                look(eqn.params["jaxpr"], here, (*scans, here), here)
-            elif name in FORMS:
-                look(body_of(eqn), here, scans, here if name in REMAT else around)
-
-    look(jaxpr, (), (), None)
+    for site, scans, around in _reached(plan, jaxpr):
+        weights = sum(x.path is not None for x in site.operands)
+        if weights == 1 and tuple(loop.address for loop in site.loops) == scans:
+            found[site.address] = around
     return found
+
+
+def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
+    """Returns the sites that a walk over stages comes to, each with the scans around it."""
+    return {site.address: scans for site, scans, _ in _reached(plan, jaxpr)}
+
+
+def _reached(
+    plan: Plan,
+    jaxpr: Any,
+    address: Address = (),
+    scans: tuple[Address, ...] = (),
+    around: Address | None = None,
+) -> Iterator[tuple[Site, tuple[Address, ...], Address | None]]:
+    """Yields sites, each with the scans around it, and with the innermost body of a scan or of
+    `jax.checkpoint`.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    for here, eqn, marked in addressed(body, address):
+        site, name = plan.site_at(here), eqn.primitive.name
+        if site is not None:
+            yield site, scans, around
+        elif not marked or name in ("while", "shard_map"):
+            continue
+        elif name == "cond":
+            for i, branch in enumerate(eqn.params["branches"]):
+                yield from _reached(plan, branch, (*here, i), scans, around)
+        elif name == "scan":
+            yield from _reached(plan, eqn.params["jaxpr"], here, (*scans, here), here)
+        elif name in FORMS:
+            inside = here if name in REMAT else around
+            yield from _reached(plan, body_of(eqn), here, scans, inside)
 
 
 def apart(

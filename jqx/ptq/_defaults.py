@@ -163,8 +163,13 @@ def _joined(parts: Sequence[Any]) -> Any:
     return chain(*parts) if len(parts) > 1 else parts[0] if parts else nearest()
 
 
+_KEPT = ("checkpoint", "offload")
+
+
 def described(algorithm: Any) -> str:
-    """Returns an algorithm as it is called, with the options that are not its defaults."""
+    """Returns an algorithm as it is called, with the options that are not its defaults, but for
+    those that say where it keeps things: codes, and files of them, do not depend on these.
+    """
     parts = getattr(algorithm, "algorithms", None)
     if parts is not None:
         return ", ".join(map(described, parts))
@@ -172,9 +177,9 @@ def described(algorithm: Any) -> str:
         return getattr(algorithm, "__name__", type(algorithm).__name__)
     name = getattr(algorithm, "function", type(algorithm).__name__).rpartition(".")[2]
     options = (
-        f"{field.name}={value!r}"
+        f"{field.name}={re.sub(' at 0x[0-9a-f]+', '', repr(value))}"
         for field in dataclasses.fields(algorithm)
-        if (value := getattr(algorithm, field.name)) != field.default
+        if (value := getattr(algorithm, field.name)) != field.default and field.name not in _KEPT
     )
     return f"{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}({', '.join(options)})"
 

@@ -14,11 +14,12 @@ from jax.tree_util import keystr
 from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
+from ..algorithms._shared import calibrate_stages
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..diagnostics._shared import report_of
 from ..policy import Policy
-from ..tensor._shared import TARGETS, check_read, kept
+from ..tensor._shared import TARGETS, Lazy, check_read, kept
 from ..tensor._shared import abstract as abstract_leaf
 from ..transforms import (
     Plan,
@@ -99,9 +100,9 @@ def ptq(
       are read only where there is something to calibrate. It returns a `Quantized`.
 
       Leaves of parameters may be `jqx.interop.Lazy`, as of a model that is larger than memory,
-      where no activation has a static scale and the algorithm is `nearest()`, `gptq()` or
-      `adaround()`: each is read when it is needed, and dropped. Weights that are returned are lazy
-      too: `jqx.save` reads them one after another. The report reads each once.
+      where the algorithm is `nearest()`, `gptq()` or `adaround()`: each is read when it is needed,
+      and dropped. Static scales are found stage after stage, on all batches. Weights that are
+      returned are lazy too: `jqx.save` reads them one after another. The report reads each once.
 
       Parameters may hold QTensors that the policy leaves alone, such as those of a checkpoint: they
       are what they were. Algorithms see them as floats, which takes the memory of these.
@@ -183,8 +184,10 @@ def _carried_out(
     floats = values = values if is_plain else dequantize_params(values)
     if run or rewrites or corrections:
         batches = list(batches)
+    named = named_leaves("ptq", rooted(plan.params, values), plan)
+    is_lazy = any(isinstance(leaf, Lazy) for _, leaf in named)
     if rewrites or corrections or not (rounding is None or getattr(rounding, "lazy", False)):
-        check_read("ptq", named_leaves("ptq", rooted(plan.params, values), plan))
+        check_read("ptq", named)
 
     def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:
         found = as_chosen(each.rewrite(*arguments, progress=progress))
@@ -199,7 +202,10 @@ def _carried_out(
             reports.append(chosen.report)
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
-        stats = calibrate_batches(*given, observers=observers, progress=progress)
+        if is_lazy:
+            stats = calibrate_stages(*given, progress=progress)
+        else:
+            stats = calibrate_batches(*given, observers=observers, progress=progress)
         scales = affines(plan, stats)
     chosen = None
     if run:

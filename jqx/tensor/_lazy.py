@@ -10,6 +10,7 @@ import numpy as np
 
 from .._calls import called
 from .._checks import require_that
+from .._errors import message
 from .._heap import give_back
 
 
@@ -117,17 +118,18 @@ def _kind(x: Any) -> tuple[Any, ...]:
 def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
     """Raises where one of some leaves, each with its path, is Lazy."""
     for path, leaf in named:
-        require_that(
-            not isinstance(leaf, Lazy),
-            error=TypeError,
-            function=function,
-            problem=f"{'a leaf' if path is None else f'the leaf {path!r}'} is not read yet.",
-            given=f"{leaf!r}"[:200],
-            expected="arrays: only planning, rounding to nearest, layer by layer and jqx.save read "
-            "leaves when they need them; static scales of activations need all of them",
-            mend="read them, jax.tree.map(lambda x: x.read(), params), or let activations stay in "
-            "float or have dynamic scales.",
-        )
+        if isinstance(leaf, Lazy):
+            own = "a leaf" if path is None else f"the leaf {path!r}"
+            raise TypeError(
+                message(
+                    function,
+                    f"{own} is not read yet.",
+                    given=f"{leaf!r}"[:200],
+                    expected="arrays: only planning, jqx.save, and jqx.ptq with rounding to "
+                    "nearest or layer by layer read leaves when they need them",
+                    mend="read them: jax.tree.map(lambda x: x.read(), params).",
+                )
+            )
 
 
 def of_kinds(f: Callable[[Any], Any], x: Any) -> Any:

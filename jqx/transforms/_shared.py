@@ -34,7 +34,9 @@ from ._counting import count_arguments as count_arguments
 from ._counting import count_operand as count_operand
 from ._counting import followed as followed
 from ._counting import weights_of as weights_of
+from ._entries import Entries as Entries
 from ._entries import Entry as Entry
+from ._entries import entries_of as entries_of
 from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of

@@ -2,6 +2,10 @@
 
 import dataclasses
 import gc
+import signal
+import subprocess
+import sys
+import time
 import weakref
 
 import jax
@@ -16,6 +20,7 @@ from jqx.interop import Lazy
 from ..arrays import normal
 from ..interop.trees import assert_same
 
+KILLS = 3
 NAMES = [f"layer{i}" for i in range(4)]
 D = 32
 
@@ -100,13 +105,10 @@ def test_weights_that_are_quantized_already_may_be_lazy_too():
     assert_same(read(found.params["layer0"]["w"]), read(codes["layer0"]["w"]))
 
 
-STATIC = jqx.presets.w8a8()
-
-
 @pytest.mark.parametrize(
     "use",
     [
-        lambda p, plan: quantized(f, p, BATCHES, nearest(), policy=STATIC),
+        lambda p, plan: quantized(f, p, BATCHES, lambda plan, p, stats: p, policy=STATIC),
         lambda p, plan: quantized(f, p, BATCHES, awq()),
         lambda p, plan: quantized(f, p, BATCHES, auto_round(steps=1)),
         lambda p, plan: quantized(f, p, BATCHES, gptq(sequential=False)),
@@ -139,6 +141,9 @@ def alone(w, x):
     return x @ w
 
 
+STATIC = jqx.presets.w8a8()
+
+
 MODELS = {
     "layers": (f, PARAMS),
     "scan": (scanned, {"w": normal(0, 3, D, D) / D**0.5}),
@@ -152,6 +157,77 @@ CASES = [
     *(("layers", gptq(), scheme) for scheme in ("nvfp4", "mxfp4", "nf4")),
     ("layers", adaround(steps=3), "int4:group=16"),
 ]
+
+
+def every_form(p, x):
+    """Scans over weights, one of them backwards, and over none; a branch that no batch takes;
+    products of activations; experts.
+    """
+
+    def layer(h, own):
+        weight, bias = own
+        inner, rows = jax.lax.scan(lambda c, b: (jnp.sin(c @ p["once"]) + b, c), h, bias)
+        return jnp.tanh(inner @ weight) + rows[0], h.sum(1)
+
+    h, sums = jax.lax.scan(layer, x, (p["stack"], p["biases"]), reverse=True)
+    h = jax.lax.cond(sums.sum() > 1e9, lambda h: h @ p["never"], jnp.sin, h)
+    h = jax.checkpoint(lambda h: jax.nn.softmax(h @ h.T) @ h)(h)
+    sizes = jnp.array([10, 4, x.shape[0] - 14], jnp.int32)
+    return jax.lax.ragged_dot(h, p["experts"], sizes) + jax.jit(jnp.dot)(x, p["last"])
+
+
+FORMS = {
+    "stack": normal(0, 3, D, D) / D**0.5,
+    "biases": normal(1, 3, 2, 1, D),
+    "once": normal(2, D, D) / D**0.5,
+    "never": normal(3, D, D),
+    "experts": normal(4, 3, D, D) / D**0.5,
+    "last": normal(5, D, D),
+}
+CALIBRATORS = {
+    "absmax": jqx.calibrators.absmax,
+    "minmax": jqx.calibrators.minmax,
+    "percentile": jqx.calibrators.percentile,
+    "mse": jqx.calibrators.mse,
+    "entropy": jqx.calibrators.entropy,
+}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+def test_static_scales_are_those_of_parameters_in_memory(calibrator):
+    """But for the rounding of activations, which are fused otherwise."""
+    spec = jqx.QSpec("int8", calibrator=CALIBRATORS[calibrator])
+    rules = [
+        jqx.Rule("never", weight="int8"),
+        jqx.Rule("", activation=spec, output=spec),
+        jqx.Rule("once", weight="int8", activation=spec, output=spec),
+        jqx.Rule(weight="int8", activation=spec, output=spec),
+    ]
+    reads = []
+    found = quantized(
+        every_form, lazily(FORMS, reads), BATCHES, nearest(), policy=jqx.Policy(rules)
+    )
+    assert max(reads.count(name) for name in set(reads)) <= 12
+    eager = quantized(every_form, FORMS, BATCHES, nearest(), policy=jqx.Policy(rules))
+    assert found.affines.keys() == eager.affines.keys() and len(found.affines) > 12
+    for key, (scale, zero_point) in eager.affines.items():
+        np.testing.assert_allclose(found.affines[key].scale, scale, rtol=1e-5, err_msg=key)
+        assert found.affines[key].scale.shape == scale.shape
+        assert (found.affines[key].zero_point is None) == (zero_point is None)
+    assert_same(read(found.params), eager.params)
+
+
+def test_a_static_scale_inside_of_a_while_loop_needs_arrays():
+    def g(w, x):
+        def step(carry):
+            return jnp.tanh(carry[0] @ w), carry[1] + 1
+
+        return jax.lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0))[0]
+
+    weight = lazily(PARAMS["layer0"]["w"])
+    with pytest.raises(NotImplementedError, match=r"jqx\.ptq: (.|\n)+while loop(.|\n)+to mend:"):
+        quantized(g, weight, BATCHES, nearest(), policy=STATIC)
 
 
 @pytest.mark.many
@@ -282,3 +358,45 @@ def test_a_weight_that_sites_share_names_what_is_needed():
     shared = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"]  # noqa: E731
     with pytest.raises(TypeError, match=r"a weight is shared(.|\n)+'w:dot_general'(.|\n)+to mend:"):
         quantized(shared, lazily({"w": normal(0, D, D)}), BATCHES, gptq())
+
+
+PROGRAM = """
+import sys, jax, jax.numpy as jnp, jqx
+
+def f(p, x):
+    for i in range(12):
+        x = jnp.tanh(x @ p[f"{i}.weight"])
+    return x
+
+with jqx.interop.Archive(sys.argv[1]) as archive:
+    params = archive.map(archive.lazy)
+    batches = [jax.random.normal(jax.random.key(i), (64, 128)) for i in range(2)]
+    algorithm = jqx.algorithms.gptq(checkpoint=sys.argv[2], offload="disk")
+    quantize = jqx.ptq(f, jqx.Policy({".*": "int4:group=32"}), algorithm, progress=False)
+    jqx.save(sys.argv[3], quantize(params, batches), resume=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_run_again_the_bytes_are_the_same(tmp_path):
+    rng, shape = np.random.default_rng(0), (128, 128)
+    weights = {f"{i}.weight": rng.standard_normal(shape, np.float32) / 8 for i in range(12)}
+    jqx.interop.save_leaves(tmp_path / "in", weights, weights.values())
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "in"]
+    start = time.perf_counter()
+    subprocess.run([*command, tmp_path / "other", tmp_path / "plain"], check=True)
+    whole = time.perf_counter() - start
+    plain, out, kills = (tmp_path / "plain").read_bytes(), tmp_path / "out", 0
+    while kills < KILLS:
+        process = subprocess.Popen([*command, tmp_path / "run", out])
+        try:
+            process.wait(whole * (0.3 + 0.6 * rng.random()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+        if out.exists():
+            assert out.read_bytes() == plain
+            out.unlink()
+    subprocess.run([*command, tmp_path / "run", out], check=True)
+    assert out.read_bytes() == plain

@@ -1,0 +1,132 @@
+"""Calibration stage after stage: of a function whose leaves are read when a stage needs them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._checks import require_that
+from ..observers import ObservedSite, Observer
+from ..transforms import Plan, dequantize_params
+from ..transforms._shared import (
+    Address,
+    Entries,
+    Entry,
+    TracedOnce,
+    contractions,
+    entries_of,
+    progress_bar,
+    value_of,
+)
+from ._leaves import Leaves
+from ._offload import Offload, on_device
+from ._once import scans_around
+from ._sequential import Pairs, Stream, Walk
+from ._stages import Steps
+from ._traced import Traced
+
+Stats = dict[str, Any]
+
+
+def calibrate_stages(
+    f: Callable[..., Any], plan: Plan, params: Any, batches: Iterable[Any], *, progress: bool = True
+) -> Stats:
+    """Returns the statistics of `calibrate_batches`, of parameters that may be `Lazy`. Each stage
+    is run on all batches before the next, and reads the leaves that it needs: activations are those
+    of `calibrate_batches` but for the rounding of what is fused otherwise.
+
+    Raises:
+      NotImplementedError: a site that needs a static scale is inside of a loop that is no scan, or
+        of a `shard_map`, which is run as a whole.
+    """
+    every, f = list(batches), TracedOnce(f)
+    traced = Traced.of(f, plan, dequantize_params(params), every, None, lazy=True)
+    first = traced.calls[0]
+    entries = entries_of("ptq", plan, first.jaxpr, contractions(first), ())
+    scans = scans_around(plan, first.jaxpr)
+    beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
+    require_that(
+        not beyond,
+        error=NotImplementedError,
+        function="ptq",
+        problem="the inputs of a site are not seen between stages, and parameters are not read "
+        "yet.",
+        given=f"{[site.name for site in beyond[:4]]}, inside of a while loop or a shard_map, with "
+        "a static scale",
+        expected="sites in the function itself, in scans, in branches or in functions inside",
+        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), or let these sites "
+        "have dynamic scales.",
+    )
+    needed = any(x.part.place < 0 for x in entries.recorded.values())
+    scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
+    bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None
+    watch = _Watch(plan, entries, scans, bar)
+    stream = Stream(Leaves(dict(traced.originals)), Offload(False))
+    watch.go(traced.frames(scopes, [stream]))
+    if bar is not None:
+        bar.close()
+    seen = {key: watch.stats_of(entry) for key, entry in entries.recorded.items()}
+    return {key: seen[own] for key, own in entries.shared.items()}
+
+
+class _Watch(Walk):
+    """Runs a function stage after stage, and records what its sites read and return."""
+
+    def __init__(
+        self, plan: Plan, entries: Entries, scans: dict[Address, tuple[Address, ...]], bar: Any
+    ):
+        super().__init__(plan, lambda *_: None)
+        self._entries, self._scans, self._bar = entries, scans, bar
+        self._seen: dict[str, dict[Steps, Any]] = {key: {} for key in entries.recorded}
+
+    def _site(self, pairs: Pairs, steps: Steps) -> None:
+        entries = self._entries.at(pairs[0][0].here)
+        for stage, (frame,) in pairs:
+            (eqn,) = stage.eqns
+            places = {x.part.place for x in entries if x.part.place >= 0}
+            places |= {2} if eqn.primitive.name == "ragged_dot_general" and entries else set()
+            atoms = {place: eqn.invars[place] for place in sorted(places)}
+            read = dict(zip(atoms, frame.read([*atoms.values()], steps), strict=True))
+            frame.run(stage, steps)
+            read[-1] = frame.values.get(eqn.outvars[0])
+            for entry in entries:
+                if read[entry.part.place] is not None:
+                    x, sizes = (value_of(on_device(read.get(i))) for i in (entry.part.place, 2))
+                    self._put(entry, steps, jnp.asarray(x), sizes)
+        if self._bar is not None and not any(steps):
+            self._bar.update(len(entries))
+
+    def _put(self, entry: Entry, steps: Steps, x: jax.Array, sizes: Any) -> None:
+        loops = {loop.address for loop in entry.site.loops}
+        around = zip(self._scans[entry.site.address], steps, strict=True)
+        at = tuple(int(step) for address, step in around if address in loops)
+        about = replace(entry.part.about, path="")  # one program for all sites that are alike
+        own = _observed(x, sizes, observer=entry.observer, about=about)
+        seen = self._seen[entry.key]
+        seen[at] = _merged(seen[at], own, observer=entry.observer) if at in seen else own
+
+    def stats_of(self, entry: Entry) -> Any:
+        """Returns what was recorded, with an axis in front for each scan over the weight."""
+        lengths, seen = tuple(loop.length for loop in entry.site.loops), self._seen[entry.key]
+        each = [seen[at] if at in seen else entry.empty() for at in np.ndindex(lengths)]
+        if not lengths:
+            return each[0]
+        with _compat.intermediates():
+            return jax.tree.map(lambda *x: jnp.stack(x).reshape(lengths + x[0].shape), *each)
+
+
+@_compat.intermediates()
+@partial(jax.jit, static_argnames=("observer", "about"))
+def _observed(x: jax.Array, sizes: Any, *, observer: Observer, about: ObservedSite) -> Any:
+    return observer.observe(x, replace(about, sizes=sizes))
+
+
+@_compat.intermediates()
+@partial(jax.jit, static_argnames="observer")
+def _merged(a: Any, b: Any, *, observer: Observer) -> Any:
+    return observer.merge(a, b)
