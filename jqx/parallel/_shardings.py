@@ -17,10 +17,10 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
 
     A scale, and a zero point, is partitioned as its values are, and whole on every device along an
     axis whose elements share it. Where rows and weights are on the same devices (FSDP), compilers
-    gather weights with scales in blocks as floats, unless the function says that they are to be
-    gathered: `jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec()))` in it
-    gathers codes and scales. What it returns is a tree such as `jax.jit(in_shardings=)`,
-    `jax.device_put` and, of PartitionSpecs, `jax.shard_map(in_specs=)` take.
+    gather weights with scales in blocks as floats, unless `convert` is told to gather codes and
+    scales, by `gather_axes` and the `shardings` of the floats. What this returns is a tree such as
+    `jax.jit(in_shardings=)`, `jax.device_put` and, of PartitionSpecs, `jax.shard_map(in_specs=)`
+    take.
 
     Args:
       tree: the parameters that the plan was made for, with a `jax.sharding.NamedSharding` or a

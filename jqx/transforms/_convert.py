@@ -21,6 +21,7 @@ from ..policy import Policy
 from ..tensor import QTensor
 from ..tensor._shared import groups_of
 from ._affines import GivenAffines
+from ._gathered import Gathered, gathered
 from ._interpret import Rules, interpret
 from ._origin import Address
 from ._partial_sums import PartialSums, partial_sums
@@ -31,6 +32,7 @@ from ._reach import check_unsupported
 from ._site import Operand, Site, Weight
 from ._trace import Call, check_function, is_quantized, trace_call
 from ._weight import real_of
+from ._weight_places import weight_places
 from .primitives import CONTRACTIONS, FORMS, Records
 
 
@@ -38,10 +40,15 @@ from .primitives import CONTRACTIONS, FORMS, Records
 class _Integers(Rules):
     dequantize: bool = False
     partial: PartialSums | None = None
+    gather: Gathered | None = None
 
     function: ClassVar[str | None] = "convert"
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        if self.gather is not None:
+            pairs = zip(site.operands, operands, strict=False)
+            own = [self.gather.weight(operand, x) for operand, x in pairs]
+            operands = [*own, *operands[len(own) :]]
         known = [
             self._quantized(operand, x, site.op, operands)
             for operand, x in zip(site.operands, operands, strict=False)
@@ -106,6 +113,7 @@ def convert(
     *,
     unsupported: str = "error",
     partial_dtype: DTypeLike | None = None,
+    gather_axes: str | tuple[str, ...] | None = None,
     shardings: Any = None,
 ) -> Callable[..., Any]:
     """Returns `f` with its planned contractions run on integers.
@@ -125,9 +133,13 @@ def convert(
         dtype. `None` leaves it to the compiler, which adds the int32 sums of the devices: exact,
         and four bytes an element. Scales of activations are of the whole axis either way. It is
         for `dot_general`, also as einsum traces it; all else is the compiler's.
+      gather_axes: name, or names, of the axes of a mesh along which rows are partitioned too
+        (FSDP): weights are gathered along these where a contraction reads them, as codes and
+        scales. `None` leaves it to the compiler, which gathers what it has made of the codes where
+        scales are in blocks: floats.
       shardings: where the float weights lie, as `jqx.parallel.shardings` takes them, for
-        `partial_dtype`; `None` where it is called outside of jit, or the axes of the mesh are
-        explicit: then arrays tell.
+        `partial_dtype` and `gather_axes`; `None` where it is called outside of jit, or the axes of
+        the mesh are explicit: then arrays tell.
 
     Returns:
       A function of the arguments of `f` with its result. Weights may be QTensors and Segments, as
@@ -140,8 +152,8 @@ def convert(
     Raises:
       TypeError: `f` is no function or `plan` no plan.
       ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
-        a static activation or output has no scale; `unsupported` is unknown; `partial_dtype` or
-        `shardings` have no use.
+        a static activation or output has no scale; `unsupported` is unknown; `partial_dtype`,
+        `gather_axes` or `shardings` have no use.
       NotImplementedError: a QTensor reaches an operation without a quantized form.
 
     Example:
@@ -161,8 +173,12 @@ def convert(
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)
         named = dict(zip(call.paths, call.leaves, strict=True))
-        partial = partial_sums("convert", known, partial_dtype, shardings, named)
-        rules = _Integers(known, scales, dequantize=unsupported == "dequantize", partial=partial)
+        _check_used(shardings, partial_dtype, gather_axes)
+        places = weight_places("convert", known, shardings, named)
+        partial = partial_sums("convert", partial_dtype, places)
+        gather = gathered("convert", gather_axes, places)
+        dequantize = unsupported == "dequantize"
+        rules = _Integers(known, scales, dequantize=dequantize, partial=partial, gather=gather)
         leaves = [
             _leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -171,6 +187,19 @@ def convert(
         return jax.tree.unflatten(call.out_tree, _results(call, out, rules))
 
     return converted
+
+
+def _check_used(shardings: Any, *readers: Any) -> None:
+    require_that(
+        shardings is None or any(x is not None for x in readers),
+        error=ValueError,
+        function="convert",
+        problem="`shardings` have no use.",
+        given="shardings, without partial_dtype and gather_axes",
+        expected="a dtype that parts of sums are added in, axes to gather along, or no shardings",
+        mend="pass partial_dtype=jnp.bfloat16 or gather_axes, or leave shardings out: arrays keep "
+        "theirs.",
+    )
 
 
 def _contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:

@@ -6,23 +6,21 @@ element. Scaled first, the parts are as small as the dtype that they are added i
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
 from ..contractions._shared import OnTheWay
-from ..tensor._shared import alone, names_of, partition_specs, sharding_of
-from ._param_shardings import as_sharding, is_place
-from ._paths import flatten, rooted
-from ._plan import Plan
-from ._site import Operand, Site
+from ..tensor._shared import alone, names_of, partition_specs
+from ._site import Site
 from ._trace import is_quantized
+from ._weight_places import WeightPlaces, is_explicit
 from .primitives import CONTRACTIONS
 
 
@@ -32,11 +30,11 @@ class PartialSums:
 
     Attributes:
       dtype: of the parts.
-      places: shardings of weights by path; in explicit sharding their types tell.
+      places: those of weights.
     """
 
     dtype: Any
-    places: Mapping[str, NamedSharding]
+    places: WeightPlaces
 
     def contract(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> jax.Array | None:
         """Returns the product of a site with its parts added so; `None` where there are none."""
@@ -44,7 +42,7 @@ class PartialSums:
             return None
         family = CONTRACTIONS[eqn.primitive.name]
         sides = [alone(x) for x in operands]
-        found = list(map(self._entries_of, site.operands, sides))
+        found = list(map(self.places.of, site.operands, sides))
         mesh = next((mesh for mesh, _ in found if mesh is not None), None)
         if mesh is None:
             return None
@@ -57,7 +55,7 @@ class PartialSums:
             return None
         for (a, b), entry in zip(pairs, summed, strict=True):
             left[a] = right[b] = entry
-        explicit = _is_explicit(mesh)
+        explicit = is_explicit(mesh)
         if not explicit:  # all but the contracted axes are the compiler's
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]
@@ -79,81 +77,30 @@ class PartialSums:
         y = jax.jit(parted)(*given)
         return jax.sharding.reshard(y, eqn.outvars[0].aval.sharding) if explicit else y
 
-    def _entries_of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
-        """Returns the mesh that an operand is known to be on, and by which of its axes each axis of
-        the operand is partitioned.
-        """
-        array = x.x if isinstance(x, OnTheWay) else x
-        typed = sharding_of(array)
-        if typed is not None and _is_explicit(typed.mesh):
-            return typed.mesh, [*typed.spec, *[None] * (array.ndim - len(typed.spec))]
-        place = self.places.get(operand.path) if operand.path is not None else None
-        if place is None:
-            return None, [None] * array.ndim
-        entries = (*place.spec, *(None,) * 32)
-        held = operand.axes or tuple((axis,) for axis in range(array.ndim))
-        require_that(
-            not any(names_of(entries[axis]) for axes in held for axis in axes[1:]),
-            error=ValueError,
-            function="convert",
-            problem=f"the weight {operand.path!r} is partitioned along an axis that a reshape "
-            "merges into another.",
-            given=f"{place.spec}",
-            expected="the first of the merged axes to be partitioned, or none",
-            mend="partition another axis, or leave out partial_dtype.",
-        )
-        return place.mesh, [entries[axes[0]] if axes else None for axes in held]
 
-
-def partial_sums(
-    function: str, plan: Plan, dtype: Any, shardings: Any, params: Any
-) -> PartialSums | None:
+def partial_sums(function: str, dtype: Any, places: WeightPlaces) -> PartialSums | None:
     """Returns how parts of sums are added; `None` where a compiler decides it.
 
     Args:
       function: the caller, for messages.
-      plan: of the function.
       dtype: that parts are added in, or `None`.
-      shardings: where the weights lie, as the argument of `convert`; `None` where their types tell.
-      params: the leaves of the call by path.
+      places: those of weights.
     """
     if dtype is None:
-        require_that(
-            shardings is None,
-            error=ValueError,
-            function=function,
-            problem="`shardings` have no use.",
-            given="shardings, and partial_dtype=None",
-            expected="a dtype that parts of sums are added in, or no shardings",
-            mend="pass partial_dtype=jnp.bfloat16, or leave shardings out: arrays keep theirs.",
-        )
         return None
     kind = as_dtype(function, "partial_dtype", dtype)
     check_real(function, "`partial_dtype`", kind)
-    if shardings is None:
-        places = {path: sharding_of(leaf) for path, leaf in params.items()}
-    else:
-        flat = flatten(rooted(plan.params, shardings), is_place)
-        names = plan.parameters.name(function, [keys for keys, _ in flat])
-        pairs = zip(names, flat, strict=True)
-        places = {
-            name: as_sharding(function, place, name)
-            for name, (_, place) in pairs
-            if name is not None
-        }
-    known = {path: x for path, x in places.items() if isinstance(x, NamedSharding)}
-    weights = {weight.path for weight in plan.weights}
     require_that(
-        any(any(map(names_of, known[path].spec)) for path in weights & {*known}),
+        any(any(map(names_of, place.spec)) for place in places.known.values()),
         error=ValueError,
         function=function,
         problem="`partial_dtype` has no use: no weight is partitioned, as far as is known.",
         given=f"partial_dtype == {jnp.dtype(kind).name}, "
-        + ("no shardings" if shardings is None else "shardings of no partitioned weight"),
+        + ("shardings of no partitioned weight" if places.given else "no shardings"),
         expected="shardings of the weights, or arrays of a mesh with explicit axes",
         mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
     )
-    return PartialSums(kind, known)
+    return PartialSums(kind, places)
 
 
 def _specs(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
@@ -173,10 +120,6 @@ def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if x.dtype.itemsize > 2:
         return lax.psum(x, names)
     return lax.platform_dependent(x, cpu=in_float32, default=lambda x: lax.psum(x, names))
-
-
-def _is_explicit(mesh: Any) -> bool:
-    return AxisType.Explicit in mesh.axis_types
 
 
 def _without(axes: Sequence[int], others: Sequence[int]) -> list[int]:

@@ -179,22 +179,30 @@ def converted(f, preset, target, weight, rows, change=lambda q: q, **options):
     return bytes_sent(compiled), sum(x.size for x in jax.tree.leaves(q)[1:])
 
 
-def gathered(target):
-    """A product whose weight is whole on every device before it is used."""
-    whole = NamedSharding(mesh_of(target), P())
-    return lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole)
+def product(w, x):
+    return x @ w
 
 
 @both
 @pytest.mark.parametrize("axis", PARTITIONS)
 @pytest.mark.parametrize("preset", GATHERED)
 def test_a_weight_on_all_devices_is_gathered_in_codes(preset, axis, target):
-    """Rows are on all devices too. The constraint stands in the function that is converted."""
+    """Rows are on all devices too."""
+    check_gathered(product, preset, axis, target, gather_axes="i")
+
+
+@both
+def test_a_constraint_of_the_function_gathers_codes_too(target):
+    whole = NamedSharding(mesh_of(target), P())
+    f = lambda w, x: x @ jax.lax.with_sharding_constraint(w, whole)  # noqa: E731
+    check_gathered(f, "w4a16", "contracted", target)
+
+
+def check_gathered(f, preset, axis, target, **options):
     dtype, bits = GATHERED[preset]
     pack = (lambda q: q.pack(1 if axis == "contracted" else 0)) if preset == "nf4" else lambda q: q
-    found, scales = converted(
-        gathered(target), preset, target, PARTITIONS[axis], P("i"), change=pack
-    )
+    given = preset, target, PARTITIONS[axis], P("i")
+    found, scales = converted(f, *given, change=pack, **options)
     held = "s8" if dtype == "s4" and target == "h200" else dtype  # two to a byte
     codes = DEPTH * WIDTH * bits / 8 * (1 - 1 / COUNT)
     assert found.pop(("all-gather", held)) == pytest.approx(codes, rel=1e-3)
@@ -213,7 +221,7 @@ def test_a_weight_on_all_devices_is_gathered_in_codes(preset, axis, target):
 )
 def test_compilers_multiply_by_scales_of_blocks_before_they_gather(preset, target, sent_as):
     """Unless they are told where to gather: a compiler that needs it no more fails this test."""
-    found, _ = converted(lambda w, x: x @ w, preset, target, P("i", None), P("i"))
+    found, _ = converted(product, preset, target, P("i", None), P("i"))
     size = DEPTH * WIDTH * BITS[sent_as] / 8 * (1 - 1 / COUNT)
     assert found["all-gather", sent_as] == pytest.approx(size, rel=1e-3)
 
@@ -224,9 +232,7 @@ def test_parts_of_sums_are_added_in_the_dtype_of_the_user(preset, sums, target):
     """Beside the largest values of each row, up to 64 integers, which all devices find together."""
     twice = 2 * (1 - 1 / COUNT)
     for options, dtype in (({}, sums), ({"partial_dtype": jnp.bfloat16}, "bf16")):
-        found, _ = converted(
-            lambda w, x: x @ w, preset, target, P("i", None), P(None, "i"), **options
-        )
+        found, _ = converted(product, preset, target, P("i", None), P(None, "i"), **options)
         maxima = 0 if preset == "w4a16" else ROWS * 64 * 4 * twice
         size = ROWS * WIDTH * BITS[dtype] / 8 * twice
         assert {dtype} <= {kind for _, kind in found} <= {dtype, "s32"}

@@ -1,0 +1,77 @@
+"""Weights that are on the same devices as the rows (FSDP), gathered as codes and scales.
+
+Where the rows and a weight are partitioned along the same axes of a mesh, a compiler gathers the
+weight before the product: of one whose scales are in blocks, what was made of its codes, in floats.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._checks import require_that
+from ..tensor._shared import names_of, partition_specs
+from ._site import Operand
+from ._trace import is_quantized
+from ._weight_places import WeightPlaces, is_explicit
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Axes of the mesh along which weights are gathered where a contraction reads them.
+
+    Attributes:
+      axes: their names.
+      places: those of weights.
+    """
+
+    axes: tuple[str, ...]
+    places: WeightPlaces
+
+    def weight(self, operand: Operand, x: Any) -> Any:
+        """Returns a QTensor with its codes and scales on all devices along the axes; all else as it
+        is.
+        """
+        if operand.role != "weight" or not is_quantized(x):
+            return x
+        mesh, entries = self.places.of(operand, x)
+        if not any(name in self.axes for entry in entries for name in names_of(entry)):
+            return x
+        left = PartitionSpec(*map(self._left, entries))
+        specs = partition_specs("convert", x, left, dict(mesh.shape))
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.lax.with_sharding_constraint(x, places)
+
+    def _left(self, entry: Any) -> Any:
+        names = tuple(name for name in names_of(entry) if name not in self.axes)
+        return names or None
+
+
+def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
+    """Returns along which axes weights are gathered; `None` where a compiler decides it."""
+    if axes is None:
+        return None
+    names = (axes,) if isinstance(axes, str) else axes
+    is_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    meshes = [place.mesh for place in places.known.values()]
+    own = {
+        name
+        for place in places.known.values()
+        if not is_explicit(place.mesh)
+        for entry in place.spec
+        for name in names_of(entry)
+    }
+    require_that(
+        is_names and bool(names) and own.issuperset(names),
+        error=ValueError,
+        function=function,
+        problem="`gather_axes` are no axes that weights are partitioned along.",
+        given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(own)}"
+        + (", as their types say" if any(map(is_explicit, meshes)) else ""),
+        expected="the name of an axis of a mesh, or a tuple of names, that the compiler partitions "
+        "weights along, as shardings= says",
+        mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "
+        "with explicit axes say jax.sharding.reshard(w, ...) in the function.",
+    )
+    return Gathered(tuple(names), places)

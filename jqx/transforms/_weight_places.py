@@ -1,0 +1,89 @@
+"""Where weights lie: by which axes of a mesh each axis of an operand is partitioned."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AxisType, NamedSharding
+
+from .._checks import require_that
+from ..contractions._shared import OnTheWay
+from ..tensor._shared import names_of, sharding_of
+from ._param_shardings import as_sharding, is_place
+from ._paths import flatten, rooted
+from ._plan import Plan
+from ._site import Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlaces:
+    """Where weights lie.
+
+    Attributes:
+      known: shardings of weights by path; in explicit sharding their types tell.
+      given: whether the user has given them.
+    """
+
+    known: Mapping[str, NamedSharding]
+    given: bool
+
+    def of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
+        """Returns the mesh that an operand is known to be on, and by which of its axes each axis of
+        the operand is partitioned.
+        """
+        array = x.x if isinstance(x, OnTheWay) else x
+        typed = sharding_of(array)
+        if typed is not None and is_explicit(typed.mesh):
+            return typed.mesh, [*typed.spec, *[None] * (array.ndim - len(typed.spec))]
+        place = self.known.get(operand.path) if operand.path is not None else None
+        if place is None:
+            return None, [None] * array.ndim
+        entries = (*place.spec, *(None,) * 32)
+        held = operand.axes or tuple((axis,) for axis in range(array.ndim))
+        require_that(
+            not any(names_of(entries[axis]) for axes in held for axis in axes[1:]),
+            error=ValueError,
+            function="convert",
+            problem=f"the weight {operand.path!r} is partitioned along an axis that a reshape "
+            "merges into another.",
+            given=f"{place.spec}",
+            expected="the first of the merged axes to be partitioned, or none",
+            mend="partition another axis, or leave out partial_dtype and gather_axes.",
+        )
+        return place.mesh, [entries[axes[0]] if axes else None for axes in held]
+
+
+def weight_places(
+    function: str, plan: Plan, shardings: Any, params: Mapping[str | None, Any]
+) -> WeightPlaces:
+    """Returns where the weights of a plan lie.
+
+    Args:
+      function: the caller, for messages.
+      plan: of the function.
+      shardings: as the argument of `convert`; `None` where the arrays tell.
+      params: the leaves of the call by path.
+    """
+    if shardings is None:
+        places = {path: sharding_of(leaf) for path, leaf in params.items()}
+    else:
+        flat = flatten(rooted(plan.params, shardings), is_place)
+        names = plan.parameters.name(function, [keys for keys, _ in flat])
+        pairs = zip(names, flat, strict=True)
+        places = {
+            name: as_sharding(function, place, name)
+            for name, (_, place) in pairs
+            if name is not None
+        }
+    weights = {weight.path for weight in plan.weights}
+    known = {
+        path: place
+        for path, place in places.items()
+        if path in weights and isinstance(place, NamedSharding)
+    }
+    return WeightPlaces(known, shardings is not None)
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether types say how arrays are partitioned over some axes of a mesh."""
+    return AxisType.Explicit in mesh.axis_types

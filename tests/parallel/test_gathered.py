@@ -1,0 +1,83 @@
+"""Weights on the devices of the rows: codes and scales are gathered where they are read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jqx
+
+from .models import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params, sent
+
+PRESETS = ("w8a16", "w4a16", "w4a8", "nf4", "mxfp8", "w8a8_dynamic")
+
+
+def placed(tree, mesh, spec):
+    place = NamedSharding(mesh, spec)
+    return jax.device_put(tree, place), jax.tree.map(lambda _: place, tree)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_float_of_a_weight_is_gathered(preset):
+    """With the result of one device to the rounding of a sum."""
+    mesh = mesh_of(AUTO)
+    p, places = placed(params(), mesh, P("data"))
+    x, _ = placed(inputs(), mesh, P("data"))
+    plan = jqx.make_plan(network, getattr(jqx.presets, preset)())(p, x)
+    q = jqx.quantize_params(p, plan)
+    run = jax.jit(jqx.convert(network, plan, gather_axes="data", shardings=places))
+    counted = sent(run.lower(q, x).compile())
+    size = min(w.size for w in p.values() if w.ndim == 2)
+    large = {dtype for _, dtype, shape in counted if np.prod(shape) >= size / 2}
+    # XLA on CPU (jaxlib 0.10.2) sends fp8 as float16, which it computes in.
+    assert large == {{"nf4": "u8", "mxfp8": "f16"}.get(preset, "s8")}, counted
+    one = jax.jit(jqx.convert(network, plan))(jqx.quantize_params(params(), plan), inputs())
+    size = float(jnp.abs(one).max())
+    np.testing.assert_allclose(run(q, x), one, rtol=0, atol=size * 512 * 2.0**-24)
+
+
+def test_other_axes_keep_their_parts():
+    """Gathered along one axis of the mesh, parted along the other: in a scan, through views."""
+    mesh = mesh_of(AUTO)
+
+    def f(p, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w.reshape(256, 256).T), None
+
+        return lax.scan(layer, x, p)[0]
+
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256, 8, 32)), jnp.float32) / 16
+    given, place = placed(w, mesh, P(None, "data", "model"))
+    x, _ = placed(inputs(), mesh, P("data"))
+    plan = jqx.make_plan(f, jqx.presets.w4a16())(given, x)
+    q = jqx.quantize_params(given, plan)
+    run = jax.jit(jqx.convert(f, plan, gather_axes=("data",), shardings=place))
+    counted = sent(run.lower(q, x).compile())
+    whole = [each for each in counted if each[0] == "all-gather" and each[1] == "f32"]
+    assert all(np.prod(shape) < 256 * 256 / 4 for *_, shape in whole), counted
+    expected = jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), inputs())
+    np.testing.assert_allclose(run(q, x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "axes, kind, given",
+    [
+        ("model", AUTO, 'P("data")'),
+        ((), AUTO, "()"),
+        (3, AUTO, "3"),
+        ("data", None, "no mesh"),
+        ("data", EXPLICIT, "types"),
+    ],
+)
+def test_axes_along_which_no_weight_is_partitioned(axes, kind, given):
+    p, x, places = params(), inputs(), None
+    if kind == EXPLICIT:
+        p, x = on_mesh(mesh_of(kind))
+    elif kind is not None:
+        _, places = placed(p, mesh_of(kind), P("data"))
+    plan = jqx.make_plan(network, jqx.presets.w8a16())(p, x)
+    with pytest.raises(ValueError, match=r"`gather_axes` are no axes(.|\n)+to mend:"):
+        jqx.convert(network, plan, gather_axes=axes, shardings=places)(p, x)
