@@ -8,9 +8,11 @@ the float one. Prints how near they are, what they weigh and how long they take,
 claims.
 
 The linear layers are quantized. The lookup tables, half of the bytes, stay in float, as in the
-libraries that jqx is compared with (`benchmarks/bench_minilm.py`), but for the last row.
+libraries that jqx is compared with (`benchmarks/bench_minilm.py`), but for the last row. `--quick`
+takes a quarter of the schemes.
 """
 
+import argparse
 import timeit
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ import jqx
 
 WIDTH, HEADS, LAYERS, WORDS, PLACES = 384, 12, 6, 30522, 512
 BATCH, LENGTH = 32, 72  # no paragraph has more tokens
+QUICK = ("W8A8 dynamic", "W8A8 static blocks of 64", "W4 groups of 32, GPTQ", "MXFP8, by default")
 SURE = ("W8A8 dynamic", "W8A8 static, MLP dynamic", "W8A8 static blocks of 64")
 DATA = Path(__file__).parent / "data"
 NEAREST = jqx.algorithms.nearest()
@@ -181,8 +184,8 @@ def judge(reference, embeddings):
     return cosines.mean(), cosines.min(), np.corrcoef(*ranks)[0, 1], kept
 
 
-def main():
-    """Checks the encoder, quantizes it in every way, and compares."""
+def main(quick):
+    """Checks the encoder, quantizes it in every way, or in some, and compares."""
     params, tokenize = pretrained(), tokenizer()
     calibration, evaluation = (
         [tokenize(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
@@ -199,7 +202,8 @@ def main():
 
     # 2. Quantize, embed, compare.
     print(f"\n{'scheme':25}    MB  mean cos  min cos  Spearman   kept     ms")
-    least_cosine, schemes = {}, {"float32": (None, 1 - 1e-6), **policies()}
+    chosen = {name: x for name, x in policies().items() if name in QUICK or not quick}
+    least_cosine, schemes = {}, {"float32": (None, 1 - 1e-6), **chosen}
     for name, (policy, goal, *algorithm) in schemes.items():
         apply, weights = Encoder().apply, params
         if policy is not None:
@@ -221,4 +225,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a quarter of the schemes")
+    main(parser.parse_args().quick)

