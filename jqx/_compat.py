@@ -7,6 +7,7 @@ dispatches on the class. Supported: jax 0.10.2 to 0.12.
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 Eqn = Any
@@ -172,6 +173,14 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 
 def broadcast_like(x: Any, like: Any) -> Any:
     """Broadcasts an array to the shape of another, partitioned as that one."""
+    if explicit_sharding(like) is None:
+        return jnp.broadcast_to(x, like.shape)
+    return _broadcast_on_its_mesh(x, like)
+
+
+@partial(jax.jit, keep_unused=True)  # of what is not used the devices count too
+def _broadcast_on_its_mesh(x: Any, like: Any) -> Any:
+    """Of a number that is on one device: jitted, it comes to the mesh of the other."""
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
@@ -195,6 +204,26 @@ def explicit_sharding(x: Any) -> Any:
     """
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def as_type_of(x: Any, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns what is computed of operands, partitioned as an array is whose type says how."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return compute(*operands)
+    return jax.sharding.auto_axes(compute, out_sharding=sharding)(*operands)
+
+
+def whole_of(compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns what is computed of operands, trees of arrays. In explicit sharding the compiler
+    partitions what happens inside, and results are whole on every device.
+    """
+    known = [explicit_sharding(x) for x in jax.tree.leaves(operands)]
+    mesh = next((sharding.mesh for sharding in known if sharding is not None), None)
+    if mesh is None:
+        return compute(*operands)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.sharding.auto_axes(compute, out_sharding=whole)(*operands)
 
 
 def is_on_a_mesh(*arrays: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import whole_of
 from ..calibrators import Affine, Calibrator
 from ..numerics._shared import E8M0
 from ..ops._shared import affine_dequantize, affine_quantize
@@ -261,4 +262,4 @@ def _like(x: Array, kind: Any) -> jax.Array:
 @jax.jit
 def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
     """Returns elements of an array by their numbers, float32."""
-    return x.ravel()[places].astype(np.float32)
+    return whole_of(lambda x, places: x.ravel()[places].astype(np.float32), x, places)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .. import _compat
 from ..tensor._shared import Lazy
 
 
@@ -45,4 +46,8 @@ class Leaves:
 @jax.jit
 def _written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
     """Returns a parameter with other values at some places."""
-    return x.ravel().at[places].set(values.astype(x.dtype)).reshape(x.shape)
+
+    def written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+        return x.ravel().at[places].set(values.astype(x.dtype)).reshape(x.shape)
+
+    return _compat.as_type_of(x, written, x, places, values)

@@ -1,13 +1,15 @@
 """The Hessian of the squared error of a product, with respect to its weight: sums of `x x^T`."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._compat import whole_of
 from .._errors import message
 from ._channels import added
 from ._observer import ObservedSite, serializable
@@ -59,7 +61,7 @@ class Hessian(Weighted):
     def observe(self, x: jax.Array, site: ObservedSite) -> HessianStats:
         """Returns the sum over the rows of one operand."""
         check_rows("observers.hessian", site)
-        return HessianStats(gram(x, x, site), _count(x, site))
+        return HessianStats(gram(x, x, site), _of_values(_count, site, x))
 
     def merge(self, a: HessianStats, b: HessianStats) -> HessianStats:
         """Returns the sums, each rounded to float32 once."""
@@ -70,6 +72,19 @@ def gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
     """Returns the sum of `x[i] y[j]` over the rows of two values of an operand, times how much they
     count, float32 `[*batch, channels, channels]`; of a `ragged_dot` one for each of its matrices.
     """
+    return _of_values(_gram, site, x, y)
+
+
+def _of_values(f: Callable[..., jax.Array], site: ObservedSite, *values: jax.Array) -> jax.Array:
+    """Returns a sum over rows, which is whole on every device where types say how these lie."""
+
+    def of(sizes: Any, weights: Any, *values: jax.Array) -> jax.Array:
+        return f(*values, dataclasses.replace(site, sizes=sizes, weights=weights))
+
+    return whole_of(of, site.sizes, site.weights, *values)
+
+
+def _gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
     weights = site.row_weights(x)
     x, y = (site.rows(z).astype(jnp.float32) for z in (x, y))
     if weights is not None:
