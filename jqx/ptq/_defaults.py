@@ -164,6 +164,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 _KEPT = ("checkpoint", "offload")
+"""Options of algorithms that say where they keep things."""
 
 
 def described(algorithm: Any) -> str:

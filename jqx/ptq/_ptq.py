@@ -186,7 +186,8 @@ def _carried_out(
         batches = list(batches)
     named = named_leaves("ptq", rooted(plan.params, values), plan)
     is_lazy = any(isinstance(leaf, Lazy) for _, leaf in named)
-    if rewrites or corrections or not (rounding is None or getattr(rounding, "lazy", False)):
+    reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
+    if rewrites or corrections or not reads_leaves:
         check_read("ptq", named)
 
     def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:

@@ -175,8 +175,9 @@ def convert(
         named = dict(zip(call.paths, call.leaves, strict=True))
         _check_used(shardings, partial_dtype, gather_axes)
         places = weight_places("convert", known, shardings, named)
-        partial = partial_sums("convert", partial_dtype, places)
         gather = gathered("convert", gather_axes, places)
+        parted = places if gather is None else gather.left
+        partial = partial_sums("convert", partial_dtype, parted)
         dequantize = unsupported == "dequantize"
         rules = _Integers(known, scales, dequantize=dequantize, partial=partial, gather=gather)
         leaves = [

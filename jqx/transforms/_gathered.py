@@ -22,12 +22,12 @@ class Gathered:
     """Axes of the mesh along which weights are gathered where a contraction reads them.
 
     Attributes:
-      axes: their names.
       places: those of weights.
+      left: these, once weights are gathered.
     """
 
-    axes: tuple[str, ...]
     places: WeightPlaces
+    left: WeightPlaces
 
     def weight(self, operand: Operand, x: Any) -> Any:
         """Returns a QTensor with its codes and scales on all devices along the axes; all else as it
@@ -35,17 +35,12 @@ class Gathered:
         """
         if operand.role != "weight" or not is_quantized(x):
             return x
-        mesh, entries = self.places.of(operand, x)
-        if not any(name in self.axes for entry in entries for name in names_of(entry)):
+        (mesh, entries), (_, left) = self.places.of(operand, x), self.left.of(operand, x)
+        if [*map(names_of, entries)] == [*map(names_of, left)]:
             return x
-        left = PartitionSpec(*map(self._left, entries))
-        specs = partition_specs("convert", x, left, dict(mesh.shape))
+        specs = partition_specs("convert", x, PartitionSpec(*left), dict(mesh.shape))
         places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         return jax.lax.with_sharding_constraint(x, places)
-
-    def _left(self, entry: Any) -> Any:
-        names = tuple(name for name in names_of(entry) if name not in self.axes)
-        return names or None
 
 
 def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
@@ -74,4 +69,4 @@ def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
         mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "
         "with explicit axes say jax.sharding.reshard(w, ...) in the function.",
     )
-    return Gathered(tuple(names), places)
+    return Gathered(places, places.without(names))

@@ -1,10 +1,10 @@
 """Where weights lie: by which axes of a mesh each axis of an operand is partitioned."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._checks import require_that
 from ..contractions._shared import OnTheWay
@@ -26,6 +26,18 @@ class WeightPlaces:
 
     known: Mapping[str, NamedSharding]
     given: bool
+
+    def without(self, axes: Collection[str]) -> "WeightPlaces":
+        """Returns where weights lie that were gathered along some axes of the mesh."""
+
+        def left(entry: Any) -> Any:
+            return tuple(name for name in names_of(entry) if name not in axes) or None
+
+        known = {
+            path: NamedSharding(place.mesh, PartitionSpec(*map(left, place.spec)))
+            for path, place in self.known.items()
+        }
+        return WeightPlaces(known, self.given)
 
     def of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
         """Returns the mesh that an operand is known to be on, and by which of its axes each axis of

@@ -105,6 +105,15 @@ def test_weights_that_are_quantized_already_may_be_lazy_too():
     assert_same(read(found.params["layer0"]["w"]), read(codes["layer0"]["w"]))
 
 
+class Observing:
+    """An algorithm that says that leaves may be lazy, and asks for statistics."""
+
+    lazy, observers = True, {".*": jqx.observers.hessian}
+
+    def __call__(self, plan, params, stats):
+        return params
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -113,6 +122,7 @@ def test_weights_that_are_quantized_already_may_be_lazy_too():
         lambda p, plan: quantized(f, p, BATCHES, auto_round(steps=1)),
         lambda p, plan: quantized(f, p, BATCHES, gptq(sequential=False)),
         lambda p, plan: quantized(f, p, BATCHES, lambda plan, p, stats: p),
+        lambda p, plan: quantized(f, p, BATCHES, Observing()),
         lambda p, plan: quantized(f, p, BATCHES, policy=jqx.presets.w4a4()),
         lambda p, plan: quantized(f, p, BATCHES, nearest())(BATCHES[0]),
         lambda p, plan: jqx.quantize_params(p, plan, algorithm=nearest()),

@@ -62,6 +62,24 @@ def test_other_axes_keep_their_parts():
     np.testing.assert_allclose(run(q, x), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_what_is_gathered_is_not_parted_in_sums():
+    """With `partial_dtype` sums are parted along the other axes alone."""
+    mesh = mesh_of(AUTO)
+    specs = {"up": P("data", "model"), "down": P("model", "data"), "b": P()}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    p, (x, _) = jax.device_put(params(), places), placed(inputs(), mesh, P("data"))
+    plan = jqx.make_plan(network, jqx.presets.w4a16())(p, x)
+    q = jqx.quantize_params(p, plan)
+    options = {"gather_axes": "data", "partial_dtype": jnp.float32, "shardings": places}
+    run = jax.jit(jqx.convert(network, plan, **options))
+    counted = sent(run.lower(q, x).compile())
+    sums = [shape for op, dtype, shape in counted if op == "all-reduce" and dtype == "f32"]
+    assert sums == [(8, 256)], counted  # of the rows of a device, along "model"
+    one = jax.jit(jqx.convert(network, plan))(jqx.quantize_params(params(), plan), inputs())
+    size = float(jnp.abs(one).max())
+    np.testing.assert_allclose(run(q, x), one, rtol=0, atol=size * 512 * 2.0**-24)
+
+
 @pytest.mark.parametrize(
     "axes, kind, given",
     [
