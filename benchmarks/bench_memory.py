@@ -4,10 +4,11 @@
         [--only ROW ...]
 
 `gptq`: the language model of `examples/smollm2.py`, written once to a file of floats with a leaf
-for each layer; its linear layers by GPTQ in int4, groups of 128: lazily, written with `resume`, and
-with all parameters in memory. The goal is the largest leaf in float (the table of embeddings; a
-layer has 14 MB), the statistics of one site, the activations of all batches, and 400 MB for all
-else, JAX among it. `round`: `python -m jqx quantize` of tensors of 64 MB; the goal is 700 MB.
+for each layer; its linear layers by GPTQ in int4, groups of 128: lazily, written with `resume`,
+also with activations on disk, and with all parameters in memory. The goal is the largest leaf in
+float (the table of embeddings; a layer has 14 MB), the statistics of one site, the activations of
+all batches, and 400 MB for all else, JAX among it. `round`: `python -m jqx quantize` of tensors of
+64 MB; the goal is 700 MB.
 
 Each row is a process of its own, whose largest resident size the system tells. Rows that say
 "trimmed" tell glibc to give freed memory back at once (`MALLOC_ARENA_MAX=1`, thresholds of 1 MB):
@@ -34,7 +35,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import jqx
 
-ROWS = ("gptq lazy trimmed", "gptq lazy", "gptq eager trimmed", "gptq eager", "round")
+ROWS = ("gptq lazy trimmed", "gptq lazy", "gptq disk", "gptq eager trimmed", "gptq eager", "round")
 TRIMMED = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "1000000",
@@ -100,13 +101,14 @@ def quantize(path: str, out: str, how: str, rows: int, length: int) -> None:
     policy = jqx.Policy({"blk/.*": "int4:group=128:asymmetric"})
     start = time.perf_counter()
     with jqx.interop.Archive(path) as archive:
-        leaf = archive.lazy if how == "lazy" else archive.read
+        leaf = archive.read if how == "eager" else archive.lazy
         params = {
             name: leaf(".".join([*name.split("/")[:-1], "weight"])) for name in names.values()
         }
         floats = [x.nbytes for x in params.values()]
-        done = jqx.ptq(apply, policy, jqx.algorithms.gptq(), progress=False)(params, batches)
-        jqx.save(out, done, resume=how == "lazy")
+        algorithm = jqx.algorithms.gptq(offload="disk" if how == "disk" else False)
+        done = jqx.ptq(apply, policy, algorithm, progress=False)(params, batches)
+        jqx.save(out, done, resume=how != "eager")
     told = {"floats": sum(floats), "largest": max(floats), "seconds": time.perf_counter() - start}
     memory = dataclasses.asdict(done.details.memory)
     print(json.dumps(told | {name: memory[name] for name in ("statistics", "activations")}))
