@@ -66,28 +66,12 @@ def write_floats(path: str) -> None:
     jqx.interop.save_leaves(path, kinds, leaves())
 
 
-def config_of(example: Any) -> Any:
-    """Returns the shape of the language model, with layers of their own."""
-    of = example.read_file().metadata
-    return example.Config(
-        layers=of["llama.block_count"],
-        width=of["llama.embedding_length"],
-        heads=of["llama.attention.head_count"],
-        kv_heads=of["llama.attention.head_count_kv"],
-        hidden=of["llama.feed_forward_length"],
-        tokens=of["llama.vocab_size"],
-        theta=of["llama.rope.freq_base"],
-        eps=of["llama.attention.layer_norm_rms_epsilon"],
-        scanned=False,
-    )
-
-
 def quantize(path: str, out: str, how: str, rows: int, length: int) -> None:
     """Quantizes it by GPTQ, and prints what it is to take."""
     import smollm2 as example
     from flax import nnx
 
-    config = config_of(example)
+    config = example.config_of(example.read_file(), scanned=False)  # layers of their own
     shapes = nnx.eval_shape(lambda: example.SmolLM(config, nnx.Rngs(0)))
     graph, state = nnx.split(shapes)
     names = {keys: "/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(state)}

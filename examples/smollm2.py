@@ -156,10 +156,10 @@ def read_file():
     return jqx.interop.read_gguf(path_of_file())
 
 
-def pretrained(file, scanned=True):
-    """Returns the model with the weights of a file, in float32."""
+def config_of(file, scanned=True):
+    """Returns the shape of the model of a file."""
     of = file.metadata
-    config = Config(
+    return Config(
         layers=of["llama.block_count"],
         width=of["llama.embedding_length"],
         heads=of["llama.attention.head_count"],
@@ -170,6 +170,11 @@ def pretrained(file, scanned=True):
         eps=of["llama.attention.layer_norm_rms_epsilon"],
         scanned=scanned,
     )
+
+
+def pretrained(file, scanned=True):
+    """Returns the model with the weights of a file, in float32."""
+    config = config_of(file, scanned)
 
     def weight(*path):
         x = file.tensors[".".join([*path, "weight"])].dequantize()

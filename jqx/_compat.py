@@ -184,18 +184,14 @@ def _broadcast_on_its_mesh(x: Any, like: Any) -> Any:
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether types say how arrays are partitioned over some axes of a mesh."""
+    return AxisType.Explicit in mesh.axis_types
+
+
 def is_explicit(eqn: Eqn) -> bool:
     """Whether the type of the result of an equation says how it is partitioned."""
-    return AxisType.Explicit in eqn.outvars[0].aval.sharding.mesh.axis_types
-
-
-def as_result_of(eqn: Eqn, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what is computed of operands in the place of an equation. In explicit sharding the
-    compiler partitions what happens inside, and the result is partitioned as its type says.
-    """
-    if not is_explicit(eqn):
-        return compute(*operands)
-    return jax.sharding.auto_axes(compute, out_sharding=eqn.outvars[0].aval.sharding)(*operands)
+    return has_explicit_axes(eqn.outvars[0].aval.sharding.mesh)
 
 
 def explicit_sharding(x: Any) -> Any:
@@ -203,27 +199,40 @@ def explicit_sharding(x: Any) -> Any:
     `None`.
     """
     sharding = jax.typeof(x).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    return sharding if has_explicit_axes(sharding.mesh) else None
+
+
+def as_result_of(eqn: Eqn, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns what is computed of operands in the place of an equation. In explicit sharding the
+    compiler partitions what happens inside, and the result is partitioned as its type says.
+    """
+    return _partitioned(
+        eqn.outvars[0].aval.sharding if is_explicit(eqn) else None, compute, operands
+    )
 
 
 def as_type_of(x: Any, compute: Callable[..., Any], *operands: Any) -> Any:
     """Returns what is computed of operands, partitioned as an array is whose type says how."""
-    sharding = explicit_sharding(x)
-    if sharding is None:
-        return compute(*operands)
-    return jax.sharding.auto_axes(compute, out_sharding=sharding)(*operands)
+    return _partitioned(explicit_sharding(x), compute, operands)
 
 
 def whole_of(compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what is computed of operands, trees of arrays. In explicit sharding the compiler
-    partitions what happens inside, and results are whole on every device.
+    """Returns what is computed of operands, trees of arrays; in explicit sharding whole on every
+    device.
     """
     known = [explicit_sharding(x) for x in jax.tree.leaves(operands)]
     mesh = next((sharding.mesh for sharding in known if sharding is not None), None)
-    if mesh is None:
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return _partitioned(whole, compute, operands)
+
+
+def _partitioned(sharding: Any, compute: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Computes with a result that is partitioned so, and all inside by the compiler; with `None` as
+    types say.
+    """
+    if sharding is None:
         return compute(*operands)
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.sharding.auto_axes(compute, out_sharding=whole)(*operands)
+    return jax.sharding.auto_axes(compute, out_sharding=sharding)(*operands)
 
 
 def is_on_a_mesh(*arrays: Any) -> bool:

@@ -109,8 +109,9 @@ class InFiles:
             for j, x in enumerate(jax.tree.leaves(part.scale)):
                 arrays[f"scale {i} {j}"] = np.asarray(x)
         path = self._path(group)
+        bare: dict[str, Any] = {name: _bare(x) for name, x in arrays.items()}
         with open(f"{path}.part", "wb") as file:
-            np.savez(file, allow_pickle=False, **{name: _bare(x) for name, x in arrays.items()})
+            np.savez(file, **bare)
         os.replace(f"{path}.part", path)
         self._kinds[group.path] = _without(grids)
         give_back()

@@ -172,14 +172,15 @@ def convert(
         call = trace_call("convert", f, params, args, kwargs)
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)
-        named = dict(zip(call.paths, call.leaves, strict=True))
         _check_used(shardings, partial_dtype, gather_axes)
-        places = weight_places("convert", known, shardings, named)
-        gather = gathered("convert", gather_axes, places)
-        parted = places if gather is None else gather.left
-        partial = partial_sums("convert", partial_dtype, parted)
-        dequantize = unsupported == "dequantize"
-        rules = _Integers(known, scales, dequantize=dequantize, partial=partial, gather=gather)
+        rules = _Integers(known, scales, dequantize=unsupported == "dequantize")
+        if partial_dtype is not None or gather_axes is not None:
+            named = dict(zip(call.paths, call.leaves, strict=True))
+            places = weight_places("convert", known, shardings, named)
+            gather = gathered("convert", gather_axes, places)
+            parted = places if gather is None else gather.left
+            partial = partial_sums("convert", partial_dtype, parted)
+            rules = dataclasses.replace(rules, partial=partial, gather=gather)
         leaves = [
             _leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)

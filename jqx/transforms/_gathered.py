@@ -11,10 +11,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._checks import require_that
-from ..tensor._shared import names_of, partition_specs
+from .._compat import has_explicit_axes
+from ..tensor._shared import names_of, shardings_of
 from ._site import Operand
 from ._trace import is_quantized
-from ._weight_places import WeightPlaces, is_explicit
+from ._weight_places import WeightPlaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,8 @@ class Gathered:
         (mesh, entries), (_, left) = self.places.of(operand, x), self.left.of(operand, x)
         if [*map(names_of, entries)] == [*map(names_of, left)]:
             return x
-        specs = partition_specs("convert", x, PartitionSpec(*left), dict(mesh.shape))
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        return jax.lax.with_sharding_constraint(x, places)
+        place = NamedSharding(mesh, PartitionSpec(*left))
+        return jax.lax.with_sharding_constraint(x, shardings_of("convert", x, place))
 
 
 def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
@@ -53,7 +53,7 @@ def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
     own = {
         name
         for place in places.known.values()
-        if not is_explicit(place.mesh)
+        if not has_explicit_axes(place.mesh)
         for entry in place.spec
         for name in names_of(entry)
     }
@@ -63,7 +63,7 @@ def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
         function=function,
         problem="`gather_axes` are no axes that weights are partitioned along.",
         given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(own)}"
-        + (", as their types say" if any(map(is_explicit, meshes)) else ""),
+        + (", as their types say" if any(map(has_explicit_axes, meshes)) else ""),
         expected="the name of an axis of a mesh, or a tuple of names, that the compiler partitions "
         "weights along, as shardings= says",
         mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "

@@ -15,12 +15,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .._checks import as_dtype, check_real, require_that
-from .._compat import Eqn
+from .._compat import Eqn, has_explicit_axes
 from ..contractions._shared import OnTheWay
 from ..tensor._shared import alone, names_of, partition_specs
 from ._site import Site
 from ._trace import is_quantized
-from ._weight_places import WeightPlaces, is_explicit
+from ._weight_places import WeightPlaces
 from .primitives import CONTRACTIONS
 
 
@@ -55,7 +55,7 @@ class PartialSums:
             return None
         for (a, b), entry in zip(pairs, summed, strict=True):
             left[a] = right[b] = entry
-        explicit = is_explicit(mesh)
+        explicit = has_explicit_axes(mesh)
         if not explicit:  # all but the contracted axes are the compiler's
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]

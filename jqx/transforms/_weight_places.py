@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._checks import require_that
+from .._compat import has_explicit_axes
 from ..contractions._shared import OnTheWay
 from ..tensor._shared import names_of, sharding_of
 from ._param_shardings import as_sharding, is_place
@@ -45,7 +46,7 @@ class WeightPlaces:
         """
         array = x.x if isinstance(x, OnTheWay) else x
         typed = sharding_of(array)
-        if typed is not None and is_explicit(typed.mesh):
+        if typed is not None and has_explicit_axes(typed.mesh):
             return typed.mesh, [*typed.spec, *[None] * (array.ndim - len(typed.spec))]
         place = self.known.get(operand.path) if operand.path is not None else None
         if place is None:
@@ -94,8 +95,3 @@ def weight_places(
         if path in weights and isinstance(place, NamedSharding)
     }
     return WeightPlaces(known, shardings is not None)
-
-
-def is_explicit(mesh: Any) -> bool:
-    """Whether types say how arrays are partitioned over some axes of a mesh."""
-    return AxisType.Explicit in mesh.axis_types
