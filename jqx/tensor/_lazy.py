@@ -13,6 +13,9 @@ from .._checks import require_that
 from .._errors import message
 from .._heap import give_back
 
+_LARGE = 1 << 20
+"""Bytes from which on memory is given back first, which takes a millisecond."""
+
 
 @called("interop.Lazy", "pass its kind, and a function that makes it.")
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,8 +79,9 @@ class Lazy:
         return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in leaves)
 
     def read(self) -> Any:
-        """Makes it, and returns it; memory that was freed goes back to the system before."""
-        give_back()
+        """Makes it, and returns it; before a large one freed memory goes back to the system."""
+        if self.nbytes >= _LARGE:
+            give_back()
         found = self.make()
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (given, self.spec)]
