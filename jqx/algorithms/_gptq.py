@@ -65,7 +65,8 @@ class Gptq:
     chosen lies in files, in the folder of the checkpoint, or in one that goes with the result, and
     the weights that are returned are lazy: `jqx.save(..., resume=True)` goes on where it was, as
     their source is a digest of the run. A stack that a scan steps over is read whole in each step:
-    layers of their own take the least. A weight that several sites share needs arrays.
+    layers of their own take the least. Where several sites share a weight, the function is run once
+    more, before.
 
     Attributes:
       damping: what is added to the diagonal of `H`, relative to its mean; ten times as much where

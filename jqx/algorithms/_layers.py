@@ -20,10 +20,8 @@ from ..transforms._shared import (
     Site,
     TracedOnce,
     contractions,
-    named_leaves,
     observed_parts,
     progress_bar,
-    rooted,
     tell,
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
@@ -40,6 +38,7 @@ from ._shelf import InFiles, InMemory, Shelf
 from ._stages import Steps
 from ._sums import Sums
 from ._traced import Traced
+from ._watch import calibrate_stages
 
 Array = np.ndarray
 
@@ -120,7 +119,7 @@ def layer_by_layer(
     shelf, current = _shelf(solver, traced, known, digests if is_lazy else None)
     weights = _Weights(solver, traced, shelf, current, known, bar)
     for matrices, group in _shared(
-        solver, f, plan, groups, params, every, rest, is_known, progress
+        solver, f, plan, groups, params, every, rest, is_known, is_lazy, progress
     ):
         if matrices:
             weights.choose(lambda own=matrices: own, stacked(matrices), group)
@@ -282,6 +281,7 @@ def _shared(
     batches: list[Any],
     rest: list[Site],
     is_known: Callable[[Site], bool],
+    is_lazy: bool,
     progress: bool,
 ) -> Iterable[tuple[list[Matrix], Group]]:
     """Yields the matrices that are not of a site that runs once, with the sums over their uses;
@@ -290,26 +290,12 @@ def _shared(
     if not rest:
         return
     patterns = {re.escape(site.path): solver.observers[".*"] for site in rest if is_known(site)}
-    stats = {}
-    lazy = [
-        path
-        for path, leaf in named_leaves("ptq", rooted(plan.params, params), plan)
-        if isinstance(leaf, Lazy)
-    ]
-    shared = next((site for site in rest if is_known(site)), None)
-    require_that(
-        shared is None or not lazy,
-        error=TypeError,
-        function=solver.function,
-        problem="a weight is shared, and parameters are not read yet.",
-        given=f"{shared.name if shared else ''!r}, whose weight several sites multiply by, or a "
-        f"loop in all its steps; {len(lazy)} lazy leaves, such as {lazy[:1]}",
-        expected="arrays: such a weight is chosen by one pass over the whole function",
-        mend="read them, jax.tree.map(lambda x: x.read(), params), or let a rule leave that weight "
-        "in float.",
-    )
-    if patterns:
-        stats = calibrate_batches(f, plan, params, batches, observers=patterns, progress=progress)
+    stats, observed = {}, {"observers": patterns, "progress": progress}
+    if patterns and is_lazy:
+        observed["weight"] = solver.weight
+        stats = calibrate_stages(f, plan, params, batches, **observed)
+    elif patterns:
+        stats = calibrate_batches(f, plan, params, batches, **observed)
     alone = {site.name for site in plan.sites} - {site.name for site in rest}
     used = {path for site in rest for path in plan.weights_in(site)}
     for group in groups:

@@ -12,14 +12,19 @@ import numpy as np
 from .. import _compat
 from .._checks import require_that
 from ..observers import ObservedSite, Observer
+from ..observers._shared import Weight
 from ..transforms import Plan, dequantize_params
 from ..transforms._shared import (
     Address,
     Entries,
     Entry,
+    GivenObservers,
     TracedOnce,
+    check_observers,
     contractions,
+    count_operand,
     entries_of,
+    places_of,
     progress_bar,
     value_of,
 )
@@ -34,20 +39,36 @@ Stats = dict[str, Any]
 
 
 def calibrate_stages(
-    f: Callable[..., Any], plan: Plan, params: Any, batches: Iterable[Any], *, progress: bool = True
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    observers: GivenObservers = None,
+    weight: Weight | None = None,
+    progress: bool = True,
 ) -> Stats:
     """Returns the statistics of `calibrate_batches`, of parameters that may be `Lazy`. Each stage
     is run on all batches before the next, and reads the leaves that it needs: activations are those
     of `calibrate_batches` but for the rounding of what is fused otherwise.
 
+    Args:
+      f: the function.
+      plan: the plan.
+      params: its parameters.
+      batches: as in `calibrate_batches`; all are held.
+      observers: as in `calibrate_batches`.
+      weight: the one that all observers have, where they have one.
+      progress: whether to show a bar.
+
     Raises:
-      NotImplementedError: a site that needs a static scale is inside of a loop that is no scan, or
-        of a `shard_map`, which is run as a whole.
+      NotImplementedError: a site that is observed is inside of a loop that is no scan, or of a
+        `shard_map`, which is run as a whole.
     """
     every, f = list(batches), TracedOnce(f)
-    traced = Traced.of(f, plan, dequantize_params(params), every, None, lazy=True)
-    first = traced.calls[0]
-    entries = entries_of("ptq", plan, first.jaxpr, contractions(first), ())
+    traced = Traced.of(f, plan, dequantize_params(params), every, weight, lazy=True)
+    first, checked = traced.calls[0], check_observers("ptq", observers)
+    entries = entries_of("ptq", plan, first.jaxpr, contractions(first), checked)
     scans = scans_around(plan, first.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     require_that(
@@ -57,10 +78,10 @@ def calibrate_stages(
         problem="the inputs of a site are not seen between stages, and parameters are not read "
         "yet.",
         given=f"{[site.name for site in beyond[:4]]}, inside of a while loop or a shard_map, with "
-        "a static scale",
+        "a static scale, or a weight that is used more than once",
         expected="sites in the function itself, in scans, in branches or in functions inside",
-        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), or let these sites "
-        "have dynamic scales.",
+        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), let these sites have "
+        "dynamic scales, or let a rule leave such a weight in float.",
     )
     needed = any(x.part.place < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
@@ -71,7 +92,9 @@ def calibrate_stages(
     if bar is not None:
         bar.close()
     seen = {key: watch.stats_of(entry) for key, entry in entries.recorded.items()}
-    return {key: seen[own] for key, own in entries.shared.items()}
+    stats = {key: seen[own] for key, own in entries.shared.items()}
+    places = places_of(plan, first, entries.places)
+    return stats | {key: make() for key, make in places.items()}
 
 
 class _Watch(Walk):
@@ -96,17 +119,21 @@ class _Watch(Walk):
             read[-1] = frame.values.get(eqn.outvars[0])
             for entry in entries:
                 if read[entry.part.place] is not None:
-                    x, sizes = (value_of(on_device(read.get(i))) for i in (entry.part.place, 2))
-                    self._put(entry, steps, jnp.asarray(x), sizes)
+                    x, sizes = (on_device(read.get(i)) for i in (entry.part.place, 2))
+                    self._put(entry, steps, x, value_of(sizes))
         if self._bar is not None and not any(steps):
             self._bar.update(len(entries))
 
-    def _put(self, entry: Entry, steps: Steps, x: jax.Array, sizes: Any) -> None:
+    def _put(self, entry: Entry, steps: Steps, x: Any, sizes: Any) -> None:
+        weights = None
+        if entry.observer.weight is not None:
+            weights = count_operand("ptq", entry.site.name, x)
         loops = {loop.address for loop in entry.site.loops}
         around = zip(self._scans[entry.site.address], steps, strict=True)
         at = tuple(int(step) for address, step in around if address in loops)
         about = replace(entry.part.about, path="")  # one program for all sites that are alike
-        own = _observed(x, sizes, observer=entry.observer, about=about)
+        seen = jnp.asarray(value_of(x)), sizes, weights
+        own = _observed(*seen, observer=entry.observer, about=about)
         seen = self._seen[entry.key]
         seen[at] = _merged(seen[at], own, observer=entry.observer) if at in seen else own
 
@@ -122,8 +149,10 @@ class _Watch(Walk):
 
 @_compat.intermediates()
 @partial(jax.jit, static_argnames=("observer", "about"))
-def _observed(x: jax.Array, sizes: Any, *, observer: Observer, about: ObservedSite) -> Any:
-    return observer.observe(x, replace(about, sizes=sizes))
+def _observed(
+    x: jax.Array, sizes: Any, weights: Any, *, observer: Observer, about: ObservedSite
+) -> Any:
+    return observer.observe(x, replace(about, sizes=sizes, weights=weights))
 
 
 @_compat.intermediates()
