@@ -88,10 +88,7 @@ def weight_places(
             for name, (_, place) in pairs
             if name is not None
         }
-    weights = {weight.path for weight in plan.weights}
-    known = {
-        path: place
-        for path, place in places.items()
-        if path in weights and isinstance(place, NamedSharding)
-    }
+    weights = [weight.path for weight in plan.weights]  # a part lies as the whole does
+    own = {path: places.get(path, places.get(plan.whole_of(path))) for path in weights}
+    known = {path: place for path, place in own.items() if isinstance(place, NamedSharding)}
     return WeightPlaces(known, shardings is not None)

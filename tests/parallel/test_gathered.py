@@ -63,6 +63,38 @@ def test_other_axes_keep_their_parts():
     np.testing.assert_allclose(run(q, x), expected, rtol=0, atol=size * 256 * 2.0**-24)
 
 
+def test_parts_of_a_stack_and_joined_weights():
+    """A part lies as the whole does; of joined weights the first tells."""
+    mesh = mesh_of(AUTO)
+
+    def f(p, x):
+        x = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["stack"])[0]
+        return x @ jnp.concatenate([p["a"], p["b"]], axis=1)
+
+    rng = np.random.default_rng(0)
+    shapes = {"stack": (3, 256, 256), "a": (256, 256), "b": (256, 128)}
+    w = {
+        name: jnp.asarray(rng.normal(size=shape) / 16, jnp.float32)
+        for name, shape in shapes.items()
+    }
+    places = {name: NamedSharding(mesh, P("data")) for name in w}
+    places["stack"] = NamedSharding(mesh, P(None, "data"))
+    given, (x, _) = jax.device_put(w, places), placed(inputs(), mesh, P("data"))
+    policy = jqx.Policy({"stack[0]": "int8:group=32", ".*": "int4:group=32"})
+    plan = jqx.make_plan(f, policy)(given, x)
+    q = jqx.quantize_params(given, plan)
+    run = jax.jit(jqx.convert(f, plan, gather_axes="data", shardings=places))
+    counted = sent(run.lower(q, x).compile())
+    whole = {key: count for key, count in counted.items() if np.prod(key[2]) > 2**15}
+    assert whole == {
+        ("all-gather", "s8", (1, 256, 256)): 2,
+        ("all-gather", "s8", (256, 384)): 1,
+    }, counted
+    expected = jax.jit(jqx.convert(f, plan))(jqx.quantize_params(w, plan), inputs())
+    size = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(run(q, x), expected, rtol=0, atol=size * 256 * 2.0**-24)
+
+
 def test_what_is_gathered_is_not_parted_in_sums():
     """With `partial_dtype` sums are parted along the other axes alone."""
     mesh = mesh_of(AUTO)
