@@ -14,7 +14,7 @@ import jqx.linen
 import jqx.nnx
 
 from ..arrays import normal
-from .models import AUTO, mesh_of
+from .models import AUTO, EXPLICIT, mesh_of
 
 init = nn.initializers.lecun_normal()
 zeros = nn.initializers.zeros_init()
@@ -42,12 +42,20 @@ class Network(nnx.Module):
         self.down = nnx.Linear(128, 64, rngs=rngs, kernel_init=down)
 
     def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
+        h = nnx.relu(self.up(x))
+        mesh = jax.typeof(h).sharding.mesh
+        if EXPLICIT not in mesh.axis_types:
+            return self.down(h)
+        return self.down(h, out_sharding=NamedSharding(mesh, P("data", None)))
 
 
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+
+@kinds
 @pytest.mark.parametrize("preset", PRESETS)
-def test_nnx(preset):
-    mesh = mesh_of(AUTO, 2, 4)
+def test_nnx(preset, kind):
+    mesh = mesh_of(kind, 2, 4)
     with jax.set_mesh(mesh):
         model = Network(nnx.Rngs(0))
     alone = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), nnx.state(model))
@@ -72,9 +80,10 @@ def test_nnx(preset):
     assert partitioned(up) == (None, "model") and partitioned(down) == ("model", None)
 
 
+@kinds
 @pytest.mark.parametrize("preset", PRESETS)
-def test_linen(preset):
-    mesh = mesh_of(AUTO, 2, 4)
+def test_linen(preset, kind):
+    mesh = mesh_of(kind, 2, 4)
     dense = nn.Dense(128, kernel_init=nn.with_partitioning(init, (None, "model")))
     x = jnp.asarray(normal(0, 16, 64))
     boxed = dense.init(jax.random.key(0), x)
