@@ -1,0 +1,37 @@
+"""Kernels of jqx for CPUs, in C++, called by XLA.
+
+jqx runs them where this package is installed, on weights that `jqx.pack_for(tree, "cpu")` has laid
+out; nothing here is called by hand.
+"""
+
+import ctypes
+import functools
+import pathlib
+
+__version__ = "0.1.0"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Returns the library of kernels.
+
+    Raises:
+      ImportError: it was built for another system, or is not there.
+    """
+    folder = pathlib.Path(__file__).parent
+    found = [path for path in folder.glob("jqx_cpu*") if path.suffix in (".so", ".dylib", ".dll")]
+    if not found:
+        raise ImportError(
+            f"jqx_cpu: there is no library in {str(folder)!r}. Build the package: pip install ./cpu"
+        )
+    try:
+        return ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        raise ImportError(f"jqx_cpu: its library cannot be loaded: {error}") from error
+
+
+def kernels() -> str:
+    """Returns the name of the instructions that kernels use on this processor."""
+    name = library().jqx_cpu_kernels
+    name.restype = ctypes.c_char_p
+    return name().decode()

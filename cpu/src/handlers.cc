@@ -1,0 +1,223 @@
+// What XLA calls. Sizes, types and alignment are checked: a wrong buffer is an error of XLA.
+
+#include <algorithm>
+#include <string>
+
+#include "products.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jqx {
+namespace {
+
+class XlaPool : public Pool {
+ public:
+  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
+  int64_t threads() const override { return threads_ < 1 ? 1 : threads_; }
+  void schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
+
+ private:
+  ffi::ThreadPool& pool_;
+  int64_t threads_;
+};
+
+std::string shape_of(const ffi::AnyBuffer& x) {
+  std::string text = "[";
+  for (const int64_t n : x.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+ffi::Error wrong(const char* function, const char* what, const ffi::AnyBuffer& x) {
+  return ffi::Error::InvalidArgument(std::string("jqx_cpu: ") + function + ": " + what +
+                                     ", given " + shape_of(x) + ".");
+}
+
+bool is_aligned(const void* data, int64_t size) {
+  return reinterpret_cast<uintptr_t>(data) % size == 0;
+}
+
+// Whether a buffer has a dtype and a shape, and lies as its dtype needs it.
+bool has(const ffi::AnyBuffer& x, ffi::DataType dtype, std::initializer_list<int64_t> shape) {
+  const auto own = x.dimensions();
+  if (x.element_type() != dtype || own.size() != shape.size()) return false;
+  if (!std::equal(shape.begin(), shape.end(), own.begin())) return false;
+  return is_aligned(x.untyped_data(), ffi::ByteWidth(dtype));
+}
+
+bool is_absent(const ffi::AnyBuffer& x) { return x.element_count() == 0; }
+
+// Reads a parameter [batch, count] or [batch, 1]; returns whether it is one, or absent.
+template <class T>
+bool read(const ffi::AnyBuffer& x, ffi::DataType dtype, int64_t batch, int64_t count, Each<T>* to) {
+  if (is_absent(x)) return true;
+  const bool one = has(x, dtype, {batch, 1});
+  if (!one && !has(x, dtype, {batch, count})) return false;
+  *to = {static_cast<const T*>(x.untyped_data()), one};
+  return true;
+}
+
+// Finds the weight of a step in a stack [steps, n, width], of one batch: as elsewhere in XLA, a step
+// beyond the ends is the last or the first. Without a step the stack is the batch.
+ffi::Error find(const char* function, const ffi::AnyBuffer& step, const ffi::AnyBuffer& w,
+                int64_t batch, int64_t* count, int64_t* at) {
+  *count = batch, *at = 0;
+  if (is_absent(step)) return ffi::Error::Success();
+  if (!has(step, ffi::S32, {1})) return wrong(function, "a step is s32[1]", step);
+  if (batch != 1) return wrong(function, "a stack is read by one batch", w);
+  *count = w.dimensions()[0];
+  const int64_t last = *count - 1, wanted = *static_cast<const int32_t*>(step.untyped_data());
+  *at = std::max<int64_t>(0, std::min(wanted, last));
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::AnyBuffer x_scale, ffi::AnyBuffer x_zero, ffi::AnyBuffer w_scale,
+                   ffi::AnyBuffer w_zero, ffi::AnyBuffer step, float low, float high,
+                   ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "product";
+  const auto rows = x.dimensions(), columns = w.dimensions();
+  if (rows.size() != 3) return wrong(kName, "rows are [batch, m, k]", x);
+  if (columns.size() != 3) return wrong(kName, "weights are [batch, n, k]", w);
+  Product p;
+  p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1], p.low = low, p.high = high;
+  int64_t count, at;
+  if (auto error = find(kName, step, w, p.batch, &count, &at); error.failure()) return error;
+  if (!has(w, ffi::S8, {count, p.n, p.k})) return wrong(kName, "weights are s8[batch, n, k]", w);
+  p.w = static_cast<const int8_t*>(w.untyped_data()) + at * p.n * p.k;
+  const bool rounds = x.element_type() == ffi::F32;
+  if (!has(x, rounds ? ffi::F32 : ffi::S8, {p.batch, p.m, p.k})) {
+    return wrong(kName, "rows are s8 or f32[batch, m, k]", x);
+  }
+  if (rounds) {
+    p.floats = static_cast<const float*>(x.untyped_data());
+    if (!(low >= -128 && low <= high && high <= 127)) {
+      return ffi::Error::InvalidArgument("jqx_cpu: product: codes are in [-128, 127].");
+    }
+  } else {
+    p.codes = static_cast<const int8_t*>(x.untyped_data());
+  }
+  if (!read(x_scale, ffi::F32, p.batch, p.m, &p.x_scale)) {
+    return wrong(kName, "scales of rows are f32[batch, m or 1]", x_scale);
+  }
+  if (!read(w_scale, ffi::F32, p.batch, p.n, &p.w_scale)) {
+    return wrong(kName, "scales of weights are f32[batch, n or 1]", w_scale);
+  }
+  if (!read(x_zero, ffi::S32, p.batch, p.m, &p.x_zero)) {
+    return wrong(kName, "zero points of rows are s32[batch, m or 1]", x_zero);
+  }
+  if (!read(w_zero, ffi::S32, p.batch, p.n, &p.w_zero)) {
+    return wrong(kName, "zero points of weights are s32[batch, n or 1]", w_zero);
+  }
+  const bool is_scaled = y->element_type() == ffi::F32;
+  if (!has(*y, is_scaled ? ffi::F32 : ffi::S32, {p.batch, p.m, p.n})) {
+    return wrong(kName, "the result is s32 or f32[batch, m, n]", *y);
+  }
+  if (is_absent(*y)) return ffi::Error::Success();
+  if ((is_scaled && p.w_scale.data == nullptr) ||
+      ((is_scaled || rounds) && p.x_scale.data == nullptr)) {
+    return ffi::Error::InvalidArgument("jqx_cpu: product: a scale is missing.");
+  }
+  if (is_scaled) {
+    p.scaled = static_cast<float*>(y->untyped_data());
+  } else {
+    p.sums = static_cast<int32_t*>(y->untyped_data());
+  }
+  XlaPool threads(pool);
+  multiply(p, kernels(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                         ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer step,
+                         int32_t bits, bool is_signed, ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "float_product";
+  const auto rows = x.dimensions(), columns = w.dimensions(), groups = scale.dimensions();
+  if (rows.size() != 3) return wrong(kName, "rows are [batch, m, k]", x);
+  if (columns.size() != 3) return wrong(kName, "weights are [batch, n, bytes]", w);
+  if (groups.size() != 3) return wrong(kName, "scales are [batch, groups, n]", scale);
+  FloatProduct p;
+  p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1];
+  p.bits = bits, p.is_signed = is_signed;
+  if (!has(x, ffi::F32, {p.batch, p.m, p.k})) return wrong(kName, "rows are f32[batch, m, k]", x);
+  if (!has(*y, ffi::F32, {p.batch, p.m, p.n})) {
+    return wrong(kName, "the result is f32[batch, m, n]", *y);
+  }
+  if (is_absent(*y)) return ffi::Error::Success();
+  const int64_t count = groups[1];
+  if (count <= 0 || p.k % count != 0 || !has_groups(p.k, p.k / count, bits)) {
+    return wrong(kName, "there is no kernel for such groups, of scales", scale);
+  }
+  p.group = p.k / count;
+  int64_t stack, at;
+  if (auto error = find(kName, step, w, p.batch, &stack, &at); error.failure()) return error;
+  const bool is_byte = w.element_type() == ffi::S8 && bits == 8;
+  const int64_t width = p.k * bits / 8;
+  if (!has(w, is_byte ? ffi::S8 : ffi::U8, {stack, p.n, width})) {
+    return wrong(kName, "weights are u8[batch, n, k * bits / 8]", w);
+  }
+  if (!has(scale, ffi::F32, {p.batch, count, p.n})) {
+    return wrong(kName, "scales are f32[batch, groups, n]", scale);
+  }
+  if (!is_absent(zero) && !has(zero, ffi::S8, {p.batch, count, p.n})) {
+    return wrong(kName, "zero points are s8[batch, groups, n]", zero);
+  }
+  p.x = static_cast<const float*>(x.untyped_data());
+  p.w = static_cast<const uint8_t*>(w.untyped_data()) + at * p.n * width;
+  p.scale = static_cast<const float*>(scale.untyped_data());
+  p.zero = is_absent(zero) ? nullptr : static_cast<const int8_t*>(zero.untyped_data());
+  p.y = static_cast<float*>(y->untyped_data());
+  XlaPool threads(pool);
+  multiply(p, kernels(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "magnitudes";
+  const auto rows = x.dimensions();
+  if (rows.size() != 2 || !has(x, ffi::F32, {rows[0], rows[1]})) {
+    return wrong(kName, "rows are f32[m, k]", x);
+  }
+  if (!has(*y, ffi::F32, {rows[0]})) return wrong(kName, "the result is f32[m]", *y);
+  XlaPool threads(pool);
+  find_magnitudes(static_cast<const float*>(x.untyped_data()), rows[0], rows[1],
+                  static_cast<float*>(y->untyped_data()), kernels(), threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jqx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_product, jqx::product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<float>("low")
+                                  .Attr<float>("high")
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<int32_t>("bits")
+                                  .Attr<bool>("is_signed")
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_magnitudes, jqx::magnitudes,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+extern "C" const char* jqx_cpu_kernels() { return jqx::kernels().name; }

@@ -1,0 +1,113 @@
+// Products of int8 rows and integer weights [columns, k], the contracted axis last in both.
+//
+// A set of kernels is for one instruction set; `kernels()` returns the best that this processor has.
+// Drivers in product.cc and rows.cc cut a problem into tiles and run a kernel on each.
+
+#ifndef JQX_CPU_KERNELS_H_
+#define JQX_CPU_KERNELS_H_
+
+#include <cstdint>
+
+namespace jqx {
+
+// Columns of a tile. The sums of a tile are int32 [rows, kColumns].
+constexpr int kColumns = 64;
+
+// Codes of rows lie in whole runs of so many, filled up with zeros.
+constexpr int64_t kRun = 64;
+
+// A row of floats as three int8 digits, fixed point relative to its largest magnitude:
+//
+//   x ~ step * (256 * (256 * high + middle) + low),   step = power * rest
+//
+// Beside weights of 8 / per bits, a run of kRun * per codes has first those that are first in their
+// byte, then those that are second, and so on: kRun * per digits in `per` parts.
+struct Digits {
+  int8_t* digits[3];  // the highest first, in whole runs
+  int32_t sums[3];    // of each
+  int32_t* lanes;     // of each 4 bytes of weights: the sum of its numbers, in whole runs
+  float power;        // a power of two that multiplies scales
+  float rest;         // what is left of the step for the result; NaN where a number is not finite
+};
+
+// Weights in groups along k: one byte has 8 / bits codes, the first in its lowest bits.
+struct GroupedWeights {
+  const uint8_t* codes;  // of the first column
+  int64_t stride;        // bytes from one column to the next
+  const float* scale;    // [groups, columns], of the first column
+  int64_t scale_stride;  // floats from one group to the next
+  int64_t k;
+  int64_t group;   // codes of a group
+  int bits;        // of a code: 8, 4 or 2
+  bool is_signed;  // whether codes are in two's complement
+
+  int per() const { return 8 / bits; }
+  int middle() const { return 1 << (bits - 1); }  // is taken from unsigned codes
+};
+
+struct Kernels {
+  const char* name;
+
+  // Rounds x / scale to the nearest integer, half to even, in [low, high]; a NaN becomes 0.
+  void (*quantize)(const float* x, int64_t n, float scale, float low, float high, int8_t* codes);
+
+  // Returns the largest magnitude, of bits without a sign: infinity is above numbers, NaN above all.
+  float (*magnitude)(const float* x, int64_t n);
+
+  // Returns the sum of codes.
+  int32_t (*sum)(const int8_t* codes, int64_t n);
+
+  // Sums of products of few rows: reads the weights as they lie. `k` is theirs; rows are filled up,
+  // and `of_rows` are their sums.
+  void (*dots)(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows, const int8_t* w,
+               int64_t w_stride, int columns, int64_t k, int32_t* sums);
+
+  // Copies weights of kColumns columns into a panel of kColumns * k bytes, k a multiple of kRun;
+  // what is beyond `columns` and `w_k` does not matter.
+  void (*pack)(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel);
+
+  // Sums of products of `rows` rows and a panel, for all kColumns columns.
+  void (*panel)(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
+                const uint8_t* panel, int64_t k, int32_t* sums);
+
+  // Takes the zero points from sums of a row: sum (x - a) (w - b), modulo 2**32.
+  void (*correct)(int32_t* sums, int columns, int64_t k, int32_t a, const int32_t* of_columns,
+                  int32_t of_row, const int32_t* b, int64_t b_stride);
+
+  // Multiplies sums of a row by two scales, the left one first.
+  void (*scale)(const int32_t* sums, int columns, float left, const float* right,
+                int64_t right_stride, float* out);
+
+  // Splits a row in digits.
+  void (*split)(const float* x, int64_t k, int per, Digits* to);
+
+  // Sums of rows and weights in groups, times scales and powers: [count, kColumns]. Unsigned codes
+  // are taken less their middle.
+  void (*grouped)(const Digits* rows, int count, const GroupedWeights& w, int columns, float* out);
+
+  // Takes zero points from such sums: of each group the sum of its numbers, times scales.
+  void (*shift)(const GroupedWeights& w, const int8_t* zero, const float* of_groups, int columns,
+                float* out);
+
+  // The same of sums of digits, three rows of int32 sums, with one scale a column.
+  void (*join)(const int32_t* sums, float power, const float* scale, int columns, float* out);
+};
+
+// Those that a processor may run: the last is for any.
+const Kernels* const* all_kernels();
+
+// The best of them.
+const Kernels& kernels();
+
+extern const Kernels kGeneric;
+#if defined(JQX_X86)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512Vnni;
+#endif
+#if defined(JQX_ARM)
+extern const Kernels kNeon;
+#endif
+
+}  // namespace jqx
+
+#endif  // JQX_CPU_KERNELS_H_

@@ -1,0 +1,7 @@
+#include "generic_kernels.inc"
+
+namespace jqx {
+
+const Kernels kGeneric = {"plain C++", quantize, magnitude, sum, dots, pack, panel, correct, scale, split, grouped, shift, join};
+
+}  // namespace jqx

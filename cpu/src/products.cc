@@ -1,0 +1,260 @@
+#include "products.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace jqx {
+namespace {
+
+// Memory in whole cache lines.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes)
+      : data_(static_cast<uint8_t*>(::operator new(bytes + 64, std::align_val_t(64)))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  template <class T>
+  T* at(int64_t byte = 0) const {
+    return reinterpret_cast<T*>(data_ + byte);
+  }
+
+ private:
+  uint8_t* data_;
+};
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+constexpr int kRows = 24;               // that are multiplied at once
+constexpr int kPanels = 4;              // of a tile, at most
+constexpr int64_t kFromPanel = 48;      // rows from which a copy of the weights pays
+constexpr int64_t kLongest = 16384;     // of a panel
+constexpr int64_t kSmall = 1 << 19;     // products that are not worth a second thread
+
+// Returns memory of this thread, kept from one tile to the next.
+uint8_t* memory_of_thread(int64_t bytes) {
+  thread_local std::unique_ptr<Buffer> held;
+  thread_local int64_t size = -1;
+  if (size < bytes) {
+    held = std::make_unique<Buffer>(bytes);
+    size = bytes;
+  }
+  return held->at<uint8_t>();
+}
+
+class OneThread : public Pool {
+ public:
+  int64_t threads() const override { return 1; }
+  void schedule(std::function<void()>) override {}
+};
+
+// Tiles of a result [batch, m, n]: a few panels of kColumns columns and some rows.
+struct Tiles {
+  int64_t panels;   // of a tile
+  int64_t columns;  // how many tiles there are along n
+  int64_t each;     // rows of a tile
+  int64_t rows;     // how many tiles there are along m
+
+  // Wide ones, whose rows are written in longer runs, but so many that threads end at about the
+  // same time.
+  Tiles(int64_t batch, int64_t m, int64_t n, int64_t threads) {
+    const int64_t all = (n + kColumns - 1) / kColumns;
+    panels = kPanels;
+    while (panels > 1 && batch * ((all + panels - 1) / panels) < 2 * threads) panels /= 2;
+    columns = (all + panels - 1) / panels;
+    const int64_t wanted = (4 * threads + batch * columns - 1) / (batch * columns);
+    each = std::max<int64_t>(up((m + wanted - 1) / wanted, kRows), kRows);
+    rows = (m + each - 1) / each;
+  }
+
+  int64_t count(int64_t batch) const { return batch * columns * rows; }
+};
+
+// One of them.
+struct Tile {
+  int64_t batch, row, row_end, column, column_end;
+
+  Tile(const Tiles& tiles, int64_t i, int64_t m, int64_t n) {
+    batch = i / (tiles.columns * tiles.rows);
+    column = i / tiles.rows % tiles.columns * tiles.panels * kColumns;
+    column_end = std::min(column + tiles.panels * kColumns, n);
+    row = i % tiles.rows * tiles.each;
+    row_end = std::min(row + tiles.each, m);
+  }
+};
+
+}  // namespace
+
+void multiply(const Product& p, const Kernels& kernels, Pool& given) {
+  OneThread alone;
+  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  const int64_t width = up(p.k, kRun);
+  const bool as_given = p.codes != nullptr && p.k == width;
+  const int64_t all_rows = p.batch * p.m;
+  Buffer copied(as_given ? 0 : all_rows * width);
+  const int8_t* rows = as_given ? p.codes : copied.at<int8_t>();
+  Buffer sums_of_rows(all_rows * 4);
+  int32_t* of_rows = sums_of_rows.at<int32_t>();
+  constexpr int64_t kSome = 8;
+  parallel_for(pool, (all_rows + kSome - 1) / kSome, [&](int64_t part) {
+    for (int64_t i = part * kSome; i < std::min((part + 1) * kSome, all_rows); ++i) {
+      if (!as_given) {
+        int8_t* to = copied.at<int8_t>(i * width);
+        if (p.codes != nullptr) {
+          std::memcpy(to, p.codes + i * p.k, p.k);
+        } else {
+          const float scale = p.x_scale.at(i / p.m, p.m, i % p.m);
+          kernels.quantize(p.floats + i * p.k, p.k, scale, p.low, p.high, to);
+        }
+        std::memset(to + p.k, 0, width - p.k);
+      }
+      of_rows[i] = kernels.sum(rows + i * width, width);
+    }
+  });
+  const bool panels = p.m >= kFromPanel && p.k <= kLongest;
+  const Tiles tiles(p.batch, p.m, p.n, pool.threads());
+  Buffer ones(p.x_zero.data == nullptr ? 0 : width);
+  if (p.x_zero.data != nullptr) std::memset(ones.at<int8_t>(), 1, width);
+  const int64_t panel_bytes = width * kColumns;
+
+  parallel_for(pool, tiles.count(p.batch), [&](int64_t index) {
+    const Tile tile(tiles, index, p.m, p.n);
+    const int64_t b = tile.batch;
+    alignas(64) int32_t sums[kRows * kColumns];
+    alignas(64) int32_t of_columns[kPanels][kColumns];
+    uint8_t* packed = panels ? memory_of_thread(tiles.panels * panel_bytes) : nullptr;
+    for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
+      const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
+      const int64_t at = (j - tile.column) / kColumns;
+      const int8_t* w = p.w + (b * p.n + j) * p.k;
+      if (panels) kernels.pack(w, p.k, columns, p.k, packed + at * panel_bytes);
+      if (p.x_zero.data != nullptr) {
+        const int32_t of_ones = int32_t(width);
+        kernels.dots(ones.at<int8_t>(), width, &of_ones, 1, w, p.k, columns, p.k, of_columns[at]);
+      }
+    }
+    for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
+      const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
+      const int8_t* own = rows + (b * p.m + i) * width;
+      const int32_t* sums_of = of_rows + b * p.m + i;
+      for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
+        const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
+        const int64_t at = (j - tile.column) / kColumns;
+        if (panels) {
+          kernels.panel(own, width, sums_of, some, packed + at * panel_bytes, width, sums);
+        } else {
+          const int8_t* w = p.w + (b * p.n + j) * p.k;
+          kernels.dots(own, width, sums_of, some, w, p.k, columns, p.k, sums);
+        }
+        for (int r = 0; r < some; ++r) {
+          int32_t* total = sums + r * kColumns;
+          if (p.x_zero.data != nullptr || p.w_zero.data != nullptr) {
+            const int32_t a = p.x_zero.data == nullptr ? 0 : p.x_zero.at(b, p.m, i + r);
+            kernels.correct(total, columns, p.k, a,
+                            p.x_zero.data == nullptr ? nullptr : of_columns[at], sums_of[r],
+                            p.w_zero.from(b, p.n, j), p.w_zero.stride());
+          }
+          const int64_t to = (b * p.m + i + r) * p.n + j;
+          if (p.sums != nullptr) {
+            std::memcpy(p.sums + to, total, columns * sizeof(int32_t));
+          } else {
+            const float left = p.x_scale.at(b, p.m, i + r);
+            kernels.scale(total, columns, left, p.w_scale.from(b, p.n, j), p.w_scale.stride(),
+                          p.scaled + to);
+          }
+        }
+      }
+    }
+  });
+}
+
+bool has_groups(int64_t k, int64_t group, int bits) {
+  if (bits != 8 && bits != 4 && bits != 2) return false;
+  const int64_t in_lane = 32 / bits, in_run = 16 * in_lane;
+  if (k <= 0 || group <= 0 || k * bits % 8 != 0) return false;
+  if (group == k) return true;
+  if (k % group != 0) return false;
+  return group % in_run == 0 || group == 8 * in_lane || group == 4 * in_lane || group == 2 * in_lane;
+}
+
+void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
+  OneThread alone;
+  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  const int per = 8 / p.bits;
+  const int64_t width = up(p.k, kRun * per), lanes = width / (4 * per), groups = p.k / p.group;
+  const int64_t stride = p.k / per;
+  // One scale a column and whole bytes: sums of digits stay integers to the end.
+  const bool whole = p.bits == 8 && groups == 1 && p.is_signed;
+  const int64_t all_rows = p.batch * p.m;
+  Buffer digits(all_rows * 3 * width), sums(all_rows * lanes * 4), told(all_rows * sizeof(Digits));
+  Buffer of_groups(p.zero == nullptr ? 0 : all_rows * groups * 4);
+  Digits* rows = told.at<Digits>();
+  parallel_for(pool, all_rows, [&](int64_t i) {
+    for (int d = 0; d < 3; ++d) rows[i].digits[d] = digits.at<int8_t>((i * 3 + d) * width);
+    rows[i].lanes = sums.at<int32_t>(i * lanes * 4);
+    kernels.split(p.x + i * p.k, p.k, per, rows + i);
+    if (p.zero == nullptr) return;
+    const int64_t in_group = groups == 1 ? lanes : lanes * p.group / width;
+    float* own = of_groups.at<float>(i * groups * 4);
+    for (int64_t g = 0; g < groups; ++g) {
+      int64_t total = 0;
+      const int64_t stop = std::min((g + 1) * in_group, lanes);
+      for (int64_t l = g * in_group; l < stop; ++l) total += rows[i].lanes[l];
+      own[g] = float(total) * rows[i].power;
+    }
+  });
+  const Tiles tiles(p.batch, p.m, p.n, pool.threads());
+
+  parallel_for(pool, tiles.count(p.batch), [&](int64_t index) {
+    const Tile tile(tiles, index, p.m, p.n);
+    const int64_t b = tile.batch;
+    alignas(64) float found[kRows * kColumns];
+    alignas(64) int32_t totals[3 * kRows * kColumns];
+    for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
+      const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
+      const int64_t at = b * groups * p.n + j;
+      const GroupedWeights w = {p.w + (b * p.n + j) * stride, stride, p.scale + at, p.n, p.k,
+                                p.group, p.bits, p.is_signed};
+      for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
+        const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
+        const Digits* own = rows + b * p.m + i;
+        if (whole) {
+          const int8_t* codes = reinterpret_cast<const int8_t*>(w.codes);
+          int32_t sums_of[3 * kRows];
+          for (int r = 0; r < some; ++r) std::memcpy(sums_of + 3 * r, own[r].sums, 12);
+          kernels.dots(own->digits[0], width, sums_of, 3 * some, codes, stride, columns, p.k,
+                       totals);
+        } else {
+          kernels.grouped(own, some, w, columns, found);
+        }
+        for (int r = 0; r < some; ++r) {
+          float* y = found + r * kColumns;
+          if (whole) kernels.join(totals + 3 * r * kColumns, own[r].power, w.scale, columns, y);
+          if (p.zero != nullptr) {
+            const float* of_row = of_groups.at<float>(((b * p.m + i + r) * groups) * 4);
+            kernels.shift(w, p.zero + at, of_row, columns, y);
+          }
+          float* to = p.y + (b * p.m + i + r) * p.n + j;
+          for (int c = 0; c < columns; ++c) to[c] = y[c] * own[r].rest;
+        }
+      }
+    }
+  });
+}
+
+void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
+                Pool& given) {
+  OneThread alone;
+  Pool& pool = m * k < kSmall / 8 ? static_cast<Pool&>(alone) : given;
+  const int64_t some = std::max<int64_t>(1, m / (8 * pool.threads()));
+  parallel_for(pool, (m + some - 1) / some, [&](int64_t part) {
+    for (int64_t i = part * some; i < std::min((part + 1) * some, m); ++i) {
+      y[i] = kernels.magnitude(x + i * k, k);
+    }
+  });
+}
+
+}  // namespace jqx

@@ -1,0 +1,177 @@
+// Compares all kernels that this processor runs with plain loops, on random shapes, without XLA:
+// built with sanitizers it also tells reads and writes beyond what is given.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "products.h"
+
+namespace {
+
+using jqx::Kernels;
+
+// Each piece of work has a thread of its own.
+class Threads : public jqx::Pool {
+ public:
+  ~Threads() override {
+    for (auto& thread : threads_) thread.join();
+  }
+  int64_t threads() const override { return 4; }
+  void schedule(std::function<void()> work) override { threads_.emplace_back(std::move(work)); }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+std::mt19937 generator(0);
+int failures = 0;
+
+int64_t between(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(generator);
+}
+
+template <class T>
+std::vector<T> numbers(int64_t count, int64_t low, int64_t high) {
+  std::vector<T> found(count);
+  for (auto& x : found) x = static_cast<T>(between(low, high));
+  return found;
+}
+
+std::vector<float> floats(int64_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<float> found(count);
+  for (auto& x : found) x = normal(generator);
+  return found;
+}
+
+void check(bool holds, const Kernels& kernels, const std::string& what) {
+  if (holds) return;
+  ++failures;
+  std::printf("WRONG (%s): %s\n", kernels.name, what.c_str());
+}
+
+void check_products(const Kernels& kernels) {
+  const int64_t batch = between(1, 3), m = between(1, between(0, 1) ? 6 : 90);
+  const int64_t n = between(1, 150), k = between(1, 300);
+  const auto x = numbers<int8_t>(batch * m * k, -128, 127);
+  const auto w = numbers<int8_t>(batch * n * k, -128, 127);
+  const bool one_x = between(0, 1), one_w = between(0, 1), rounds = between(0, 1);
+  const auto x_zero = numbers<int32_t>(batch * (one_x ? 1 : m), -128, 127);
+  const auto w_zero = numbers<int32_t>(batch * (one_w ? 1 : n), -128, 127);
+  auto x_scale = floats(batch * m), w_scale = floats(batch * n);
+  for (auto& s : x_scale) s = 0.01f + std::fabs(s) / 100;
+  const auto real = floats(batch * m * k);
+  std::vector<int8_t> codes(x);
+  if (rounds) {
+    for (int64_t i = 0; i < batch * m * k; ++i) {
+      const float y = std::nearbyint(real[i] / x_scale[i / k]);
+      codes[i] = static_cast<int8_t>(std::min(std::max(y, -127.0f), 127.0f));
+    }
+  }
+  std::vector<int32_t> sums(batch * m * n), expected(batch * m * n);
+  std::vector<float> scaled(batch * m * n);
+  jqx::Product p;
+  p.batch = batch, p.m = m, p.n = n, p.k = k, p.low = -127, p.high = 127;
+  if (rounds) {
+    p.floats = real.data();
+  } else {
+    p.codes = x.data();
+  }
+  p.w = w.data();
+  p.x_scale = {x_scale.data(), false};
+  p.w_scale = {w_scale.data(), false};
+  const bool has_x = between(0, 1), has_w = between(0, 1);
+  if (has_x) p.x_zero = {x_zero.data(), one_x};
+  if (has_w) p.w_zero = {w_zero.data(), one_w};
+  const std::string shape = std::to_string(batch) + " x " + std::to_string(m) + " x " +
+                            std::to_string(k) + " x " + std::to_string(n);
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        int64_t total = 0;
+        const int64_t a = has_x ? x_zero[one_x ? b : b * m + i] : 0;
+        const int64_t c = has_w ? w_zero[one_w ? b : b * n + j] : 0;
+        for (int64_t l = 0; l < k; ++l) {
+          total += (codes[(b * m + i) * k + l] - a) * (w[(b * n + j) * k + l] - c);
+        }
+        expected[(b * m + i) * n + j] = static_cast<int32_t>(total);
+      }
+    }
+  }
+  Threads pool;
+  p.sums = sums.data();
+  jqx::multiply(p, kernels, pool);
+  check(sums == expected, kernels, "sums of " + shape);
+  p.sums = nullptr, p.scaled = scaled.data();
+  jqx::multiply(p, kernels, pool);
+  bool same = true;
+  for (int64_t i = 0; i < batch * m * n; ++i) {
+    const int64_t row = i / n, column = i / (m * n) * n + i % n;
+    same &= scaled[i] == float(expected[i]) * x_scale[row] * w_scale[column];
+  }
+  check(same, kernels, "scaled sums of " + shape);
+}
+
+void check_float_products(const Kernels& kernels) {
+  const int bits = 1 << between(1, 3), per = 8 / bits, middle = 1 << (bits - 1);
+  const int64_t of_lanes[] = {2, 4, 8, 16, 32}, in_lane = 4 * per;
+  const bool whole = between(0, 3) == 0;
+  const int64_t groups = whole ? 1 : between(1, 5);
+  const int64_t group = whole ? between(1, 40) * per : in_lane * of_lanes[between(0, 4)];
+  const int64_t batch = between(1, 2), m = between(1, 9), n = between(1, 140), k = groups * group;
+  if (!jqx::has_groups(k, group, bits)) return check(false, kernels, "there is no such group");
+  const bool is_signed = between(0, 1), has_zero = between(0, 1);
+  const auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);
+  auto scale = floats(batch * groups * n);
+  const auto zero = numbers<int8_t>(batch * groups * n, -middle, middle - 1);
+  const auto x = floats(batch * m * k);
+  std::vector<float> y(batch * m * n);
+  jqx::FloatProduct p = {batch, m, n, k, group, bits, is_signed, x.data(), w.data(), scale.data(),
+                         has_zero ? zero.data() : nullptr, y.data()};
+  Threads pool;
+  jqx::multiply(p, kernels, pool);
+  double worst = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        double total = 0, size = 1e-9, largest = 0;
+        for (int64_t l = 0; l < k; ++l) {
+          const float value = x[(b * m + i) * k + l];
+          largest = std::max<double>(largest, std::fabs(value));
+        }
+        for (int64_t l = 0; l < k; ++l) {
+          const int byte = w[((b * n + j) * k + l) / per];
+          int code = byte >> (l % per * bits) & ((1 << bits) - 1);
+          code = is_signed ? (code ^ middle) - middle : code - middle;
+          const int64_t at = (b * groups + l / group) * n + j;
+          const double real = double(scale[at]) * (code - (has_zero ? zero[at] : 0));
+          total += x[(b * m + i) * k + l] * real;
+          size += largest * std::fabs(scale[at]) * middle;
+        }
+        worst = std::max(worst, std::fabs(y[(b * m + i) * n + j] - total) / size);
+      }
+    }
+  }
+  check(worst < 1e-6, kernels, "floats beside " + std::to_string(bits) + " bits in groups of " +
+                                    std::to_string(group) + ": " + std::to_string(worst));
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int rounds = count > 1 ? std::atoi(arguments[1]) : 100;
+  for (const Kernels* const* each = jqx::all_kernels(); *each != nullptr; ++each) {
+    std::printf("%s\n", (*each)->name);
+    for (int i = 0; i < rounds; ++i) {
+      check_products(**each);
+      check_float_products(**each);
+    }
+  }
+  std::printf("%d wrong\n", failures);
+  return failures > 0;
+}
