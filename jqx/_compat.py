@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -250,50 +250,6 @@ def is_on_a_mesh(*arrays: Any) -> bool:
 def varies_along(x: Any) -> frozenset[str]:
     """Returns the mesh axes along which an array is marked to differ from device to device."""
     return jax.typeof(x).mat.varying
-
-
-_for_kernel = jex_core.Primitive("jqx_for_kernel")
-_for_kernel.def_impl(lambda x, **_: x)
-_for_kernel.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_for_kernel, lambda cotangent, x, **_: [cotangent])
-batching.defvectorized(_for_kernel)
-
-
-def _lower_for_kernel(
-    ctx: Any, x: Any, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
-) -> list[Any]:
-    if ctx.module_context.lowering_parameters.for_export:
-        raise ValueError(exported)
-    around = ctx.module_context.axis_context
-    if hasattr(around, "manual_axes"):  # in a shard_map
-        automatic = around.manual_axes != frozenset(around.mesh.axis_names)
-    else:
-        automatic = getattr(around, "num_devices", None) not in (None, 1)
-    if automatic:
-        raise ValueError(partitioned)
-    chip = chip_at_hand()
-    if chips and chip and chip not in chips:
-        raise ValueError(other.format(chip=chip))
-    return [x]
-
-
-mlir.register_lowering(_for_kernel, _lower_for_kernel)
-
-
-def chip_at_hand() -> str:
-    """Returns the kind of TPU that this process has, or an empty string."""
-    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
-
-
-def for_kernel(
-    x: jax.Array, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
-) -> jax.Array:
-    """Returns an array that a kernel reads. A ValueError of these texts is raised where it is
-    lowered for `jax.export`, for a program that the compiler parts over devices, or on a TPU of
-    another kind than those that are named, if any is.
-    """
-    told = {"exported": exported, "partitioned": partitioned, "other": other}
-    return _for_kernel.bind(x, chips=chips, **told)
 
 
 def shape_that_varies(shape: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:

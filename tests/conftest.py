@@ -13,6 +13,8 @@ import jax
 import pytest
 from jax._src import compiler
 
+from jqx import _package_cpu
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -117,3 +119,10 @@ def _programs(request):
     jax.config.update("jax_disable_most_optimizations", not own.startswith(OPTIMIZED))
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _without_the_package_of_kernels(request, monkeypatch):
+    """What jqx computes alone is tested as if jqx-cpu were not installed."""
+    if "package_cpu" not in request.path.parts:
+        monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)

@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
+from .. import _package_cpu
 from .._checks import is_at_least
+from .._compat_kernels import alone_or_in_parts
 from .._errors import message
+
+LARGE = 2**14
+"""Elements of an array for which a kernel is called."""
+
+LEAST = 32
+"""Elements that share a scale, likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +147,36 @@ class Groups:
         As integers: magnitudes are ordered as their bits are, NaN above all. XLA on CPU loses NaN
         in a maximum of floats along 32 contiguous elements or more (jaxlib 0.10.2).
         """
-        forms = {"cpu": self._in_steps, "tpu": self._on_tpu, "default": self._at_once}
+        forms = {"cpu": self._on_cpu, "tpu": self._on_tpu, "default": self._at_once}
         largest = lax.platform_dependent(self.split(x), **forms)
         return largest.reshape(self.scale_shape)
+
+    def _on_cpu(self, x: jax.Array) -> jax.Array:
+        """By a kernel of jqx-cpu, where it is installed and elements that share a scale lie next to
+        each other. XLA computes what the kernel reads once; else it would do so for the maximum,
+        and again for what is scaled.
+        """
+        first = self.axes[0] if self.axes else x.ndim
+        together = self.axes == tuple(range(first, x.ndim))
+        known = not any(map(export.is_symbolic_dim, x.shape))
+        if not (
+            _package_cpu.is_installed()
+            and x.dtype == jnp.float32
+            and known
+            and together
+            and x.size >= LARGE
+            and math.prod(x.shape[first:]) >= LEAST
+        ):
+            return self._in_steps(x)
+        return alone_or_in_parts(self._by_kernel, self._in_steps, lax.stop_gradient(x))
+
+    def _by_kernel(self, x: jax.Array) -> jax.Array:
+        kept = [1 if axis in self.axes else n for axis, n in enumerate(x.shape)]
+        rows = math.prod(kept)
+        parts = 64 if rows < 64 and x.size // rows % 64 == 0 else 1
+        found = _package_cpu.magnitudes(x.reshape(rows * parts, -1))
+        bits = jnp.max(_magnitude_bits(found).reshape(rows, parts), axis=1)
+        return lax.bitcast_convert_type(bits, x.dtype).reshape(kept)
 
     def _in_steps(self, x: jax.Array) -> jax.Array:
         bits = _magnitude_bits(x)

@@ -2,6 +2,7 @@
 before the product.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,13 +18,17 @@ from ..numerics._shared import RoundMode
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import fit, kernel_of
 from ._dot_general import as_stored, contract, is_empty
-from ._how._formulation import PLATFORMS, Planner, formulation
+from ._how._formulation import CPU, PLATFORMS, Planner, formulation
+from ._how._kernels_cpu import by_kernel, multiplies_bytes, quantizing
 from ._how._kernels_of_codes import derived_as, multiplies_codes, products
 from ._how._scales import HowTo
+from ._integers._integer import in_fitting_shapes
 from ._what._dimensions import Dimensions
 
 FEW = 64
-"""Rows up to which a GPU quantizes them anew for each tile of columns; more are quantized first."""
+"""Rows up to which a GPU quantizes them anew for each tile of columns; more are quantized first. On
+CPU sites that read one array share its codes, which costs more than a call when there are many.
+"""
 
 
 class OnTheWay(NamedTuple):
@@ -160,6 +165,29 @@ def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told
     return _by_kernel(x, scale, q, told, products_gpu)
 
 
+def _is_for_package(case: Rows) -> bool:
+    how, spec = case.how
+    few = how.dimensions.rows(case.lhs) <= FEW
+    return few and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
+
+
+@formulation(
+    "a float operand to be quantized, beside a weight that is laid out for jqx-cpu: its kernel "
+    "makes the codes, multiplies them exactly, and scales the sums as it writes them",
+    CPU,
+    _is_for_package,
+    op="dot_general:quantized",
+    finds=True,
+)
+def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
+    kernel = functools.partial(quantizing, how=told.how, form=format_of(told.spec.qtype))
+
+    def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
+        return in_fitting_shapes(quantized(x, scale, told.spec), q, told.how)
+
+    return derived_as(functools.partial(by_kernel, kernel, plain), plain)(x, scale, q)
+
+
 @formulation(
     "a float operand to be quantized, beside a weight that no kernel reads here: it is quantized "
     "first",
@@ -173,7 +201,11 @@ def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> ja
 
 
 ON_THE_WAY = Planner(
-    "dot_general:quantized", kernel_quantizing_tpu, kernel_quantizing_gpu, quantize_first
+    "dot_general:quantized",
+    kernel_quantizing_tpu,
+    kernel_quantizing_gpu,
+    package_quantizing,
+    quantize_first,
 )
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 SHAPED = ("broadcast", "bitcast", "reshape", "transpose", "copy")
-LIBRARY = re.compile(r"matmul|gemm|conv|triton|mosaic|cudnn|tpu_custom_call|dot", re.IGNORECASE)
+LIBRARY = re.compile(
+    r"matmul|gemm|conv|triton|mosaic|cudnn|tpu_custom_call|dot|jqx_cpu_\w*product", re.IGNORECASE
+)
 MULTIPLIES = re.compile(r"/(dot_general|conv_general_dilated|ragged_dot\w*)$")
 CODES = re.compile(r"[su][248]|f8e[45]\w*|f4e2m1fn|f6\w+")
 """Dtypes of codes; float8_e8m0fnu holds scales alone."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import _compat
+from .. import _compat, _compat_kernels
 from .._errors import message
 
 
@@ -78,7 +78,7 @@ def call(
         result = jax.tree.map(lambda shape: _compat.shape_that_varies(shape, axes), result)
     if not interpret:
         texts = {"exported": _EXPORTED, "partitioned": _PARTITIONED, "other": _OTHER}
-        first = _compat.for_kernel(arrays[0], chips=chips, **texts)
+        first = _compat_kernels.for_kernel(arrays[0], chips=chips, **texts)
         arrays = (first, *arrays[1:])
     run = pl().pallas_call(kernel, result, name=name, interpret=interpret, **options)
     with jax.named_scope(f"multiplies_{_name_in_hlo(jnp.dtype(multiplies))}"):

@@ -75,3 +75,27 @@ def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Arr
         codes = whole if codes is None else codes | whole
     # Bytes are joined before they are widened, else XLA on CPU widens each part by itself.
     return lax.optimization_barrier(codes)
+
+
+@partial(jax.jit, static_argnames=("bits", "axis"))
+def pack_neighbours(codes: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Packs unsigned codes of 1, 2 or 4 bits so that those in a byte follow each other along the
+    axis, the first in the lowest bits, as kernels for CPUs read them; whole bytes alone.
+    """
+    count = 8 // bits
+    shape = (*codes.shape[:axis], codes.shape[axis] // count, count, *codes.shape[axis + 1 :])
+    parts = codes.reshape(shape).astype(jnp.int32)
+    place = lax.broadcasted_iota(jnp.int32, shape, axis + 1) * bits
+    return lax.reduce(parts << place, np.int32(0), lax.bitwise_or, (axis + 1,)).astype(jnp.uint8)
+
+
+@partial(jax.jit, static_argnames=("bits", "axis"))
+def unpack_neighbours(packed: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Inverts `pack_neighbours`."""
+    count, n = 8 // bits, packed.shape[axis]
+    shape = (*packed.shape[: axis + 1], count, *packed.shape[axis + 1 :])
+    place = lax.broadcasted_iota(jnp.uint8, shape, axis + 1) * jnp.uint8(bits)
+    parts = (lax.expand_dims(packed, (axis + 1,)) >> place) & jnp.uint8(2**bits - 1)
+    codes = parts.reshape(*packed.shape[:axis], n * count, *packed.shape[axis + 1 :])
+    # Joined before they are widened, as `unpack_bits` has it.
+    return lax.optimization_barrier(codes)

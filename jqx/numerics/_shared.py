@@ -25,9 +25,11 @@ from ._lookup import formats_by_name as formats_by_name
 from ._lookup import name_of_qtype as name_of_qtype
 from ._minifloats import MINIFLOATS as MINIFLOATS
 from ._packing import pack_bits as pack_bits
+from ._packing import pack_neighbours as pack_neighbours
 from ._packing import packed_length as packed_length
 from ._packing import planes_of as planes_of
 from ._packing import unpack_bits as unpack_bits
+from ._packing import unpack_neighbours as unpack_neighbours
 from ._powers import exponent_of as exponent_of
 from ._powers import power_below as power_below
 from ._powers import times_power_of_two as times_power_of_two

@@ -1,17 +1,20 @@
-"""Which weights a kernel of jqx reads on a GPU or a TPU, and how they lie for it.
+"""Which weights a kernel of jqx reads, and how they lie for it.
 
 Compilers multiply by one scale for each channel after the product, and convert integers and 8-bit
 floats inside of it. Kernels are for what they do otherwise: scales in blocks along the contracted
-axis, codes that are looked up, and rows that are quantized on the way.
+axis, codes that are looked up, and rows that are quantized on the way. Those for CPUs are in the
+package jqx-cpu, and are for integers.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from .. import _compat, _package_cpu
 from ..numerics import Block, Integer, format_of
 from ..numerics._shared import bit_width
-from ._layout import Layout, lies_in_nibbles
+from ._layout import Layout, Packing, lies_in_nibbles, lies_otherwise
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 """8-bit floats that kernels convert."""
@@ -42,7 +45,9 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
     looked_up = lies_in_nibbles(form)
     is_integer = isinstance(element, Integer) and form.bits <= 8
     known = looked_up or is_integer or form.storage in FLOAT8
-    if platform == "cpu" or not known or q.size == 0 or n % size:
+    if platform == "cpu":
+        return _for_package(q, axis, form)
+    if not known or q.size == 0 or n % size:
         return None
     # Of one scale a channel, rows are quantized on the way; on a GPU XLA's own product is as good.
     if not looked_up and size == n and platform == "gpu":
@@ -54,6 +59,26 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
     # The matrix units of TPU7x alone convert float4.
     native = target == "tpu7x" and form.storage == jnp.float4_e2m1fn
     return Layout(swapped=axis == -1, uint4=looked_up and not native, kernel=platform)
+
+
+def _for_package(q: Any, axis: int, form: Any) -> Layout | None:
+    """Returns how codes lie for jqx-cpu, where it is installed: the contracted axis last, of less
+    than 8 bits without gaps.
+    """
+    n, size = q.shape[axis], q.groups.sizes[axis]
+    has_kernel = isinstance(form, Integer) and _package_cpu.has_groups(n, size, form.bits)
+    if not (has_kernel and q.size and _package_cpu.is_installed()) or _is_parted(q.values):
+        return None
+    packing = Packing(axis, n) if form.bits < 8 else None
+    int8 = form.bits == 8 and lies_otherwise(form)
+    return Layout(packing=packing, swapped=axis == -2, int8=int8, kernel="cpu")
+
+
+def _is_parted(x: Any) -> bool:
+    """Whether an array is on several devices, over which compilers part no kernel."""
+    known = isinstance(x, jax.ShapeDtypeStruct) or _compat.is_concrete(x)
+    sharding = x.sharding if known else _compat.explicit_sharding(x)
+    return sharding is not None and len(sharding.device_set) > 1
 
 
 def kernel_of(q: Any) -> str:

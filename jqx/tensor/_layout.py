@@ -13,14 +13,20 @@ from jax import lax
 from .._added import added
 from .._checks import require_that
 from ..numerics import Block, Integer, QType, format_of
-from ..numerics._shared import is_signed, pack_bits, unpack_bits
+from ..numerics._shared import (
+    is_signed,
+    pack_bits,
+    pack_neighbours,
+    unpack_bits,
+    unpack_neighbours,
+)
 from ._order import check_same_axis, permuted_axis
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
 
 
-KERNELS = ("tpu", "gpu")
+KERNELS = ("tpu", "gpu", "cpu")
 """Where kernels of jqx run."""
 
 
@@ -44,11 +50,13 @@ class Layout:
 
     Attributes:
       packing: codes of less than 8 bits without gaps in bytes; `None` where they are not packed.
+        For a kernel on CPU those in a byte follow each other along the axis.
       swapped: the last two axes of `values` are swapped; those of shape, scale and zero point are
         not.
       int8: integers of another dtype of 8 bits or fewer lie as int8; those of uint8 less 128.
       uint4: codes of 4 bits or fewer that are no integers, such as nf4 and float4, lie as uint4.
-      kernel: `"tpu"` or `"gpu"` where a kernel of jqx reads them there; an empty string elsewhere.
+      kernel: `"tpu"`, `"gpu"` or `"cpu"` where a kernel of jqx reads them there; an empty string
+        elsewhere.
     """
 
     packing: Packing | None = None
@@ -247,7 +255,7 @@ def _unpacked(q: Any) -> jax.Array:
 
 
 def lay_out(q: T, layout: Layout) -> T:
-    """Returns the same array with another layout, not packed; itself where it has it."""
+    """Returns the same array with another layout; itself where it has it."""
     if (q.layout or Layout()) == layout:
         return q
     if isinstance(q.values, jax.ShapeDtypeStruct):
@@ -262,9 +270,15 @@ def _laid_out(q: Any, layout: Layout) -> jax.Array:
         codes = to_int8(q.codes, form)
     elif layout.uint4:
         codes = form.to_bits(q.codes).astype(jnp.uint4)
+    elif layout.packing is not None:
+        codes = form.to_bits(q.unpack().values)
     else:
         codes = q.unpack().values
-    return _swap_last(codes) if layout.swapped else codes
+    codes = _swap_last(codes) if layout.swapped else codes
+    if layout.stored_axis is None:
+        return codes
+    pack = pack_neighbours if layout.kernel == "cpu" else pack_bits
+    return pack(codes, form.bits, layout.stored_axis + codes.ndim)
 
 
 def transpose(q: T, order: tuple[int, ...]) -> T:
@@ -309,8 +323,10 @@ def _bits(q: Any) -> jax.Array:
     """Returns codes of few bits as bits in a byte each, in the order of the values."""
     if q.layout.packing is None:
         return q.values.astype(jnp.uint8)
-    axis = q.layout.stored_axis + q.values.ndim
-    return unpack_bits(q.values, format_of(q.qtype).bits, axis, q.layout.packing.length)
+    axis, bits = q.layout.stored_axis + q.values.ndim, format_of(q.qtype).bits
+    if q.layout.kernel == "cpu":
+        return unpack_neighbours(q.values, bits, axis)
+    return unpack_bits(q.values, bits, axis, q.layout.packing.length)
 
 
 def _swap_last(x: jax.Array) -> jax.Array:

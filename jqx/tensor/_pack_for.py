@@ -26,9 +26,11 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     | `"tpu"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"` | [K, N], for a kernel | [K, N], for a kernel |
 
     On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
-    byte each; elsewhere codes keep their dtype. Packed codes are unpacked.
+    byte each; elsewhere codes keep their dtype. Packed codes are unpacked. Where the package
+    jqx-cpu is installed, its kernels read integers of 8, 4 and 2 bits, with one scale or with
+    blocks: [N, K], those of 4 and 2 bits packed along K.
 
-    Kernels (in Pallas) read the codes in the bits that they have. They are for integers of 8 bits
+    Kernels in Pallas read the codes in the bits that they have. They are for integers of 8 bits
     or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits
     or fewer that are looked up, float4 and codebooks, with any scale: those lie as uint4 (float4 on
     TPU7x as it is). On a GPU codes of 2 bits have none, nor have those of 4 bits where an axis is

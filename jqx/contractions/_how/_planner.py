@@ -21,6 +21,7 @@ from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
 from ._kernels import kernel_gpu, kernel_tpu
+from ._kernels_cpu import package_codes, package_floats, package_sums
 from ._kernels_of_codes import (
     float8_groups,
     float8_groups_in_tiles,
@@ -37,6 +38,8 @@ def _widens_in_a_row(case: Product) -> bool:
 
 PRODUCTS = Planner(
     "dot_general",
+    package_codes,
+    package_floats,
     kernel_tpu,
     kernel_gpu,
     kernel_of_codes_tpu,
@@ -61,6 +64,7 @@ PRODUCTS = Planner(
 
 SUMS = Planner(
     "dot_general:int32",
+    package_sums,
     accumulator_shaped,
     dataclasses.replace(accumulator_shaped, platforms=ELSEWHERE, applies=_widens_in_a_row),
     accumulator,

@@ -219,6 +219,8 @@ def _runs(q: QTensor, axis: int) -> int | None:
     if packing is None or packing.axis + q.ndim != axis:
         return 1
     bits = format_of(q.qtype).bits
+    if q.layout is not None and q.layout.kernel == "cpu":
+        return None  # those in a byte follow each other
     return 8 // bits if bits in (1, 2, 4) and q.shape[axis] * bits % 8 == 0 else None
 
 

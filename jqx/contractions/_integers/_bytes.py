@@ -46,7 +46,7 @@ def as_int8(q: QTensor) -> QTensor:
         zero = to_int8(zero, form)
     elif is_flipped(form):
         zero = jnp.full((1,) * q.ndim, -128, jnp.int8)
-    lies_so = q.layout == Layout(int8=True)
+    lies_so = q.layout in (Layout(int8=True), Layout(int8=True, kernel="cpu"))
     values = q.values if lies_so else to_int8(q.codes, form)
     return dataclasses.replace(q, values=values, zero_point=zero, qtype=jnp.int8, layout=None)
 

@@ -97,6 +97,11 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return sum_of_blocks(lhs, rhs, how.dimensions, compute, how.block)
 
 
+def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    """Multiplies without blocks in the shapes that are fast on CPU."""
+    return _integer(lhs, rhs, how, fitting)
+
+
 def _is_shaped(case: Any) -> bool:
     """Whether XLA on CPU would not hand a large product to its int8 library as it stands."""
     whole = case.are_bytes and case.is_large and case.block is None

@@ -1,0 +1,69 @@
+"""The package jqx-cpu, kernels in C++ (the folder `cpu`): whether it is there, and what it has."""
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+
+from ._checks import require_that
+
+NAME = "jqx_cpu"
+HANDLERS = ("product", "float_product", "magnitudes")
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Whether there is such a package."""
+    return importlib.util.find_spec(NAME) is not None
+
+
+@functools.cache
+def register() -> None:
+    """Tells XLA what to call.
+
+    Raises:
+      ImportError: the package is of another version, or its library cannot be loaded.
+    """
+    jqx, package = importlib.import_module("jqx"), importlib.import_module(NAME)
+    require_that(
+        package.__version__ == jqx.__version__,
+        error=ImportError,
+        function="pack_for",
+        problem="the packages jqx and jqx-cpu are of two versions.",
+        given=f"jqx {jqx.__version__} and jqx-cpu {package.__version__}",
+        expected="one version",
+        mend="build both from one repository, pip install ./cpu, or uninstall jqx-cpu.",
+    )
+    library = package.library()
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(library, f"{NAME}_{name}"))
+        jax.ffi.register_ffi_target(f"{NAME}_{name}", handler, platform="cpu")
+
+
+def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
+    """Calls a kernel."""
+    register()
+    return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
+
+
+@custom_vmap
+def magnitudes(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude of each row of float32 [M, K]: as bits, NaN above all."""
+    return call("magnitudes", jax.ShapeDtypeStruct(x.shape[:1], x.dtype), x)
+
+
+@magnitudes.def_vmap
+def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    return magnitudes(x.reshape(-1, x.shape[-1])).reshape(size, -1), True
+
+
+def has_groups(length: int, size: int, bits: int) -> bool:
+    """Whether there is a kernel for codes of so many bits, in groups of a size along an axis."""
+    if bits not in (8, 4, 2) or length * bits % 8:
+        return False
+    in_lane = 32 // bits
+    few = size in (2 * in_lane, 4 * in_lane, 8 * in_lane) or size % (16 * in_lane) == 0
+    return size == length or (length % size == 0 and few)

@@ -1,0 +1,150 @@
+"""Kernels of the package jqx-cpu, in C++, which XLA calls on CPU: see the folder `cpu`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+
+from .. import _package_cpu
+
+
+def product_cpu(
+    x: jax.Array,
+    x_scale: jax.Array | None,
+    x_zero: jax.Array | None,
+    w: jax.Array,
+    w_scale: jax.Array | None,
+    w_zero: jax.Array | None,
+    *,
+    low: float = 0,
+    high: float = 0,
+    dtype: DTypeLike = jnp.int32,
+    step: jax.Array | None = None,
+) -> jax.Array:
+    """Returns sums of products of rows and weights, int32, or times both scales, float32.
+
+    Args:
+      x: int8 [B, M, K], or float32 that is rounded to codes in `[low, high]` by `x_scale`.
+      x_scale: float32 [B, M or 1], or `None`.
+      x_zero: int32 [B, M or 1], or `None`: taken from codes.
+      w: int8 [B, N, K].
+      w_scale: float32 [B, N or 1], or `None`.
+      w_zero: int32 [B, N or 1], or `None`.
+      low: the least code.
+      high: the largest one.
+      dtype: int32 or float32.
+      step: int32, which weight of a stack [L, N, K] to read, where B is 1.
+    """
+    options = {"low": np.float32(low), "high": np.float32(high)}
+    given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
+    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step)
+    return _called("product", given, (0, 2, 3), options, dtype)
+
+
+def float_product_cpu(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    bits: int,
+    is_signed: bool,
+    step: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the product of floats and weights of few bits, float32 [B, M, N].
+
+    Args:
+      x: float32 [B, M, K].
+      w: uint8 [B, N, K * bits / 8], the first of the codes in a byte in its lowest bits; or int8.
+      scale: float32 [B, G, N], of groups of K / G codes.
+      zero: int8 likewise, or `None`; of unsigned codes less their middle, as these are.
+      bits: of a code: 8, 4 or 2.
+      is_signed: whether codes are in two's complement.
+      step: as in `product_cpu`.
+    """
+    options = {"bits": np.int32(bits), "is_signed": is_signed}
+    given = x, w, scale, _or_none(zero, jnp.int8), _step(step)
+    return _called("float_product", given, (0,), options, jnp.float32)
+
+
+def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    return jnp.zeros((0,), dtype) if x is None else x
+
+
+def _step(step: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.int32) if step is None else step.astype(jnp.int32).reshape(1)
+
+
+def _called(
+    name: str,
+    given: Sequence[jax.Array],
+    rows: tuple[int, ...],
+    options: dict[str, Any],
+    dtype: DTypeLike,
+) -> jax.Array:
+    return _over_batches(name, rows, tuple(options.items()), jnp.dtype(dtype))(*given)
+
+
+@functools.cache
+def _over_batches(
+    name: str, rows: tuple[int, ...], options: tuple[tuple[str, Any], ...], dtype: jnp.dtype
+) -> Callable[..., jax.Array]:
+    """Returns a kernel of which `vmap` makes one with more rows, where these alone are mapped, or
+    else with a larger batch; `rows` are the operands that say something of rows.
+    """
+
+    @custom_vmap
+    def call(*given: jax.Array) -> jax.Array:
+        (batch, m, _), n = given[0].shape, given[1].shape[1]
+        with jax.named_scope("multiplies_s8"):  # for jqx.lowering to tell
+            result = jax.ShapeDtypeStruct((batch, m, n), dtype)
+            return _package_cpu.call(name, result, *given, **dict(options))
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+        mapped = list(batched)
+        if not any(mapped[i] for i in range(len(given)) if i not in rows):
+            with_more = list(given)
+            for i in rows:
+                x = given[i]
+                with_more[i] = _into_rows(size, x) if mapped[i] else _for_rows(size, x, i == 0)
+            y = call(*with_more)
+            y = y.reshape(y.shape[0], size, -1, y.shape[-1])
+            return jnp.moveaxis(y, 1, 0), True
+        every = list(given)
+        if given[-1].size:  # one of a stack: a larger batch has no stack
+            at = jnp.broadcast_to(given[-1], (size, 1))[:, 0]
+            stack = given[1] if mapped[1] else jnp.broadcast_to(given[1], (size, *given[1].shape))
+            every[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, at)
+            every[-1], mapped[1], mapped[-1] = _step(None), True, False
+        for i, x in enumerate(every):
+            if x.size:
+                x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
+                every[i] = x.reshape(-1, *x.shape[2:])
+            else:
+                every[i] = x.reshape(0)
+        y = call(*every)
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return call
+
+
+def _into_rows(size: int, x: jax.Array) -> jax.Array:
+    """Returns what is mapped, [size, B, M, ...], as [B, size * M, ...]."""
+    if x.size == 0:
+        return x[0] if x.ndim == 2 else x
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], size * x.shape[2], *x.shape[3:])
+
+
+def _for_rows(size: int, x: jax.Array, is_rows: bool) -> jax.Array:
+    """Returns what is not mapped for `size` times as many rows: one for all stays."""
+    if x.size == 0 or (not is_rows and x.shape[1] == 1):
+        return x
+    return jnp.tile(x, (1, size, *(1,) * (x.ndim - 2)))

@@ -1,0 +1,318 @@
+"""Kernels of jqx-cpu beside what jqx computes without them. Skipped where it is not installed."""
+
+import itertools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jqx
+from jqx import _package_cpu
+from jqx.kernels._shared import float_product_cpu, product_cpu
+
+from ..arrays import normal
+
+package = pytest.importorskip("jqx_cpu")
+
+SCHEMES = (
+    "int8",
+    "uint8:asymmetric",
+    "int8:group=32",
+    "int8:group=128:asymmetric",
+    "int4",
+    "int4:group=32",
+    "uint4:group=64:asymmetric",
+    "int4:group=128",
+    "int4:group=16",
+    "int2:group=32",
+    "uint2:group=64:asymmetric",
+)
+
+
+def chosen(f, *args):
+    return [x.cpu.name for x in jqx.formulations(f)(*args)]
+
+
+def quantized(w, scheme):
+    plan = jqx.make_plan(lambda w, x: x @ w, jqx.Policy({".*": scheme}))(w, w[:, :1].T)
+    return jqx.quantize_params(w, plan)
+
+
+def integers(rng, *shape):
+    return jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
+
+
+SHAPES = (
+    (1, 1, 1),
+    (1, 64, 4),
+    (3, 65, 5),
+    (6, 300, 64),
+    (24, 7, 70),
+    (49, 130, 66),
+    (97, 64, 129),
+)
+
+
+def test_sums_are_exact_with_zero_points_of_either_side():
+    rng, given, expected = np.random.default_rng(0), [], []
+    for (m, k, n), has_x, has_w in itertools.product(SHAPES, (False, True), (False, True)):
+        x, w = integers(rng, 2, m, k), integers(rng, 2, n, k)
+        a = integers(rng, 2, m if n % 2 else 1).astype(jnp.int32) if has_x else None
+        b = integers(rng, 2, 1 if n % 3 else n).astype(jnp.int32) if has_w else None
+        given.append((x, None, a, w, None, b))
+        left, right = (np.asarray(y, np.int64) for y in (x, w))
+        left = left if a is None else left - np.asarray(a)[:, :, None]
+        right = right if b is None else right - np.asarray(b)[:, :, None]
+        expected.append(np.einsum("bmk,bnk->bmn", left, right).astype(np.int32))
+    found = jax.jit(lambda every: [product_cpu(*each) for each in every])(given)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y, strict=True)
+
+
+def test_intermediate_terms_wrap_around_and_the_total_does_not():
+    k = 60000
+    x, w = (jnp.full((1, 1, k), value, jnp.int8) for value in (127, 100))
+    zero = jnp.full((1, 1), 126, jnp.int32)
+    (y,) = product_cpu(x, None, zero, w, None, jnp.full((1, 1), 99, jnp.int32)).ravel()
+    assert int(y) == k
+
+
+def test_codes_made_on_the_way_are_those_of_the_ops():
+    """Halves, NaN, infinities, the ends of the range, subnormal numbers."""
+    edges = np.float32([0.5, 1.5, -2.5, 126.5, 127.5, -128.5, 1e9, np.inf, -np.inf, np.nan, 1e-40])
+    x = np.concatenate([edges, np.asarray(normal(0, 501)) * 40]).astype(np.float32)
+    rows = jnp.asarray(np.stack([x, x * 3, x / 7]))
+    scale = jnp.asarray([[1.0], [3.0], [0.3]])
+    spec = jqx.QSpec("int8", jqx.per_axis(0))
+    codes = jqx.QTensor.quantize(rows, spec, jqx.calibrators.Affine(scale)).values
+    one = jnp.eye(rows.shape[1], dtype=jnp.int8)[None]
+    found = product_cpu(rows[None], scale.T, None, one, None, None, low=-127, high=127)
+    low = int(codes.min())
+    assert low in (-127, -128)
+    if low == -128:
+        found = product_cpu(rows[None], scale.T, None, one, None, None, low=-128, high=127)
+    np.testing.assert_array_equal(found[0], np.asarray(codes, np.int32))
+
+
+@pytest.mark.parametrize("preset", ["w8a8_dynamic", "w8a8"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_products_of_codes_are_those_without_it(preset, rows):
+    f = lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"]  # noqa: E731
+    w = {"a": normal(0, 256, 130), "b": normal(1, 130, 72)}
+    x = normal(2, rows, 256)
+    plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x)
+    q = jqx.quantize_params(w, plan)
+    packed, affines = jqx.pack_for(q, "cpu"), None
+    if preset == "w8a8":
+        affines = jqx.affines(plan, jqx.calibrate(f, plan)(w, x)[1])
+    # As an argument: XLA would multiply the constants of two scales.
+    run = jax.jit(lambda q, x, affines: jqx.convert(f, plan, affines)(q, x))
+    assert chosen(jqx.convert(f, plan, affines), packed, x) == ["package_quantizing"] * 2
+    np.testing.assert_array_equal(run(packed, x, affines), run(q, x, affines), strict=True)
+    plain = jqx.QTensor.quantize(x, jqx.QSpec("int8", jqx.per_axis(0)))
+    assert chosen(jqx.matmul, plain, packed["a"]) == ["package_codes"]
+    np.testing.assert_array_equal(
+        jax.jit(jqx.matmul)(plain, packed["a"]), jax.jit(jqx.matmul)(plain, q["a"]), strict=True
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_floats_beside_few_bits(scheme):
+    k, n = 512, 70
+    bits = int(scheme.split(":")[0][-1])
+    w = quantized(normal(0, k, n), scheme)
+    q, dense = w.pack_for("cpu"), np.asarray(w.dequantize(), np.float64)
+    assert q.layout.kernel == "cpu"
+    np.testing.assert_array_equal(q.unpack().values, w.values, strict=True)
+    np.testing.assert_array_equal(q.dequantize(), w.dequantize(), strict=True)
+    for rows in (1, 2, 5, 16):
+        x = normal(rows, rows, k) * 10.0 ** jnp.arange(rows, dtype=jnp.float32)[:, None]
+        assert chosen(jqx.matmul, x, q) == ["package_floats"]
+        found, exact = jax.jit(jqx.matmul)(x, q), np.asarray(x, np.float64) @ dense
+        # Half a step of each number, and the rounding of the sums of 16 lanes and of their parts.
+        size = np.abs(x).max(1, keepdims=True) * k * 2.0**bits * np.asarray(w.real_scale()).max()
+        assert np.all(np.abs(found - exact) <= size * (k * bits / 512 + 8) * 2.0**-24)
+    assert chosen(jqx.matmul, normal(3, 40, k), q) == ["tiles"]
+
+
+def test_rows_that_are_not_finite_are_nan_and_others_are_not():
+    q = quantized(normal(0, 256, 64), "int4:group=32")
+    x = normal(1, 3, 256).at[1, 5].set(jnp.inf)
+    y = jqx.matmul(x, q.pack_for("cpu"))
+    np.testing.assert_array_equal(jnp.isnan(y).all(1), [False, True, False])
+    assert bool(jnp.isfinite(y[::2]).all())
+
+
+def test_small_and_large_rows_keep_their_digits():
+    q = quantized(normal(0, 256, 64), "int4:group=32")
+    x, packed = normal(1, 1, 256), q.pack_for("cpu")
+    one = jqx.matmul(x, packed)
+    for power in (-90, -40, 40, 100):
+        scaled = jqx.matmul(x * 2.0**power, packed)
+        np.testing.assert_allclose(
+            scaled / 2.0**power, one, rtol=1e-5, atol=float(jnp.abs(one).max()) * 1e-6
+        )
+
+
+def test_it_composes_with_transforms():
+    f = lambda w, x: x @ w  # noqa: E731
+    w, x = normal(0, 256, 192), normal(1, 5, 3, 256)
+    for preset in ("w8a8_dynamic", "w8a16", "w4a16"):
+        plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x[0])
+        q = jqx.quantize_params(w, plan)
+        p, g = jqx.pack_for(q, "cpu"), jqx.convert(f, plan)
+        one = jnp.stack([jax.jit(g)(p, each) for each in x])
+        stack = jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), p)
+        for axes, given in (((None, 0), (p, x)), ((0, 0), (stack, x)), ((0, None), (stack, x[0]))):
+            expected = one if axes[1] == 0 else jnp.stack([one[0]] * 5)
+            found = jax.jit(jax.vmap(g, axes))(*given)
+            np.testing.assert_array_equal(found, expected)
+        nested = jax.vmap(jax.vmap(g, (None, 0)), (0, None))(stack, x)
+        np.testing.assert_array_equal(nested, jnp.stack([one] * 5))
+        np.testing.assert_array_equal(g(p, x[0]), one[0])
+        if preset == "w8a8_dynamic":
+            continue
+        squares = lambda x, q, g=g: (g(q, x) ** 2).sum()  # noqa: E731
+        gradients = [jax.jit(jax.grad(squares))(x[0], own) for own in (p, q)]
+        size = float(jnp.abs(gradients[1]).max())
+        np.testing.assert_allclose(*gradients, rtol=0, atol=size * 256 * 2.0**-24)
+
+
+def test_a_scan_steps_over_what_is_laid_out():
+    def f(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    w, x = normal(0, 4, 64, 64), normal(1, 3, 64)
+    for preset in ("w8a8_dynamic", "w4a16"):
+        plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x)
+        q = jqx.quantize_params(w, plan)
+        found, expected = (jax.jit(jqx.convert(f, plan))(p, x) for p in (jqx.pack_for(q, "cpu"), q))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_weight_is_found_in_its_stack():
+    """No step copies it: what is in memory beside is smaller than one."""
+
+    def f(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    w, x = normal(0, 4, 512, 512), normal(1, 1, 512)
+    for preset in ("w8a8_dynamic", "w4a16"):
+        plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x)
+        q = jqx.pack_for(jqx.quantize_params(w, plan), "cpu")
+        compiled = jax.jit(jqx.convert(f, plan)).lower(q, x).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < q.values.nbytes / 8
+
+
+def test_scales_of_rows_are_those_without_it():
+    """NaN, infinities, zeros and subnormal numbers among the largest of a row, or of a block."""
+    x = np.array(normal(0, 64, 512)) * 10.0 ** np.arange(-40, 24)[:, None]
+    x = x.astype(np.float32)
+    x[3, 7], x[5, 9], x[6], x[7, 511], x[8, 0] = np.nan, -np.inf, 0, np.nan, np.inf
+    for granularity in (jqx.per_axis(0), jqx.per_tensor(), jqx.per_block({0: 1, 1: 128})):
+        for given in (x, x[10:]):
+            groups = granularity.groups(given.shape)
+            alone = jax.jit(lambda x, g=groups: g._in_steps(g.split(x)))(given)
+            run = jax.jit(lambda x, g=groups: g.largest_magnitude(x))
+            assert f"{_package_cpu.NAME}_magnitudes" in run.lower(given).as_text()
+            np.testing.assert_array_equal(run(given).ravel(), alone.ravel())
+    mapped = jax.jit(
+        jax.vmap(jax.vmap(lambda x: jqx.per_tensor().groups((16384,)).largest_magnitude(x)))
+    )
+    np.testing.assert_array_equal(
+        mapped(x[None, 10:12].repeat(32, 2))[..., 0], np.abs(x[None, 10:12]).max(2)
+    )
+
+
+def test_explain_tells_the_kernel():
+    f = lambda w, x: x @ w  # noqa: E731
+    w, x = normal(0, 256, 192), normal(1, 2, 256)
+    kernels = {"w4a16": "jqx_cpu_float_product", "w8a8_dynamic": "jqx_cpu_product"}
+    for preset, name in kernels.items():
+        plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x)
+        q = jqx.quantize_params(w, plan, target="cpu")
+        (found,) = jqx.lowering(jqx.convert(f, plan), q, x, target="cpu").contractions
+        assert found.runs == name and found.dtypes == ("s8", "s8")
+        assert "1 of 1 contractions read codes" in str(
+            jqx.explain(f, q, x, plan=plan, target="cpu")
+        )
+
+
+def test_a_weight_on_several_devices_lies_for_compilers():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    q = quantized(normal(0, 256, 128), "int4:group=32")
+    parted = jax.device_put(q, NamedSharding(mesh, P(None, "d")))
+    assert q.pack_for("cpu").layout.kernel == "cpu" and not parted.pack_for("cpu").layout.kernel
+
+
+def test_devices_and_exports_have_the_plain_form():
+    f = lambda w, x: x @ w  # noqa: E731
+    w, x = normal(0, 256, 128), normal(1, 8, 256)
+    plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(w, x)
+    p, g = jqx.pack_for(jqx.quantize_params(w, plan), "cpu"), jqx.convert(f, plan)
+    one = jax.jit(g)(p, x)
+    assert _package_cpu.NAME in jax.jit(g).lower(p, x).as_text()
+    exported = jax.export.export(jax.jit(g))(p, x)
+    assert _package_cpu.NAME not in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(p, x), one)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    whole = jax.device_put(p, NamedSharding(mesh, P()))
+    rows = jax.device_put(x, NamedSharding(mesh, P("d")))
+    assert _package_cpu.NAME not in jax.jit(g).lower(whole, rows).as_text()
+    np.testing.assert_array_equal(jax.jit(g)(whole, rows), one)
+    mapped = jax.jit(jax.shard_map(g, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
+    assert _package_cpu.NAME in mapped.lower(whole, rows).as_text()
+    np.testing.assert_array_equal(mapped(whole, rows), one)
+
+
+def test_sums_to_be_requantized():
+    x = jqx.QTensor.quantize(normal(0, 9, 256), jqx.QSpec("int8", jqx.per_tensor()))
+    w = jqx.QTensor.quantize(normal(1, 256, 72), jqx.QSpec("int8", jqx.per_axis(1)))
+    output = jqx.tflite.Requantization.of(x.scale[0, 0], w.scale[0], 0.1, qtype=jnp.int8)
+    run = lambda x, w: jqx.matmul(x, w, output=output).values  # noqa: E731
+    assert chosen(run, x, w.pack_for("cpu")) == ["package_sums"]
+    np.testing.assert_array_equal(run(x, w.pack_for("cpu")), run(x, w), strict=True)
+
+
+def codes_beside(x, x_scale, w, **options):
+    return product_cpu(x, x_scale, None, w, None, None, **options)
+
+
+def floats_beside(k, size, bits=4):
+    given = jnp.zeros((1, 2, k)), jnp.zeros((1, 4, size), jnp.uint8), jnp.ones((1, 2, 4))
+    return float_product_cpu(*given, None, bits=bits, is_signed=True)
+
+
+ROWS, WEIGHT = jnp.zeros((1, 2, 3)), jnp.zeros((1, 4, 3), jnp.int8)
+WRONG = {
+    "weights are s8": lambda: codes_beside(ROWS, jnp.ones((1, 2)), WEIGHT[:, :, :2]),
+    "rows are s8 or f32": lambda: codes_beside(ROWS.astype(jnp.int16), None, WEIGHT),
+    "a scale is missing": lambda: codes_beside(ROWS, None, WEIGHT),
+    "scales of rows": lambda: codes_beside(ROWS, jnp.ones((1, 5)), WEIGHT),
+    "codes are in": lambda: codes_beside(ROWS, jnp.ones((1, 2)), WEIGHT, low=-300),
+    "no kernel for such groups": lambda: floats_beside(96, 48),
+    "weights are u8": lambda: floats_beside(64, 31),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_buffer_is_an_error_of_xla(text):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jqx_cpu: .*{text}"):
+        jax.block_until_ready(WRONG[text]())
+
+
+def test_another_version_is_an_error(monkeypatch):
+    other = types.SimpleNamespace(__version__="0.0.0")
+    monkeypatch.setitem(sys.modules, "jqx_cpu", other)
+    with pytest.raises(ImportError, match=r"two versions(.|\n)+0\.0\.0(.|\n)+to mend:"):
+        _package_cpu.register.__wrapped__()
+
+
+def test_its_version_is_that_of_jqx():
+    assert package.__version__ == jqx.__version__
+    assert package.kernels() in ("AVX-512 VNNI", "AVX2", "NEON", "plain C++")
