@@ -85,7 +85,19 @@ struct Kernels {
   // are taken less their middle.
   void (*grouped)(const Digits* rows, int count, const GroupedWeights& w, int columns, float* out);
 
-  // Takes zero points from such sums: of each group the sum of its numbers, times scales.
+  // Unpacks weights of kColumns columns into a panel as `pack` does, of k rounded up to kRun; codes
+  // more than they are by their middle, or as they are if unsigned. Like `grouped_panel` it may be
+  // missing: nullptr.
+  void (*unpack)(const GroupedWeights& w, int columns, uint8_t* panel);
+
+  // What `grouped` returns, less zero points, of rows split for 8 bits and an unpacked panel; of
+  // each row and group `of_digits` has the sums of its digits, [count, groups, 3], and `of_groups`,
+  // if there are zero points, that of its numbers, times power.
+  void (*grouped_panel)(const Digits* rows, int count, const GroupedWeights& w,
+                        const uint8_t* panel, const int8_t* zero, const int32_t* of_digits,
+                        const float* of_groups, int columns, float* out);
+
+  // Takes zero points from sums of `grouped`: of each group the sum of its numbers, times scales.
   void (*shift)(const GroupedWeights& w, const int8_t* zero, const float* of_groups, int columns,
                 float* out);
 

@@ -122,11 +122,8 @@ void dots_vnni(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
 }
 
 // Turns 16 columns of 64 bytes into 16 runs of 4 bytes of each: a transpose of 32-bit numbers.
-inline void turn(const int8_t* w, int64_t w_stride, int columns, __mmask64 here, uint8_t* to) {
-  __m512i r[16], t[16];
-  JQX_UNROLL for (int i = 0; i < 16; ++i) {
-    r[i] = flipped(_mm512_maskz_loadu_epi8(i < columns ? here : 0, w + (i < columns ? i : 0) * w_stride));
-  }
+inline void turn(__m512i* r, uint8_t* to) {
+  __m512i t[16];
   JQX_UNROLL for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -156,9 +153,13 @@ inline void turn(const int8_t* w, int64_t w_stride, int columns, __mmask64 here,
 void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel) {
   for (int64_t at = 0; at < w_k; at += 64) {
     for (int j = 0; j < kColumns; j += 16) {
-      const int own = columns - j < 0 ? 0 : columns - j;
-      const int8_t* from = own > 0 ? w + j * w_stride + at : w;
-      turn(from, w_stride, own, first(w_k - at), panel + at * kColumns + 4 * j);
+      __m512i some[16];
+      JQX_UNROLL for (int i = 0; i < 16; ++i) {
+        const __mmask64 here = j + i < columns ? first(w_k - at) : 0;
+        const int8_t* from = w + (here ? (j + i) * w_stride + at : 0);
+        some[i] = flipped(_mm512_maskz_loadu_epi8(here, from));
+      }
+      turn(some, panel + at * kColumns + 4 * j);
     }
   }
 }
@@ -352,6 +353,122 @@ void grouped_vnni(const Digits* rows, int count, const GroupedWeights& w, int co
   f(rows, count, w, columns, out);
 }
 
+// Returns 64 codes, a byte each, in order.
+template <int kBits>
+inline __m512i unpacked(const uint8_t* from, int64_t bytes) {
+  if (kBits == 8) return _mm512_maskz_loadu_epi8(first(bytes), from);
+  if (kBits == 4) {
+    const __m256i packed = _mm256_maskz_loadu_epi8(__mmask32(first(bytes)), from);
+    const __m512i wide = _mm512_cvtepu8_epi16(packed);
+    const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi16(wide, 4));
+    return _mm512_and_si512(both, _mm512_set1_epi8(0x0f));
+  }
+  const __m128i packed = _mm_maskz_loadu_epi8(__mmask16(first(bytes)), from);
+  const __m512i wide = _mm512_cvtepu8_epi32(packed);
+  const __m512i two = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 6));
+  const __m512i four = _mm512_or_si512(two, _mm512_slli_epi32(two, 12));
+  return _mm512_and_si512(four, _mm512_set1_epi8(0x03));
+}
+
+template <int kBits>
+void unpack_in(const GroupedWeights& w, int columns, uint8_t* panel) {
+  const __m512i flip = _mm512_set1_epi8(char(w.is_signed ? w.middle() : 0));
+  const int64_t width = w.k * kBits / 8;
+  for (int64_t at = 0; at < w.k; at += 64) {
+    for (int j = 0; j < kColumns; j += 16) {
+      __m512i some[16];
+      const int64_t byte = at * kBits / 8;
+      JQX_UNROLL for (int i = 0; i < 16; ++i) {
+        const int64_t column = j + i < columns ? j + i : 0;
+        const uint8_t* from = w.codes + column * w.stride + byte;
+        some[i] = _mm512_xor_si512(unpacked<kBits>(from, width - byte), flip);
+      }
+      turn(some, panel + at * kColumns + 4 * j);
+    }
+  }
+}
+
+void unpack_vnni(const GroupedWeights& w, int columns, uint8_t* panel) {
+  const auto f = w.bits == 8 ? unpack_in<8> : w.bits == 4 ? unpack_in<4> : unpack_in<2>;
+  f(w, columns, panel);
+}
+
+// R rows, three digits each, beside a panel.
+template <int R>
+__attribute__((noinline)) void grouped_panel_of(const Digits* rows, const GroupedWeights& w,
+                                                const uint8_t* panel, const int8_t* zero,
+                                                const int32_t* of_digits, const float* of_groups,
+                                                int columns, float* out) {
+  const int64_t groups = w.k / w.group;
+  __mmask16 here[4];
+  JQX_UNROLL for (int j = 0; j < 4; ++j) here[j] = __mmask16(columns > 16 * j ? first(columns - 16 * j) : 0);
+  alignas(64) float sums[R][kColumns];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; j += 16) _mm512_store_ps(sums[i] + j, _mm512_setzero_ps());
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i total[R][3][4];
+    JQX_UNROLL for (int i = 0; i < R; ++i) {
+      JQX_UNROLL for (int d = 0; d < 3; ++d) {
+        const int32_t less = -w.middle() * of_digits[(i * groups + g) * 3 + d];
+        JQX_UNROLL for (int j = 0; j < 4; ++j) total[i][d][j] = _mm512_set1_epi32(less);
+      }
+    }
+    for (int64_t at = g * w.group; at < (g + 1) * w.group; at += 4, panel += 4 * kColumns) {
+      const __m512i a = _mm512_load_si512(panel), b = _mm512_load_si512(panel + 64);
+      const __m512i c = _mm512_load_si512(panel + 128), e = _mm512_load_si512(panel + 192);
+      JQX_UNROLL for (int i = 0; i < R; ++i) {
+        JQX_UNROLL for (int d = 0; d < 3; ++d) {
+          int32_t codes;
+          std::memcpy(&codes, rows[i].digits[d] + at, 4);
+          const __m512i row = _mm512_set1_epi32(codes);
+          multiply(total[i][d][0], a, row);
+          multiply(total[i][d][1], b, row);
+          multiply(total[i][d][2], c, row);
+          multiply(total[i][d][3], e, row);
+        }
+      }
+    }
+    JQX_UNROLL for (int j = 0; j < 4; ++j) {
+      const __m512 scale = _mm512_maskz_loadu_ps(here[j], w.scale + g * w.scale_stride + 16 * j);
+      __m512 less = _mm512_setzero_ps();
+      if (zero != nullptr) {
+        const int8_t* own = zero + g * w.scale_stride + 16 * j;
+        less = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(here[j], own)));
+      }
+      JQX_UNROLL for (int i = 0; i < R; ++i) {
+        const __m512 power = _mm512_set1_ps(rows[i].power);
+        const __m512 by = _mm512_set1_ps(256);
+        __m512 y = _mm512_cvtepi32_ps(total[i][0][j]);
+        y = _mm512_fmadd_ps(y, by, _mm512_cvtepi32_ps(total[i][1][j]));
+        y = _mm512_fmadd_ps(y, by, _mm512_cvtepi32_ps(total[i][2][j]));
+        y = _mm512_mul_ps(y, power);
+        if (zero != nullptr) {
+          y = _mm512_fnmadd_ps(less, _mm512_set1_ps(of_groups[i * groups + g]), y);
+        }
+        const __m512 before = _mm512_load_ps(sums[i] + 16 * j);
+        _mm512_store_ps(sums[i] + 16 * j, _mm512_fmadd_ps(y, scale, before));
+      }
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; j += 16) {
+      _mm512_storeu_ps(out + i * kColumns + j, _mm512_load_ps(sums[i] + j));
+    }
+  }
+}
+
+void grouped_panel_vnni(const Digits* rows, int count, const GroupedWeights& w,
+                        const uint8_t* panel, const int8_t* zero, const int32_t* of_digits,
+                        const float* of_groups, int columns, float* out) {
+  const int64_t groups = w.k / w.group;
+  for (int i = 0; i < count; i += 2) {
+    const auto f = i + 1 < count ? grouped_panel_of<2> : grouped_panel_of<1>;
+    const float* own = of_groups == nullptr ? nullptr : of_groups + i * groups;
+    f(rows + i, w, panel, zero, of_digits + i * groups * 3, own, columns, out + i * kColumns);
+  }
+}
+
 // Returns the bytes of a run that are the p-th of each `per`, in order, in the lowest bits.
 inline void gather(const int8_t* from, int per, int8_t* to) {
   for (int part = 0; part < per; ++part) {  // kRun / per of each place at once
@@ -431,6 +548,7 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 }  // namespace
 
 const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
-                            panel_vnni, correct, scale_vnni, split_vnni, grouped_vnni, shift, join};
+                            panel_vnni, correct, scale_vnni, split_vnni, grouped_vnni,
+                            unpack_vnni, grouped_panel_vnni, shift, join};
 
 }  // namespace jqx

@@ -32,6 +32,7 @@ constexpr int kRows = 24;               // that are multiplied at once
 constexpr int kPanels = 4;              // of a tile, at most
 constexpr int64_t kFromPanel = 48;      // rows from which a copy of the weights pays
 constexpr int64_t kLongest = 16384;     // of a panel
+constexpr int64_t kMostDigits = 1024;   // rows of floats whose digits are held
 constexpr int64_t kSmall = 1 << 19;     // products that are not worth a second thread
 
 // Returns memory of this thread, kept from one tile to the next.
@@ -181,22 +182,47 @@ bool has_groups(int64_t k, int64_t group, int bits) {
 }
 
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
+  if (p.m > kMostDigits) {  // some rows at once, so that not all of their digits are held
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t i = 0; i < p.m; i += kMostDigits) {
+        FloatProduct some = p;
+        const int64_t scales = p.k / p.group * p.n;
+        some.batch = 1, some.m = std::min(kMostDigits, p.m - i);
+        some.x += (b * p.m + i) * p.k, some.y += (b * p.m + i) * p.n;
+        some.w += b * p.n * (p.k * p.bits / 8), some.scale += b * scales;
+        if (p.zero != nullptr) some.zero += b * scales;
+        multiply(some, kernels, given);
+      }
+    }
+    return;
+  }
   OneThread alone;
   Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
-  const int per = 8 / p.bits;
+  const bool panels = kernels.grouped_panel != nullptr && 3 * p.m >= kFromPanel && p.k <= kLongest;
+  const int per = panels ? 1 : 8 / p.bits;  // codes that digits lie for
   const int64_t width = up(p.k, kRun * per), lanes = width / (4 * per), groups = p.k / p.group;
-  const int64_t stride = p.k / per;
+  const int64_t stride = p.k * p.bits / 8;
   // One scale a column and whole bytes: sums of digits stay integers to the end.
-  const bool whole = p.bits == 8 && groups == 1 && p.is_signed;
+  const bool whole = !panels && p.bits == 8 && groups == 1 && p.is_signed;
+  const bool counts = p.zero != nullptr;
   const int64_t all_rows = p.batch * p.m;
   Buffer digits(all_rows * 3 * width), sums(all_rows * lanes * 4), told(all_rows * sizeof(Digits));
-  Buffer of_groups(p.zero == nullptr ? 0 : all_rows * groups * 4);
+  Buffer of_groups(counts ? all_rows * groups * 4 : 0);
+  Buffer of_digits(panels ? all_rows * groups * 12 : 0);
   Digits* rows = told.at<Digits>();
   parallel_for(pool, all_rows, [&](int64_t i) {
     for (int d = 0; d < 3; ++d) rows[i].digits[d] = digits.at<int8_t>((i * 3 + d) * width);
     rows[i].lanes = sums.at<int32_t>(i * lanes * 4);
     kernels.split(p.x + i * p.k, p.k, per, rows + i);
-    if (p.zero == nullptr) return;
+    if (panels) {
+      int32_t* own = of_digits.at<int32_t>(i * groups * 12);
+      for (int64_t g = 0; g < groups; ++g) {
+        for (int d = 0; d < 3; ++d) {
+          own[g * 3 + d] = kernels.sum(rows[i].digits[d] + g * p.group, p.group);
+        }
+      }
+    }
+    if (!counts) return;
     const int64_t in_group = groups == 1 ? lanes : lanes * p.group / width;
     float* own = of_groups.at<float>(i * groups * 4);
     for (int64_t g = 0; g < groups; ++g) {
@@ -213,15 +239,22 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
     const int64_t b = tile.batch;
     alignas(64) float found[kRows * kColumns];
     alignas(64) int32_t totals[3 * kRows * kColumns];
+    uint8_t* panel = panels ? memory_of_thread(width * kColumns) : nullptr;
     for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
       const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
       const int64_t at = b * groups * p.n + j;
       const GroupedWeights w = {p.w + (b * p.n + j) * stride, stride, p.scale + at, p.n, p.k,
                                 p.group, p.bits, p.is_signed};
+      const int8_t* zero = p.zero == nullptr ? nullptr : p.zero + at;
+      if (panels) kernels.unpack(w, columns, panel);
       for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
         const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
         const Digits* own = rows + b * p.m + i;
-        if (whole) {
+        const float* of_rows = counts ? of_groups.at<float>((b * p.m + i) * groups * 4) : nullptr;
+        if (panels) {
+          const int32_t* sums_of = of_digits.at<int32_t>((b * p.m + i) * groups * 12);
+          kernels.grouped_panel(own, some, w, panel, zero, sums_of, of_rows, columns, found);
+        } else if (whole) {
           const int8_t* codes = reinterpret_cast<const int8_t*>(w.codes);
           int32_t sums_of[3 * kRows];
           for (int r = 0; r < some; ++r) std::memcpy(sums_of + 3 * r, own[r].sums, 12);
@@ -233,10 +266,7 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
         for (int r = 0; r < some; ++r) {
           float* y = found + r * kColumns;
           if (whole) kernels.join(totals + 3 * r * kColumns, own[r].power, w.scale, columns, y);
-          if (p.zero != nullptr) {
-            const float* of_row = of_groups.at<float>(((b * p.m + i + r) * groups) * 4);
-            kernels.shift(w, p.zero + at, of_row, columns, y);
-          }
+          if (zero != nullptr && !panels) kernels.shift(w, zero, of_rows + r * groups, columns, y);
           float* to = p.y + (b * p.m + i + r) * p.n + j;
           for (int c = 0; c < columns; ++c) to[c] = y[c] * own[r].rest;
         }

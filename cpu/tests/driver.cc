@@ -123,7 +123,8 @@ void check_float_products(const Kernels& kernels) {
   const bool whole = between(0, 3) == 0;
   const int64_t groups = whole ? 1 : between(1, 5);
   const int64_t group = whole ? between(1, 40) * per : in_lane * of_lanes[between(0, 4)];
-  const int64_t batch = between(1, 2), m = between(1, 9), n = between(1, 140), k = groups * group;
+  const int64_t batch = between(1, 2), m = between(1, between(0, 1) ? 9 : 60);
+  const int64_t n = between(1, 140), k = groups * group;
   if (!jqx::has_groups(k, group, bits)) return check(false, kernels, "there is no such group");
   const bool is_signed = between(0, 1), has_zero = between(0, 1);
   const auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);

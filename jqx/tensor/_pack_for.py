@@ -63,12 +63,10 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> w = jqx.QTensor.quantize(jnp.ones((4, 3)), jqx.QSpec(jnp.int4, jqx.per_axis(1)))
+      >>> w = jqx.QTensor.quantize(jnp.ones((4, 3)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
       >>> packed = jqx.pack_for({"w": w, "b": jnp.zeros(3)}, "cpu")["w"]
-      >>> packed.shape, packed.values.shape, packed.values.dtype
-      ((4, 3), (3, 4), dtype('int8'))
-      >>> packed.layout
-      Layout(packing=None, swapped=True, int8=True, uint4=False, kernel='')
+      >>> packed.shape, packed.values.shape, packed.layout.swapped
+      ((4, 3), (3, 4), True)
     """
     check_target("pack_for", target, contracted)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)

@@ -130,14 +130,16 @@ def test_floats_beside_few_bits(scheme):
     assert q.layout.kernel == "cpu"
     np.testing.assert_array_equal(q.unpack().values, w.values, strict=True)
     np.testing.assert_array_equal(q.dequantize(), w.dequantize(), strict=True)
-    for rows in (1, 2, 5, 16):
-        x = normal(rows, rows, k) * 10.0 ** jnp.arange(rows, dtype=jnp.float32)[:, None]
+    for rows in (1, 2, 5, 16, 33):
+        x = normal(rows, rows, k) * 10.0 ** (jnp.arange(rows, dtype=jnp.float32)[:, None] % 20)
         assert chosen(jqx.matmul, x, q) == ["package_floats"]
         found, exact = jax.jit(jqx.matmul)(x, q), np.asarray(x, np.float64) @ dense
         # Half a step of each number, and the rounding of the sums of 16 lanes and of their parts.
         size = np.abs(x).max(1, keepdims=True) * k * 2.0**bits * np.asarray(w.real_scale()).max()
         assert np.all(np.abs(found - exact) <= size * (k * bits / 512 + 8) * 2.0**-24)
-    assert chosen(jqx.matmul, normal(3, 40, k), q) == ["tiles"]
+    few, many = (normal(3, count, k).astype(jnp.bfloat16) for count in (16, 17))
+    assert chosen(jqx.matmul, few, q.astype(jnp.bfloat16)) == ["package_floats"]
+    assert chosen(jqx.matmul, many, q.astype(jnp.bfloat16)) == ["tiles"]
 
 
 def test_rows_that_are_not_finite_are_nan_and_others_are_not():

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import export
 
 from ... import _package_cpu
-from ..._checks import is_at_least
 from ..._compat_kernels import alone_or_in_parts
 from ...kernels._shared import float_product_cpu, product_cpu
 from ...numerics import QType, format_of
@@ -32,7 +31,7 @@ from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
 
 MOST = 16
-"""Rows of floats up to which a kernel decodes weights in registers; of more, tiles are as fast."""
+"""Rows of floats of 16 bits up to which digits are faster than what XLA multiplies as such."""
 
 
 def lies_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
@@ -130,7 +129,7 @@ def quantizing(
     return _as_output(product_cpu(rows, own, None, *weight, **options, dtype=jnp.float32), x, how)
 
 
-def _are_few(case: Any) -> bool:
+def _are_floats(case: Any) -> bool:
     x, q, how = case.lhs, case.rhs, case.how
     if not (
         _package_cpu.is_installed() and case.is_beside_floats and case.is_large and is_integer(q)
@@ -146,15 +145,15 @@ def _are_few(case: Any) -> bool:
     return (
         lies
         and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
-        and not is_at_least(case.rows, MOST + 1)
+        and (x.dtype == jnp.float32 or case.rows <= MOST)
     )
 
 
 @formulation(
-    "few float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
+    "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
     "installed: its kernel multiplies codes as they lie by three int8 digits of the rows",
     CPU,
-    _are_few,
+    _are_floats,
     linear=tangent_tiles,
     finds=True,
 )
