@@ -26,6 +26,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 jax.config.update("jax_disable_most_optimizations", True)
 
+# What jqx computes alone is tested as if jqx-cpu were not installed; see package_cpu/conftest.py.
+_package_cpu.is_installed = lambda: False
+
 OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 """Options of XLA with which it compiles in half of the time what is not optimized."""
 
@@ -119,10 +122,3 @@ def _programs(request):
     jax.config.update("jax_disable_most_optimizations", not own.startswith(OPTIMIZED))
     yield
     jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def _without_the_package_of_kernels(request, monkeypatch):
-    """What jqx computes alone is tested as if jqx-cpu were not installed."""
-    if "package_cpu" not in request.path.parts:
-        monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)

@@ -72,7 +72,13 @@ def codes_of(q: QTensor) -> np.ndarray:
         axis = layout.stored_axis
         assert axis is not None
         rows = np.moveaxis(values, axis, -1)
-        bits = np.moveaxis(unpack(rows, form.bits, layout.packing.length), -1, axis)
+        if layout.kernel == "cpu":  # the codes of a byte follow each other
+            places = np.arange(0, 8, form.bits, dtype=np.uint8)
+            parts = (rows[..., None] >> places) & np.uint8(2**form.bits - 1)
+            bits = parts.reshape(*rows.shape[:-1], layout.packing.length)
+        else:
+            bits = unpack(rows, form.bits, layout.packing.length)
+        bits = np.moveaxis(bits, -1, axis)
         half = 2 ** (form.bits - 1)
         codes = ((bits ^ np.uint8(half)).view(np.int8) - np.int8(half)) if signed else bits
     elif layout is not None and layout.int8 and form.storage == np.uint8 and form.bits == 8:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx import _package_cpu
+from jqx.interop._encoded import as_numpy, codes_of
 from jqx.kernels._shared import float_product_cpu, product_cpu
 
 from ..arrays import normal
@@ -130,6 +131,7 @@ def test_floats_beside_few_bits(scheme):
     assert q.layout.kernel == "cpu"
     np.testing.assert_array_equal(q.unpack().values, w.values, strict=True)
     np.testing.assert_array_equal(q.dequantize(), w.dequantize(), strict=True)
+    np.testing.assert_array_equal(codes_of(as_numpy(q)), np.asarray(w.codes))  # as files have them
     for rows in (1, 2, 5, 16, 33):
         x = normal(rows, rows, k) * 10.0 ** (jnp.arange(rows, dtype=jnp.float32)[:, None] % 20)
         assert chosen(jqx.matmul, x, q) == ["package_floats"]
