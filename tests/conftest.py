@@ -77,6 +77,7 @@ OPTIMIZED = (
     "ops",
     "parallel/test_shardings.py",
     "test_gpu_benchmark.py",
+    "test_smollm2.py",
     "test_xla_cpu.py",
     "transforms/test_deployed.py",
     "transforms/test_equinox.py",
