@@ -1,6 +1,7 @@
 // What XLA calls. Sizes, types and alignment are checked: a wrong buffer is an error of XLA.
 
 #include <algorithm>
+#include <new>
 #include <string>
 
 #include "products.h"
@@ -31,6 +32,18 @@ std::string shape_of(const ffi::AnyBuffer& x) {
 ffi::Error wrong(const char* function, const char* what, const ffi::AnyBuffer& x) {
   return ffi::Error::InvalidArgument(std::string("jqx_cpu: ") + function + ": " + what +
                                      ", given " + shape_of(x) + ".");
+}
+
+// Runs a kernel; where there is no memory for it, that is an error of XLA.
+template <class F>
+ffi::Error run(ffi::ThreadPool& pool, F f) {
+  try {
+    XlaPool threads(pool);
+    f(threads);
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jqx_cpu: out of memory.");
+  }
 }
 
 bool is_aligned(const void* data, int64_t size) {
@@ -123,9 +136,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   } else {
     p.sums = static_cast<int32_t*>(y->untyped_data());
   }
-  XlaPool threads(pool);
-  multiply(p, kernels(), threads);
-  return ffi::Error::Success();
+  return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
 }
 
 ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
@@ -167,9 +178,7 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   p.scale = static_cast<const float*>(scale.untyped_data());
   p.zero = is_absent(zero) ? nullptr : static_cast<const int8_t*>(zero.untyped_data());
   p.y = static_cast<float*>(y->untyped_data());
-  XlaPool threads(pool);
-  multiply(p, kernels(), threads);
-  return ffi::Error::Success();
+  return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
 }
 
 ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
@@ -179,10 +188,11 @@ ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::A
     return wrong(kName, "rows are f32[m, k]", x);
   }
   if (!has(*y, ffi::F32, {rows[0]})) return wrong(kName, "the result is f32[m]", *y);
-  XlaPool threads(pool);
-  find_magnitudes(static_cast<const float*>(x.untyped_data()), rows[0], rows[1],
-                  static_cast<float*>(y->untyped_data()), kernels(), threads);
-  return ffi::Error::Success();
+  const float* from = static_cast<const float*>(x.untyped_data());
+  float* to = static_cast<float*>(y->untyped_data());
+  return run(pool, [&](Pool& threads) {
+    find_magnitudes(from, rows[0], rows[1], to, kernels(), threads);
+  });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 
 namespace jqx {
@@ -22,7 +23,7 @@ class Pool {
   virtual void schedule(std::function<void()> work) = 0;
 };
 
-// Calls f(i) for i in [0, count). It waits for no thread that has not begun: what begins late finds
+// Calls f(i) for i in [0, count); std::bad_alloc where one of the steps threw it. It waits for no thread that has not begun: what begins late finds
 // nothing to do, so threads that all wait for each other are no danger.
 inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int64_t)>& f) {
   const int64_t helpers = std::min(pool.threads(), count) - 1;
@@ -32,6 +33,7 @@ inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int
   }
   struct State {
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
     std::mutex mutex;
     std::condition_variable finished;
   };
@@ -39,7 +41,13 @@ inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int
   const auto* each = &f;  // read only for a step that is not done: the caller still waits for it
   const auto work = [state, count, each] {
     int64_t own = 0;
-    for (int64_t i; (i = state->next.fetch_add(1)) < count; ++own) (*each)(i);
+    for (int64_t i; (i = state->next.fetch_add(1)) < count; ++own) {
+      try {
+        (*each)(i);
+      } catch (...) {
+        state->failed = true;
+      }
+    }
     if (own > 0 && state->done.fetch_add(own) + own == count) {
       std::lock_guard<std::mutex> lock(state->mutex);
       state->finished.notify_one();
@@ -47,11 +55,14 @@ inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int
   };
   for (int64_t i = 0; i < helpers; ++i) pool.schedule(work);
   work();
-  for (int spin = 0; spin < 4096; ++spin) {
-    if (state->done.load() == count) return;
+  const auto is_done = [&] { return state->done.load() == count; };
+  for (int spin = 0; spin < 4096 && !is_done(); ++spin) {
   }
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->finished.wait(lock, [&] { return state->done.load() == count; });
+  if (!is_done()) {
+    std::unique_lock<std::mutex> lock(state->mutex);
+    state->finished.wait(lock, is_done);
+  }
+  if (state->failed) throw std::bad_alloc();  // a step throws nothing else
 }
 
 }  // namespace jqx
