@@ -233,6 +233,25 @@ def test_scales_of_rows_are_those_without_it():
     )
 
 
+def test_training_has_the_gradients_that_it_has_without_it(monkeypatch):
+    f = lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"]  # noqa: E731
+    w, x = {"a": normal(0, 256, 128), "b": normal(1, 128, 64)}, normal(2, 64, 256)
+    plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(w, x)
+
+    def gradients():
+        loss = lambda w, x: (jqx.simulate(f, plan)(w, x) ** 2).sum()  # noqa: E731
+        each = jax.vmap(jax.grad(jax.checkpoint(loss)), (None, 0))
+        run = jax.jit(lambda w, x: (jax.grad(loss)(w, x), each(w, x[None])))
+        return run.lower(w, x).as_text().count("_magnitudes"), run(w, x)
+
+    (calls, found), _ = gradients(), jax.clear_caches()
+    monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
+    (none, expected), _ = gradients(), jax.clear_caches()
+    assert calls and not none
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_explain_tells_the_kernel():
     f = lambda w, x: x @ w  # noqa: E731
     w, x = normal(0, 256, 192), normal(1, 2, 256)
