@@ -1,4 +1,5 @@
-"""The only file that touches `jax.extend` and JAX names that change between versions.
+"""With `_compat_kernels`, the only file that touches `jax.extend` and JAX names that change between
+versions.
 
 jax 0.11 merged ClosedJaxpr into Jaxpr and made `get_bind_params` return a dict alone; nothing here
 dispatches on the class. Supported: jax 0.10.2 to 0.12.

@@ -1,5 +1,5 @@
-"""What a program that holds a kernel is lowered to; with `_compat`, the only file that touches
-`jax.extend` and JAX names that change between versions.
+"""What a program that holds a kernel is lowered to, in JAX names that change between versions: see
+`_compat`.
 """
 
 from collections.abc import Callable

@@ -276,7 +276,7 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
 }
 
 void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
-                Pool& given) {
+                     Pool& given) {
   OneThread alone;
   Pool& pool = m * k < kSmall / 8 ? static_cast<Pool&>(alone) : given;
   const int64_t some = std::max<int64_t>(1, m / (8 * pool.threads()));

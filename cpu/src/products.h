@@ -59,7 +59,8 @@ bool has_groups(int64_t k, int64_t group, int bits);
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& pool);
 
 // The largest magnitude of each row of x [m, k].
-void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels, Pool& pool);
+void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
+                     Pool& pool);
 
 }  // namespace jqx
 

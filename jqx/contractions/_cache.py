@@ -295,10 +295,4 @@ def values_as(update: QTensor, q: QTensor) -> jax.Array:
     if update.layout == q.layout:
         return update.values
     plain = update.unpack()
-    if q.layout is None:
-        return plain.values
-    packing = q.layout.packing
-    if packing is None:
-        return lay_out(plain, q.layout).values
-    values = plain.pack(packing.axis).values
-    return jnp.swapaxes(values, -1, -2) if q.layout.swapped else values
+    return plain.values if q.layout is None else lay_out(plain, q.layout).values

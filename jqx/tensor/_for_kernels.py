@@ -40,13 +40,13 @@ def layout_for_kernel(q: Any, axis: int, platform: str, target: str) -> Layout |
       target: the machine, for what one chip alone has.
     """
     form = format_of(q.qtype)
+    if platform == "cpu":
+        return _for_package(q, axis, form)
     element = form.elements if isinstance(form, Block) else form
     size, n = q.groups.sizes[axis], q.shape[axis]
     looked_up = lies_in_nibbles(form)
     is_integer = isinstance(element, Integer) and form.bits <= 8
     known = looked_up or is_integer or form.storage in FLOAT8
-    if platform == "cpu":
-        return _for_package(q, axis, form)
     if not known or q.size == 0 or n % size:
         return None
     # Of one scale a channel, rows are quantized on the way; on a GPU XLA's own product is as good.

@@ -27,8 +27,9 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
 
     On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
     byte each; elsewhere codes keep their dtype. Packed codes are unpacked. Where the package
-    jqx-cpu is installed, its kernels read integers of 8, 4 and 2 bits, with one scale or with
-    blocks: [N, K], those of 4 and 2 bits packed along K.
+    jqx-cpu is installed, and the processor has AVX-512 VNNI, its kernels read integers of 8, 4 and
+    2 bits, with one scale or with blocks: [N, K], those of 4 and 2 bits packed along K. What is on
+    several devices, exported, or parted over devices by a compiler, is computed without them.
 
     Kernels in Pallas read the codes in the bits that they have. They are for integers of 8 bits
     or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits
@@ -38,7 +39,8 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
     weight is rounded to their dtype once it is scaled; an activation that `convert` quantizes is
     quantized in the kernel. Where no kernel is for a weight, or on another platform than the
     target's, it is contracted as without; `jqx.explain` tells. `jax.export` of a function that
-    would run a kernel is an error, and so is a program that a compiler parts over devices.
+    would run a kernel in Pallas is an error, and so is a program that a compiler parts over
+    devices.
 
     Args:
       tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.

@@ -22,7 +22,7 @@ from ...tensor import QTensor
 from ...tensor._shared import alone, found, kernel_of
 from .._integers._bytes import as_int8, is_byte, is_integer, longest
 from .._integers._integer import accumulate, in_fitting_shapes
-from .._integers._products import fitting
+from .._integers._products import fitting, to_rows
 from .._what._dimensions import Dimensions
 from ._blocks import with_own_scales
 from ._formulation import CPU, formulation
@@ -54,6 +54,7 @@ def multiplies_bytes(x: Any, q: QTensor, how: HowTo) -> bool:
         and is_byte(x)
         and is_byte(q)
         and q.values.dtype == jnp.int8
+        and q.size != 0
         and (q.layout is None or q.layout.packing is None)
         and lies_in_rows(x, q, how.dimensions)
         and x.scale.dtype in (E8M0, jnp.float32)
@@ -121,9 +122,8 @@ def quantizing(
     x: jax.Array, scale: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, form: QType
 ) -> jax.Array:
     """Returns the product of floats, rounded to codes of a format by their scale, and a weight."""
-    rows, count = _in_rows(x.astype(jnp.float32), how), _rows_of(x, how)
-    own = _parameter(_in_rows(scale.astype(jnp.float32), how), x, how)
-    rows = rows.reshape(*count, rows.shape[-1])
+    rows = _rows(x.astype(jnp.float32), how)
+    own = _parameter(scale.astype(jnp.float32), x, how)
     weight, step = _right(as_int8(q), how, *stack)
     options = {"low": float(form.low), "high": float(form.high), "step": step}
     return _as_output(product_cpu(rows, own, None, *weight, **options, dtype=jnp.float32), x, how)
@@ -167,7 +167,7 @@ def package_floats(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         if zero is not None or middle:
             zero = jnp.int32(0) if zero is None else zero.astype(jnp.int32)
             zero = _in_groups((zero - jnp.int32(middle)).astype(jnp.int8), q)
-        rows = _in_rows(x.astype(jnp.float32), how).reshape(*_rows_of(x, how), -1)
+        rows = _rows(x.astype(jnp.float32), how)
         codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
         options = {"bits": form.bits, "is_signed": is_signed, "step": step}
         scale = _in_groups(q.real_scale(), q)
@@ -185,13 +185,11 @@ def _in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:
 
 def _left(q: QTensor, how: HowTo) -> tuple[Any, Any, Any]:
     """Returns codes [B, M, K], scales and zero points [B, M or 1] of rows."""
-    q, count = with_own_scales(q, how.dimensions.lhs_kept), _rows_of(q, how)
-    codes = _in_rows(q.values, how).reshape(*count, -1)
-    scale = _parameter(_in_rows(q.real_scale(), how), q, how)
+    q = with_own_scales(q, how.dimensions.lhs_kept)
     zero = q.zero_point
     if zero is not None:
-        zero = _parameter(_in_rows(zero.astype(jnp.int32), how), q, how)
-    return codes, scale, zero
+        zero = _parameter(zero.astype(jnp.int32), q, how)
+    return _rows(q.values, how), _parameter(q.real_scale(), q, how), zero
 
 
 def _right(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, Any], Any]:
@@ -210,27 +208,22 @@ def _right(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, A
     return (codes, parameter(q.real_scale()), zero), step
 
 
-def _in_rows(x: jax.Array, how: HowTo) -> jax.Array:
-    """Returns a leaf of the left operand with its axes in order: batch, free, contracted."""
-    dimensions = how.dimensions
-    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
-    return jnp.transpose(x, order)
-
-
-def _rows_of(x: Any, how: HowTo) -> tuple[int, int]:
-    """Returns the sizes of the batch and of the rows of the left operand."""
-    dimensions = how.dimensions
-    batch = math.prod(x.shape[axis] for axis in dimensions.lhs_batch)
-    return batch, math.prod(x.shape[axis] for axis in dimensions.lhs_free)
+def _rows(x: jax.Array, how: HowTo) -> jax.Array:
+    """Returns a left operand as [B, M, K]."""
+    rows = to_rows(x, how.dimensions)
+    return rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
 
 
 def _parameter(parameter: jax.Array, x: Any, how: HowTo) -> jax.Array:
-    """Returns a parameter of the left operand, its axes in order, as [B, M or 1]."""
-    dimensions, count = how.dimensions, _rows_of(x, how)
+    """Returns a parameter of the left operand as [B, M or 1]."""
+    dimensions = how.dimensions
+    batch = math.prod(x.shape[axis] for axis in dimensions.lhs_batch)
     if parameter.size == 1:
-        return jnp.broadcast_to(parameter.reshape(1, 1), (count[0], 1))
-    shape = [x.shape[axis] for axis in (*dimensions.lhs_batch, *dimensions.lhs_free)]
-    return jnp.broadcast_to(parameter[..., 0], shape).reshape(count)
+        return jnp.broadcast_to(parameter.reshape(1, 1), (batch, 1))
+    kept = (*dimensions.lhs_batch, *dimensions.lhs_free)
+    own = jnp.transpose(parameter, (*kept, *dimensions.lhs_contracting))[..., 0]
+    full = jnp.broadcast_to(own, [x.shape[axis] for axis in kept])
+    return full.reshape(batch, dimensions.rows(x))
 
 
 def _as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
