@@ -1,88 +1,11 @@
 // What XLA calls. Sizes, types and alignment are checked: a wrong buffer is an error of XLA.
 
-#include <algorithm>
-#include <new>
-#include <string>
-
-#include "products.h"
-#include "xla/ffi/api/ffi.h"
+#include "checks.h"
 
 namespace ffi = xla::ffi;
 
 namespace jqx {
 namespace {
-
-class XlaPool : public Pool {
- public:
-  explicit XlaPool(ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
-  int64_t threads() const override { return threads_ < 1 ? 1 : threads_; }
-  void schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
-
- private:
-  ffi::ThreadPool& pool_;
-  int64_t threads_;
-};
-
-std::string shape_of(const ffi::AnyBuffer& x) {
-  std::string text = "[";
-  for (const int64_t n : x.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
-  return text + "]";
-}
-
-ffi::Error wrong(const char* function, const char* what, const ffi::AnyBuffer& x) {
-  return ffi::Error::InvalidArgument(std::string("jqx_cpu: ") + function + ": " + what +
-                                     ", given " + shape_of(x) + ".");
-}
-
-// Runs a kernel; where there is no memory for it, that is an error of XLA.
-template <class F>
-ffi::Error run(ffi::ThreadPool& pool, F f) {
-  try {
-    XlaPool threads(pool);
-    f(threads);
-    return ffi::Error::Success();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jqx_cpu: out of memory.");
-  }
-}
-
-bool is_aligned(const void* data, int64_t size) {
-  return reinterpret_cast<uintptr_t>(data) % size == 0;
-}
-
-// Whether a buffer has a dtype and a shape, and lies as its dtype needs it.
-bool has(const ffi::AnyBuffer& x, ffi::DataType dtype, std::initializer_list<int64_t> shape) {
-  const auto own = x.dimensions();
-  if (x.element_type() != dtype || own.size() != shape.size()) return false;
-  if (!std::equal(shape.begin(), shape.end(), own.begin())) return false;
-  return is_aligned(x.untyped_data(), ffi::ByteWidth(dtype));
-}
-
-bool is_absent(const ffi::AnyBuffer& x) { return x.element_count() == 0; }
-
-// Reads a parameter [batch, count] or [batch, 1]; returns whether it is one, or absent.
-template <class T>
-bool read(const ffi::AnyBuffer& x, ffi::DataType dtype, int64_t batch, int64_t count, Each<T>* to) {
-  if (is_absent(x)) return true;
-  const bool one = has(x, dtype, {batch, 1});
-  if (!one && !has(x, dtype, {batch, count})) return false;
-  *to = {static_cast<const T*>(x.untyped_data()), one};
-  return true;
-}
-
-// Finds the weight of a step in a stack [steps, n, width], of one batch: as elsewhere in XLA, a step
-// beyond the ends is the last or the first. Without a step the stack is the batch.
-ffi::Error find(const char* function, const ffi::AnyBuffer& step, const ffi::AnyBuffer& w,
-                int64_t batch, int64_t* count, int64_t* at) {
-  *count = batch, *at = 0;
-  if (is_absent(step)) return ffi::Error::Success();
-  if (!has(step, ffi::S32, {1})) return wrong(function, "a step is s32[1]", step);
-  if (batch != 1) return wrong(function, "a stack is read by one batch", w);
-  *count = w.dimensions()[0];
-  const int64_t last = *count - 1, wanted = *static_cast<const int32_t*>(step.untyped_data());
-  *at = std::max<int64_t>(0, std::min(wanted, last));
-  return ffi::Error::Success();
-}
 
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::AnyBuffer x_scale, ffi::AnyBuffer x_zero, ffi::AnyBuffer w_scale,

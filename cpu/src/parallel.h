@@ -23,8 +23,9 @@ class Pool {
   virtual void schedule(std::function<void()> work) = 0;
 };
 
-// Calls f(i) for i in [0, count); std::bad_alloc where one of the steps threw it. It waits for no thread that has not begun: what begins late finds
-// nothing to do, so threads that all wait for each other are no danger.
+// Calls f(i) for i in [0, count); throws std::bad_alloc where a step threw it. It waits for no thread
+// that has not begun: what begins late finds nothing to do, so threads that all wait for each other
+// are no danger.
 inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int64_t)>& f) {
   const int64_t helpers = std::min(pool.threads(), count) - 1;
   if (helpers <= 0) {
