@@ -74,17 +74,45 @@ bool read(const ffi::AnyBuffer& x, ffi::DataType dtype, int64_t batch, int64_t c
   return true;
 }
 
+// Which weights rows meet: one for each batch, one of a stack, or one for each group of rows.
+struct Groups {
+  const int32_t* sizes = nullptr;  // of groups, where there are any
+  int64_t weights = 0;             // how many rows meet
+  int64_t stack = 0;               // how many there are
+  int64_t at = 0;                  // the first that rows meet
+
+  template <class P>
+  void multiply(const P& p, Pool& pool) const {
+    if (sizes == nullptr) return jqx::multiply(p, kernels(), pool);
+    multiply_groups(p, sizes, weights, kernels(), pool);
+  }
+};
+
 // Finds the weight of a step in a stack [steps, n, width], of one batch: as elsewhere in XLA, a step
-// beyond the ends is the last or the first. Without a step the stack is the batch.
-inline ffi::Error find(const char* function, const ffi::AnyBuffer& step, const ffi::AnyBuffer& w,
-                int64_t batch, int64_t* count, int64_t* at) {
-  *count = batch, *at = 0;
-  if (is_absent(step)) return ffi::Error::Success();
-  if (!has(step, ffi::S32, {1})) return wrong(function, "a step is s32[1]", step);
+// beyond the ends is the last or the first. Without a step the stack is the batch, or has a weight
+// for each group.
+inline ffi::Error find(const char* function, const ffi::AnyBuffer& step,
+                       const ffi::AnyBuffer* sizes, const ffi::AnyBuffer& w, int64_t batch,
+                       Groups* groups) {
+  const bool in_groups = sizes != nullptr && !is_absent(*sizes);
+  groups->weights = groups->stack = batch;
+  if (is_absent(step) && !in_groups) return ffi::Error::Success();
   if (batch != 1) return wrong(function, "a stack is read by one batch", w);
-  *count = w.dimensions()[0];
-  const int64_t last = *count - 1, wanted = *static_cast<const int32_t*>(step.untyped_data());
-  *at = std::max<int64_t>(0, std::min(wanted, last));
+  groups->stack = w.dimensions()[0];
+  if (in_groups) {
+    if (!is_absent(step)) return wrong(function, "groups have no step", *sizes);
+    if (!has(*sizes, ffi::S32, {groups->stack})) {
+      return wrong(function, "sizes are s32[groups]", *sizes);
+    }
+    groups->sizes = static_cast<const int32_t*>(sizes->untyped_data());
+    groups->weights = groups->stack;
+    return ffi::Error::Success();
+  }
+  if (!has(step, ffi::S32, {1})) return wrong(function, "a step is s32[1]", step);
+  if (groups->stack == 0) return wrong(function, "there is no weight in the stack", w);
+  const int64_t last = groups->stack - 1;
+  const int64_t wanted = *static_cast<const int32_t*>(step.untyped_data());
+  groups->at = std::max<int64_t>(0, std::min(wanted, last));
   return ffi::Error::Success();
 }
 

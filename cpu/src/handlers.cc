@@ -7,43 +7,58 @@ namespace ffi = xla::ffi;
 namespace jqx {
 namespace {
 
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::AnyBuffer x_scale, ffi::AnyBuffer x_zero, ffi::AnyBuffer w_scale,
-                   ffi::AnyBuffer w_zero, ffi::AnyBuffer step, float low, float high,
-                   ffi::Result<ffi::AnyBuffer> y) {
-  constexpr const char* kName = "product";
+// Reads rows, weights and zero points of a product; of rows in groups, also their sizes.
+ffi::Error read(const char* function, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                const ffi::AnyBuffer& x_zero, const ffi::AnyBuffer& w_zero,
+                const ffi::AnyBuffer& step, const ffi::AnyBuffer* sizes, Product* p,
+                Groups* groups) {
   const auto rows = x.dimensions(), columns = w.dimensions();
-  if (rows.size() != 3) return wrong(kName, "rows are [batch, m, k]", x);
-  if (columns.size() != 3) return wrong(kName, "weights are [batch, n, k]", w);
-  Product p;
-  p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1], p.low = low, p.high = high;
-  int64_t count, at;
-  if (auto error = find(kName, step, w, p.batch, &count, &at); error.failure()) return error;
-  if (!has(w, ffi::S8, {count, p.n, p.k})) return wrong(kName, "weights are s8[batch, n, k]", w);
-  p.w = static_cast<const int8_t*>(w.untyped_data()) + at * p.n * p.k;
+  if (rows.size() != 3) return wrong(function, "rows are [batch, m, k]", x);
+  if (columns.size() != 3) return wrong(function, "weights are [batch, n, k]", w);
+  p->batch = rows[0], p->m = rows[1], p->k = rows[2], p->n = columns[1];
+  if (auto error = find(function, step, sizes, w, p->batch, groups); error.failure()) return error;
+  if (!has(w, ffi::S8, {groups->stack, p->n, p->k})) {
+    return wrong(function, "weights are s8[batch, n, k]", w);
+  }
+  p->w = static_cast<const int8_t*>(w.untyped_data()) + groups->at * p->n * p->k;
   const bool rounds = x.element_type() == ffi::F32;
-  if (!has(x, rounds ? ffi::F32 : ffi::S8, {p.batch, p.m, p.k})) {
-    return wrong(kName, "rows are s8 or f32[batch, m, k]", x);
+  if (!has(x, rounds ? ffi::F32 : ffi::S8, {p->batch, p->m, p->k})) {
+    return wrong(function, "rows are s8 or f32[batch, m, k]", x);
   }
   if (rounds) {
-    p.floats = static_cast<const float*>(x.untyped_data());
-    if (!(low >= -128 && low <= high && high <= 127)) {
-      return ffi::Error::InvalidArgument("jqx_cpu: product: codes are in [-128, 127].");
-    }
+    p->floats = static_cast<const float*>(x.untyped_data());
   } else {
-    p.codes = static_cast<const int8_t*>(x.untyped_data());
+    p->codes = static_cast<const int8_t*>(x.untyped_data());
+  }
+  if (!read(x_zero, ffi::S32, p->batch, p->m, &p->x_zero)) {
+    return wrong(function, "zero points of rows are s32[batch, m or 1]", x_zero);
+  }
+  if (!read(w_zero, ffi::S32, groups->weights, p->n, &p->w_zero)) {
+    return wrong(function, "zero points of weights are s32[batch, n or 1]", w_zero);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::AnyBuffer x_scale, ffi::AnyBuffer x_zero, ffi::AnyBuffer w_scale,
+                   ffi::AnyBuffer w_zero, ffi::AnyBuffer step, ffi::AnyBuffer sizes, float low,
+                   float high, ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "product";
+  Product p;
+  Groups groups;
+  if (auto error = read(kName, x, w, x_zero, w_zero, step, &sizes, &p, &groups); error.failure()) {
+    return error;
+  }
+  p.low = low, p.high = high;
+  const bool rounds = p.floats != nullptr;
+  if (rounds && !(low >= -128 && low <= high && high <= 127)) {
+    return ffi::Error::InvalidArgument("jqx_cpu: product: codes are in [-128, 127].");
   }
   if (!read(x_scale, ffi::F32, p.batch, p.m, &p.x_scale)) {
     return wrong(kName, "scales of rows are f32[batch, m or 1]", x_scale);
   }
-  if (!read(w_scale, ffi::F32, p.batch, p.n, &p.w_scale)) {
+  if (!read(w_scale, ffi::F32, groups.weights, p.n, &p.w_scale)) {
     return wrong(kName, "scales of weights are f32[batch, n or 1]", w_scale);
-  }
-  if (!read(x_zero, ffi::S32, p.batch, p.m, &p.x_zero)) {
-    return wrong(kName, "zero points of rows are s32[batch, m or 1]", x_zero);
-  }
-  if (!read(w_zero, ffi::S32, p.batch, p.n, &p.w_zero)) {
-    return wrong(kName, "zero points of weights are s32[batch, n or 1]", w_zero);
   }
   const bool is_scaled = y->element_type() == ffi::F32;
   if (!has(*y, is_scaled ? ffi::F32 : ffi::S32, {p.batch, p.m, p.n})) {
@@ -59,17 +74,53 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   } else {
     p.sums = static_cast<int32_t*>(y->untyped_data());
   }
+  return run(pool, [&](Pool& threads) { groups.multiply(p, threads); });
+}
+
+ffi::Error requantized_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                               ffi::AnyBuffer x_zero, ffi::AnyBuffer w_zero,
+                               ffi::AnyBuffer multiplier, ffi::AnyBuffer shift, ffi::AnyBuffer bias,
+                               ffi::AnyBuffer zero, ffi::AnyBuffer step, int32_t low, int32_t high,
+                               bool is_single, ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "requantized_product";
+  Product p;
+  Groups groups;
+  if (auto error = read(kName, x, w, x_zero, w_zero, step, nullptr, &p, &groups); error.failure()) {
+    return error;
+  }
+  if (p.codes == nullptr) return wrong(kName, "rows are s8[batch, m, k]", x);
+  Requantization& q = p.requantization;
+  q.low = low, q.high = high, q.is_single = is_single;
+  const bool is_unsigned = y->element_type() == ffi::U8;
+  if (!has(*y, is_unsigned ? ffi::U8 : ffi::S8, {p.batch, p.m, p.n})) {
+    return wrong(kName, "the result is s8 or u8[batch, m, n]", *y);
+  }
+  if (is_absent(*y)) return ffi::Error::Success();
+  if (!(low >= (is_unsigned ? 0 : -128) && low <= high && high <= (is_unsigned ? 255 : 127))) {
+    return ffi::Error::InvalidArgument("jqx_cpu: requantized_product: low and high are codes.");
+  }
+  const std::pair<const ffi::AnyBuffer*, Each<int32_t>*> parameters[] = {
+      {&multiplier, &q.multiplier}, {&shift, &q.shift}, {&bias, &q.bias}, {&zero, &q.zero}};
+  for (const auto& [given, to] : parameters) {
+    if (!read(*given, ffi::S32, p.batch, p.n, to)) {
+      return wrong(kName, "multipliers, shifts, biases, zero points are s32[batch, n or 1]", *given);
+    }
+  }
+  if (q.multiplier.data == nullptr || q.shift.data == nullptr) {
+    return ffi::Error::InvalidArgument("jqx_cpu: requantized_product: a factor is missing.");
+  }
+  p.codes_of_sums = static_cast<int8_t*>(y->untyped_data());
   return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
 }
 
 ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                          ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer step,
-                         int32_t bits, bool is_signed, ffi::Result<ffi::AnyBuffer> y) {
+                         ffi::AnyBuffer sizes, int32_t bits, bool is_signed, ffi::Result<ffi::AnyBuffer> y) {
   constexpr const char* kName = "float_product";
-  const auto rows = x.dimensions(), columns = w.dimensions(), groups = scale.dimensions();
+  const auto rows = x.dimensions(), columns = w.dimensions(), scales = scale.dimensions();
   if (rows.size() != 3) return wrong(kName, "rows are [batch, m, k]", x);
   if (columns.size() != 3) return wrong(kName, "weights are [batch, n, bytes]", w);
-  if (groups.size() != 3) return wrong(kName, "scales are [batch, groups, n]", scale);
+  if (scales.size() != 3) return wrong(kName, "scales are [batch, groups, n]", scale);
   FloatProduct p;
   p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1];
   p.bits = bits, p.is_signed = is_signed;
@@ -78,30 +129,30 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
     return wrong(kName, "the result is f32[batch, m, n]", *y);
   }
   if (is_absent(*y)) return ffi::Error::Success();
-  const int64_t count = groups[1];
+  const int64_t count = scales[1];
   if (count <= 0 || p.k % count != 0 || !has_groups(p.k, p.k / count, bits)) {
     return wrong(kName, "there is no kernel for such groups, of scales", scale);
   }
   p.group = p.k / count;
-  int64_t stack, at;
-  if (auto error = find(kName, step, w, p.batch, &stack, &at); error.failure()) return error;
+  Groups groups;
+  if (auto error = find(kName, step, &sizes, w, p.batch, &groups); error.failure()) return error;
   const bool is_byte = w.element_type() == ffi::S8 && bits == 8;
   const int64_t width = p.k * bits / 8;
-  if (!has(w, is_byte ? ffi::S8 : ffi::U8, {stack, p.n, width})) {
+  if (!has(w, is_byte ? ffi::S8 : ffi::U8, {groups.stack, p.n, width})) {
     return wrong(kName, "weights are u8[batch, n, k * bits / 8]", w);
   }
-  if (!has(scale, ffi::F32, {p.batch, count, p.n})) {
+  if (!has(scale, ffi::F32, {groups.weights, count, p.n})) {
     return wrong(kName, "scales are f32[batch, groups, n]", scale);
   }
-  if (!is_absent(zero) && !has(zero, ffi::S8, {p.batch, count, p.n})) {
+  if (!is_absent(zero) && !has(zero, ffi::S8, {groups.weights, count, p.n})) {
     return wrong(kName, "zero points are s8[batch, groups, n]", zero);
   }
   p.x = static_cast<const float*>(x.untyped_data());
-  p.w = static_cast<const uint8_t*>(w.untyped_data()) + at * p.n * width;
+  p.w = static_cast<const uint8_t*>(w.untyped_data()) + groups.at * p.n * width;
   p.scale = static_cast<const float*>(scale.untyped_data());
   p.zero = is_absent(zero) ? nullptr : static_cast<const int8_t*>(zero.untyped_data());
   p.y = static_cast<float*>(y->untyped_data());
-  return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
+  return run(pool, [&](Pool& threads) { groups.multiply(p, threads); });
 }
 
 ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
@@ -131,13 +182,32 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_product, jqx::product,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Attr<float>("low")
                                   .Attr<float>("high")
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_requantized_product, jqx::requantized_product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<int32_t>("low")
+                                  .Attr<int32_t>("high")
+                                  .Attr<bool>("is_single")
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

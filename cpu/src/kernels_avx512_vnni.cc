@@ -548,7 +548,7 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 }  // namespace
 
 const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
-                            panel_vnni, correct, scale_vnni, split_vnni, grouped_vnni,
+                            panel_vnni, correct, scale_vnni, requantize, split_vnni, grouped_vnni,
                             unpack_vnni, grouped_panel_vnni, shift, join};
 
 }  // namespace jqx

@@ -87,7 +87,75 @@ struct Tile {
   }
 };
 
+// Returns the parameter of one batch, from one of its rows or columns on.
+template <class T>
+Each<T> from(const Each<T>& each, int64_t batch, int64_t count, int64_t i) {
+  return {each.from(batch, count, i), each.is_one};
+}
+
+// Returns the product of some of all rows and the weights of one batch.
+Product part_of(const Product& p, int64_t batch, int64_t row, int64_t count) {
+  Product part = p;
+  part.batch = 1, part.m = count;
+  if (p.codes != nullptr) part.codes += row * p.k;
+  if (p.floats != nullptr) part.floats += row * p.k;
+  part.x_scale = from(p.x_scale, 0, p.m, row), part.x_zero = from(p.x_zero, 0, p.m, row);
+  part.w += batch * p.n * p.k;
+  part.w_scale = from(p.w_scale, batch, p.n, 0), part.w_zero = from(p.w_zero, batch, p.n, 0);
+  if (p.sums != nullptr) part.sums += row * p.n;
+  if (p.scaled != nullptr) part.scaled += row * p.n;
+  return part;
+}
+
+FloatProduct part_of(const FloatProduct& p, int64_t batch, int64_t row, int64_t count) {
+  FloatProduct part = p;
+  const int64_t scales = p.k / p.group * p.n;
+  part.batch = 1, part.m = count;
+  part.x += row * p.k, part.y += row * p.n;
+  part.w += batch * p.n * (p.k * p.bits / 8), part.scale += batch * scales;
+  if (p.zero != nullptr) part.zero += batch * scales;
+  return part;
+}
+
+Factors factors_of(const Product& p, int64_t batch, int64_t column, int columns) {
+  const Requantization& q = p.requantization;
+  Factors factors = {};
+  const auto copy = [&](const Each<int32_t>& each, int32_t* to) {
+    if (each.data == nullptr) return;
+    for (int j = 0; j < columns; ++j) to[j] = each.at(batch, p.n, column + j);
+  };
+  copy(q.multiplier, factors.multiplier), copy(q.shift, factors.shift);
+  copy(q.bias, factors.bias), copy(q.zero, factors.zero);
+  return factors;
+}
+
+template <class P>
+int64_t multiply_each(const P& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
+                      Pool& pool) {
+  int64_t row = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t count = std::min<int64_t>(std::max(sizes[group], 0), p.m - row);
+    if (count > 0) multiply(part_of(p, group, row, count), kernels, pool);
+    row += count;
+  }
+  return row;
+}
+
 }  // namespace
+
+void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
+                     Pool& pool) {
+  const int64_t row = multiply_each(p, sizes, groups, kernels, pool);
+  const size_t rest = (p.m - row) * p.n * 4;
+  if (p.sums != nullptr) std::memset(p.sums + row * p.n, 0, rest);
+  if (p.scaled != nullptr) std::memset(p.scaled + row * p.n, 0, rest);
+}
+
+void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,
+                     const Kernels& kernels, Pool& pool) {
+  const int64_t row = multiply_each(p, sizes, groups, kernels, pool);
+  std::memset(p.y + row * p.n, 0, (p.m - row) * p.n * 4);
+}
 
 void multiply(const Product& p, const Kernels& kernels, Pool& given) {
   OneThread alone;
@@ -126,11 +194,13 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
     const int64_t b = tile.batch;
     alignas(64) int32_t sums[kRows * kColumns];
     alignas(64) int32_t of_columns[kPanels][kColumns];
+    Factors factors[kPanels];
     uint8_t* packed = panels ? memory_of_thread(tiles.panels * panel_bytes) : nullptr;
     for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
       const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
       const int64_t at = (j - tile.column) / kColumns;
       const int8_t* w = p.w + (b * p.n + j) * p.k;
+      if (p.codes_of_sums != nullptr) factors[at] = factors_of(p, b, j, columns);
       if (panels) kernels.pack(w, p.k, columns, p.k, packed + at * panel_bytes);
       if (p.x_zero.data != nullptr) {
         const int32_t of_ones = int32_t(width);
@@ -161,6 +231,10 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
           const int64_t to = (b * p.m + i + r) * p.n + j;
           if (p.sums != nullptr) {
             std::memcpy(p.sums + to, total, columns * sizeof(int32_t));
+          } else if (p.codes_of_sums != nullptr) {
+            const Requantization& q = p.requantization;
+            kernels.requantize(total, columns, factors[at], q.low, q.high, q.is_single,
+                               p.codes_of_sums + to);
           } else {
             const float left = p.x_scale.at(b, p.m, i + r);
             kernels.scale(total, columns, left, p.w_scale.from(b, p.n, j), p.w_scale.stride(),
@@ -185,13 +259,8 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   if (p.m > kMostDigits) {  // some rows at once, so that not all of their digits are held
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t i = 0; i < p.m; i += kMostDigits) {
-        FloatProduct some = p;
-        const int64_t scales = p.k / p.group * p.n;
-        some.batch = 1, some.m = std::min(kMostDigits, p.m - i);
-        some.x += (b * p.m + i) * p.k, some.y += (b * p.m + i) * p.n;
-        some.w += b * p.n * (p.k * p.bits / 8), some.scale += b * scales;
-        if (p.zero != nullptr) some.zero += b * scales;
-        multiply(some, kernels, given);
+        const int64_t count = std::min(kMostDigits, p.m - i);
+        multiply(part_of(p, b, b * p.m + i, count), kernels, given);
       }
     }
     return;

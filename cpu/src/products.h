@@ -25,7 +25,16 @@ struct Each {
   int stride() const { return is_one ? 0 : 1; }
 };
 
-// sum (x - x_zero) (w - w_zero), int32 modulo 2**32, or times x_scale * w_scale in float32.
+// How int32 sums become codes without a float, as TensorFlow Lite does it:
+// (sum + bias) * multiplier * 2**(shift - 31), rounded, plus a zero point, clipped to [low, high].
+struct Requantization {
+  Each<int32_t> multiplier, shift, bias, zero;  // of columns; the last two may be missing
+  int32_t low = 0, high = 0;
+  bool is_single = false;  // rounded once, not twice
+};
+
+// sum (x - x_zero) (w - w_zero), int32 modulo 2**32, or times x_scale * w_scale in float32, or
+// requantized.
 struct Product {
   int64_t batch, m, n, k;
   const int8_t* codes = nullptr;  // [batch, m, k], or
@@ -35,7 +44,9 @@ struct Product {
   Each<float> x_scale, w_scale;
   Each<int32_t> x_zero, w_zero;
   int32_t* sums = nullptr;   // [batch, m, n], or
-  float* scaled = nullptr;  // likewise
+  float* scaled = nullptr;   // likewise, or
+  int8_t* codes_of_sums = nullptr;
+  Requantization requantization;
 };
 
 void multiply(const Product& p, const Kernels& kernels, Pool& pool);
@@ -57,6 +68,14 @@ struct FloatProduct {
 bool has_groups(int64_t k, int64_t group, int bits);
 
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& pool);
+
+// The same where the rows of one batch are in groups: the first sizes[0] rows meet the first of the
+// weights, the next sizes[1] the second one. A negative size is 0, groups beyond the rows are cut,
+// and the result of rows beyond the groups is 0.
+void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
+                     Pool& pool);
+void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,
+                     const Kernels& kernels, Pool& pool);
 
 // The largest magnitude of each row of x [m, k].
 void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,

@@ -16,9 +16,10 @@ from ..tensor._shared import kernel_of
 from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
 from ._how._kernels import as_activation
-from ._how._planner import SUMS, plan
+from ._how._planner import plan
+from ._how._requantized import REQUANTIZED, Requantized
 from ._how._scales import HowTo
-from ._integers._requantize import Requantization, requantize
+from ._integers._requantize import Requantization, as_result
 from ._output import Output, as_asked, check_requantized
 from ._what._dimensions import Dimensions
 from ._what._product import Product
@@ -109,15 +110,18 @@ def dot_general(
         summed = dimensions.lhs_contracting, dimensions.rhs_contracting
         products = dimensions.contracted_size(left)
         check_requantized("dot_general", left, right, summed, products, preferred_element_type)
-        return requantize(_accumulate(left, right, dimensions), output)
+        return as_result(_requantized(left, right, dimensions, output), output)
     y = contract(left, right, dimensions, precision, dtype)
     return as_asked("dot_general", y.astype(dtype), output)
 
 
-def _accumulate(left: QTensor, right: QTensor, dimensions: Dimensions) -> jax.Array:
-    """Returns the int32 sums of products of codes, each less its zero point."""
+def _requantized(
+    left: QTensor, right: QTensor, dimensions: Dimensions, output: Requantization
+) -> jax.Array:
+    """Returns the codes of the int32 sums of products of codes, each less its zero point."""
     left, right, dimensions = as_stored(left, right, dimensions)
-    return SUMS.compute(Product(left, right, HowTo.of(left, right, dimensions)))
+    case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
+    return REQUANTIZED.compute(case, left, right, output)
 
 
 def contract(

@@ -13,6 +13,7 @@ from ..tensor import QTensor
 from ._dot_general import Operand, as_operand
 from ._how._blocks import can_leave_sum
 from ._how._formulation import Planner
+from ._ragged_cpu import ragged_package
 from ._ragged_kernels import ragged_kernel_gpu, ragged_kernel_tpu
 from ._ragged_tiles import Groups, Told, ragged_tiles
 from ._what._axes import OperandAxes
@@ -20,7 +21,7 @@ from ._what._axes import OperandAxes
 ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
 """What becomes of the axes of rows and matrices."""
 
-GROUPS = Planner("ragged_dot", ragged_kernel_tpu, ragged_kernel_gpu, ragged_tiles)
+GROUPS = Planner("ragged_dot", ragged_package, ragged_kernel_tpu, ragged_kernel_gpu, ragged_tiles)
 
 
 @called("ragged_dot")

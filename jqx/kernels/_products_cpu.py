@@ -26,6 +26,7 @@ def product_cpu(
     high: float = 0,
     dtype: DTypeLike = jnp.int32,
     step: jax.Array | None = None,
+    sizes: jax.Array | None = None,
 ) -> jax.Array:
     """Returns sums of products of rows and weights, int32, or times both scales, float32.
 
@@ -40,11 +41,53 @@ def product_cpu(
       high: the largest one.
       dtype: int32 or float32.
       step: int32, which weight of a stack [L, N, K] to read, where B is 1.
+      sizes: int32 [G], where B is 1: how many rows meet each of the weights [G, N, K] in turn. The
+        weights' scales and zero points are [G, N or 1]; rows beyond the groups are 0.
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
     given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
-    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step)
-    return _called("product", given, (0, 2, 3), options, dtype)
+    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes)
+    return _called("product", given, (0, 2, 3), 6, options, dtype)
+
+
+def requantized_product_cpu(
+    x: jax.Array,
+    x_zero: jax.Array | None,
+    w: jax.Array,
+    w_zero: jax.Array | None,
+    multiplier: jax.Array,
+    shift: jax.Array,
+    bias: jax.Array | None,
+    zero: jax.Array | None,
+    *,
+    low: int,
+    high: int,
+    is_single: bool,
+    dtype: DTypeLike,
+    step: jax.Array | None = None,
+) -> jax.Array:
+    """Returns codes of sums of products of rows and weights, by integers alone: those of
+    `jqx.tflite.requantize`, int8 or uint8 [B, M, N].
+
+    Args:
+      x: int8 [B, M, K].
+      x_zero: as in `product_cpu`.
+      w: int8 [B, N, K].
+      w_zero: as in `product_cpu`.
+      multiplier: int32 [B, N or 1].
+      shift: int32 likewise.
+      bias: int32 likewise, or `None`.
+      zero: int32 likewise, or `None`.
+      low: the least code.
+      high: the largest one.
+      is_single: whether products with the multiplier are rounded once, and not twice.
+      dtype: of the codes.
+      step: as in `product_cpu`.
+    """
+    options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
+    parameters = (_or_none(each, jnp.int32) for each in (multiplier, shift, bias, zero))
+    given = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
+    return _called("requantized_product", (*given, _step(step)), (0, 2), 8, options, dtype)
 
 
 def float_product_cpu(
@@ -56,6 +99,7 @@ def float_product_cpu(
     bits: int,
     is_signed: bool,
     step: jax.Array | None = None,
+    sizes: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the product of floats and weights of few bits, float32 [B, M, N].
 
@@ -67,10 +111,11 @@ def float_product_cpu(
       bits: of a code: 8, 4 or 2.
       is_signed: whether codes are in two's complement.
       step: as in `product_cpu`.
+      sizes: as in `product_cpu`, of scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed}
-    given = x, w, scale, _or_none(zero, jnp.int8), _step(step)
-    return _called("float_product", given, (0,), options, jnp.float32)
+    given = x, w, scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes)
+    return _called("float_product", given, (0,), 4, options, jnp.float32)
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -81,22 +126,33 @@ def _step(step: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.int32) if step is None else step.astype(jnp.int32).reshape(1)
 
 
+def _sizes(sizes: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.int32) if sizes is None else sizes.astype(jnp.int32)
+
+
 def _called(
     name: str,
     given: Sequence[jax.Array],
     rows: tuple[int, ...],
+    step: int,
     options: dict[str, Any],
     dtype: DTypeLike,
 ) -> jax.Array:
-    return _over_batches(name, rows, tuple(options.items()), jnp.dtype(dtype))(*given)
+    return _over_batches(name, rows, step, tuple(options.items()), jnp.dtype(dtype))(*given)
 
 
 @functools.cache
 def _over_batches(
-    name: str, rows: tuple[int, ...], options: tuple[tuple[str, Any], ...], dtype: jnp.dtype
+    name: str,
+    rows: tuple[int, ...],
+    step: int,
+    options: tuple[tuple[str, Any], ...],
+    dtype: jnp.dtype,
 ) -> Callable[..., jax.Array]:
     """Returns a kernel of which `vmap` makes one with more rows, where these alone are mapped, or
-    else with a larger batch; `rows` are the operands that say something of rows.
+    else with a larger batch; of rows in groups it calls one after another. `rows` are the operands
+    that say something of rows, `step` is the one that finds a weight in a stack; sizes of groups
+    come after it.
     """
 
     @custom_vmap
@@ -109,6 +165,8 @@ def _over_batches(
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
         mapped = list(batched)
+        if any(x.size for x in given[step + 1 :]):
+            return _one_by_one(call, mapped, given), True
         if not any(mapped[i] for i in range(len(given)) if i not in rows):
             with_more = list(given)
             for i in rows:
@@ -118,11 +176,11 @@ def _over_batches(
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
         every = list(given)
-        if given[-1].size:  # one of a stack: a larger batch has no stack
-            at = jnp.broadcast_to(given[-1], (size, 1))[:, 0]
+        if given[step].size:  # one of a stack: a larger batch has no stack
+            at = jnp.broadcast_to(given[step], (size, 1))[:, 0]
             stack = given[1] if mapped[1] else jnp.broadcast_to(given[1], (size, *given[1].shape))
             every[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, at)
-            every[-1], mapped[1], mapped[-1] = _step(None), True, False
+            every[step], mapped[1], mapped[step] = _step(None), True, False
         for i, x in enumerate(every):
             if x.size:
                 x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
@@ -133,6 +191,20 @@ def _over_batches(
         return y.reshape(size, -1, *y.shape[1:]), True
 
     return call
+
+
+def _one_by_one(
+    f: Callable[..., jax.Array], mapped: Sequence[bool], given: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns what a function returns of each of the mapped operands, and the others."""
+
+    def call(some: tuple[jax.Array, ...]) -> jax.Array:
+        each = iter(some)
+        pairs = zip(given, mapped, strict=True)
+        return f(*(next(each) if is_mapped else x for x, is_mapped in pairs))
+
+    pairs = zip(given, mapped, strict=True)
+    return lax.map(call, tuple(x for x, is_mapped in pairs if is_mapped))
 
 
 def _into_rows(size: int, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from ._decode_attention_tpu import decode_attention_tpu as decode_attention_tpu
 from ._decode_attention_tpu import fits_tpu as fits_tpu
 from ._products_cpu import float_product_cpu as float_product_cpu
 from ._products_cpu import product_cpu as product_cpu
+from ._products_cpu import requantized_product_cpu as requantized_product_cpu
 from ._products_gpu import products_gpu as products_gpu
 from ._products_tpu import products_tpu as products_tpu
 from ._weights_gpu import weights_gpu as weights_gpu

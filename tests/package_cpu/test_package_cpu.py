@@ -302,15 +302,6 @@ def test_devices_and_exports_have_the_plain_form():
     np.testing.assert_array_equal(mapped(whole, rows), one)
 
 
-def test_sums_to_be_requantized():
-    x = jqx.QTensor.quantize(normal(0, 9, 256), jqx.QSpec("int8", jqx.per_tensor()))
-    w = jqx.QTensor.quantize(normal(1, 256, 72), jqx.QSpec("int8", jqx.per_axis(1)))
-    output = jqx.tflite.Requantization.of(x.scale[0, 0], w.scale[0], 0.1, qtype=jnp.int8)
-    run = lambda x, w: jqx.matmul(x, w, output=output).values  # noqa: E731
-    assert chosen(run, x, w.pack_for("cpu")) == ["package_sums"]
-    np.testing.assert_array_equal(run(x, w.pack_for("cpu")), run(x, w), strict=True)
-
-
 def codes_beside(x, x_scale, w, **options):
     return product_cpu(x, x_scale, None, w, None, None, **options)
 

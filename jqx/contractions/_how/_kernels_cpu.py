@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
+from jax import export, lax
 
 from ... import _package_cpu
 from ..._compat_kernels import alone_or_in_parts
@@ -76,8 +76,8 @@ CODES = (
 @formulation(CODES, CPU, _are_bytes, finds=True)
 def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
-        left, (right, step) = _left(as_int8(lhs), how), _right(as_int8(rhs), how, *stack)
-        return _as_output(product_cpu(*left, *right, dtype=jnp.float32, step=step), lhs, how)
+        left, (right, step) = left_of(as_int8(lhs), how), right_of(as_int8(rhs), how, *stack)
+        return as_output(product_cpu(*left, *right, dtype=jnp.float32, step=step), lhs, how)
 
     plain = functools.partial(in_fitting_shapes, how=how)
     return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
@@ -92,14 +92,27 @@ def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 )
 def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
-        (x, _, x_zero), (right, step) = _left(as_int8(lhs), how), _right(as_int8(rhs), how, *stack)
-        w, _, w_zero = right
-        return _as_output(product_cpu(x, None, x_zero, w, None, w_zero, step=step), lhs, how)
+        x, x_zero, w, w_zero, step = codes_of(lhs, rhs, how, *stack)
+        return as_output(product_cpu(x, None, x_zero, w, None, w_zero, step=step), lhs, how)
 
-    def plain(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, fitting)
+    return by_kernel(kernel, functools.partial(plain_sums, how=how), *constant(lhs, rhs))
 
-    return by_kernel(kernel, plain, lhs, rhs)
+
+def codes_of(lhs: QTensor, rhs: QTensor, how: HowTo, *stack: jax.Array) -> tuple[Any, ...]:
+    """Returns codes and zero points of rows, those of a weight, and which of a stack it is."""
+    x, _, x_zero = left_of(as_int8(lhs), how)
+    (w, _, w_zero), step = right_of(as_int8(rhs), how, *stack)
+    return x, x_zero, w, w_zero, step
+
+
+def constant(*operands: Any) -> Any:
+    """Returns operands of integer arithmetic, which has no derivative."""
+    return jax.tree.map(lax.stop_gradient, operands)
+
+
+def plain_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    """Returns the int32 sums of products of codes, each less its zero point, without a kernel."""
+    return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, fitting)
 
 
 def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> jax.Array:
@@ -122,18 +135,16 @@ def quantizing(
     x: jax.Array, scale: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, form: QType
 ) -> jax.Array:
     """Returns the product of floats, rounded to codes of a format by their scale, and a weight."""
-    rows = _rows(x.astype(jnp.float32), how)
+    rows = rows_of(x.astype(jnp.float32), how)
     own = _parameter(scale.astype(jnp.float32), x, how)
-    weight, step = _right(as_int8(q), how, *stack)
+    weight, step = right_of(as_int8(q), how, *stack)
     options = {"low": float(form.low), "high": float(form.high), "step": step}
-    return _as_output(product_cpu(rows, own, None, *weight, **options, dtype=jnp.float32), x, how)
+    return as_output(product_cpu(rows, own, None, *weight, **options, dtype=jnp.float32), x, how)
 
 
-def _are_floats(case: Any) -> bool:
-    x, q, how = case.lhs, case.rhs, case.how
-    if not (
-        _package_cpu.is_installed() and case.is_beside_floats and case.is_large and is_integer(q)
-    ):
+def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
+    """Whether the package multiplies float rows by a weight of integers."""
+    if not (_package_cpu.is_installed() and not isinstance(x, QTensor) and is_integer(q)):
         return False
     dimensions, bits = how.dimensions, format_of(q.qtype).bits
     if not lies_in_rows(x, q, dimensions) or common_dtype(x.dtype, q.dtype) != jnp.float32:
@@ -141,11 +152,12 @@ def _are_floats(case: Any) -> bool:
     if bits == 8:
         lies = q.values.dtype == jnp.int8
     else:
-        lies = kernel_of(q) == "cpu" and q.layout.packing is not None  # along the last axis
+        packing = None if q.layout is None else q.layout.packing
+        lies = kernel_of(q) == "cpu" and packing is not None  # along the last axis
     return (
         lies
         and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
-        and (x.dtype == jnp.float32 or case.rows <= MOST)
+        and (x.dtype == jnp.float32 or dimensions.rows(x) <= MOST)
     )
 
 
@@ -153,46 +165,51 @@ def _are_floats(case: Any) -> bool:
     "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
     "installed: its kernel multiplies codes as they lie by three int8 digits of the rows",
     CPU,
-    _are_floats,
+    lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
     finds=True,
 )
 def package_floats(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    def kernel(x: jax.Array, q: QTensor, *stack: jax.Array) -> jax.Array:
-        form = format_of(q.qtype)
-        q = as_int8(q) if form.bits == 8 else q
-        q = with_own_scales(q, how.dimensions.rhs_kept)
-        is_signed = form.bits == 8 or bool(form.signed)
-        zero, middle = q.zero_point, 0 if is_signed else 2 ** (form.bits - 1)
-        if zero is not None or middle:
-            zero = jnp.int32(0) if zero is None else zero.astype(jnp.int32)
-            zero = _in_groups((zero - jnp.int32(middle)).astype(jnp.int8), q)
-        rows = _rows(x.astype(jnp.float32), how)
-        codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
-        options = {"bits": form.bits, "is_signed": is_signed, "step": step}
-        scale = _in_groups(q.real_scale(), q)
-        return _as_output(float_product_cpu(rows, codes, scale, zero, **options), x, how)
-
+    kernel = functools.partial(floats, how=how)
     return by_kernel(kernel, lambda x, q: tiles.compute(x, q, how), x, q)
 
 
-def _in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:
+def floats(
+    x: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
+) -> jax.Array:
+    """Returns the product of float rows and a weight; of rows in groups of sizes, each group's."""
+    form = format_of(q.qtype)
+    q = as_int8(q) if form.bits == 8 else q
+    q = with_own_scales(q, how.dimensions.rhs_kept)
+    is_signed = form.bits == 8 or bool(form.signed)
+    zero, middle = q.zero_point, 0 if is_signed else 2 ** (form.bits - 1)
+    if zero is not None or middle:
+        zero = jnp.int32(0) if zero is None else zero.astype(jnp.int32)
+        zero = in_groups((zero - jnp.int32(middle)).astype(jnp.int8), q)
+    rows = rows_of(x.astype(jnp.float32), how)
+    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    options = {"bits": form.bits, "is_signed": is_signed, "step": step, "sizes": sizes}
+    scale = in_groups(q.real_scale(), q)
+    return as_output(float_product_cpu(rows, codes, scale, zero, **options), x, how)
+
+
+def in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:
     """Returns scales or zero points of a weight [..., N, K] as [B, G, N]."""
     groups = q.shape[-1] // q.groups.sizes[-1]
     shape = (*q.shape[:-1], groups)
     return jnp.broadcast_to(parameter, shape).swapaxes(-1, -2).reshape(-1, groups, q.shape[-2])
 
 
-def _left(q: QTensor, how: HowTo) -> tuple[Any, Any, Any]:
+def left_of(q: QTensor, how: HowTo) -> tuple[Any, Any, Any]:
     """Returns codes [B, M, K], scales and zero points [B, M or 1] of rows."""
     q = with_own_scales(q, how.dimensions.lhs_kept)
     zero = q.zero_point
     if zero is not None:
         zero = _parameter(zero.astype(jnp.int32), q, how)
-    return _rows(q.values, how), _parameter(q.real_scale(), q, how), zero
+    return rows_of(q.values, how), _parameter(q.real_scale(), q, how), zero
 
 
-def _right(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, Any], Any]:
+def right_of(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, Any], Any]:
     """Returns codes [B, N, K], scales and zero points [B, N or 1] of a weight, and `None`; of one
     of a stack the codes of all, and which it is.
     """
@@ -208,7 +225,7 @@ def _right(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, A
     return (codes, parameter(q.real_scale()), zero), step
 
 
-def _rows(x: jax.Array, how: HowTo) -> jax.Array:
+def rows_of(x: jax.Array, how: HowTo) -> jax.Array:
     """Returns a left operand as [B, M, K]."""
     rows = to_rows(x, how.dimensions)
     return rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
@@ -226,7 +243,7 @@ def _parameter(parameter: jax.Array, x: Any, how: HowTo) -> jax.Array:
     return full.reshape(batch, dimensions.rows(x))
 
 
-def _as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
+def as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
     """Returns [B, M, N] with the axes that the result has."""
     dimensions = how.dimensions
     kept = (*dimensions.lhs_batch, *dimensions.lhs_free)

@@ -233,15 +233,27 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
         Requantization,
         mend="make one with jqx.tflite.Requantization.of(...).",
     )
-    r = requantization
-    multiplier, shift, scale, zero_point, bias = (
-        _lined_up(name, getattr(r, name), x.shape) for name in _LEAVES
-    )
+    return as_result(requantized(x, requantization), requantization)
+
+
+def requantized(x: jax.Array, r: Requantization) -> jax.Array:
+    """Returns the codes of int32 accumulators."""
+    multiplier, shift, _, zero_point, bias = lined_up(r, x.shape)
     y = x if bias is None else x + bias
     y = multiply_fixed_point(y, multiplier, shift, r.rounding)
     y = y if zero_point is None else y + zero_point.astype(jnp.int32)
-    codes = jnp.clip(y, jnp.int32(r.low), jnp.int32(r.high)).astype(format_of(r.qtype).storage)
+    return jnp.clip(y, jnp.int32(r.low), jnp.int32(r.high)).astype(format_of(r.qtype).storage)
+
+
+def as_result(codes: jax.Array, r: Requantization) -> QTensor:
+    """Returns codes as a quantized tensor."""
+    _, _, scale, zero_point, _ = lined_up(r, codes.shape)
     return QTensor(codes, scale, zero_point, qtype=r.qtype, dtype=r.dtype)
+
+
+def lined_up(r: Requantization, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns the arrays, each with the rank of the accumulators."""
+    return tuple(_lined_up(name, getattr(r, name), shape) for name in _LEAVES)
 
 
 def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -> QTensor:
