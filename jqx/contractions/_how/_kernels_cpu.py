@@ -83,6 +83,33 @@ def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
 
 
+def _in_rows(q: QTensor, dimensions: Dimensions) -> tuple[tuple[int, ...], Dimensions]:
+    """Returns the order of axes in which a right operand lies [..., N, K], and the axes of that."""
+    order = (*dimensions.rhs_batch, *dimensions.rhs_free, *dimensions.rhs_contracting)
+    places = tuple(order.index(axis) for axis in range(q.ndim))
+    return order, dimensions.renamed(range(dimensions.lhs_rank), places)
+
+
+def _are_batches(case: Any) -> bool:
+    if case.is_beside_floats or not case.is_large or not case.dimensions.rhs_batch:
+        return False
+    _, dimensions = _in_rows(case.rhs, case.dimensions)
+    how = case.how._replace(dimensions=dimensions)
+    return case.rhs.layout is None and multiplies_bytes(case.lhs, case.rhs, how)
+
+
+@formulation(
+    "batches of codes beside codes of 8 bits, as in attention, where jqx-cpu is installed: the "
+    "codes of the right operand are turned for its kernel",
+    CPU,
+    _are_batches,
+)
+def package_batches(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    order, dimensions = _in_rows(rhs, how.dimensions)
+    how = how._replace(dimensions=dimensions)
+    return package_codes.compute(lhs, rhs.transpose(order), how)
+
+
 @formulation(
     "sums to be requantized, where `package_codes` is the form of the product",
     CPU,
