@@ -30,6 +30,7 @@ from .contractions import dynamic_slice as dynamic_slice
 from .contractions import dynamic_update_slice as dynamic_update_slice
 from .contractions import einsum as einsum
 from .contractions import formulations as formulations
+from .contractions import kernels_in_exports as kernels_in_exports
 from .contractions import matmul as matmul
 from .contractions import ragged_dot as ragged_dot
 from .contractions import take as take

@@ -58,6 +58,9 @@ def for_kernel(
     return _for_kernel.bind(x, chips=chips, **told)
 
 
+IN_EXPORTS = jax.make_user_context(False)
+"""Whether functions that are exported call kernels as well."""
+
 _alone = jex_core.Primitive("jqx_alone_or_in_parts")
 _alone.multiple_results = True
 _alone.def_impl(lambda *arrays, alone, **_: alone(*arrays))
@@ -65,7 +68,8 @@ _alone.def_impl(lambda *arrays, alone, **_: alone(*arrays))
 
 def _lower_alone(ctx: Any, *arrays: Any, alone: Any, in_parts: Any, kinds: Any) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    function = in_parts if exported or _is_parted(ctx) else alone
+    plain = (exported and not IN_EXPORTS.value) or _is_parted(ctx)
+    function = in_parts if plain else alone
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
 
@@ -88,7 +92,8 @@ def alone_or_in_parts(
     alone: Callable[..., jax.Array], in_parts: Callable[..., jax.Array], *args: Any
 ) -> jax.Array:
     """Returns what one function returns where it is computed on one device, and another one where
-    it is exported, or the compiler parts the program over devices: it cannot part a kernel. Both
+    it is exported, but where `IN_EXPORTS` says otherwise, or the compiler parts the program over
+    devices: it cannot part a kernel. Both
     are functions of pytrees of arrays, with results of one shape and dtype. No derivative.
     """
     arrays, structure = jax.tree.flatten(args)

@@ -11,7 +11,6 @@ from jax.custom_batching import custom_vmap
 from ._checks import require_that
 
 NAME = "jqx_cpu"
-HANDLERS = ("product", "requantized_product", "float_product", "magnitudes")
 FAST = ("AVX-512 VNNI",)
 """Instructions with which its kernels were measured to be faster than what XLA makes."""
 
@@ -24,12 +23,8 @@ def is_installed() -> bool:
 
 
 @functools.cache
-def register() -> None:
-    """Tells XLA what to call.
-
-    Raises:
-      ImportError: the package is of another version, or its library cannot be loaded.
-    """
+def check_version() -> None:
+    """Raises an ImportError where the package is of another version."""
     jqx, package = importlib.import_module("jqx"), importlib.import_module(NAME)
     require_that(
         package.__version__ == jqx.__version__,
@@ -40,15 +35,16 @@ def register() -> None:
         expected="one version",
         mend="build both from one repository, pip install ./cpu, or uninstall jqx-cpu.",
     )
-    library = package.library()
-    for name in HANDLERS:
-        handler = jax.ffi.pycapsule(getattr(library, f"{NAME}_{name}"))
-        jax.ffi.register_ffi_target(f"{NAME}_{name}", handler, platform="cpu")
+
+
+def handlers() -> tuple[str, ...]:
+    """Returns the names by which XLA calls the kernels."""
+    return tuple(f"{NAME}_{name}" for name in importlib.import_module(NAME).HANDLERS)
 
 
 def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
     """Calls a kernel."""
-    register()
+    check_version()
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
 
 

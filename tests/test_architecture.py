@@ -204,7 +204,7 @@ PUBLIC = {
         round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
-        dynamic_slice dynamic_update_slice pack_for KVCache decode_attention
+        kernels_in_exports dynamic_slice dynamic_update_slice pack_for KVCache decode_attention
         make_plan map_channels ChannelMap LowRank calibrate calibrate_batches merge_stats affines
         simulate convert
         quantize_params dequantize_params quantize_state

@@ -1,14 +1,19 @@
 """Kernels of jqx for CPUs, in C++, called by XLA.
 
 jqx runs them where this package is installed, on weights that `jqx.pack_for(tree, "cpu")` has laid
-out; nothing here is called by hand.
+out. Importing it tells XLA where they are: a function that was exported with calls of kernels needs
+no more of jqx than that.
 """
 
 import ctypes
 import functools
 import pathlib
 
+import jax
+
 __version__ = "0.1.0"
+
+HANDLERS = ("product", "requantized_product", "float_product", "magnitudes")
 
 
 @functools.cache
@@ -35,3 +40,8 @@ def kernels() -> str:
     name = library().jqx_cpu_kernels
     name.restype = ctypes.c_char_p
     return name().decode()
+
+
+for _name in HANDLERS:
+    _handler = jax.ffi.pycapsule(getattr(library(), f"jqx_cpu_{_name}"))
+    jax.ffi.register_ffi_target(f"jqx_cpu_{_name}", _handler, platform="cpu")

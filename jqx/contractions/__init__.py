@@ -9,6 +9,7 @@ from ._einsum import einsum as einsum
 from ._how._formulation import Formulation as Formulation
 from ._how._formulation import formulations as formulations
 from ._how._formulation import using as using
+from ._in_exports import kernels_in_exports as kernels_in_exports
 from ._matmul import matmul as matmul
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._take import take as take
