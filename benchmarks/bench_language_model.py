@@ -193,8 +193,10 @@ Decode = Callable[[int], list[Sequence[float]]]
 """Decodes some tokens; returns the seconds of each, and those of the processor."""
 
 
-def decoders(given: Given) -> dict[str, Callable[[], Decode]]:
-    """For each form, with layers in a scan and one by one, what makes it."""
+def decoders(given: Given, count: int) -> dict[str, Callable[[], Decode]]:
+    """For each form, with layers in a scan and one by one, what makes it; of a context with room for
+    a count of tokens.
+    """
     forms = {
         "float32": jqx.Policy([]),
         "W8A16": smollm2.linear("int8"),
@@ -206,7 +208,8 @@ def decoders(given: Given) -> dict[str, Callable[[], Decode]]:
         model = given.model if scanned else smollm2.pretrained(given.file, scanned=False)
         done = smollm2.quantize(model, policy)
         prompt = given.evaluation[0, :PROMPT].tolist()
-        text = smollm2.generate(done.function, done.params, model.config, prompt)
+        told = done.function, done.params, model.config, prompt
+        text = smollm2.generate(*told, context=min(smollm2.CONTEXT, len(prompt) + count))
 
         def decode(count: int) -> list[Sequence[float]]:
             taken, start = [], (time.perf_counter(), time.process_time())
@@ -231,7 +234,7 @@ def measure_decode(
     """Prints tokens a second of one sequence; variants take turns of some tokens each."""
     print(f"\ndecoding one sequence, {turns} turns of {TURN} tokens after {PROMPT}")
     calls: dict[str, Decode] = {}
-    for name, make in decoders(given).items():
+    for name, make in decoders(given, turns * TURN + 2).items():
         if any(part in name for part in chosen):
             start = time.perf_counter()
             calls[name] = make()

@@ -213,8 +213,9 @@ def tokenizer(file):
 # Text.
 
 
-def generate(apply, weights, config, prompt, temperature=0.0, key=None):
-    """Yields the tokens that follow `prompt`, until nobody asks or the context is full.
+def generate(apply, weights, config, prompt, temperature=0.0, key=None, context=CONTEXT):
+    """Yields the tokens that follow `prompt`, until nobody asks or the context is full: so many
+    tokens of prompt and text, all of whose keys and values are read for each new one.
 
     The prompt is read in chunks and then it goes on token by token: two compiled programs. What
     fills up the last chunk is overwritten before it is looked at. Greedy, or sampled with a key.
@@ -228,10 +229,10 @@ def generate(apply, weights, config, prompt, temperature=0.0, key=None):
             return jax.random.categorical(key, likely / temperature), cache
         return likely.argmax(-1), cache
 
-    assert 0 < len(prompt) < CONTEXT, f"a prompt of {len(prompt)} tokens; fewer than {CONTEXT} fit"
-    cache, key = empty_cache(config, CONTEXT), jax.random.key(0) if key is None else key
+    assert 0 < len(prompt) < context, f"a prompt of {len(prompt)} tokens; fewer than {context} fit"
+    cache, key = empty_cache(config, -(-context // CHUNK) * CHUNK), jax.random.key(0) if key is None else key
     place, token = 0, None
-    while place < CONTEXT:
+    while place < context:
         new = prompt[place : place + CHUNK] if place < len(prompt) else [int(token[0])]
         width = CHUNK if place < len(prompt) else 1
         tokens = jnp.array([[*new, *[0] * (width - len(new))]], jnp.int32)
@@ -368,7 +369,8 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
     del model
     prompt = words.encode(chat(question)).ids
     key = jax.random.key(seed)
-    tokens = generate(done.function, done.params, config, prompt, temperature, key)
+    context = min(CONTEXT, len(prompt) + limit)
+    tokens = generate(done.function, done.params, config, prompt, temperature, key, context)
     stop, stream, times = file.metadata["tokenizer.ggml.eos_token_id"], DecodeStream(), []
     for token in islice(tokens, limit):
         times.append(time.perf_counter())
@@ -376,7 +378,7 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
             break
         print(stream.step(words, token) or "", end="", flush=True)
     rate = 1 / np.median(np.diff(times)) if len(times) > 2 else np.nan
-    stored, cache = stored_bytes(done.params), empty_cache(config, CONTEXT).nbytes
+    stored, cache = stored_bytes(done.params), empty_cache(config, context).nbytes
     held = sum(x.nbytes for x in jax.tree.leaves(done.params))
     print(
         f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} a second. {scheme}: "
