@@ -16,6 +16,9 @@ constexpr int kColumns = 64;
 // Codes of rows lie in whole runs of so many, filled up with zeros.
 constexpr int64_t kRun = 64;
 
+// The most rows that a set of kernels has at once.
+constexpr int kMostRows = 32;
+
 // A row of floats as three int8 digits, fixed point relative to its largest magnitude:
 //
 //   x ~ step * (256 * (256 * high + middle) + low),   step = power * rest
@@ -103,6 +106,9 @@ struct Kernels {
 
   // The same of sums of digits, three rows of int32 sums, with one scale a column.
   void (*join)(const int32_t* sums, float power, const float* scale, int columns, float* out);
+
+  // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
+  int rows = 24;
 };
 
 // Those that a processor may run: the last is for any.
