@@ -24,7 +24,8 @@ constexpr int kMostRows = 32;
 //   x ~ step * (256 * (256 * high + middle) + low),   step = power * rest
 //
 // Beside weights of 8 / per bits, a run of kRun * per codes has first those that are first in their
-// byte, then those that are second, and so on: kRun * per digits in `per` parts.
+// byte, then those that are second, and so on: kRun * per digits in `per` parts. Digits of the rows
+// of a product lie one behind another, three of each row, as rows of int8 at one distance.
 struct Digits {
   int8_t* digits[3];  // the highest first, in whole runs
   int32_t sums[3];    // of each
@@ -121,6 +122,7 @@ extern const Kernels kGeneric;
 #if defined(JQX_X86)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512Vnni;
+const Kernels& amx_kernels();  // those of AVX-512 VNNI, with products of tiles
 #endif
 #if defined(JQX_ARM)
 extern const Kernels kNeon;
