@@ -2,16 +2,48 @@
 
 #include "kernels.h"
 
+#if defined(JQX_AMX) && !defined(JQX_EMULATED_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace jqx {
 
+#if defined(JQX_AMX)
+namespace {
+
+// Whether the processor multiplies tiles of int8, the system keeps them for threads, and lets this
+// process use them, which Linux is asked for.
+bool has_amx() {
+#if defined(JQX_EMULATED_AMX)
+  return true;
+#else
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c >> 27 & 1) == 0) return false;  // OSXSAVE
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d >> 24 & 1) == 0 || (d >> 25 & 1) == 0) return false;  // AMX-TILE, AMX-INT8
+  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  constexpr unsigned kTiles = 3u << 17;  // XTILECFG, XTILEDATA
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return (a & kTiles) == kTiles && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#endif
+}
+
+}  // namespace
+#endif
+
 const Kernels* const* all_kernels() {
-  static const Kernels* found[4] = {nullptr, nullptr, nullptr, nullptr};
+  static const Kernels* found[5] = {};
   static const bool is_known = [] {
     int count = 0;
 #if defined(JQX_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+#if defined(JQX_AMX)
+      if (has_amx()) found[count++] = &amx_kernels();
+#endif
       found[count++] = &kAvx512Vnni;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &kAvx2;

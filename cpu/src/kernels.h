@@ -16,12 +16,16 @@ constexpr int kColumns = 64;
 // Codes of rows lie in whole runs of so many, filled up with zeros.
 constexpr int64_t kRun = 64;
 
+// The most rows that a set of kernels has at once.
+constexpr int kMostRows = 32;
+
 // A row of floats as three int8 digits, fixed point relative to its largest magnitude:
 //
 //   x ~ step * (256 * (256 * high + middle) + low),   step = power * rest
 //
 // Beside weights of 8 / per bits, a run of kRun * per codes has first those that are first in their
-// byte, then those that are second, and so on: kRun * per digits in `per` parts.
+// byte, then those that are second, and so on: kRun * per digits in `per` parts. Digits of the rows
+// of a product lie one behind another, three of each row, as rows of int8 at one distance.
 struct Digits {
   int8_t* digits[3];  // the highest first, in whole runs
   int32_t sums[3];    // of each
@@ -112,6 +116,9 @@ struct Kernels {
 
   // The same of sums of digits, three rows of int32 sums, with one scale a column.
   void (*join)(const int32_t* sums, float power, const float* scale, int columns, float* out);
+
+  // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
+  int rows = 24;
 };
 
 // Those that a processor may run: the last is for any.
@@ -124,6 +131,7 @@ extern const Kernels kGeneric;
 #if defined(JQX_X86)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512Vnni;
+const Kernels& amx_kernels();  // those of AVX-512 VNNI, with products of tiles
 #endif
 #if defined(JQX_ARM)
 extern const Kernels kNeon;

@@ -6,9 +6,8 @@
 
 #include <immintrin.h>
 
+#include "avx512.h"
 #include "generic_kernels.inc"
-
-#define JQX_UNROLL _Pragma("GCC unroll 16")
 
 namespace jqx {
 namespace {
@@ -20,8 +19,6 @@ inline void multiply(__m512i& total, __m512i weights, __m512i rows) {
 inline __m512i flipped(__m512i codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
 
 constexpr int64_t kAhead = 4096;
-
-inline __mmask64 first(int64_t n) { return n >= 64 ? ~__mmask64(0) : (__mmask64(1) << n) - 1; }
 
 void quantize_vnni(const float* x, int64_t n, float scale, float low, float high, int8_t* codes) {
   const __m512 s = _mm512_set1_ps(scale), lo = _mm512_set1_ps(low), hi = _mm512_set1_ps(high);
@@ -121,35 +118,6 @@ void dots_vnni(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
   }
 }
 
-// Turns 16 columns of 64 bytes into 16 runs of 4 bytes of each: a transpose of 32-bit numbers.
-inline void turn(__m512i* r, uint8_t* to) {
-  __m512i t[16];
-  JQX_UNROLL for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  JQX_UNROLL for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  JQX_UNROLL for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  constexpr int kStep = 4 * kColumns;  // bytes of a run of the panel
-  JQX_UNROLL for (int i = 0; i < 4; ++i) {
-    _mm512_store_si512(to + i * kStep, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_store_si512(to + (i + 4) * kStep, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_store_si512(to + (i + 8) * kStep, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_store_si512(to + (i + 12) * kStep, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
-  }
-}
-
-// A panel has, for each 4 steps along k, 4 bytes of each column.
 void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel) {
   for (int64_t at = 0; at < w_k; at += 64) {
     for (int j = 0; j < kColumns; j += 16) {
@@ -159,7 +127,7 @@ void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint
         const int8_t* from = w + (here ? (j + i) * w_stride + at : 0);
         some[i] = flipped(_mm512_maskz_loadu_epi8(here, from));
       }
-      turn(some, panel + at * kColumns + 4 * j);
+      turn(some, panel + at * kColumns + 4 * j, kStep);
     }
   }
 }
@@ -383,7 +351,7 @@ void unpack_in(const GroupedWeights& w, int columns, uint8_t* panel) {
         const uint8_t* from = w.codes + column * w.stride + byte;
         some[i] = _mm512_xor_si512(unpacked<kBits>(from, width - byte), flip);
       }
-      turn(some, panel + at * kColumns + 4 * j);
+      turn(some, panel + at * kColumns + 4 * j, kStep);
     }
   }
 }

@@ -28,7 +28,6 @@ class Buffer {
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-constexpr int kRows = 24;               // that are multiplied at once
 constexpr int kPanels = 4;              // of a tile, at most
 constexpr int64_t kFromPanel = 48;      // rows from which a copy of the weights pays
 constexpr int64_t kLongest = 16384;     // of a panel
@@ -61,13 +60,13 @@ struct Tiles {
 
   // Wide ones, whose rows are written in longer runs, but so many that threads end at about the
   // same time.
-  Tiles(int64_t batch, int64_t m, int64_t n, int64_t threads) {
+  Tiles(int64_t batch, int64_t m, int64_t n, int64_t at_once, int64_t threads) {
     const int64_t all = (n + kColumns - 1) / kColumns;
     panels = kPanels;
     while (panels > 1 && batch * ((all + panels - 1) / panels) < 2 * threads) panels /= 2;
     columns = (all + panels - 1) / panels;
     const int64_t wanted = (4 * threads + batch * columns - 1) / (batch * columns);
-    each = std::max<int64_t>(up((m + wanted - 1) / wanted, kRows), kRows);
+    each = std::max<int64_t>(up((m + wanted - 1) / wanted, at_once), at_once);
     rows = (m + each - 1) / each;
   }
 
@@ -184,7 +183,7 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
     }
   });
   const bool panels = p.m >= kFromPanel && p.k <= kLongest;
-  const Tiles tiles(p.batch, p.m, p.n, pool.threads());
+  const Tiles tiles(p.batch, p.m, p.n, kernels.rows, pool.threads());
   Buffer ones(p.x_zero.data == nullptr ? 0 : width);
   if (p.x_zero.data != nullptr) std::memset(ones.at<int8_t>(), 1, width);
   const int64_t panel_bytes = width * kColumns;
@@ -192,7 +191,7 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
   parallel_for(pool, tiles.count(p.batch), [&](int64_t index) {
     const Tile tile(tiles, index, p.m, p.n);
     const int64_t b = tile.batch;
-    alignas(64) int32_t sums[kRows * kColumns];
+    alignas(64) int32_t sums[kMostRows * kColumns];
     alignas(64) int32_t of_columns[kPanels][kColumns];
     Factors factors[kPanels];
     uint8_t* packed = panels ? memory_of_thread(tiles.panels * panel_bytes) : nullptr;
@@ -207,8 +206,8 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
         kernels.dots(ones.at<int8_t>(), width, &of_ones, 1, w, p.k, columns, p.k, of_columns[at]);
       }
     }
-    for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
-      const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
+    for (int64_t i = tile.row; i < tile.row_end; i += kernels.rows) {
+      const int some = int(std::min<int64_t>(kernels.rows, tile.row_end - i));
       const int8_t* own = rows + (b * p.m + i) * width;
       const int32_t* sums_of = of_rows + b * p.m + i;
       for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
@@ -301,13 +300,13 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
       own[g] = float(total) * rows[i].power;
     }
   });
-  const Tiles tiles(p.batch, p.m, p.n, pool.threads());
+  const Tiles tiles(p.batch, p.m, p.n, kernels.rows, pool.threads());
 
   parallel_for(pool, tiles.count(p.batch), [&](int64_t index) {
     const Tile tile(tiles, index, p.m, p.n);
     const int64_t b = tile.batch;
-    alignas(64) float found[kRows * kColumns];
-    alignas(64) int32_t totals[3 * kRows * kColumns];
+    alignas(64) float found[kMostRows * kColumns];
+    alignas(64) int32_t totals[3 * kMostRows * kColumns];
     uint8_t* panel = panels ? memory_of_thread(width * kColumns) : nullptr;
     for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
       const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
@@ -316,8 +315,8 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
                                 p.group, p.bits, p.is_signed};
       const int8_t* zero = p.zero == nullptr ? nullptr : p.zero + at;
       if (panels) kernels.unpack(w, columns, panel);
-      for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
-        const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
+      for (int64_t i = tile.row; i < tile.row_end; i += kernels.rows) {
+        const int some = int(std::min<int64_t>(kernels.rows, tile.row_end - i));
         const Digits* own = rows + b * p.m + i;
         const float* of_rows = counts ? of_groups.at<float>((b * p.m + i) * groups * 4) : nullptr;
         if (panels) {
@@ -325,7 +324,7 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
           kernels.grouped_panel(own, some, w, panel, zero, sums_of, of_rows, columns, found);
         } else if (whole) {
           const int8_t* codes = reinterpret_cast<const int8_t*>(w.codes);
-          int32_t sums_of[3 * kRows];
+          int32_t sums_of[3 * kMostRows];
           for (int r = 0; r < some; ++r) std::memcpy(sums_of + 3 * r, own[r].sums, 12);
           kernels.dots(own->digits[0], width, sums_of, 3 * some, codes, stride, columns, p.k,
                        totals);

@@ -35,6 +35,11 @@ int64_t between(int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(generator);
 }
 
+// Returns a size, one in three a multiple of `of`, where there is one.
+int64_t size_near(int64_t of, int64_t most) {
+  return between(0, 2) == 0 ? of * between(1, most / of) : between(1, most);
+}
+
 template <class T>
 std::vector<T> numbers(int64_t count, int64_t low, int64_t high) {
   std::vector<T> found(count);
@@ -56,8 +61,11 @@ void check(bool holds, const Kernels& kernels, const std::string& what) {
 }
 
 void check_products(const Kernels& kernels) {
-  const int64_t batch = between(1, 3), m = between(1, between(0, 1) ? 6 : 90);
-  const int64_t n = between(1, 150), k = between(1, 300);
+  const bool is_long = between(0, 7) == 0;  // along k
+  const int64_t most_rows[] = {6, 47, 100};
+  const int64_t batch = is_long ? 1 : between(1, 3), m = between(1, most_rows[between(0, 2)]);
+  const int64_t n = size_near(64, is_long ? 64 : 150);
+  const int64_t k = is_long ? between(1000, 2400) : size_near(64, 300);
   const auto x = numbers<int8_t>(batch * m * k, -128, 127);
   const auto w = numbers<int8_t>(batch * n * k, -128, 127);
   const bool one_x = between(0, 1), one_w = between(0, 1), rounds = between(0, 1);
@@ -185,9 +193,9 @@ void check_float_products(const Kernels& kernels) {
   const int64_t of_lanes[] = {2, 4, 8, 16, 32}, in_lane = 4 * per;
   const bool whole = between(0, 3) == 0;
   const int64_t groups = whole ? 1 : between(1, 5);
-  const int64_t group = whole ? between(1, 40) * per : in_lane * of_lanes[between(0, 4)];
-  const int64_t batch = between(1, 2), m = between(1, between(0, 1) ? 9 : 60);
-  const int64_t n = between(1, 140), k = groups * group;
+  const int64_t group = whole ? between(1, 90) * per : in_lane * of_lanes[between(0, 4)];
+  const int64_t batch = between(1, 2), m = between(1, between(0, 1) ? 9 : 100);
+  const int64_t n = size_near(64, 140), k = groups * group;
   if (!jqx::has_groups(k, group, bits)) return check(false, kernels, "there is no such group");
   const bool is_signed = between(0, 1), has_zero = between(0, 1);
   const auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);

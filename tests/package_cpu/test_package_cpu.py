@@ -338,4 +338,4 @@ def test_another_version_is_an_error(monkeypatch):
 
 def test_its_version_is_that_of_jqx():
     assert package.__version__ == jqx.__version__
-    assert package.kernels() in ("AVX-512 VNNI", "AVX2", "NEON", "plain C++")
+    assert package.kernels() in ("AMX", "AVX-512 VNNI", "AVX2", "NEON", "plain C++")
