@@ -114,21 +114,32 @@ ffi::Error requantized_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
 }
 
 ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                         ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer step,
-                         ffi::AnyBuffer sizes, int32_t bits, bool is_signed, ffi::Result<ffi::AnyBuffer> y) {
+                         ffi::AnyBuffer x_scale, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
+                         ffi::AnyBuffer step, ffi::AnyBuffer sizes, int32_t bits, bool is_signed,
+                         int32_t digits, ffi::Result<ffi::AnyBuffer> y) {
   constexpr const char* kName = "float_product";
   const auto rows = x.dimensions(), columns = w.dimensions(), scales = scale.dimensions();
   if (rows.size() != 3) return wrong(kName, "rows are [batch, m, k]", x);
   if (columns.size() != 3) return wrong(kName, "weights are [batch, n, bytes]", w);
   if (scales.size() != 3) return wrong(kName, "scales are [batch, groups, n]", scale);
-  FloatProduct p;
+  FloatProduct p = {};
   p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1];
   p.bits = bits, p.is_signed = is_signed;
-  if (!has(x, ffi::F32, {p.batch, p.m, p.k})) return wrong(kName, "rows are f32[batch, m, k]", x);
+  const bool are_codes = x.element_type() == ffi::S8;
+  if (!has(x, are_codes ? ffi::S8 : ffi::F32, {p.batch, p.m, p.k})) {
+    return wrong(kName, "rows are s8 or f32[batch, m, k]", x);
+  }
+  if (digits != 2 && digits != 3) {
+    return ffi::Error::InvalidArgument("jqx_cpu: float_product: digits of floats are 2 or 3.");
+  }
+  p.digits = digits;
   if (!has(*y, ffi::F32, {p.batch, p.m, p.n})) {
     return wrong(kName, "the result is f32[batch, m, n]", *y);
   }
   if (is_absent(*y)) return ffi::Error::Success();
+  if (!read(x_scale, ffi::F32, p.batch, p.m, &p.x_scale) || are_codes == is_absent(x_scale)) {
+    return wrong(kName, "codes have scales f32[batch, m or 1], floats none", x_scale);
+  }
   const int64_t count = scales[1];
   if (count <= 0 || p.k % count != 0 || !has_groups(p.k, p.k / count, bits)) {
     return wrong(kName, "there is no kernel for such groups, of scales", scale);
@@ -147,7 +158,11 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   if (!is_absent(zero) && !has(zero, ffi::S8, {groups.weights, count, p.n})) {
     return wrong(kName, "zero points are s8[batch, groups, n]", zero);
   }
-  p.x = static_cast<const float*>(x.untyped_data());
+  if (are_codes) {
+    p.codes = static_cast<const int8_t*>(x.untyped_data());
+  } else {
+    p.x = static_cast<const float*>(x.untyped_data());
+  }
   p.w = static_cast<const uint8_t*>(w.untyped_data()) + groups.at * p.n * width;
   p.scale = static_cast<const float*>(scale.untyped_data());
   p.zero = is_absent(zero) ? nullptr : static_cast<const int8_t*>(zero.untyped_data());
@@ -213,8 +228,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Attr<int32_t>("bits")
                                   .Attr<bool>("is_signed")
+                                  .Attr<int32_t>("digits")
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_magnitudes, jqx::magnitudes,

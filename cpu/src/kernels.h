@@ -19,19 +19,21 @@ constexpr int64_t kRun = 64;
 // The most rows that a set of kernels has at once.
 constexpr int kMostRows = 32;
 
-// A row of floats as three int8 digits, fixed point relative to its largest magnitude:
+// A row as one to three int8 digits: of floats three, or two where less will do, fixed point relative
+// to its largest magnitude; of codes, the codes.
 //
 //   x ~ step * (256 * (256 * high + middle) + low),   step = power * rest
 //
 // Beside weights of 8 / per bits, a run of kRun * per codes has first those that are first in their
 // byte, then those that are second, and so on: kRun * per digits in `per` parts. Digits of the rows
-// of a product lie one behind another, three of each row, as rows of int8 at one distance.
+// of a product lie one behind another, `count` of each row, as rows of int8 at one distance.
 struct Digits {
   int8_t* digits[3];  // the highest first, in whole runs
   int32_t sums[3];    // of each
   int32_t* lanes;     // of each 4 bytes of weights: the sum of its numbers, in whole runs
   float power;        // a power of two that multiplies scales
   float rest;         // what is left of the step for the result; NaN where a number is not finite
+  int count;          // of digits, the same in all rows
 };
 
 // Weights in groups along k: one byte has 8 / bits codes, the first in its lowest bits.
@@ -91,8 +93,11 @@ struct Kernels {
   void (*requantize)(const int32_t* sums, int columns, const Factors& factors, int32_t low,
                      int32_t high, bool is_single, int8_t* codes);
 
-  // Splits a row in digits.
+  // Splits a row in `to->count` digits: two or three.
   void (*split)(const float* x, int64_t k, int per, Digits* to);
+
+  // Copies a row of codes to where its one digit lies; power is 1, and rest is left to the caller.
+  void (*arrange)(const int8_t* x, int64_t k, int per, Digits* to);
 
   // Sums of rows and weights in groups, times scales and powers: [count, kColumns]. Unsigned codes
   // are taken less their middle.
@@ -104,7 +109,7 @@ struct Kernels {
   void (*unpack)(const GroupedWeights& w, int columns, uint8_t* panel);
 
   // What `grouped` returns, less zero points, of rows split for 8 bits and an unpacked panel; of
-  // each row and group `of_digits` has the sums of its digits, [count, groups, 3], and `of_groups`,
+  // each row and group `of_digits` has the sums of its digits, [count, groups, digits], and `of_groups`,
   // if there are zero points, that of its numbers, times power.
   void (*grouped_panel)(const Digits* rows, int count, const GroupedWeights& w,
                         const uint8_t* panel, const int8_t* zero, const int32_t* of_digits,
@@ -114,8 +119,9 @@ struct Kernels {
   void (*shift)(const GroupedWeights& w, const int8_t* zero, const float* of_groups, int columns,
                 float* out);
 
-  // The same of sums of digits, three rows of int32 sums, with one scale a column.
-  void (*join)(const int32_t* sums, float power, const float* scale, int columns, float* out);
+  // Sums of rows and weights of sums of digits, `count` rows of them, with one scale a column.
+  void (*join)(const int32_t* sums, int count, float power, const float* scale, int columns,
+               float* out);
 
   // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
   int rows = 24;

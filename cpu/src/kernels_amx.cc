@@ -105,35 +105,40 @@ void panel_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
   }
 }
 
-// Up to 16 rows, three digits each, beside the columns of a panel.
+// Up to 16 rows beside the columns of a panel.
+template <int kDigits>
 void grouped_panel_of(const Digits* rows, int count, const GroupedWeights& w, const uint8_t* panel,
                       const int8_t* zero, const int32_t* of_digits, const float* of_groups,
                       int columns, float* out) {
   const int64_t groups = w.k / w.group;
   const int64_t length = groups == 1 ? (w.k + kRun - 1) / kRun * kRun : w.group;
   const int64_t run = std::min(length, kRun);
-  const int64_t stride = 3 * (rows[0].digits[1] - rows[0].digits[0]);
+  const int64_t stride = count > 1 ? rows[1].digits[0] - rows[0].digits[0] : 0;
   const Shapes::Shape sums = {count, 64}, digits = {count, run}, codes = {int(run / 4), 64};
   const Shapes shapes({sums, sums, sums, digits, digits, digits, codes});
-  alignas(64) int32_t found[3][kTile][kTile];
+  alignas(64) int32_t found[kDigits][kTile][kTile];
   const __m512 by = _mm512_set1_ps(256);
   for (int64_t g = 0; g < groups; ++g) {
     for (int j = 0; j < columns; j += kTile) {
       _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
+      if (kDigits > 1) _tile_zero(1);
+      if (kDigits > 2) _tile_zero(2);
       for (int64_t at = g * length; at < (g + 1) * length; at += run) {
         _tile_loadd(6, panel + at * kColumns + 4 * j, kStep);
         _tile_loadd(3, rows[0].digits[0] + at, stride);
         _tile_dpbsud(0, 3, 6);
-        _tile_loadd(4, rows[0].digits[1] + at, stride);
-        _tile_dpbsud(1, 4, 6);
-        _tile_loadd(5, rows[0].digits[2] + at, stride);
-        _tile_dpbsud(2, 5, 6);
+        if (kDigits > 1) {
+          _tile_loadd(4, rows[0].digits[1] + at, stride);
+          _tile_dpbsud(1, 4, 6);
+        }
+        if (kDigits > 2) {
+          _tile_loadd(5, rows[0].digits[2] + at, stride);
+          _tile_dpbsud(2, 5, 6);
+        }
       }
       _tile_stored(0, found[0], 64);
-      _tile_stored(1, found[1], 64);
-      _tile_stored(2, found[2], 64);
+      if (kDigits > 1) _tile_stored(1, found[kDigits > 1 ? 1 : 0], 64);
+      if (kDigits > 2) _tile_stored(2, found[kDigits > 2 ? 2 : 0], 64);
       const __mmask16 here = __mmask16(first(columns - j));
       const __m512 scale = _mm512_maskz_loadu_ps(here, w.scale + g * w.scale_stride + j);
       __m512 less = _mm512_setzero_ps();
@@ -143,11 +148,12 @@ void grouped_panel_of(const Digits* rows, int count, const GroupedWeights& w, co
       }
       for (int i = 0; i < count; ++i) {
         const auto digit = [&](int d) {
-          const int32_t more = w.middle() * of_digits[(i * groups + g) * 3 + d];
+          const int32_t more = w.middle() * of_digits[(i * groups + g) * kDigits + d];
           const __m512i total = _mm512_load_si512(found[d][i]);
           return _mm512_cvtepi32_ps(_mm512_sub_epi32(total, _mm512_set1_epi32(more)));
         };
-        __m512 y = _mm512_fmadd_ps(_mm512_fmadd_ps(digit(0), by, digit(1)), by, digit(2));
+        __m512 y = digit(0);
+        for (int d = 1; d < kDigits; ++d) y = _mm512_fmadd_ps(y, by, digit(d));
         y = _mm512_mul_ps(y, _mm512_set1_ps(rows[i].power));
         if (zero != nullptr) {
           y = _mm512_fnmadd_ps(less, _mm512_set1_ps(of_groups[i * groups + g]), y);
@@ -168,10 +174,14 @@ void grouped_panel_amx(const Digits* rows, int count, const GroupedWeights& w,
     return kAvx512Vnni.grouped_panel(rows, count, w, panel, zero, of_digits, of_groups, columns,
                                      out);
   }
+  const int digits = rows->count;
+  const auto f = digits == 3   ? grouped_panel_of<3>
+                 : digits == 2 ? grouped_panel_of<2>
+                               : grouped_panel_of<1>;
   for (int i = 0; i < count; i += kTile) {
     const float* own = of_groups == nullptr ? nullptr : of_groups + i * groups;
-    grouped_panel_of(rows + i, std::min(count - i, kTile), w, panel, zero,
-                     of_digits + i * groups * 3, own, columns, out + i * kColumns);
+    f(rows + i, std::min(count - i, kTile), w, panel, zero, of_digits + i * groups * digits, own,
+      columns, out + i * kColumns);
   }
 }
 

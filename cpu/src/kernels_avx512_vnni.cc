@@ -210,7 +210,7 @@ inline __m512 of_column(__m512 scales, __m512 odd, bool is_split) {
 }
 
 // R rows beside 4 columns.
-template <int kBits, int R>
+template <int kBits, int kDigits, int R>
 __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeights& w,
                                           const uint8_t* const* own, const float* scale,
                                           __mmask8 columns, float* out) {
@@ -231,29 +231,28 @@ __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeigh
     const __m512 scales = scales_of(w, at * kPer, lanes, last, scale, columns, &odd);
     const __mmask64 here = first(bytes - at);
     __m512 by_row[R], odd_by_row[R];
-    __m512i start[R], start_high[R], start_middle[R];  // less the middle of codes
+    __m512i start[R][kDigits];  // less the middle of codes
     JQX_UNROLL for (int i = 0; i < R; ++i) {
       const __m512 power = _mm512_set1_ps(rows[i].power);
       by_row[i] = _mm512_mul_ps(scales, power);
       odd_by_row[i] = _mm512_mul_ps(odd, power);
       const __m512i zero = _mm512_setzero_si512();
-      start_high[i] = start_middle[i] = zero;
       if (kBits == 8) {  // 32 bits do not hold the sum of four whole numbers
-        const auto of = [&](int d) {
+        JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
           __m512i sums = zero;
           multiply(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(rows[i].digits[d] + at));
-          return _mm512_sub_epi32(zero, _mm512_slli_epi32(sums, 7));
-        };
-        start_high[i] = of(0), start_middle[i] = of(1), start[i] = of(2);
+          start[i][d] = _mm512_sub_epi32(zero, _mm512_slli_epi32(sums, 7));
+        }
       } else {
         const __m512i sums = _mm512_loadu_si512(rows[i].lanes + at / 4);
-        start[i] = _mm512_sub_epi32(zero, _mm512_slli_epi32(sums, kBits - 1));
+        JQX_UNROLL for (int d = 0; d < kDigits - 1; ++d) start[i][d] = zero;
+        start[i][kDigits - 1] = _mm512_sub_epi32(zero, _mm512_slli_epi32(sums, kBits - 1));
       }
     }
     // One row stays in registers for all columns; of two there is no room.
-    __m512i held[3][kPer];
+    __m512i held[kDigits][kPer];
     if (R == 1) {
-      JQX_UNROLL for (int d = 0; d < 3; ++d) {
+      JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
         JQX_UNROLL for (int p = 0; p < kPer; ++p) {
           held[d][p] = _mm512_loadu_si512(rows[0].digits[d] + at * kPer + p * kRun);
         }
@@ -268,23 +267,25 @@ __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeigh
         some[p] = kBits == 8 ? shifted : _mm512_and_si512(shifted, mask);
       }
       JQX_UNROLL for (int i = 0; i < R; ++i) {
-        __m512i high = start_high[i], middle = start_middle[i], low = start[i];
+        __m512i sums[kDigits];
+        JQX_UNROLL for (int d = 0; d < kDigits; ++d) sums[d] = start[i][d];
         JQX_UNROLL for (int p = 0; p < kPer; ++p) {
           const int64_t place = at * kPer + p * kRun;
-          const auto digit = [&](int d) {
-            return R == 1 ? held[d][p] : _mm512_loadu_si512(rows[i].digits[d] + place);
-          };
-          multiply(high, some[p], digit(0));
-          multiply(middle, some[p], digit(1));
-          multiply(low, some[p], digit(2));
+          JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
+            const __m512i digits =
+                R == 1 ? held[d][p] : _mm512_loadu_si512(rows[i].digits[d] + place);
+            multiply(sums[d], some[p], digits);
+          }
         }
-        const __m512i above = _mm512_add_epi32(_mm512_slli_epi32(high, 8), middle);
-        __m512 real;
-        if (kBits == 8) {
+        constexpr int kWhole = kBits == 8 && kDigits == 3 ? 2 : kDigits;  // that 32 bits hold
+        __m512i whole = sums[0];
+        JQX_UNROLL for (int d = 1; d < kWhole; ++d) {
+          whole = _mm512_add_epi32(_mm512_slli_epi32(whole, 8), sums[d]);
+        }
+        __m512 real = _mm512_cvtepi32_ps(whole);
+        if (kWhole < kDigits) {
           const __m512 by = _mm512_set1_ps(256);
-          real = _mm512_fmadd_ps(_mm512_cvtepi32_ps(above), by, _mm512_cvtepi32_ps(low));
-        } else {
-          real = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(above, 8), low));
+          real = _mm512_fmadd_ps(real, by, _mm512_cvtepi32_ps(sums[kDigits - 1]));
         }
         const bool is_split = lanes == 2;
         const __m512 s = j == 0   ? of_column<0>(by_row[i], odd_by_row[i], is_split)
@@ -301,23 +302,30 @@ __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeigh
   }
 }
 
-template <int kBits>
+template <int kBits, int kDigits>
 void grouped_in(const Digits* rows, int count, const GroupedWeights& w, int columns, float* out) {
   for (int j = 0; j < columns; j += 4) {
     const int here = columns - j < 4 ? columns - j : 4;
     const __mmask8 valid = __mmask8((1 << here) - 1);
     const uint8_t* own[4];
     for (int c = 0; c < 4; ++c) own[c] = w.codes + (j + (c < here ? c : here - 1)) * w.stride;
-    int i = 0;
-    for (; i + 2 <= count; i += 2) {
-      grouped_of<kBits, 2>(rows + i, w, own, w.scale + j, valid, out + i * kColumns + j);
+    for (int i = 0; i < count; i += 2) {
+      const auto f = i + 2 <= count ? grouped_of<kBits, kDigits, 2> : grouped_of<kBits, kDigits, 1>;
+      f(rows + i, w, own, w.scale + j, valid, out + i * kColumns + j);
     }
-    if (i < count) grouped_of<kBits, 1>(rows + i, w, own, w.scale + j, valid, out + i * kColumns + j);
   }
 }
 
+template <int kDigits>
+void grouped_by(const Digits* rows, int count, const GroupedWeights& w, int columns, float* out) {
+  const auto f = w.bits == 8   ? grouped_in<8, kDigits>
+                 : w.bits == 4 ? grouped_in<4, kDigits>
+                               : grouped_in<2, kDigits>;
+  f(rows, count, w, columns, out);
+}
+
 void grouped_vnni(const Digits* rows, int count, const GroupedWeights& w, int columns, float* out) {
-  const auto f = w.bits == 8 ? grouped_in<8> : w.bits == 4 ? grouped_in<4> : grouped_in<2>;
+  const auto f = rows->count == 3 ? grouped_by<3> : rows->count == 2 ? grouped_by<2> : grouped_by<1>;
   f(rows, count, w, columns, out);
 }
 
@@ -361,8 +369,8 @@ void unpack_vnni(const GroupedWeights& w, int columns, uint8_t* panel) {
   f(w, columns, panel);
 }
 
-// R rows, three digits each, beside a panel.
-template <int R>
+// R rows beside a panel.
+template <int kDigits, int R>
 __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const GroupedWeights& w,
                                                 const uint8_t* panel, const int8_t* zero,
                                                 const int32_t* of_digits, const float* of_groups,
@@ -375,10 +383,10 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
     for (int j = 0; j < kColumns; j += 16) _mm512_store_ps(sums[i] + j, _mm512_setzero_ps());
   }
   for (int64_t g = 0; g < groups; ++g) {
-    __m512i total[R][3][4];
+    __m512i total[R][kDigits][4];
     JQX_UNROLL for (int i = 0; i < R; ++i) {
-      JQX_UNROLL for (int d = 0; d < 3; ++d) {
-        const int32_t less = -w.middle() * of_digits[(i * groups + g) * 3 + d];
+      JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
+        const int32_t less = -w.middle() * of_digits[(i * groups + g) * kDigits + d];
         JQX_UNROLL for (int j = 0; j < 4; ++j) total[i][d][j] = _mm512_set1_epi32(less);
       }
     }
@@ -386,7 +394,7 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
       const __m512i a = _mm512_load_si512(panel), b = _mm512_load_si512(panel + 64);
       const __m512i c = _mm512_load_si512(panel + 128), e = _mm512_load_si512(panel + 192);
       JQX_UNROLL for (int i = 0; i < R; ++i) {
-        JQX_UNROLL for (int d = 0; d < 3; ++d) {
+        JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
           int32_t codes;
           std::memcpy(&codes, rows[i].digits[d] + at, 4);
           const __m512i row = _mm512_set1_epi32(codes);
@@ -408,8 +416,9 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
         const __m512 power = _mm512_set1_ps(rows[i].power);
         const __m512 by = _mm512_set1_ps(256);
         __m512 y = _mm512_cvtepi32_ps(total[i][0][j]);
-        y = _mm512_fmadd_ps(y, by, _mm512_cvtepi32_ps(total[i][1][j]));
-        y = _mm512_fmadd_ps(y, by, _mm512_cvtepi32_ps(total[i][2][j]));
+        JQX_UNROLL for (int d = 1; d < kDigits; ++d) {
+          y = _mm512_fmadd_ps(y, by, _mm512_cvtepi32_ps(total[i][d][j]));
+        }
         y = _mm512_mul_ps(y, power);
         if (zero != nullptr) {
           y = _mm512_fnmadd_ps(less, _mm512_set1_ps(of_groups[i * groups + g]), y);
@@ -426,14 +435,24 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
   }
 }
 
+using GroupedPanelOf = void (*)(const Digits*, const GroupedWeights&, const uint8_t*, const int8_t*,
+                                const int32_t*, const float*, int, float*);
+constexpr GroupedPanelOf kGroupedPanelOf[3][kRows] = {  // by digits, of which registers hold kRows
+    {grouped_panel_of<1, 1>, grouped_panel_of<1, 2>, grouped_panel_of<1, 3>,
+     grouped_panel_of<1, 4>, grouped_panel_of<1, 5>, grouped_panel_of<1, 6>},
+    {grouped_panel_of<2, 1>, grouped_panel_of<2, 2>, grouped_panel_of<2, 3>},
+    {grouped_panel_of<3, 1>, grouped_panel_of<3, 2>}};
+
 void grouped_panel_vnni(const Digits* rows, int count, const GroupedWeights& w,
                         const uint8_t* panel, const int8_t* zero, const int32_t* of_digits,
                         const float* of_groups, int columns, float* out) {
   const int64_t groups = w.k / w.group;
-  for (int i = 0; i < count; i += 2) {
-    const auto f = i + 1 < count ? grouped_panel_of<2> : grouped_panel_of<1>;
+  const int digits = rows->count, most = kRows / digits;
+  for (int i = 0; i < count; i += most) {
+    const int some = count - i < most ? count - i : most;
     const float* own = of_groups == nullptr ? nullptr : of_groups + i * groups;
-    f(rows + i, w, panel, zero, of_digits + i * groups * 3, own, columns, out + i * kColumns);
+    kGroupedPanelOf[digits - 1][some - 1](rows + i, w, panel, zero, of_digits + i * groups * digits,
+                                          own, columns, out + i * kColumns);
   }
 }
 
@@ -456,6 +475,21 @@ inline void gather(const int8_t* from, int per, int8_t* to) {
   }
 }
 
+// Writes the digits of a run to where they lie, and adds to their sums.
+inline void place(const int8_t (*plain)[4 * kRun], int64_t run, int per, Digits* to) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i all = _mm512_setzero_si512();
+  for (int d = 0; d < to->count; ++d) {
+    int8_t* own = to->digits[d] + run * kRun * per;
+    gather(plain[d], per, own);
+    __m512i sums = _mm512_setzero_si512();
+    for (int p = 0; p < per; ++p) multiply(sums, ones, _mm512_loadu_si512(own + p * kRun));
+    to->sums[d] += _mm512_reduce_add_epi32(sums);
+    all = _mm512_add_epi32(_mm512_slli_epi32(all, 8), sums);
+  }
+  _mm512_storeu_si512(to->lanes + run * (kRun / 4), all);
+}
+
 void split_vnni(const float* x, int64_t k, int per, Digits* to) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i most = _mm512_setzero_si512();
@@ -466,37 +500,39 @@ void split_vnni(const float* x, int64_t k, int per, Digits* to) {
   const float step = step_of(_mm512_reduce_max_epu32(most), to);
   const bool is_finite = to->rest == to->rest;
   const __m512 by = _mm512_set1_ps(step);
-  const __m512i ones = _mm512_set1_epi8(1);
   const int64_t in_run = kRun * per;
+  const int count = to->count;
   alignas(64) int8_t plain[3][4 * kRun];
-  __m512i all[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+  std::memset(to->sums, 0, sizeof(to->sums));
   for (int64_t run = 0; run * in_run < k; ++run) {
     for (int64_t i = 0; i < in_run; i += 16) {
       const int64_t left = k - run * in_run - i;
       const __mmask16 here = is_finite && left > 0 ? __mmask16(first(left)) : 0;
       const __m512 y = _mm512_div_ps(_mm512_maskz_loadu_ps(here, x + run * in_run + (here ? i : 0)), by);
-      const __m512i number = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(number, 24), 24);
-      const __m512i above = _mm512_srai_epi32(_mm512_sub_epi32(number, low), 8);
-      const __m512i middle = _mm512_srai_epi32(_mm512_slli_epi32(above, 24), 24);
-      const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(above, middle), 8);
-      _mm_store_si128(reinterpret_cast<__m128i*>(plain[0] + i), _mm512_cvtepi32_epi8(high));
-      _mm_store_si128(reinterpret_cast<__m128i*>(plain[1] + i), _mm512_cvtepi32_epi8(middle));
-      _mm_store_si128(reinterpret_cast<__m128i*>(plain[2] + i), _mm512_cvtepi32_epi8(low));
+      __m512i number = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      for (int d = count - 1; d >= 0; --d) {
+        const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(number, 24), 24);
+        _mm_store_si128(reinterpret_cast<__m128i*>(plain[d] + i), _mm512_cvtepi32_epi8(digit));
+        number = _mm512_srai_epi32(_mm512_sub_epi32(number, digit), 8);
+      }
     }
-    __m512i sums[3];
-    for (int d = 0; d < 3; ++d) {
-      int8_t* own = to->digits[d] + run * in_run;
-      gather(plain[d], per, own);
-      sums[d] = _mm512_setzero_si512();
-      for (int p = 0; p < per; ++p) multiply(sums[d], ones, _mm512_loadu_si512(own + p * kRun));
-      all[d] = _mm512_add_epi32(all[d], sums[d]);
-    }
-    const __m512i above = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
-    _mm512_storeu_si512(to->lanes + run * (kRun / 4),
-                        _mm512_add_epi32(_mm512_slli_epi32(above, 8), sums[2]));
+    place(plain, run, per, to);
   }
-  for (int d = 0; d < 3; ++d) to->sums[d] = _mm512_reduce_add_epi32(all[d]);
+}
+
+void arrange_vnni(const int8_t* x, int64_t k, int per, Digits* to) {
+  alignas(64) int8_t plain[3][4 * kRun];
+  to->sums[0] = 0, to->power = 1;
+  const int64_t in_run = kRun * per;
+  for (int64_t run = 0; run * in_run < k; ++run) {
+    for (int64_t i = 0; i < in_run; i += kRun) {
+      const int64_t left = k - run * in_run - i;
+      const __mmask64 here = left > 0 ? first(left) : 0;
+      const int8_t* from = x + run * in_run + (here ? i : 0);
+      _mm512_store_si512(plain[0] + i, _mm512_maskz_loadu_epi8(here, from));
+    }
+    place(plain, run, per, to);
+  }
 }
 
 void scale_vnni(const int32_t* sums, int columns, float left, const float* right,
@@ -516,7 +552,7 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 }  // namespace
 
 const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
-                            panel_vnni, correct, scale_vnni, requantize, split_vnni, grouped_vnni,
+                            panel_vnni, correct, scale_vnni, requantize, split_vnni, arrange_vnni, grouped_vnni,
                             unpack_vnni, grouped_panel_vnni, shift, join};
 
 }  // namespace jqx

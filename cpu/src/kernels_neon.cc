@@ -64,6 +64,6 @@ void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int
 }  // namespace
 
 const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, panel_by_dot,
-                       correct, scale, requantize, split, grouped, nullptr, nullptr, shift, join};
+                       correct, scale, requantize, split, arrange, grouped, nullptr, nullptr, shift, join};
 
 }  // namespace jqx

@@ -110,7 +110,10 @@ FloatProduct part_of(const FloatProduct& p, int64_t batch, int64_t row, int64_t 
   FloatProduct part = p;
   const int64_t scales = p.k / p.group * p.n;
   part.batch = 1, part.m = count;
-  part.x += row * p.k, part.y += row * p.n;
+  if (p.x != nullptr) part.x += row * p.k;
+  if (p.codes != nullptr) part.codes += row * p.k;
+  part.x_scale = from(p.x_scale, row / p.m, p.m, row % p.m);
+  part.y += row * p.n;
   part.w += batch * p.n * (p.k * p.bits / 8), part.scale += batch * scales;
   if (p.zero != nullptr) part.zero += batch * scales;
   return part;
@@ -266,7 +269,9 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   }
   OneThread alone;
   Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
-  const bool panels = kernels.grouped_panel != nullptr && 3 * p.m >= kFromPanel && p.k <= kLongest;
+  const int count = p.codes != nullptr ? 1 : p.digits;
+  const bool many = count * p.m >= kFromPanel && p.k <= kLongest;
+  const bool panels = kernels.grouped_panel != nullptr && many;
   const int per = panels ? 1 : 8 / p.bits;  // codes that digits lie for
   const int64_t width = up(p.k, kRun * per), lanes = width / (4 * per), groups = p.k / p.group;
   const int64_t stride = p.k * p.bits / 8;
@@ -274,19 +279,25 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   const bool whole = !panels && p.bits == 8 && groups == 1 && p.is_signed;
   const bool counts = p.zero != nullptr;
   const int64_t all_rows = p.batch * p.m;
-  Buffer digits(all_rows * 3 * width), sums(all_rows * lanes * 4), told(all_rows * sizeof(Digits));
+  Buffer digits(all_rows * count * width), sums(all_rows * lanes * 4), told(all_rows * sizeof(Digits));
   Buffer of_groups(counts ? all_rows * groups * 4 : 0);
-  Buffer of_digits(panels ? all_rows * groups * 12 : 0);
+  Buffer of_digits(panels ? all_rows * groups * count * 4 : 0);
   Digits* rows = told.at<Digits>();
   parallel_for(pool, all_rows, [&](int64_t i) {
-    for (int d = 0; d < 3; ++d) rows[i].digits[d] = digits.at<int8_t>((i * 3 + d) * width);
+    for (int d = 0; d < count; ++d) rows[i].digits[d] = digits.at<int8_t>((i * count + d) * width);
     rows[i].lanes = sums.at<int32_t>(i * lanes * 4);
-    kernels.split(p.x + i * p.k, p.k, per, rows + i);
+    rows[i].count = count;
+    if (p.codes != nullptr) {
+      kernels.arrange(p.codes + i * p.k, p.k, per, rows + i);
+      rows[i].rest = p.x_scale.at(i / p.m, p.m, i % p.m);
+    } else {
+      kernels.split(p.x + i * p.k, p.k, per, rows + i);
+    }
     if (panels) {
-      int32_t* own = of_digits.at<int32_t>(i * groups * 12);
+      int32_t* own = of_digits.at<int32_t>(i * groups * count * 4);
       for (int64_t g = 0; g < groups; ++g) {
-        for (int d = 0; d < 3; ++d) {
-          own[g * 3 + d] = kernels.sum(rows[i].digits[d] + g * p.group, p.group);
+        for (int d = 0; d < count; ++d) {
+          own[g * count + d] = kernels.sum(rows[i].digits[d] + g * p.group, p.group);
         }
       }
     }
@@ -320,20 +331,25 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
         const Digits* own = rows + b * p.m + i;
         const float* of_rows = counts ? of_groups.at<float>((b * p.m + i) * groups * 4) : nullptr;
         if (panels) {
-          const int32_t* sums_of = of_digits.at<int32_t>((b * p.m + i) * groups * 12);
+          const int32_t* sums_of = of_digits.at<int32_t>((b * p.m + i) * groups * count * 4);
           kernels.grouped_panel(own, some, w, panel, zero, sums_of, of_rows, columns, found);
         } else if (whole) {
           const int8_t* codes = reinterpret_cast<const int8_t*>(w.codes);
           int32_t sums_of[3 * kMostRows];
-          for (int r = 0; r < some; ++r) std::memcpy(sums_of + 3 * r, own[r].sums, 12);
-          kernels.dots(own->digits[0], width, sums_of, 3 * some, codes, stride, columns, p.k,
+          for (int r = 0; r < some; ++r) {
+            std::memcpy(sums_of + count * r, own[r].sums, count * sizeof(int32_t));
+          }
+          kernels.dots(own->digits[0], width, sums_of, count * some, codes, stride, columns, p.k,
                        totals);
         } else {
           kernels.grouped(own, some, w, columns, found);
         }
         for (int r = 0; r < some; ++r) {
           float* y = found + r * kColumns;
-          if (whole) kernels.join(totals + 3 * r * kColumns, own[r].power, w.scale, columns, y);
+          if (whole) {
+            const int32_t* total = totals + count * r * kColumns;
+            kernels.join(total, count, own[r].power, w.scale, columns, y);
+          }
           if (zero != nullptr && !panels) kernels.shift(w, zero, of_rows + r * groups, columns, y);
           float* to = p.y + (b * p.m + i + r) * p.n + j;
           for (int c = 0; c < columns; ++c) to[c] = y[c] * own[r].rest;

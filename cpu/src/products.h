@@ -51,13 +51,16 @@ struct Product {
 
 void multiply(const Product& p, const Kernels& kernels, Pool& pool);
 
-// x w of floats [batch, m, k] and weights in groups [batch, n, k]: scales and zero points are
-// [batch, k / group, n]. Unsigned codes, and their zero points, are less their middle.
+// x w of rows [batch, m, k], floats or codes, and weights in groups [batch, n, k]: scales and zero
+// points are [batch, k / group, n]. Unsigned codes, and their zero points, are less their middle.
 struct FloatProduct {
   int64_t batch, m, n, k, group;
   int bits;
   bool is_signed;
-  const float* x;
+  int digits;           // of floats: 3, or 2 where less will do
+  const float* x;       // or nullptr, where there are
+  const int8_t* codes;  // that take
+  Each<float> x_scale;
   const uint8_t* w;
   const float* scale;
   const int8_t* zero;  // or nullptr

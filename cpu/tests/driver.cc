@@ -201,10 +201,24 @@ void check_float_products(const Kernels& kernels) {
   const auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);
   auto scale = floats(batch * groups * n);
   const auto zero = numbers<int8_t>(batch * groups * n, -middle, middle - 1);
-  const auto x = floats(batch * m * k);
+  const int digits = int(between(1, 3));  // 1: of codes
+  const auto codes = numbers<int8_t>(batch * m * k, -128, 127);
+  const std::vector<float> x_scale(batch * m, 0.25f);
+  auto x = floats(batch * m * k);
+  if (digits == 1) {
+    for (int64_t i = 0; i < batch * m * k; ++i) x[i] = 0.25f * codes[i];
+  }
   std::vector<float> y(batch * m * n);
-  jqx::FloatProduct p = {batch, m, n, k, group, bits, is_signed, x.data(), w.data(), scale.data(),
-                         has_zero ? zero.data() : nullptr, y.data()};
+  jqx::FloatProduct p = {};
+  p.batch = batch, p.m = m, p.n = n, p.k = k, p.group = group, p.bits = bits;
+  p.is_signed = is_signed, p.digits = digits, p.w = w.data(), p.scale = scale.data();
+  p.y = y.data();
+  if (has_zero) p.zero = zero.data();
+  if (digits == 1) {
+    p.codes = codes.data(), p.x_scale = {x_scale.data(), false};
+  } else {
+    p.x = x.data();
+  }
   Threads pool;
   jqx::multiply(p, kernels, pool);
   double worst = 0;
@@ -229,7 +243,8 @@ void check_float_products(const Kernels& kernels) {
       }
     }
   }
-  check(worst < 1e-6, kernels, "floats beside " + std::to_string(bits) + " bits in groups of " +
+  const double bound = digits == 2 ? 1.6e-5 : 1e-6;  // half a step of the largest magnitude
+  check(worst < bound, kernels, std::to_string(digits) + " digits beside " + std::to_string(bits) + " bits in groups of " +
                                     std::to_string(group) + ": " + std::to_string(worst));
 }
 

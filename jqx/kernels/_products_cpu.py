@@ -93,29 +93,33 @@ def requantized_product_cpu(
 def float_product_cpu(
     x: jax.Array,
     w: jax.Array,
+    x_scale: jax.Array | None,
     scale: jax.Array,
     zero: jax.Array | None,
     *,
     bits: int,
     is_signed: bool,
+    digits: int = 3,
     step: jax.Array | None = None,
     sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the product of floats and weights of few bits, float32 [B, M, N].
+    """Returns the product of rows and weights of few bits, float32 [B, M, N].
 
     Args:
-      x: float32 [B, M, K].
+      x: float32 [B, M, K], or int8.
       w: uint8 [B, N, K * bits / 8], the first of the codes in a byte in its lowest bits; or int8.
+      x_scale: float32 [B, M or 1] of codes, `None` of floats.
       scale: float32 [B, G, N], of groups of K / G codes.
       zero: int8 likewise, or `None`; of unsigned codes less their middle, as these are.
       bits: of a code: 8, 4 or 2.
       is_signed: whether codes are in two's complement.
+      digits: of floats, of 8 bits each, relative to the largest magnitude of a row: 3, or 2.
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, of scales [G, groups, N].
     """
-    options = {"bits": np.int32(bits), "is_signed": is_signed}
-    given = x, w, scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes)
-    return _called("float_product", given, (0,), 4, options, jnp.float32)
+    options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
+    given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes)
+    return _called("float_product", given, (0, 2), 5, options, jnp.float32)
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -307,7 +307,7 @@ def codes_beside(x, x_scale, w, **options):
 
 
 def floats_beside(k, size, bits=4):
-    given = jnp.zeros((1, 2, k)), jnp.zeros((1, 4, size), jnp.uint8), jnp.ones((1, 2, 4))
+    given = jnp.zeros((1, 2, k)), jnp.zeros((1, 4, size), jnp.uint8), None, jnp.ones((1, 2, 4))
     return float_product_cpu(*given, None, bits=bits, is_signed=True)
 
 
