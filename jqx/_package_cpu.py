@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from ._checks import require_that
 
 NAME = "jqx_cpu"
-HANDLERS = ("product", "float_product", "magnitudes")
+HANDLERS = ("product", "float_product", "convolution", "magnitudes")
 FAST = ("AVX-512 VNNI",)
 """Instructions with which its kernels were measured to be faster than what XLA makes."""
 
