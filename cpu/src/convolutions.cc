@@ -73,23 +73,26 @@ class Patches {
   // Each copy writes over what the one before wrote too much.
   void gather_one(const Taps& rows, const Taps& columns, int64_t image, int64_t group, int8_t zero,
                   int8_t* to) const {
-    const int64_t taps = p_.width.taps, met = columns.end - columns.begin;
-    const int64_t apart = p_.width.dilation * p_.features;
+    const Axis &height = p_.height, &width = p_.width;
+    const int64_t met = columns.end - columns.begin, of_row = width.taps * inputs_;
+    const int64_t before = columns.begin * inputs_, behind = (width.taps - columns.end) * inputs_;
+    const int64_t apart = width.dilation * p_.features;
     const bool is_run = apart == inputs_;
-    for (int64_t i = 0; i < p_.height.taps; ++i, to += taps * inputs_) {
-      const bool is_met = i >= rows.begin && i < rows.end && met > 0;
-      const int64_t first = is_met ? columns.begin : taps, last = is_met ? columns.end : taps;
-      if (first > 0) std::memset(to, zero, first * inputs_);
-      if (is_met) {
-        const int64_t y = image * p_.height.size + rows.start + i * p_.height.dilation;
-        const int64_t x = columns.start + first * p_.width.dilation;
-        const int8_t* from = p_.image + (y * p_.width.size + x) * p_.features + group * inputs_;
-        int8_t* own = to + first * inputs_;
-        const int64_t runs = is_run ? 1 : met, n = is_run ? met * inputs_ : inputs_;
-        for (int64_t j = 0; j < runs; ++j) copy(own + j * n, from + j * apart, n, end_);
-      }
-      if (last < taps) std::memset(to + last * inputs_, zero, (taps - last) * inputs_);
+    const int64_t runs = is_run ? 1 : met, n = is_run ? met * inputs_ : inputs_;
+    const int64_t y = image * height.size + rows.start + rows.begin * height.dilation;
+    const int64_t x = columns.start + columns.begin * width.dilation;
+    const int8_t* from = p_.image + (y * width.size + x) * p_.features + group * inputs_;
+    const int64_t next = height.dilation * width.size * p_.features;
+    const int64_t first = met > 0 ? rows.begin : height.taps, last = met > 0 ? rows.end : first;
+    if (first > 0) std::memset(to, zero, first * of_row);
+    to += first * of_row;
+    for (int64_t i = first; i < last; ++i, to += of_row, from += next) {
+      if (before > 0) std::memset(to, zero, before);
+      for (int64_t j = 0; j < runs; ++j) copy(to + before + j * n, from + j * apart, n, end_);
+      if (behind > 0) std::memset(to + of_row - behind, zero, behind);
     }
+    if (last < height.taps) std::memset(to, zero, (height.taps - last) * of_row);
+    to += (height.taps - last) * of_row;
     for (int64_t i = k_; i < width_; ++i) to[i - k_] = 0;
   }
 
@@ -203,13 +206,17 @@ void convolve(const Convolution& p, const Kernels& kernels, Pool& given) {
     const int64_t group = tile.batch;
     alignas(64) int32_t sums[kRows * kColumns];
     int32_t of_rows[kRows];
+    int64_t images[kRows];
     int8_t* gathered = nullptr;
     if (!as_given) gathered = reinterpret_cast<int8_t*>(memory_of_thread(kRows * width + kBlock));
     for (int64_t i = tile.row; i < tile.row_end; i += kRows) {
       const int some = int(std::min<int64_t>(kRows, tile.row_end - i));
       const int8_t* rows = as_given ? p.image + i * width : gathered;
       if (!as_given) patches.gather(i, some, group, gathered);
-      for (int r = 0; r < some; ++r) of_rows[r] = kernels.sum(rows + r * width, width);
+      for (int r = 0; r < some; ++r) {
+        of_rows[r] = kernels.sum(rows + r * width, width);
+        images[r] = patches.image_of(i + r);
+      }
       for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
         const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
         const int64_t at = group * panels + j / kColumns, output = group * n + j;
@@ -217,9 +224,8 @@ void convolve(const Convolution& p, const Kernels& kernels, Pool& given) {
         kernels.panel(rows, width, of_rows, some, panel, columns, width, sums);
         for (int r = 0; r < some; ++r) {
           int32_t* own = sums + r * kColumns;
-          const int64_t image = patches.image_of(i + r);
           if (has_zero || kernel_zero.data != nullptr) {
-            const int32_t zero = has_zero ? p.image_zero.at(0, 0, image) : 0;
+            const int32_t zero = has_zero ? p.image_zero.at(0, 0, images[r]) : 0;
             kernels.correct(own, columns, k, zero,
                             has_zero ? of_columns.at<int32_t>() + at * kColumns : nullptr,
                             of_rows[r], kernel_zero.from(0, 0, output), kernel_zero.stride());
@@ -228,7 +234,7 @@ void convolve(const Convolution& p, const Kernels& kernels, Pool& given) {
           if (p.sums != nullptr) {
             std::memcpy(p.sums + to, own, columns * sizeof(int32_t));
           } else {
-            const float left = p.image_scale.at(0, 0, image);
+            const float left = p.image_scale.at(0, 0, images[r]);
             kernels.scale(own, columns, left, p.kernel_scale.from(0, 0, output),
                           p.kernel_scale.stride(), p.scaled + to);
           }

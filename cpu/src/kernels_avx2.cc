@@ -56,6 +56,8 @@ void panel_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t* of_rows,
 
 }  // namespace
 
-const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, pack_rows, panel_in_16_bits, depthwise, correct, scale, split, grouped, nullptr, nullptr, shift, join};
+const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, pack_rows,
+                       panel_in_16_bits, depthwise, correct, scale, split, grouped, nullptr,
+                       nullptr, shift, join};
 
 }  // namespace jqx

@@ -258,8 +258,10 @@ void depthwise_vnni(const int8_t* x, int64_t step, int pixels, const int64_t* pl
     const __mmask32 here = __mmask32(first(std::min<int64_t>(channels - c, 32)));
     __m512i start[2] = {zero, zero};  // less the zero point times the weights
     for (int t = 0; t < taps; t += 2) {
+      const bool has_next = t + 1 < taps;
       const __m512i one = _mm512_maskz_loadu_epi16(here, weights[t] + c);
-      const __m512i other = t + 1 < taps ? _mm512_maskz_loadu_epi16(here, weights[t + 1] + c) : zero;
+      const __m512i other =
+          has_next ? _mm512_maskz_loadu_epi16(here, weights[t + 1] + c) : zero;
       w[t / 2][0] = _mm512_unpacklo_epi16(one, other);
       w[t / 2][1] = _mm512_unpackhi_epi16(one, other);
       multiply_pairs(start[0], less, w[t / 2][0]);
@@ -269,7 +271,8 @@ void depthwise_vnni(const int8_t* x, int64_t step, int pixels, const int64_t* pl
       const int8_t* from = x + i * step + c;
       __m512i even = start[0], odd = start[1];
       for (int t = 0; t < taps; t += 2) {
-        const int8_t *first_tap = from + places[t], *next = from + places[std::min(t + 1, taps - 1)];
+        const int8_t* first_tap = from + places[t];
+        const int8_t* next = from + places[std::min(t + 1, taps - 1)];
         const __m512i one = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(here, first_tap));
         const __m512i other = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(here, next));
         multiply_pairs(even, _mm512_unpacklo_epi16(one, other), w[t / 2][0]);
@@ -627,8 +630,9 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 
 }  // namespace
 
-const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
-                            pack_rows_vnni, panel_vnni, depthwise_vnni, correct, scale_vnni, split_vnni,
-                            grouped_vnni, unpack_vnni, grouped_panel_vnni, shift, join};
+const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni,
+                            pack_vnni, pack_rows_vnni, panel_vnni, depthwise_vnni, correct,
+                            scale_vnni, split_vnni, grouped_vnni, unpack_vnni, grouped_panel_vnni,
+                            shift, join};
 
 }  // namespace jqx

@@ -2,6 +2,7 @@
 
 namespace jqx {
 
-const Kernels kGeneric = {"plain C++", quantize, magnitude, sum, dots, pack, pack_rows, panel, depthwise, correct, scale, split, grouped, nullptr, nullptr, shift, join};
+const Kernels kGeneric = {"plain C++", quantize, magnitude, sum, dots, pack, pack_rows, panel,
+                          depthwise, correct, scale, split, grouped, nullptr, nullptr, shift, join};
 
 }  // namespace jqx

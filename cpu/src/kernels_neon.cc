@@ -63,7 +63,8 @@ void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int
 
 }  // namespace
 
-const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, pack_rows, panel_by_dot, depthwise,
-                       correct, scale, split, grouped, nullptr, nullptr, shift, join};
+const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, pack_rows,
+                       panel_by_dot, depthwise, correct, scale, split, grouped, nullptr, nullptr,
+                       shift, join};
 
 }  // namespace jqx

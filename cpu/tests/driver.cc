@@ -179,7 +179,8 @@ void check_convolutions(const Kernels& kernels) {
   if (m == 0) return;
   const auto image = numbers<int8_t>(p.batch * height.size * width.size * p.features, -128, 127);
   const auto kernel = numbers<int8_t>(height.taps * width.taps * inputs * p.outputs, -128, 127);
-  const bool one_a = between(0, 1), one_b = between(0, 1), has_a = between(0, 1), has_b = between(0, 1);
+  const bool one_a = between(0, 1), one_b = between(0, 1);
+  const bool has_a = between(0, 1), has_b = between(0, 1);
   const auto a = numbers<int8_t>(p.batch, -128, 127), b = numbers<int8_t>(p.outputs, -128, 127);
   auto left = floats(p.batch), right = floats(p.outputs);
   for (auto& s : left) s = 0.01f + std::fabs(s) / 100;

@@ -102,7 +102,7 @@ LAYOUTS = {  # image, kernel, options
 
 
 def cases():
-    """Yields images, kernels and options: each layout with two paddings, and schemes of all kinds."""
+    """Yields images, kernels and options: all layouts, paddings and schemes."""
     for i, (name, (image, kernel, options)) in enumerate(LAYOUTS.items()):
         of_image, of_kernel, _ = options["dimension_numbers"]
         own = (of_image.index("N"),) if name == "image of its own" else ()
