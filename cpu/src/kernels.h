@@ -1,7 +1,7 @@
 // Products of int8 rows and integer weights [columns, k], the contracted axis last in both.
 //
 // A set of kernels is for one instruction set; `kernels()` returns the best that this processor has.
-// Drivers in product.cc and rows.cc cut a problem into tiles and run a kernel on each.
+// Drivers in products.cc and convolutions.cc cut a problem into tiles and run a kernel on each.
 
 #ifndef JQX_CPU_KERNELS_H_
 #define JQX_CPU_KERNELS_H_
@@ -77,9 +77,20 @@ struct Kernels {
   // what is beyond `columns` and `w_k` does not matter.
   void (*pack)(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel);
 
-  // Sums of products of `rows` rows and a panel, for all kColumns columns.
+  // The same of weights that lie [w_k, columns], into a panel of as many steps as fill runs of 4.
+  void (*pack_rows)(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel);
+
+  // Sums of products of `rows` rows and a panel of k steps, a multiple of `step`, for `columns`
+  // columns or some more.
   void (*panel)(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                const uint8_t* panel, int64_t k, int32_t* sums);
+                const uint8_t* panel, int columns, int64_t k, int32_t* sums);
+
+  // Sums of products of each channel with `taps` numbers of its own, at `pixels` places that are
+  // `step` bytes apart: of (x[places[t] + c] - a) * weights[t][c] over t, modulo 2**32, in
+  // [pixels, channels]. Weights and what x is less a are in [-255, 255].
+  void (*depthwise)(const int8_t* x, int64_t step, int pixels, const int64_t* places,
+                    const int16_t* const* weights, int taps, int64_t channels, int32_t a,
+                    int32_t* sums);
 
   // Takes the zero points from sums of a row: sum (x - a) (w - b), modulo 2**32.
   void (*correct)(int32_t* sums, int columns, int64_t k, int32_t a, const int32_t* of_columns,
@@ -125,6 +136,9 @@ struct Kernels {
 
   // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
   int rows = 24;
+
+  // Steps along k of which panels have a multiple; what is filled up does not matter.
+  int64_t step = 4;
 };
 
 // Those that a processor may run: the last is for any.

@@ -86,19 +86,19 @@ inline void panel_of(const int8_t* x, int64_t x_stride, bool is_two, const uint8
 }
 
 void panel_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-               const uint8_t* panel, int64_t k, int32_t* sums) {
+               const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
   for (int i = 0; i < rows; i += 2 * kTile) {
-    const Shapes::Shape upper = {std::min(rows - i, kTile), 64}, columns = {kTile, 64};
+    const Shapes::Shape upper = {std::min(rows - i, kTile), 64}, codes = {kTile, 64};
     const Shapes::Shape lower = {std::min(rows - i - upper.rows, kTile), 64};
-    const Shapes shapes({upper, upper, lower, lower, upper, lower, columns, columns});
-    for (int j = 0; j < kColumns; j += 2 * kTile) {
+    const Shapes shapes({upper, upper, lower, lower, upper, lower, codes, codes});
+    for (int j = 0; j < columns; j += 2 * kTile) {
       panel_of(x + i * x_stride, x_stride, lower.rows > 0, panel + 4 * j, k,
                sums + i * kColumns + j);
     }
   }
   for (int i = 0; i < rows; ++i) {
     const __m512i more = _mm512_set1_epi32(of_rows[i] * 128);
-    JQX_UNROLL for (int j = 0; j < kColumns; j += 16) {
+    for (int j = 0; j < columns; j += 16) {
       int32_t* own = sums + i * kColumns + j;
       _mm512_storeu_si512(own, _mm512_sub_epi32(_mm512_loadu_si512(own), more));
     }
@@ -267,7 +267,7 @@ void dots_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int row
 const Kernels& amx_kernels() {
   static const Kernels all = [] {
     Kernels own = kAvx512Vnni;
-    own.name = "AMX", own.rows = 2 * kTile;
+    own.name = "AMX", own.rows = 2 * kTile, own.step = kRun;
     own.dots = dots_amx, own.panel = panel_amx, own.grouped_panel = grouped_panel_amx;
     return own;
   }();

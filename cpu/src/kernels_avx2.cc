@@ -49,13 +49,15 @@ void dots_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t*, int rows
 }
 
 void panel_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                      const uint8_t* panel, int64_t k, int32_t* sums) {
+                      const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
   const int8_t* w = reinterpret_cast<const int8_t*>(panel);
-  dots_in_16_bits(x, x_stride, of_rows, rows, w, k, kColumns, k, sums);
+  dots_in_16_bits(x, x_stride, of_rows, rows, w, k, columns, k, sums);
 }
 
 }  // namespace
 
-const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, panel_in_16_bits, correct, scale, requantize, split, arrange, grouped, nullptr, nullptr, shift, join};
+const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, pack_rows,
+                       panel_in_16_bits, depthwise, correct, scale, requantize, split, arrange,
+                       grouped, nullptr, nullptr, shift, join};
 
 }  // namespace jqx

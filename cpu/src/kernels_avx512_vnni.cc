@@ -132,29 +132,56 @@ void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint
   }
 }
 
-template <int R>
+// Joins the bytes of four steps, column by column: unpacking does it within each 128 bits, which
+// are then put in order.
+void pack_rows_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel) {
+  for (int64_t at = 0; at < w_k; at += 4, panel += 4 * kColumns) {
+    __m512i r[4], t[4];
+    JQX_UNROLL for (int i = 0; i < 4; ++i) {
+      const bool is_there = at + i < w_k;
+      const __mmask64 here = is_there ? first(columns) : 0;
+      r[i] = flipped(_mm512_maskz_loadu_epi8(here, w + (is_there ? (at + i) * w_stride : 0)));
+    }
+    JQX_UNROLL for (int i = 0; i < 4; i += 2) {
+      t[i] = _mm512_unpacklo_epi8(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi8(r[i], r[i + 1]);
+    }
+    JQX_UNROLL for (int i = 0; i < 2; ++i) {
+      r[2 * i] = _mm512_unpacklo_epi16(t[i], t[i + 2]);
+      r[2 * i + 1] = _mm512_unpackhi_epi16(t[i], t[i + 2]);
+    }
+    JQX_UNROLL for (int i = 0; i < 2; ++i) {
+      t[i] = _mm512_shuffle_i32x4(r[2 * i], r[2 * i + 1], 0x44);
+      t[i + 2] = _mm512_shuffle_i32x4(r[2 * i], r[2 * i + 1], 0xee);
+    }
+    JQX_UNROLL for (int i = 0; i < 2; ++i) {
+      _mm512_store_si512(panel + 128 * i, _mm512_shuffle_i32x4(t[2 * i], t[2 * i + 1], 0x88));
+      _mm512_store_si512(panel + 128 * i + 64, _mm512_shuffle_i32x4(t[2 * i], t[2 * i + 1], 0xdd));
+    }
+  }
+}
+
+// R rows by 16 C columns.
+template <int R, int C>
 __attribute__((noinline)) void panel_of(const int8_t* x, int64_t x_stride, const int32_t* of_rows,
                                         const uint8_t* panel, int64_t k, int32_t* sums) {
-  __m512i total[R][4];
+  __m512i total[R][C];
   JQX_UNROLL for (int i = 0; i < R; ++i) {
-    JQX_UNROLL for (int j = 0; j < 4; ++j) total[i][j] = _mm512_setzero_si512();
+    JQX_UNROLL for (int j = 0; j < C; ++j) total[i][j] = _mm512_setzero_si512();
   }
   for (int64_t at = 0; at < k; at += 4, panel += 4 * kColumns) {
-    const __m512i a = _mm512_load_si512(panel), b = _mm512_load_si512(panel + 64);
-    const __m512i c = _mm512_load_si512(panel + 128), d = _mm512_load_si512(panel + 192);
+    __m512i w[C];
+    JQX_UNROLL for (int j = 0; j < C; ++j) w[j] = _mm512_load_si512(panel + 64 * j);
     JQX_UNROLL for (int i = 0; i < R; ++i) {
       int32_t codes;
       std::memcpy(&codes, x + i * x_stride + at, 4);
       const __m512i row = _mm512_set1_epi32(codes);
-      multiply(total[i][0], a, row);
-      multiply(total[i][1], b, row);
-      multiply(total[i][2], c, row);
-      multiply(total[i][3], d, row);
+      JQX_UNROLL for (int j = 0; j < C; ++j) multiply(total[i][j], w[j], row);
     }
   }
   JQX_UNROLL for (int i = 0; i < R; ++i) {
     const __m512i more = _mm512_slli_epi32(_mm512_set1_epi32(of_rows[i]), 7);
-    JQX_UNROLL for (int j = 0; j < 4; ++j) {
+    JQX_UNROLL for (int j = 0; j < C; ++j) {
       _mm512_storeu_si512(sums + i * kColumns + 16 * j, _mm512_sub_epi32(total[i][j], more));
     }
   }
@@ -162,14 +189,70 @@ __attribute__((noinline)) void panel_of(const int8_t* x, int64_t x_stride, const
 
 using PanelOf = void (*)(const int8_t*, int64_t, const int32_t*, const uint8_t*, int64_t,
                          int32_t*);
-constexpr PanelOf kPanelOf[] = {panel_of<1>, panel_of<2>, panel_of<3>,
-                                panel_of<4>, panel_of<5>, panel_of<6>};
+#define JQX_ROWS(C) \
+  {panel_of<1, C>, panel_of<2, C>, panel_of<3, C>, panel_of<4, C>, panel_of<5, C>, panel_of<6, C>}
+constexpr PanelOf kPanelOf[][kRows] = {JQX_ROWS(1), JQX_ROWS(2), JQX_ROWS(3), JQX_ROWS(4)};
+#undef JQX_ROWS
 
 void panel_vnni(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                const uint8_t* panel, int64_t k, int32_t* sums) {
+                const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
+  const PanelOf* of = kPanelOf[(columns - 1) / 16];
   for (int i = 0; i < rows; i += kRows) {
     const int some = rows - i < kRows ? rows - i : kRows;
-    kPanelOf[some - 1](x + i * x_stride, x_stride, of_rows + i, panel, k, sums + i * kColumns);
+    of[some - 1](x + i * x_stride, x_stride, of_rows + i, panel, k, sums + i * kColumns);
+  }
+}
+
+// Multiplies pairs of 16 bits and adds both products.
+inline void multiply_pairs(__m512i& total, __m512i x, __m512i w) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(x), "v"(w));
+}
+
+// 32 channels at a time: the numbers of two taps are joined channel by channel, which leaves 4 of 8
+// channels in one vector and 4 in another.
+void depthwise_vnni(const int8_t* x, int64_t step, int pixels, const int64_t* places,
+                    const int16_t* const* weights, int taps, int64_t channels, int32_t a,
+                    int32_t* sums) {
+  constexpr int kMost = 32;
+  const int pairs = (taps + 1) / 2;
+  if (pairs > kMost) {
+    return depthwise(x, step, pixels, places, weights, taps, channels, a, sums);
+  }
+  __m512i w[kMost][2];
+  const __m512i zero = _mm512_setzero_si512(), less = _mm512_set1_epi16(int16_t(-a));
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const __m512i high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  for (int64_t c = 0; c < channels; c += 32) {
+    const __mmask32 here = __mmask32(first(std::min<int64_t>(channels - c, 32)));
+    __m512i start[2] = {zero, zero};  // less the zero point times the weights
+    for (int t = 0; t < taps; t += 2) {
+      const bool has_next = t + 1 < taps;
+      const __m512i one = _mm512_maskz_loadu_epi16(here, weights[t] + c);
+      const __m512i other =
+          has_next ? _mm512_maskz_loadu_epi16(here, weights[t + 1] + c) : zero;
+      w[t / 2][0] = _mm512_unpacklo_epi16(one, other);
+      w[t / 2][1] = _mm512_unpackhi_epi16(one, other);
+      multiply_pairs(start[0], less, w[t / 2][0]);
+      multiply_pairs(start[1], less, w[t / 2][1]);
+    }
+    for (int i = 0; i < pixels; ++i) {
+      const int8_t* from = x + i * step + c;
+      __m512i even = start[0], odd = start[1];
+      for (int t = 0; t < taps; t += 2) {
+        const int8_t* first_tap = from + places[t];
+        const int8_t* next = from + places[std::min(t + 1, taps - 1)];
+        const __m512i one = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(here, first_tap));
+        const __m512i other = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(here, next));
+        multiply_pairs(even, _mm512_unpacklo_epi16(one, other), w[t / 2][0]);
+        multiply_pairs(odd, _mm512_unpackhi_epi16(one, other), w[t / 2][1]);
+      }
+      int32_t* to = sums + i * channels + c;
+      _mm512_mask_storeu_epi32(to, __mmask16(here), _mm512_permutex2var_epi64(even, low, odd));
+      if (here >> 16) {
+        const __m512i rest = _mm512_permutex2var_epi64(even, high, odd);
+        _mm512_mask_storeu_epi32(to + 16, __mmask16(here >> 16), rest);
+      }
+    }
   }
 }
 
@@ -551,8 +634,9 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 
 }  // namespace
 
-const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
-                            panel_vnni, correct, scale_vnni, requantize, split_vnni, arrange_vnni, grouped_vnni,
-                            unpack_vnni, grouped_panel_vnni, shift, join};
+const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni,
+                             pack_vnni, pack_rows_vnni, panel_vnni, depthwise_vnni, correct,
+                             scale_vnni, requantize, split_vnni, arrange_vnni, grouped_vnni,
+                             unpack_vnni, grouped_panel_vnni, shift, join};
 
 }  // namespace jqx

@@ -56,14 +56,15 @@ void dots_by_dot(const int8_t* x, int64_t x_stride, const int32_t*, int rows, co
 }
 
 void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                  const uint8_t* panel, int64_t k, int32_t* sums) {
+                  const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
   const int8_t* w = reinterpret_cast<const int8_t*>(panel);
-  dots_by_dot(x, x_stride, of_rows, rows, w, k, kColumns, k, sums);
+  dots_by_dot(x, x_stride, of_rows, rows, w, k, columns, k, sums);
 }
 
 }  // namespace
 
-const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, panel_by_dot,
-                       correct, scale, requantize, split, arrange, grouped, nullptr, nullptr, shift, join};
+const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, pack_rows,
+                       panel_by_dot, depthwise, correct, scale, requantize, split, arrange,
+                       grouped, nullptr, nullptr, shift, join};
 
 }  // namespace jqx

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "convolutions.h"
 #include "products.h"
 
 namespace {
@@ -248,6 +249,69 @@ void check_float_products(const Kernels& kernels) {
                                     std::to_string(group) + ": " + std::to_string(worst));
 }
 
+void check_convolutions(const Kernels& kernels) {
+  const bool is_depthwise = between(0, 2) == 0;
+  jqx::Convolution p;
+  p.groups = is_depthwise ? between(2, 90) : between(1, 3);
+  p.batch = between(1, 3), p.features = p.groups * (is_depthwise ? 1 : between(1, 40));
+  p.outputs = p.groups * between(1, is_depthwise ? 2 : 70);
+  const auto axis = [] {
+    return jqx::Axis{between(1, 12), between(1, 4), between(1, 3),
+                     between(1, 2),  between(-1, 3), between(-1, 3)};
+  };
+  p.height = axis(), p.width = axis();
+  const jqx::Axis &height = p.height, &width = p.width;
+  const int64_t m = height.places() * width.places(), inputs = p.features / p.groups;
+  if (m == 0) return;
+  const auto image = numbers<int8_t>(p.batch * height.size * width.size * p.features, -128, 127);
+  const auto kernel = numbers<int8_t>(height.taps * width.taps * inputs * p.outputs, -128, 127);
+  const bool one_a = between(0, 1), one_b = between(0, 1);
+  const bool has_a = between(0, 1), has_b = between(0, 1);
+  const auto a = numbers<int8_t>(p.batch, -128, 127), b = numbers<int8_t>(p.outputs, -128, 127);
+  auto left = floats(p.batch), right = floats(p.outputs);
+  for (auto& s : left) s = 0.01f + std::fabs(s) / 100;
+  p.image = image.data(), p.kernel = kernel.data();
+  p.image_scale = {left.data(), one_a}, p.kernel_scale = {right.data(), one_b};
+  if (has_a) p.image_zero = {a.data(), one_a};
+  if (has_b) p.kernel_zero = {b.data(), one_b};
+  const int64_t count = p.batch * m * p.outputs;
+  std::vector<int32_t> sums(count), expected(count);
+  std::vector<float> scaled(count);
+  for (int64_t at = 0; at < count; ++at) {
+    const int64_t n = at % p.outputs, x = at / p.outputs % width.places();
+    const int64_t y = at / p.outputs / width.places() % height.places(), i = at / p.outputs / m;
+    const int64_t group = n / (p.outputs / p.groups);
+    const int zero = has_a ? a[one_a ? 0 : i] : 0, own = has_b ? b[one_b ? 0 : n] : 0;
+    int64_t total = 0;
+    for (int64_t tap = 0; tap < height.taps * width.taps; ++tap) {
+      const int64_t down = y * height.stride - height.low + tap / width.taps * height.dilation;
+      const int64_t across = x * width.stride - width.low + tap % width.taps * width.dilation;
+      if (down < 0 || down >= height.size || across < 0 || across >= width.size) continue;
+      const int64_t pixel = (i * height.size + down) * width.size + across;
+      for (int64_t c = 0; c < inputs; ++c) {
+        const int code = image[pixel * p.features + group * inputs + c];
+        total += (code - zero) * (kernel[(tap * inputs + c) * p.outputs + n] - own);
+      }
+    }
+    expected[at] = int32_t(total);
+  }
+  const std::string shape = std::to_string(p.batch) + " x " + std::to_string(height.size) + " x " +
+                            std::to_string(width.size) + " x " + std::to_string(p.features) +
+                            " to " + std::to_string(p.outputs) + " in " + std::to_string(p.groups);
+  Threads pool;
+  p.sums = sums.data();
+  jqx::convolve(p, kernels, pool);
+  check(sums == expected, kernels, "convolution of " + shape);
+  p.sums = nullptr, p.scaled = scaled.data();
+  jqx::convolve(p, kernels, pool);
+  bool same = true;
+  for (int64_t at = 0; at < count; ++at) {
+    const int64_t i = at / p.outputs / m, n = at % p.outputs;
+    same &= scaled[at] == float(expected[at]) * left[one_a ? 0 : i] * right[one_b ? 0 : n];
+  }
+  check(same, kernels, "scaled convolution of " + shape);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -259,6 +323,7 @@ int main(int count, char** arguments) {
       check_requantized(**each);
       check_groups(**each);
       check_float_products(**each);
+      check_convolutions(**each);
     }
   }
   std::printf("%d wrong\n", failures);

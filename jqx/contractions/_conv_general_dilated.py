@@ -28,7 +28,8 @@ from ._how._conv import (
     conv_integer,
     conv_tiles,
 )
-from ._how._formulation import Planner
+from ._how._conv_cpu import package_convolution, package_convolution_sums
+from ._how._formulation import ELSEWHERE, Planner, formulation
 from ._integers._bytes import is_integer
 from ._integers._integer import check_splittable
 from ._integers._requantize import Requantization, requantize
@@ -38,10 +39,24 @@ from ._what._convolution import Convolution
 
 NAME = "conv_general_dilated"
 
+
+@formulation(
+    "integers and a kernel of one tap, where jqx-cpu convolves on CPU: elsewhere the features are "
+    "contracted as a matrix product",
+    ELSEWHERE,
+    lambda case: case.are_bytes and _is_dot(case.rhs, case.how),
+    op=NAME,
+)
+def conv_dot(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
+    return _as_dot(lhs, rhs, window, common_dtype(lhs.dtype, rhs.dtype))
+
+
 CONVOLUTIONS = Planner(
     NAME,
     conv_image,
     conv_digits,
+    package_convolution,
+    conv_dot,
     conv_depthwise,
     conv_integer,
     conv_tiles,
@@ -49,7 +64,9 @@ CONVOLUTIONS = Planner(
     conv_dequantize,
 )
 
-SUMS = Planner(f"{NAME}:int32", conv_accumulator_depthwise, conv_accumulator)
+SUMS = Planner(
+    f"{NAME}:int32", package_convolution_sums, conv_accumulator_depthwise, conv_accumulator
+)
 
 
 @called("conv_general_dilated")
@@ -175,15 +192,20 @@ def _convolve(left: Any, right: Any, window: Window, dtype: Any) -> jax.Array:
     wide = common_dtype(left.dtype, right.dtype)
     if isinstance(left, QTensor) and not (is_integer(left) and is_integer(right)):
         left = left.astype(wide).dequantize()
-    as_dot = window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,))
+    as_dot = _is_dot(right, window)
     if as_dot or isinstance(left, QTensor):
         right = right.unpack()  # else it is unpacked where it is converted
-    if as_dot:
+    case = Convolution(left, right, window)
+    if as_dot and not package_convolution.applies(case):
         return _as_dot(left, right, window, wide)
     narrow = not isinstance(left, QTensor) and left.dtype == jnp.float16
     if narrow and dtype != jnp.float16:
         left = left.astype(wide)  # sums of float16 would not hold what the result does
     return CONVOLUTIONS.compute(Convolution(left, right, window))
+
+
+def _is_dot(right: QTensor, window: Window) -> bool:
+    return window.is_dot(right) and can_leave_sum(right.groups, (window.inputs,))
 
 
 def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:

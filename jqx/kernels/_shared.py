@@ -2,6 +2,7 @@
 
 from ._codes import Table as Table
 from ._codes import scales as scales
+from ._convolution_cpu import convolution_cpu as convolution_cpu
 from ._decode_attention_gpu import decode_attention_gpu as decode_attention_gpu
 from ._decode_attention_gpu import fits_gpu as fits_gpu
 from ._decode_attention_tpu import decode_attention_tpu as decode_attention_tpu
