@@ -6,12 +6,13 @@ import importlib.util
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ._checks import require_that
 
 NAME = "jqx_cpu"
-HANDLERS = ("product", "float_product", "magnitudes")
+HANDLERS = ("product", "float_product", "decoded_product", "magnitudes")
 FAST = ("AVX-512 VNNI",)
 """Instructions with which its kernels were measured to be faster than what XLA makes."""
 
@@ -47,8 +48,9 @@ def register() -> None:
 
 
 def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
-    """Calls a kernel."""
+    """Calls a kernel; a tuple of numbers among the options is an array of float32."""
     register()
+    options |= {k: np.asarray(v, np.float32) for k, v in options.items() if isinstance(v, tuple)}
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
 
 

@@ -45,6 +45,22 @@ struct GroupedWeights {
   int middle() const { return 1 << (bits - 1); }  // is taken from unsigned codes
 };
 
+// The float that each code of 4 or 8 bits stands for.
+struct Table {
+  int bits;
+  const float* values;  // [1 << bits]
+
+  // Of most 8-bit floats: the sign and the other 7 bits of a code, moved by `shift`, are a float16
+  // that is multiplied by `power`. Codes with (code & mask) ^ flip < specials are no numbers; they
+  // have `fill` set in their float16.
+  bool is_half = false;
+  int shift = 0;
+  float power = 1;
+  int mask = 0, flip = 0, specials = 0, fill = 0;
+
+  Table(int bits, const float* values);  // in decoded.cc
+};
+
 struct Kernels {
   const char* name;
 
@@ -103,6 +119,22 @@ struct Kernels {
 
   // The same of sums of digits, three rows of int32 sums, with one scale a column.
   void (*join)(const int32_t* sums, float power, const float* scale, int columns, float* out);
+
+  // Products of few rows of floats and weights that a table decodes, [rows, kColumns]. Of a run of
+  // kRun bytes rows have first those numbers whose codes are first in their 4 bytes, then those that
+  // are second, and so on, and zeros beyond the end. The power of the table is left out. It may be
+  // missing: nullptr.
+  void (*decoded)(const float* x, int64_t x_stride, int rows, const GroupedWeights& w,
+                  const Table& table, int columns, float* out);
+
+  // Decodes kColumns columns, times scales, into a panel [k, kColumns] of whole runs of kRun bytes:
+  // those from `from`, a multiple of such a run, to `to`.
+  void (*decode)(const GroupedWeights& w, const Table& table, int64_t from, int64_t to, int columns,
+                 float* panel);
+
+  // Products of rows of floats and a panel of k floats for each column, which are added to `y`.
+  void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel, int64_t k,
+                       int columns, float* y, int64_t y_stride);
 };
 
 // Those that a processor may run: the last is for any.

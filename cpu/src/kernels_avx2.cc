@@ -56,6 +56,6 @@ void panel_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t* of_rows,
 
 }  // namespace
 
-const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, panel_in_16_bits, correct, scale, split, grouped, nullptr, nullptr, shift, join};
+const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, panel_in_16_bits, correct, scale, split, grouped, nullptr, nullptr, shift, join, nullptr, decode, add_products};
 
 }  // namespace jqx

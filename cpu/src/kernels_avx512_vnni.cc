@@ -546,9 +546,15 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 }
 
 }  // namespace
+}  // namespace jqx
+
+#include "decoded_avx512.inc"
+
+namespace jqx {
 
 const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni, pack_vnni,
                             panel_vnni, correct, scale_vnni, split_vnni, grouped_vnni,
-                            unpack_vnni, grouped_panel_vnni, shift, join};
+                            unpack_vnni, grouped_panel_vnni, shift, join, decoded_avx512,
+                            decode_avx512, add_products_avx512};
 
 }  // namespace jqx

@@ -2,6 +2,8 @@
 
 namespace jqx {
 
-const Kernels kGeneric = {"plain C++", quantize, magnitude, sum, dots, pack, panel, correct, scale, split, grouped, nullptr, nullptr, shift, join};
+const Kernels kGeneric = {"plain C++", quantize, magnitude, sum,     dots,  pack, panel,
+                          correct,     scale,    split,     grouped, nullptr, nullptr, shift,
+                          join,        nullptr,  decode,    add_products};
 
 }  // namespace jqx

@@ -64,6 +64,6 @@ void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int
 }  // namespace
 
 const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, panel_by_dot,
-                       correct, scale, split, grouped, nullptr, nullptr, shift, join};
+                       correct, scale, split, grouped, nullptr, nullptr, shift, join, nullptr, decode, add_products};
 
 }  // namespace jqx

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "decoded.h"
 #include "products.h"
 
 namespace {
@@ -162,6 +163,77 @@ void check_float_products(const Kernels& kernels) {
                                     std::to_string(group) + ": " + std::to_string(worst));
 }
 
+// The numbers of an 8-bit float with so many bits of a fraction.
+std::vector<float> float8(int fractions, int bias, bool has_infinity, bool has_nan_for_zero) {
+  std::vector<float> table(256);
+  const int ones = (1 << fractions) - 1;
+  for (int code = 0; code < 256; ++code) {
+    const int exponent = (code & 127) >> fractions, fraction = code & ones;
+    const int whole = fraction + (exponent > 0 ? ones + 1 : 0);
+    float size = std::ldexp(float(whole), std::max(exponent, 1) - bias - fractions);
+    const bool is_last = (code & 127) >= 128 - (has_infinity ? ones + 1 : 1);
+    if (is_last && !has_nan_for_zero) size = has_infinity && fraction == 0 ? INFINITY : NAN;
+    table[code] = code & 128 ? -size : size;
+  }
+  if (has_nan_for_zero) table[128] = NAN;
+  return table;
+}
+
+void check_decoded_products(const Kernels& kernels) {
+  const bool is_byte = between(0, 1);
+  const int bits = is_byte ? 8 : 4, per = 8 / bits;
+  auto table = floats(1 << bits);
+  const int kind = is_byte ? between(0, 5) : 0;
+  if (kind == 1) table = float8(2, 15, true, false);
+  if (kind == 2) table = float8(3, 7, false, false);
+  if (kind == 3) table = float8(3, 8, false, true);
+  if (kind == 4) table = float8(4, 3, true, false);
+  if (kind == 5) table = float8(2, 16, false, true);  // has numbers that float16 does not have
+  const jqx::Table decoded(bits, table.data());
+  check(decoded.is_half == (kind > 0 && kind < 5), kernels, "float16 of format " + std::to_string(kind));
+  const int64_t of_lanes[] = {2, 4, 8, 16, 32}, in_lane = 4 * per;
+  const bool whole = between(0, 3) == 0;
+  const int64_t groups = whole ? 1 : between(1, 5);
+  const int64_t group = whole ? between(1, 700) * per : in_lane * of_lanes[between(0, 4)];
+  const int64_t batch = between(1, 2), m = between(1, between(0, 1) ? 9 : 40);
+  const int64_t n = between(1, 140), k = groups * group;
+  auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);
+  const bool has_specials = between(0, 3) == 0;
+  if (is_byte && !has_specials) {
+    for (auto& code : w) code = std::isfinite(table[code]) ? code : 0;
+  }
+  const auto scale = floats(batch * groups * n), x = floats(batch * m * k);
+  std::vector<float> y(batch * m * n);
+  const jqx::DecodedProduct p = {batch,    m,        n,        k,
+                                 group,    decoded,  x.data(), w.data(),
+                                 scale.data(), y.data()};
+  Threads pool;
+  jqx::multiply(p, kernels, pool);
+  double worst = 0;
+  bool same = true;
+  for (int64_t i = 0; i < batch * m * n; ++i) {
+    const int64_t b = i / (m * n), row = i / n, column = i % n;
+    double total = 0, size = 1e-9;
+    for (int64_t l = 0; l < k; ++l) {
+      const int byte = w[((b * n + column) * k + l) / per];
+      const int code = byte >> (l % per * bits) & ((1 << bits) - 1);
+      const double real = double(scale[(b * groups + l / group) * n + column]) * table[code];
+      total += x[row * k + l] * real;
+      size += std::fabs(x[row * k + l] * real);
+    }
+    if (!std::isfinite(size)) {
+      same &= std::isnan(total) ? std::isnan(y[i]) : total == y[i];
+    } else {
+      worst = std::max(worst, std::fabs(y[i] - total) / size);
+    }
+  }
+  // Each product and sum is rounded once, and twice for scales.
+  check(worst < (k + 4) * 0x1p-24 && same, kernels,
+        "floats beside codes of " + std::to_string(bits) + " bits, format " + std::to_string(kind) +
+            ", in groups of " + std::to_string(group) + " of " + std::to_string(k) + ": " +
+            std::to_string(worst));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -171,6 +243,7 @@ int main(int count, char** arguments) {
     for (int i = 0; i < rounds; ++i) {
       check_products(**each);
       check_float_products(**each);
+      check_decoded_products(**each);
     }
   }
   std::printf("%d wrong\n", failures);

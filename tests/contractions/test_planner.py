@@ -250,7 +250,12 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
     tables |= {"float8_groups", "float8_groups_in_tiles"}
-    package = {"package_codes", "package_sums", "package_floats"}  # of tests/package_cpu
+    package = {
+        "package_codes",
+        "package_sums",
+        "package_floats",
+        "package_decoded",
+    }  # of tests/package_cpu
     assert known == tables | KERNELS | package
 
 

@@ -15,11 +15,11 @@ from jax import export
 
 from ... import _package_cpu
 from ..._compat_kernels import alone_or_in_parts
-from ...kernels._shared import float_product_cpu, product_cpu
+from ...kernels._shared import decoded_product_cpu, float_product_cpu, product_cpu
 from ...numerics import QType, format_of
 from ...numerics._shared import E8M0, common_dtype
 from ...tensor import QTensor
-from ...tensor._shared import alone, found, kernel_of
+from ...tensor._shared import alone, found, is_decoded, kernel_of
 from .._integers._bytes import as_int8, is_byte, is_integer, longest
 from .._integers._integer import accumulate, in_fitting_shapes
 from .._integers._products import fitting, to_rows
@@ -174,6 +174,48 @@ def package_floats(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         return _as_output(float_product_cpu(rows, codes, scale, zero, **options), x, how)
 
     return by_kernel(kernel, lambda x, q: tiles.compute(x, q, how), x, q)
+
+
+def _are_decoded(case: Any) -> bool:
+    x, q = case.lhs, case.rhs
+    if not (_package_cpu.is_installed() and case.is_beside_floats and case.is_large):
+        return False
+    form = format_of(q.qtype)
+    return (
+        is_decoded(form)
+        and kernel_of(q) == "cpu"
+        and q.zero_point is None
+        and lies_in_rows(x, q, case.how.dimensions)
+        and common_dtype(x.dtype, q.dtype) == jnp.float32
+        and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], form.bits)
+        and (x.dtype == jnp.float32 or case.rows <= MOST)
+    )
+
+
+@formulation(
+    "float rows beside codes of 4 or 8 bits that stand for floats, the contracted axis last, where "
+    "jqx-cpu is installed: its kernel decodes them in registers, and multiplies in float32",
+    CPU,
+    _are_decoded,
+    linear=tangent_tiles,
+    finds=True,
+)
+def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    def kernel(x: jax.Array, q: QTensor, *stack: jax.Array) -> jax.Array:
+        q = with_own_scales(q, how.dimensions.rhs_kept)
+        rows = _rows(x.astype(jnp.float32), how)
+        codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+        scale, table = _in_groups(q.real_scale(), q), _table_of(format_of(q.qtype))
+        return _as_output(decoded_product_cpu(rows, codes, scale, table=table, step=step), x, how)
+
+    return by_kernel(kernel, lambda x, q: tiles.compute(x, q, how), x, q)
+
+
+@functools.cache
+def _table_of(form: QType) -> tuple[float, ...]:
+    """Returns what each code of a format stands for."""
+    with jax.ensure_compile_time_eval():
+        return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())
 
 
 def _in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:

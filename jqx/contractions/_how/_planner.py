@@ -21,7 +21,7 @@ from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
 from ._kernels import kernel_gpu, kernel_tpu
-from ._kernels_cpu import package_codes, package_floats, package_sums
+from ._kernels_cpu import package_codes, package_decoded, package_floats, package_sums
 from ._kernels_of_codes import (
     float8_groups,
     float8_groups_in_tiles,
@@ -40,6 +40,7 @@ PRODUCTS = Planner(
     "dot_general",
     package_codes,
     package_floats,
+    package_decoded,
     kernel_tpu,
     kernel_gpu,
     kernel_of_codes_tpu,

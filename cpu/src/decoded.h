@@ -1,0 +1,28 @@
+// Products of rows of floats and weights whose codes stand for floats, as a table has them.
+
+#ifndef JQX_CPU_DECODED_H_
+#define JQX_CPU_DECODED_H_
+
+#include <cstdint>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace jqx {
+
+// x w of [batch, m, k] and codes [batch, n, k]: scales are [batch, k / group, n]. `has_groups` of
+// products.h says which groups there are.
+struct DecodedProduct {
+  int64_t batch, m, n, k, group;
+  Table table;  // of which code 0 stands for a finite number
+  const float* x;
+  const uint8_t* w;
+  const float* scale;
+  float* y;  // [batch, m, n]
+};
+
+void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& pool);
+
+}  // namespace jqx
+
+#endif  // JQX_CPU_DECODED_H_
