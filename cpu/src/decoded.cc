@@ -68,6 +68,23 @@ float arrange(const float* x, int64_t k, int parts, int64_t width, float magnitu
   return 1 / nearer;
 }
 
+// Copies scales of kColumns columns side by side: in steps of a power of two bytes, as they often
+// lie, they would all fall into one set of the cache.
+void copy_scales(const DecodedProduct& p, int64_t from, int columns, float* to) {
+  for (int64_t g = 0; g < p.k / p.group; ++g, from += p.n, to += kColumns) {
+    if (p.exponents == nullptr) {
+      std::memcpy(to, p.scale + from, columns * sizeof(float));
+      continue;
+    }
+    uint32_t found[kColumns];
+    for (int c = 0; c < columns; ++c) {
+      const uint32_t code = p.exponents[from + c];
+      found[c] = code == 255 ? 0x7fc00000 : code == 0 ? 1 << 22 : code << 23;
+    }
+    std::memcpy(to, found, columns * sizeof(float));
+  }
+}
+
 }  // namespace
 
 void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& given) {
@@ -91,11 +108,14 @@ void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& given) {
     const int64_t b = tile.batch;
     const int some = int(tile.row_end - tile.row);
     alignas(64) float found[kFew * kColumns];
-    float* panel = few ? nullptr : reinterpret_cast<float*>(memory_of_thread(kDepth * kColumns * 4));
+    const int64_t scales = groups * kColumns, floats = few ? 0 : kDepth * kColumns;
+    float* scale = reinterpret_cast<float*>(memory_of_thread((scales + floats) * 4));
+    float* panel = scale + scales;
     for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
       const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
-      const GroupedWeights w = {p.w + (b * p.n + j) * stride, stride,  p.scale + b * groups * p.n + j,
-                                p.n, p.k, p.group, bits, false};
+      copy_scales(p, b * groups * p.n + j, columns, scale);
+      const GroupedWeights w = {p.w + (b * p.n + j) * stride, stride, scale, kColumns, p.k, p.group,
+                                bits, false};
       float* y = p.y + (b * p.m + tile.row) * p.n + j;
       if (few) {
         const float* own = rows + (b * p.m + tile.row) * width;

@@ -15,10 +15,11 @@ namespace jqx {
 struct DecodedProduct {
   int64_t batch, m, n, k, group;
   Table table;  // of which code 0 stands for a finite number
-  const float* x;
-  const uint8_t* w;
-  const float* scale;
-  float* y;  // [batch, m, n]
+  const float* x = nullptr;
+  const uint8_t* w = nullptr;
+  const float* scale = nullptr;        // or
+  const uint8_t* exponents = nullptr;  // powers of two in E8M0
+  float* y = nullptr;                  // [batch, m, n]
 };
 
 void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& pool);

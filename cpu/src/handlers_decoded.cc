@@ -54,20 +54,19 @@ ffi::Error decoded_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   if (!is_code || !has(w, w.element_type(), {stack, n, width})) {
     return wrong(kName, "weights are bytes [batch, n, k * bits / 8]", w);
   }
-  if (!has(scale, ffi::F32, {batch, count, n})) {
-    return wrong(kName, "scales are f32[batch, groups, n]", scale);
+  const bool is_power = scale.element_type() == ffi::F8E8M0FNU;
+  if (!has(scale, is_power ? ffi::F8E8M0FNU : ffi::F32, {batch, count, n})) {
+    return wrong(kName, "scales are f32 or f8e8m0fnu[batch, groups, n]", scale);
   }
-  const auto* codes = static_cast<const uint8_t*>(w.untyped_data()) + at * n * width;
-  const DecodedProduct p = {batch,
-                            m,
-                            n,
-                            k,
-                            k / count,
-                            Table(bits, table.begin()),
-                            static_cast<const float*>(x.untyped_data()),
-                            codes,
-                            static_cast<const float*>(scale.untyped_data()),
-                            static_cast<float*>(y->untyped_data())};
+  DecodedProduct p = {batch, m, n, k, k / count, Table(bits, table.begin())};
+  p.x = static_cast<const float*>(x.untyped_data());
+  p.w = static_cast<const uint8_t*>(w.untyped_data()) + at * n * width;
+  if (is_power) {
+    p.exponents = static_cast<const uint8_t*>(scale.untyped_data());
+  } else {
+    p.scale = static_cast<const float*>(scale.untyped_data());
+  }
+  p.y = static_cast<float*>(y->untyped_data());
   return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
 }
 

@@ -202,11 +202,21 @@ void check_decoded_products(const Kernels& kernels) {
   if (is_byte && !has_specials) {
     for (auto& code : w) code = std::isfinite(table[code]) ? code : 0;
   }
-  const auto scale = floats(batch * groups * n), x = floats(batch * m * k);
+  const auto x = floats(batch * m * k);
+  const bool are_powers = between(0, 1);
+  auto scale = floats(batch * groups * n);
+  const auto exponents = numbers<uint8_t>(batch * groups * n, 110, 140);
+  for (int64_t i = 0; are_powers && i < batch * groups * n; ++i) {
+    scale[i] = std::ldexp(1.0f, exponents[i] - 127);
+  }
   std::vector<float> y(batch * m * n);
-  const jqx::DecodedProduct p = {batch,    m,        n,        k,
-                                 group,    decoded,  x.data(), w.data(),
-                                 scale.data(), y.data()};
+  jqx::DecodedProduct p = {batch, m, n, k, group, decoded};
+  p.x = x.data(), p.w = w.data(), p.y = y.data();
+  if (are_powers) {
+    p.exponents = exponents.data();
+  } else {
+    p.scale = scale.data();
+  }
   Threads pool;
   jqx::multiply(p, kernels, pool);
   double worst = 0;

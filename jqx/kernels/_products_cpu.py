@@ -87,7 +87,7 @@ def decoded_product_cpu(
       x: float32 [B, M, K].
       w: uint8 [B, N, K], or 8-bit floats; or uint8 [B, N, K / 2], of the two codes in a byte the
         first in its lowest bits.
-      scale: float32 [B, G, N], of groups of K / G codes.
+      scale: float32 or E8M0 [B, G, N], of groups of K / G codes.
       table: what each of the 256 or 16 codes stands for; that of code 0 is finite.
       step: as in `product_cpu`.
     """
