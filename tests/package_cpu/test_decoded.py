@@ -138,7 +138,10 @@ def test_derivatives_and_rows_of_16_bits(monkeypatch):
     half, many = x.astype(jnp.bfloat16), normal(2, 17, 256).astype(jnp.bfloat16)
     assert chosen(jqx.matmul, x, q) == ["package_decoded"]
     assert chosen(jqx.matmul, half, q.astype(jnp.bfloat16)) == ["package_decoded"]
-    assert chosen(jqx.matmul, many, q.astype(jnp.bfloat16)) == ["tiles"]
+    assert chosen(jqx.matmul, many, q.astype(jnp.bfloat16)) == ["package_decoded"]
+    exact = quantized(normal(0, 256, 80), jnp.float8_e4m3fn).pack_for("cpu")  # in bfloat16
+    assert chosen(jqx.matmul, half, exact.astype(jnp.bfloat16)) == ["package_decoded"]
+    assert chosen(jqx.matmul, many, exact.astype(jnp.bfloat16)) == ["tiles"]
 
     def f(x, q):
         grad = jax.grad(lambda x, s: (jqx.matmul(x, q.map_scale(lambda _: s)) * c).sum(), (0, 1))

@@ -25,6 +25,7 @@ from .._integers._integer import accumulate, in_fitting_shapes
 from .._integers._products import fitting, to_rows
 from .._what._dimensions import Dimensions
 from ._blocks import with_own_scales
+from ._convert import is_exact_in
 from ._formulation import CPU, formulation
 from ._kernels_of_codes import derived_as
 from ._scales import HowTo
@@ -181,6 +182,8 @@ def _are_decoded(case: Any) -> bool:
     if not (_package_cpu.is_installed() and case.is_beside_floats and case.is_large):
         return False
     form = format_of(q.qtype)
+    # XLA multiplies many rows of 16 bits by such codes faster than in float32.
+    multiplies_as_such = case.block is None and is_exact_in(q, x.dtype)
     return (
         is_decoded(form)
         and kernel_of(q) == "cpu"
@@ -188,7 +191,7 @@ def _are_decoded(case: Any) -> bool:
         and lies_in_rows(x, q, case.how.dimensions)
         and common_dtype(x.dtype, q.dtype) == jnp.float32
         and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], form.bits)
-        and (x.dtype == jnp.float32 or case.rows <= MOST)
+        and (x.dtype == jnp.float32 or case.rows <= MOST or not multiplies_as_such)
     )
 
 
