@@ -14,7 +14,7 @@ namespace jqx {
 // products.h says which groups there are.
 struct DecodedProduct {
   int64_t batch, m, n, k, group;
-  Table table;  // of which code 0 stands for a finite number
+  Table table;  // of 4 bits, or of floats that float16 holds; code 0 stands for a finite number
   const float* x = nullptr;
   const uint8_t* w = nullptr;
   const float* scale = nullptr;        // or

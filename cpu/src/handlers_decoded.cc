@@ -20,7 +20,6 @@ bool is_byte(ffi::DataType dtype) {
     case ffi::F8E4M3FNUZ:
     case ffi::F8E4M3B11FNUZ:
     case ffi::F8E5M2:
-    case ffi::F8E5M2FNUZ:
       return true;
     default:
       return false;
@@ -44,6 +43,11 @@ ffi::Error decoded_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
         "jqx_cpu: decoded_product: a table has 16 or 256 floats, the first of them finite.");
   }
   const int bits = table.size() == 16 ? 4 : 8;
+  const Table decoded(bits, table.begin());
+  if (bits == 8 && !decoded.is_half) {
+    return ffi::Error::InvalidArgument(
+        "jqx_cpu: decoded_product: codes of 8 bits are floats that float16 holds, times a number.");
+  }
   if (count <= 0 || k % count != 0 || !has_groups(k, k / count, bits)) {
     return wrong(kName, "there is no kernel for such groups, of scales", scale);
   }
@@ -58,7 +62,7 @@ ffi::Error decoded_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   if (!has(scale, is_power ? ffi::F8E8M0FNU : ffi::F32, {batch, count, n})) {
     return wrong(kName, "scales are f32 or f8e8m0fnu[batch, groups, n]", scale);
   }
-  DecodedProduct p = {batch, m, n, k, k / count, Table(bits, table.begin())};
+  DecodedProduct p = {batch, m, n, k, k / count, decoded};
   p.x = static_cast<const float*>(x.untyped_data());
   p.w = static_cast<const uint8_t*>(w.untyped_data()) + at * n * width;
   if (is_power) {

@@ -50,9 +50,9 @@ struct Table {
   int bits;
   const float* values;  // [1 << bits]
 
-  // Of most 8-bit floats: the sign and the other 7 bits of a code, moved by `shift`, are a float16
-  // that is multiplied by `power`. Codes with (code & mask) ^ flip < specials are no numbers; they
-  // have `fill` set in their float16.
+  // Codes of 8 bits are those of a float: the sign and the other 7 bits, moved by `shift`, are a
+  // float16 that is multiplied by `power`. Those with (code & mask) ^ flip < specials are no numbers;
+  // they have `fill` set in their float16.
   bool is_half = false;
   int shift = 0;
   float power = 1;

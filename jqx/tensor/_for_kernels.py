@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _package_cpu
-from ..numerics import Block, Integer, Minifloat, QType, format_of
+from ..numerics import Block, Integer, Minifloat, QType, Specials, format_of
 from ..numerics._shared import bit_width
 from ._layout import Layout, Packing, lies_in_nibbles, lies_otherwise
 
@@ -76,13 +76,16 @@ def _for_package(q: Any, axis: int, form: Any) -> Layout | None:
 
 
 def is_decoded(form: QType) -> bool:
-    """Whether jqx-cpu decodes a format as it multiplies: any of 4 bits, and 8-bit floats; of
-    integers those in blocks whose unit is not 1.
+    """Whether jqx-cpu decodes a format as it multiplies: any of 4 bits that are no integers, and
+    8-bit floats that float16 holds, times a power of two.
     """
     element = form.elements if isinstance(form, Block) else form
     if isinstance(element, Integer):
         return False
-    return form.bits == 4 or (form.bits == 8 and isinstance(element, Minifloat))
+    if form.bits == 4 or not isinstance(element, Minifloat):
+        return form.bits == 4
+    most = 5 if element.specials is Specials.INFINITY_AND_NAN else 4
+    return form.bits == 8 and 3 <= element.exponent_bits <= most
 
 
 def _is_parted(x: Any) -> bool:
