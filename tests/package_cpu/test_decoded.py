@@ -14,7 +14,6 @@ from jqx.contractions._how._kernels_cpu import _table_of
 from jqx.interop._encoded import as_numpy, codes_of
 from jqx.kernels._shared import decoded_product_cpu
 from jqx.numerics import Codebook, Minifloat, Specials, format_of, mxfp4, mxfp8_e4m3, nf4, nvfp4
-
 from jqx.tensor._shared import kernel_of
 
 from ..arrays import normal
