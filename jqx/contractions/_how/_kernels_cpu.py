@@ -208,7 +208,9 @@ def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         q = with_own_scales(q, how.dimensions.rhs_kept)
         rows = _rows(x.astype(jnp.float32), how)
         codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
-        scale = q.scale if q.scale.dtype == E8M0 else q.real_scale()
+        scale = q.scale
+        if isinstance(scale, QTensor) or scale.dtype != E8M0:
+            scale = q.real_scale()
         scale, table = _in_groups(scale, q), _table_of(format_of(q.qtype))
         return _as_output(decoded_product_cpu(rows, codes, scale, table=table, step=step), x, how)
 
