@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ._checks import require_that
@@ -47,8 +48,9 @@ def handlers() -> tuple[str, ...]:
 
 
 def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
-    """Calls a kernel."""
+    """Calls a kernel; a tuple of numbers among the options is an array of float32."""
     check_version()
+    options |= {k: np.asarray(v, np.float32) for k, v in options.items() if isinstance(v, tuple)}
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
 
 

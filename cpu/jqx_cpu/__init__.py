@@ -13,7 +13,14 @@ import jax
 
 __version__ = "0.1.0"
 
-HANDLERS = ("product", "requantized_product", "float_product", "convolution", "magnitudes")
+HANDLERS = (
+    "product",
+    "requantized_product",
+    "float_product",
+    "decoded_product",
+    "convolution",
+    "magnitudes",
+)
 
 
 @functools.cache

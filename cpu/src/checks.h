@@ -82,8 +82,8 @@ struct Groups {
   int64_t at = 0;                  // the first that rows meet
 
   template <class P>
-  void multiply(const P& p, Pool& pool) const {
-    if (sizes == nullptr) return jqx::multiply(p, kernels(), pool);
+  void product(const P& p, Pool& pool) const {
+    if (sizes == nullptr) return multiply(p, kernels(), pool);
     multiply_groups(p, sizes, weights, kernels(), pool);
   }
 };

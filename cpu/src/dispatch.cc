@@ -44,14 +44,14 @@ const Kernels* const* all_kernels() {
 #if defined(JQX_AMX)
       if (has_amx()) found[count++] = &amx_kernels();
 #endif
-      found[count++] = &kAvx512Vnni;
+      found[count++] = &avx512_vnni_kernels();
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2_kernels();
 #endif
 #if defined(JQX_ARM)
-    found[count++] = &kNeon;
+    found[count++] = &neon_kernels();
 #endif
-    found[count++] = &kGeneric;
+    found[count++] = &generic_kernels();
     return true;
   }();
   (void)is_known;

@@ -74,7 +74,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   } else {
     p.sums = static_cast<int32_t*>(y->untyped_data());
   }
-  return run(pool, [&](Pool& threads) { groups.multiply(p, threads); });
+  return run(pool, [&](Pool& threads) { groups.product(p, threads); });
 }
 
 ffi::Error requantized_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
@@ -167,7 +167,7 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   p.scale = static_cast<const float*>(scale.untyped_data());
   p.zero = is_absent(zero) ? nullptr : static_cast<const int8_t*>(zero.untyped_data());
   p.y = static_cast<float*>(y->untyped_data());
-  return run(pool, [&](Pool& threads) { groups.multiply(p, threads); });
+  return run(pool, [&](Pool& threads) { groups.product(p, threads); });
 }
 
 ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {

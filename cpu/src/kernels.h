@@ -56,6 +56,22 @@ struct Factors {
   int32_t multiplier[kColumns], shift[kColumns], bias[kColumns], zero[kColumns];
 };
 
+// The float that each code of 4 or 8 bits stands for.
+struct Table {
+  int bits;
+  const float* values;  // [1 << bits]
+
+  // Codes of 8 bits are those of a float: the sign and the other 7 bits, moved by `shift`, are a
+  // float16 that is multiplied by `power`. Those with (code & mask) ^ flip < specials are no numbers;
+  // they have `fill` set in their float16.
+  bool is_half = false;
+  int shift = 0;
+  float power = 1;
+  int mask = 0, flip = 0, specials = 0, fill = 0;
+
+  Table(int bits, const float* values);  // in decoded.cc
+};
+
 struct Kernels {
   const char* name;
 
@@ -134,6 +150,22 @@ struct Kernels {
   void (*join)(const int32_t* sums, int count, float power, const float* scale, int columns,
                float* out);
 
+  // Products of few rows of floats and weights that a table decodes, [rows, kColumns]. Of a run of
+  // kRun bytes rows have first those numbers whose codes are first in their 4 bytes, then those that
+  // are second, and so on, and zeros beyond the end. The power of the table is left out. It may be
+  // missing: nullptr.
+  void (*decoded)(const float* x, int64_t x_stride, int rows, const GroupedWeights& w,
+                  const Table& table, int columns, float* out);
+
+  // Decodes kColumns columns, times scales, into a panel [k, kColumns] of whole runs of kRun bytes:
+  // those from `from`, a multiple of such a run, to `to`.
+  void (*decode)(const GroupedWeights& w, const Table& table, int64_t from, int64_t to, int columns,
+                 float* panel);
+
+  // Products of rows of floats and a panel of k floats for each column, which are added to `y`.
+  void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel, int64_t k,
+                       int columns, float* y, int64_t y_stride);
+
   // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
   int rows = 24;
 
@@ -147,14 +179,16 @@ const Kernels* const* all_kernels();
 // The best of them.
 const Kernels& kernels();
 
-extern const Kernels kGeneric;
+// One set each. No constants: what makes one is compiled for its instructions, and runs only where
+// these are.
+const Kernels& generic_kernels();
 #if defined(JQX_X86)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512Vnni;
+const Kernels& avx2_kernels();
+const Kernels& avx512_vnni_kernels();
 const Kernels& amx_kernels();  // those of AVX-512 VNNI, with products of tiles
 #endif
 #if defined(JQX_ARM)
-extern const Kernels kNeon;
+const Kernels& neon_kernels();
 #endif
 
 }  // namespace jqx

@@ -171,7 +171,7 @@ void grouped_panel_amx(const Digits* rows, int count, const GroupedWeights& w,
                        const float* of_groups, int columns, float* out) {
   const int64_t groups = w.k / w.group;
   if (groups > 1 && w.group < kShort) {
-    return kAvx512Vnni.grouped_panel(rows, count, w, panel, zero, of_digits, of_groups, columns,
+    return avx512_vnni_kernels().grouped_panel(rows, count, w, panel, zero, of_digits, of_groups, columns,
                                      out);
   }
   const int digits = rows->count;
@@ -255,18 +255,17 @@ void dots_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int row
     const int some = std::min(rows_in_tiles - i, 2 * kTile);
     dots_of(x + i * x_stride, x_stride, some, w, w_stride, in_tiles, k, sums + i * kColumns);
   }
-  kAvx512Vnni.dots(x, x_stride, of_rows, rows_in_tiles, w + in_tiles * w_stride, w_stride,
+  avx512_vnni_kernels().dots(x, x_stride, of_rows, rows_in_tiles, w + in_tiles * w_stride, w_stride,
                    columns - in_tiles, k, sums + in_tiles);
-  kAvx512Vnni.dots(x + rows_in_tiles * x_stride, x_stride, of_rows + rows_in_tiles,
+  avx512_vnni_kernels().dots(x + rows_in_tiles * x_stride, x_stride, of_rows + rows_in_tiles,
                    rows - rows_in_tiles, w, w_stride, columns, k, sums + rows_in_tiles * kColumns);
 }
 
 }  // namespace
 
-// Not a constant: what makes it is compiled for AVX-512 too, and runs where that is known to be.
 const Kernels& amx_kernels() {
   static const Kernels all = [] {
-    Kernels own = kAvx512Vnni;
+    Kernels own = avx512_vnni_kernels();
     own.name = "AMX", own.rows = 2 * kTile, own.step = kRun;
     own.dots = dots_amx, own.panel = panel_amx, own.grouped_panel = grouped_panel_amx;
     return own;

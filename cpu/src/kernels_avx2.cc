@@ -56,8 +56,13 @@ void panel_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t* of_rows,
 
 }  // namespace
 
-const Kernels kAvx2 = {"AVX2", quantize, magnitude, sum, dots_in_16_bits, pack, pack_rows,
-                       panel_in_16_bits, depthwise, correct, scale, requantize, split, arrange,
-                       grouped, nullptr, nullptr, shift, join};
+const Kernels& avx2_kernels() {
+  static const Kernels all = [] {
+    Kernels own = plain_kernels("AVX2");
+    own.dots = dots_in_16_bits, own.panel = panel_in_16_bits;
+    return own;
+  }();
+  return all;
+}
 
 }  // namespace jqx

@@ -633,10 +633,25 @@ void scale_vnni(const int32_t* sums, int columns, float left, const float* right
 }
 
 }  // namespace
+}  // namespace jqx
 
-const Kernels kAvx512Vnni = {"AVX-512 VNNI", quantize_vnni, magnitude, sum_vnni, dots_vnni,
-                             pack_vnni, pack_rows_vnni, panel_vnni, depthwise_vnni, correct,
-                             scale_vnni, requantize, split_vnni, arrange_vnni, grouped_vnni,
-                             unpack_vnni, grouped_panel_vnni, shift, join};
+#include "decoded_avx512.inc"
+
+namespace jqx {
+
+const Kernels& avx512_vnni_kernels() {
+  static const Kernels all = [] {
+    Kernels own = plain_kernels("AVX-512 VNNI");
+    own.quantize = quantize_vnni, own.sum = sum_vnni, own.dots = dots_vnni;
+    own.pack = pack_vnni, own.pack_rows = pack_rows_vnni, own.panel = panel_vnni;
+    own.depthwise = depthwise_vnni, own.scale = scale_vnni;
+    own.split = split_vnni, own.arrange = arrange_vnni, own.grouped = grouped_vnni;
+    own.unpack = unpack_vnni, own.grouped_panel = grouped_panel_vnni;
+    own.decoded = decoded_avx512, own.decode = decode_avx512;
+    own.add_products = add_products_avx512;
+    return own;
+  }();
+  return all;
+}
 
 }  // namespace jqx

@@ -63,8 +63,13 @@ void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int
 
 }  // namespace
 
-const Kernels kNeon = {"NEON", quantize, magnitude, sum, dots_by_dot, pack, pack_rows,
-                       panel_by_dot, depthwise, correct, scale, requantize, split, arrange,
-                       grouped, nullptr, nullptr, shift, join};
+const Kernels& neon_kernels() {
+  static const Kernels all = [] {
+    Kernels own = plain_kernels("NEON");
+    own.dots = dots_by_dot, own.panel = panel_by_dot;
+    return own;
+  }();
+  return all;
+}
 
 }  // namespace jqx

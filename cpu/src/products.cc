@@ -57,23 +57,13 @@ Factors factors_of(const Product& p, int64_t batch, int64_t column, int columns)
   return factors;
 }
 
-template <class P>
-int64_t multiply_each(const P& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
-                      Pool& pool) {
-  int64_t row = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t count = std::min<int64_t>(std::max(sizes[group], 0), p.m - row);
-    if (count > 0) multiply(part_of(p, group, row, count), kernels, pool);
-    row += count;
-  }
-  return row;
-}
-
 }  // namespace
 
 void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
                      Pool& pool) {
-  const int64_t row = multiply_each(p, sizes, groups, kernels, pool);
+  const int64_t row = multiply_each(
+      p.m, sizes, groups, kernels, pool,
+      [&](int64_t group, int64_t row, int64_t count) { return part_of(p, group, row, count); });
   const size_t rest = (p.m - row) * p.n * 4;
   if (p.sums != nullptr) std::memset(p.sums + row * p.n, 0, rest);
   if (p.scaled != nullptr) std::memset(p.scaled + row * p.n, 0, rest);
@@ -81,7 +71,9 @@ void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, con
 
 void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,
                      const Kernels& kernels, Pool& pool) {
-  const int64_t row = multiply_each(p, sizes, groups, kernels, pool);
+  const int64_t row = multiply_each(
+      p.m, sizes, groups, kernels, pool,
+      [&](int64_t group, int64_t row, int64_t count) { return part_of(p, group, row, count); });
   std::memset(p.y + row * p.n, 0, (p.m - row) * p.n * 4);
 }
 

@@ -103,6 +103,20 @@ struct Tile {
   }
 };
 
+// Multiplies rows in groups, each by its own weights: `part_of(group, row, count)` is a product of
+// some rows. Returns how many rows there are in groups.
+template <class PartOf>
+int64_t multiply_each(int64_t rows, const int32_t* sizes, int64_t groups, const Kernels& kernels,
+                      Pool& pool, PartOf part_of) {
+  int64_t row = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t count = std::min<int64_t>(std::max(sizes[group], 0), rows - row);
+    if (count > 0) multiply(part_of(group, row, count), kernels, pool);
+    row += count;
+  }
+  return row;
+}
+
 }  // namespace jqx
 
 #endif  // JQX_CPU_TILES_H_

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "convolutions.h"
+#include "decoded.h"
 #include "products.h"
 
 namespace {
@@ -312,6 +313,89 @@ void check_convolutions(const Kernels& kernels) {
   check(same, kernels, "scaled convolution of " + shape);
 }
 
+// The numbers of an 8-bit float with so many bits of a fraction.
+std::vector<float> float8(int fractions, int bias, bool has_infinity, bool has_nan_for_zero) {
+  std::vector<float> table(256);
+  const int ones = (1 << fractions) - 1;
+  for (int code = 0; code < 256; ++code) {
+    const int exponent = (code & 127) >> fractions, fraction = code & ones;
+    const int whole = fraction + (exponent > 0 ? ones + 1 : 0);
+    float size = std::ldexp(float(whole), std::max(exponent, 1) - bias - fractions);
+    const bool is_last = (code & 127) >= 128 - (has_infinity ? ones + 1 : 1);
+    if (is_last && !has_nan_for_zero) size = has_infinity && fraction == 0 ? INFINITY : NAN;
+    table[code] = code & 128 ? -size : size;
+  }
+  if (has_nan_for_zero) table[128] = NAN;
+  return table;
+}
+
+void check_decoded_products(const Kernels& kernels) {
+  const bool is_byte = between(0, 1);
+  const int bits = is_byte ? 8 : 4, per = 8 / bits;
+  auto table = floats(1 << bits);
+  check(!is_byte || !jqx::Table(bits, table.data()).is_half, kernels, "float16 of any numbers");
+  const int kind = is_byte ? between(1, 4) : 0;
+  if (kind == 1) table = float8(2, 15, true, false);
+  if (kind == 2) table = float8(3, 7, false, false);
+  if (kind == 3) table = float8(3, 8, false, true);
+  if (kind == 4) table = float8(4, 3, true, false);
+  const jqx::Table decoded(bits, table.data());
+  check(decoded.is_half == is_byte, kernels, "float16 of format " + std::to_string(kind));
+  const auto beyond = float8(2, 16, false, true);  // float16 does not hold its largest numbers
+  check(!jqx::Table(8, beyond.data()).is_half, kernels, "float16 of float8_e5m2fnuz");
+  const int64_t of_lanes[] = {2, 4, 8, 16, 32}, in_lane = 4 * per;
+  const bool whole = between(0, 3) == 0;
+  const int64_t groups = whole ? 1 : between(1, 5);
+  const int64_t group = whole ? between(1, 700) * per : in_lane * of_lanes[between(0, 4)];
+  const int64_t batch = between(1, 2), m = between(1, between(0, 1) ? 9 : 40);
+  const int64_t n = between(1, 140), k = groups * group;
+  auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);
+  const bool has_specials = between(0, 3) == 0;
+  if (is_byte && !has_specials) {
+    for (auto& code : w) code = std::isfinite(table[code]) ? code : 0;
+  }
+  const auto x = floats(batch * m * k);
+  const bool are_powers = between(0, 1);
+  auto scale = floats(batch * groups * n);
+  const auto exponents = numbers<uint8_t>(batch * groups * n, 110, 140);
+  for (int64_t i = 0; are_powers && i < batch * groups * n; ++i) {
+    scale[i] = std::ldexp(1.0f, exponents[i] - 127);
+  }
+  std::vector<float> y(batch * m * n);
+  jqx::DecodedProduct p = {batch, m, n, k, group, decoded};
+  p.x = x.data(), p.w = w.data(), p.y = y.data();
+  if (are_powers) {
+    p.exponents = exponents.data();
+  } else {
+    p.scale = scale.data();
+  }
+  Threads pool;
+  jqx::multiply(p, kernels, pool);
+  double worst = 0;
+  bool same = true;
+  for (int64_t i = 0; i < batch * m * n; ++i) {
+    const int64_t b = i / (m * n), row = i / n, column = i % n;
+    double total = 0, size = 1e-9;
+    for (int64_t l = 0; l < k; ++l) {
+      const int byte = w[((b * n + column) * k + l) / per];
+      const int code = byte >> (l % per * bits) & ((1 << bits) - 1);
+      const double real = double(scale[(b * groups + l / group) * n + column]) * table[code];
+      total += x[row * k + l] * real;
+      size += std::fabs(x[row * k + l] * real);
+    }
+    if (!std::isfinite(size)) {
+      same &= std::isnan(total) ? std::isnan(y[i]) : total == y[i];
+    } else {
+      worst = std::max(worst, std::fabs(y[i] - total) / size);
+    }
+  }
+  // Each product and sum is rounded once, and twice for scales.
+  check(worst < (k + 4) * 0x1p-24 && same, kernels,
+        "floats beside codes of " + std::to_string(bits) + " bits, format " + std::to_string(kind) +
+            ", in groups of " + std::to_string(group) + " of " + std::to_string(k) + ": " +
+            std::to_string(worst));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -324,6 +408,7 @@ int main(int count, char** arguments) {
       check_groups(**each);
       check_float_products(**each);
       check_convolutions(**each);
+      check_decoded_products(**each);
     }
   }
   std::printf("%d wrong\n", failures);

@@ -12,14 +12,8 @@ from ..tensor import QTensor
 from ..tensor._shared import kernel_of
 from ._how._blocks import find_block
 from ._how._formulation import CPU, formulation
-from ._how._kernels_cpu import (
-    as_output,
-    floats,
-    left_of,
-    multiplies_bytes,
-    multiplies_floats,
-    right_of,
-)
+from ._how._kernels_cpu import as_output, left_of, multiplies_bytes, right_of
+from ._how._kernels_cpu_groups import decoded, floats, multiplies_decoded, multiplies_floats
 from ._how._kernels_of_codes import derived_as
 from ._how._scales import HowTo
 from ._integers._bytes import as_int8
@@ -39,8 +33,8 @@ def _is_for_package(case: Groups) -> bool:
     if kernel_of(q) != "cpu" or not q.layout.swapped or q.offset is not None or q.order is not None:
         return False
     q = q.stored
-    multiplies = multiplies_bytes if isinstance(x, QTensor) else multiplies_floats
-    return multiplies(x, q, _how(x, q))
+    known = multiplies_bytes, multiplies_floats, multiplies_decoded
+    return any(multiplies(x, q, _how(x, q)) for multiplies in known)
 
 
 @formulation(
@@ -55,7 +49,8 @@ def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.A
         q = rhs.stored
         inner = _how(lhs, q)
         if not isinstance(lhs, QTensor):
-            return floats(lhs, q, how=inner, sizes=sizes).astype(how.dtype)
+            by = floats if multiplies_floats(lhs, q, inner) else decoded
+            return by(lhs, q, how=inner, sizes=sizes).astype(how.dtype)
         weight, _ = right_of(as_int8(q), inner)
         rows = left_of(as_int8(lhs), inner)
         y = product_cpu(*rows, *weight, dtype=jnp.float32, sizes=sizes)

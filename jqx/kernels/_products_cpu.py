@@ -122,6 +122,30 @@ def float_product_cpu(
     return _called("float_product", given, (0, 2), 5, options, jnp.float32)
 
 
+def decoded_product_cpu(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    table: Sequence[float],
+    step: jax.Array | None = None,
+    sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the product of floats and codes that stand for floats, float32 [B, M, N].
+
+    Args:
+      x: float32 [B, M, K].
+      w: uint8 [B, N, K], or 8-bit floats; or uint8 [B, N, K / 2], of the two codes in a byte the
+        first in its lowest bits.
+      scale: float32 or E8M0 [B, G, N], of groups of K / G codes.
+      table: what each of the 256 or 16 codes stands for; that of code 0 is finite.
+      step: as in `product_cpu`.
+      sizes: as in `product_cpu`, of scales [G, groups, N].
+    """
+    given = x, w, scale, _step(step), _sizes(sizes)
+    return _called("decoded_product", given, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
+
+
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
     return jnp.zeros((0,), dtype) if x is None else x
 
@@ -141,8 +165,11 @@ def _called(
     step: int,
     options: dict[str, Any],
     dtype: DTypeLike,
+    multiplies: str = "s8",
 ) -> jax.Array:
-    return _over_batches(name, rows, step, tuple(options.items()), jnp.dtype(dtype))(*given)
+    return _over_batches(name, rows, step, tuple(options.items()), jnp.dtype(dtype), multiplies)(
+        *given
+    )
 
 
 @functools.cache
@@ -152,6 +179,7 @@ def _over_batches(
     step: int,
     options: tuple[tuple[str, Any], ...],
     dtype: jnp.dtype,
+    multiplies: str,
 ) -> Callable[..., jax.Array]:
     """Returns a kernel of which `vmap` makes one with more rows, where these alone are mapped, or
     else with a larger batch; of rows in groups it calls one after another. `rows` are the operands
@@ -162,7 +190,7 @@ def _over_batches(
     @custom_vmap
     def call(*given: jax.Array) -> jax.Array:
         (batch, m, _), n = given[0].shape, given[1].shape[1]
-        with jax.named_scope("multiplies_s8"):  # for jqx.lowering to tell
+        with jax.named_scope(f"multiplies_{multiplies}"):  # for jqx.lowering to tell
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
             return _package_cpu.call(name, result, *given, **dict(options))
 

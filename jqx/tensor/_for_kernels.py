@@ -3,7 +3,7 @@
 Compilers multiply by one scale for each channel after the product, and convert integers and 8-bit
 floats inside of it. Kernels are for what they do otherwise: scales in blocks along the contracted
 axis, codes that are looked up, and rows that are quantized on the way. Those for CPUs are in the
-package jqx-cpu, and are for integers.
+package jqx-cpu.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _package_cpu
-from ..numerics import Block, Integer, format_of
+from ..numerics import Block, Integer, Minifloat, QType, Specials, format_of
 from ..numerics._shared import bit_width
 from ._layout import Layout, Packing, lies_in_nibbles, lies_otherwise
 
@@ -66,12 +66,26 @@ def _for_package(q: Any, axis: int, form: Any) -> Layout | None:
     than 8 bits without gaps.
     """
     n, size = q.shape[axis], q.groups.sizes[axis]
-    has_kernel = isinstance(form, Integer) and _package_cpu.has_groups(n, size, form.bits)
+    is_known = isinstance(form, Integer) or is_decoded(form)
+    has_kernel = is_known and _package_cpu.has_groups(n, size, form.bits)
     if not (has_kernel and q.size and _package_cpu.is_installed()) or _is_parted(q.values):
         return None
     packing = Packing(axis, n) if form.bits < 8 else None
     int8 = form.bits == 8 and lies_otherwise(form)
     return Layout(packing=packing, swapped=axis == -2, int8=int8, kernel="cpu")
+
+
+def is_decoded(form: QType) -> bool:
+    """Whether jqx-cpu decodes a format as it multiplies: any of 4 bits that are no integers, and
+    8-bit floats that float16 holds, times a power of two.
+    """
+    element = form.elements if isinstance(form, Block) else form
+    if isinstance(element, Integer):
+        return False
+    if form.bits == 4 or not isinstance(element, Minifloat):
+        return form.bits == 4
+    most = 5 if element.specials is Specials.INFINITY_AND_NAN else 4
+    return form.bits == 8 and 3 <= element.exponent_bits <= most
 
 
 def _is_parted(x: Any) -> bool:

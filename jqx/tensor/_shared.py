@@ -6,6 +6,7 @@ from ._export import fields_to_json as fields_to_json
 from ._fields import check_zero_point as check_zero_point
 from ._fit import fit as fit
 from ._fit import groups_of as groups_of
+from ._for_kernels import is_decoded as is_decoded
 from ._for_kernels import kernel_of as kernel_of
 from ._for_kernels import layout_for_kernel as layout_for_kernel
 from ._grid import fake_quantize_as as fake_quantize_as

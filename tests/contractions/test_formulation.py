@@ -43,7 +43,14 @@ def test_each_formulation_has_a_name_of_its_own_and_a_reason():
 
 def test_what_rounds_an_operand_has_the_derivative_of_what_does_not():
     linear = {f.name for f in FORMULATIONS.values() if f.linear is not None}
-    rounding = {"digits", "block_digits", "package_floats", "kernel_tpu", "kernel_gpu"}
+    rounding = {
+        "digits",
+        "block_digits",
+        "package_floats",
+        "package_decoded",
+        "kernel_tpu",
+        "kernel_gpu",
+    }
     assert linear == rounding | {"dequantize"}
     assert {f.name for f in FORMULATIONS.values() if f.needs_linear} == linear - {"dequantize"}
 

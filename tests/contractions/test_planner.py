@@ -17,6 +17,7 @@ from jqx.contractions._how import _blocks, _planner, _scales
 from jqx.contractions._how._blocks import find_block
 from jqx.contractions._how._formulation import FORMULATIONS
 from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
+from jqx.contractions._how._requantized import REQUANTIZED
 from jqx.contractions._how._scales import HowTo
 from jqx.contractions._on_the_way import ON_THE_WAY
 from jqx.contractions._ragged_dot import GROUPS
@@ -250,13 +251,14 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
     tables |= {"float8_groups", "float8_groups_in_tiles"}
-    package = {"package_codes", "package_sums", "package_floats"}  # of tests/package_cpu
+    package = {name for name in known if name.startswith("package_")}  # of tests/package_cpu
     assert known == tables | KERNELS | package
+    assert len(package) == 6
 
 
 def test_every_formulation_stands_in_the_list_of_its_operation():
     known = {}
-    for planner in (PRODUCTS, SUMS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
+    for planner in (PRODUCTS, SUMS, REQUANTIZED, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
         for form in planner.formulations:
             assert form.op == planner.op
             known.setdefault(form.name, set()).add(planner.op)

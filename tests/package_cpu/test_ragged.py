@@ -21,6 +21,8 @@ SPECS = (
     jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 64, 2: 1})),
     jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 1: 32, 2: 1}), symmetric=False),
     jqx.QSpec(jnp.int2, jqx.per_block({0: 1, 1: 64, 2: 1})),
+    jqx.QSpec(jqx.numerics.nf4, jqx.per_block({0: 1, 1: 32, 2: 1})),
+    jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(0, 2)),
 )
 EPS = np.finfo(np.float32).eps
 

@@ -21,13 +21,8 @@ from ._convert import convert, convert_row, convert_wide, dequantize, float8
 from ._digits import block_digits, digits
 from ._formulation import ELSEWHERE, Choice, Planner
 from ._kernels import kernel_gpu, kernel_tpu
-from ._kernels_cpu import (
-    package_batches,
-    package_codes,
-    package_floats,
-    package_groups,
-    package_sums,
-)
+from ._kernels_cpu import package_batches, package_codes, package_sums
+from ._kernels_cpu_groups import package_decoded, package_floats, package_groups
 from ._kernels_of_codes import (
     float8_groups,
     float8_groups_in_tiles,
@@ -48,6 +43,7 @@ PRODUCTS = Planner(
     package_batches,
     package_floats,
     package_groups,
+    package_decoded,
     kernel_tpu,
     kernel_gpu,
     kernel_of_codes_tpu,

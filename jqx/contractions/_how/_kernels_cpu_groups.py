@@ -1,0 +1,185 @@
+"""Kernels of the package jqx-cpu for weights that are packed, in groups, or codes of floats, as
+formulations: see `_kernels_cpu.py`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ... import _package_cpu
+from ...kernels._shared import decoded_product_cpu, float_product_cpu
+from ...numerics import QType, format_of
+from ...numerics._shared import E8M0, common_dtype
+from ...tensor import QTensor
+from ...tensor._shared import is_decoded, kernel_of
+from .._integers._bytes import as_int8, is_byte, is_integer
+from .._integers._integer import in_fitting_shapes, integer_blocks
+from ._blocks import with_own_scales
+from ._convert import is_exact_in
+from ._formulation import CPU, formulation
+from ._kernel_operands import precision_of
+from ._kernels_cpu import as_output, by_kernel, in_groups, left_of, lies_in_rows, rows_of
+from ._kernels_of_codes import derived_as
+from ._scales import HowTo
+from ._tiles import tangent_tiles, tiles
+
+MOST = 16
+"""Rows of floats of 16 bits up to which digits are faster than what XLA multiplies as such."""
+
+
+def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
+    """Whether the package has a kernel for codes of 8, 4 or 2 bits as they lie, in their groups."""
+    if not (_package_cpu.is_installed() and is_integer(q) and lies_in_rows(x, q, how.dimensions)):
+        return False
+    bits = format_of(q.qtype).bits
+    if bits == 8:
+        lies = q.values.dtype == jnp.int8
+    else:
+        packing = None if q.layout is None else q.layout.packing
+        lies = kernel_of(q) == "cpu" and packing is not None  # along the last axis
+    return lies and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
+
+
+def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
+    """Whether the package multiplies float rows by a weight of integers."""
+    if isinstance(x, QTensor) or common_dtype(x.dtype, q.dtype) != jnp.float32:
+        return False
+    few = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
+    return few and _reads(x, q, how)
+
+
+@formulation(
+    "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
+    "installed: its kernel multiplies codes as they lie by three int8 digits of the rows, or two "
+    "where the precision is told to be the default one",
+    CPU,
+    lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
+    linear=tangent_tiles,
+    finds=True,
+)
+def package_floats(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    kernel = functools.partial(floats, how=how)
+    return by_kernel(kernel, lambda x, q: tiles.compute(x, q, how), x, q)
+
+
+def _are_in_groups(case: Any) -> bool:
+    x, q, how = case.lhs, case.rhs, case.how
+    if case.is_beside_floats or not (case.is_large and is_byte(x) and _reads(x, q, how)):
+        return False
+    axis = how.dimensions.lhs_contracting[0]
+    is_whole = x.groups.sizes[axis] == x.shape[axis]
+    is_plain = x.zero_point is None and bool(format_of(x.qtype).signed)
+    known = x.scale.dtype in (E8M0, jnp.float32)
+    return is_whole and is_plain and known and common_dtype(x.dtype, q.dtype) == jnp.float32
+
+
+@formulation(
+    "codes of 8 bits without zero points beside integers of 8, 4 or 2 bits, packed or in groups, "
+    "the contracted axis last, where jqx-cpu is installed: its kernel multiplies them as they lie, "
+    "exactly in each run of a group, and sums these in float32",
+    CPU,
+    _are_in_groups,
+    finds=True,
+)
+def package_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
+        return floats(as_int8(lhs), rhs, *stack, how=how)
+
+    def plain(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        in_turn = in_fitting_shapes if how.block is None else integer_blocks.compute
+        return in_turn(lhs, rhs, how)
+
+    return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
+
+
+def floats(
+    x: Any, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
+) -> jax.Array:
+    """Returns the product of rows, floats or int8 codes, and a weight in groups; of rows in groups
+    of sizes, each group's.
+    """
+    form = format_of(q.qtype)
+    q = as_int8(q) if form.bits == 8 else q
+    q = with_own_scales(q, how.dimensions.rhs_kept)
+    is_signed = form.bits == 8 or bool(form.signed)
+    zero, middle = q.zero_point, 0 if is_signed else 2 ** (form.bits - 1)
+    if zero is not None or middle:
+        zero = jnp.int32(0) if zero is None else zero.astype(jnp.int32)
+        zero = in_groups((zero - jnp.int32(middle)).astype(jnp.int8), q)
+    if isinstance(x, QTensor):
+        rows, own, _ = left_of(x, how)
+    else:
+        rows, own = rows_of(x.astype(jnp.float32), how), None
+    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    y = float_product_cpu(
+        rows,
+        codes,
+        own,
+        in_groups(q.real_scale(), q),
+        zero,
+        bits=form.bits,
+        is_signed=is_signed,
+        digits=2 if _is_default(how.precision) else 3,
+        step=step,
+        sizes=sizes,
+    )
+    return as_output(y, x, how)
+
+
+def _is_default(precision: lax.PrecisionLike) -> bool:
+    """Whether a precision is told, and is the fastest one."""
+    return precision_of(precision) is lax.Precision.DEFAULT
+
+
+def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
+    """Whether the package multiplies float rows by codes that stand for floats."""
+    form = format_of(q.qtype)
+    if isinstance(x, QTensor) or not (_package_cpu.is_installed() and is_decoded(form)):
+        return False
+    # XLA multiplies many rows of 16 bits by such codes faster than in float32.
+    few = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
+    return (
+        kernel_of(q) == "cpu"
+        and q.zero_point is None
+        and lies_in_rows(x, q, how.dimensions)
+        and common_dtype(x.dtype, q.dtype) == jnp.float32
+        and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], form.bits)
+        and (few or how.block is not None or not is_exact_in(q, x.dtype))
+    )
+
+
+@formulation(
+    "float rows beside codes of 4 or 8 bits that stand for floats, the contracted axis last, where "
+    "jqx-cpu is installed: its kernel decodes them in registers, and multiplies in float32",
+    CPU,
+    lambda case: case.is_large and multiplies_decoded(case.lhs, case.rhs, case.how),
+    linear=tangent_tiles,
+    finds=True,
+)
+def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    kernel = functools.partial(decoded, how=how)
+    return by_kernel(kernel, lambda x, q: tiles.compute(x, q, how), x, q)
+
+
+def decoded(
+    x: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
+) -> jax.Array:
+    """Returns the product of float rows and codes of floats, as `floats` does of integers."""
+    q = with_own_scales(q, how.dimensions.rhs_kept)
+    rows = rows_of(x.astype(jnp.float32), how)
+    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    scale = q.scale
+    if isinstance(scale, QTensor) or scale.dtype != E8M0:
+        scale = q.real_scale()
+    told = {"table": _table_of(format_of(q.qtype)), "step": step, "sizes": sizes}
+    return as_output(decoded_product_cpu(rows, codes, in_groups(scale, q), **told), x, how)
+
+
+@functools.cache
+def _table_of(form: QType) -> tuple[float, ...]:
+    """Returns what each code of a format stands for."""
+    with jax.ensure_compile_time_eval():
+        return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())
