@@ -43,16 +43,21 @@ def lies_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
 
 
 def multiplies_bytes(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package multiplies codes, of which the left ones may be told by shapes alone."""
+    """Whether the package multiplies codes as they lie, of which the left ones may be told by
+    shapes alone.
+    """
+    lies = q.values.dtype == jnp.int8 and (q.layout is None or q.layout.packing is None)
+    return lies and _multiplies(x, q, how)
+
+
+def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
     return (
         _package_cpu.is_installed()
         and isinstance(x, QTensor)
         and how.block is None
         and is_byte(x)
         and is_byte(q)
-        and q.values.dtype == jnp.int8
         and q.size != 0
-        and (q.layout is None or q.layout.packing is None)
         and lies_in_rows(x, q, how.dimensions)
         and x.scale.dtype in (E8M0, jnp.float32)
         and how.dimensions.contracted_size(x) <= longest(x, q)
@@ -72,12 +77,16 @@ CODES = (
 
 @formulation(CODES, CPU, _are_bytes, finds=True)
 def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
-        left, (right, step) = left_of(as_int8(lhs), how), right_of(as_int8(rhs), how, *stack)
-        return as_output(product_cpu(*left, *right, dtype=jnp.float32, step=step), lhs, how)
-
-    plain = functools.partial(in_fitting_shapes, how=how)
+    kernel, plain = (
+        functools.partial(_scaled, how=how),
+        functools.partial(in_fitting_shapes, how=how),
+    )
     return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
+
+
+def _scaled(lhs: QTensor, rhs: QTensor, *stack: jax.Array, how: HowTo) -> jax.Array:
+    left, (right, step) = left_of(as_int8(lhs), how), right_of(as_int8(rhs), how, *stack)
+    return as_output(product_cpu(*left, *right, dtype=jnp.float32, step=step), lhs, how)
 
 
 def _in_rows(q: QTensor, dimensions: Dimensions) -> tuple[tuple[int, ...], Dimensions]:
@@ -92,7 +101,7 @@ def _are_batches(case: Any) -> bool:
         return False
     _, dimensions = _in_rows(case.rhs, case.dimensions)
     how = case.how._replace(dimensions=dimensions)
-    return case.rhs.layout is None and multiplies_bytes(case.lhs, case.rhs, how)
+    return case.rhs.layout is None and _multiplies(case.lhs, case.rhs, how)
 
 
 @formulation(
@@ -103,8 +112,12 @@ def _are_batches(case: Any) -> bool:
 )
 def package_batches(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     order, dimensions = _in_rows(rhs, how.dimensions)
-    how = how._replace(dimensions=dimensions)
-    return package_codes.compute(lhs, rhs.transpose(order), how)
+
+    def kernel(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        return _scaled(lhs, rhs.transpose(order), how=how._replace(dimensions=dimensions))
+
+    plain = functools.partial(in_fitting_shapes, how=how)
+    return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
 
 
 @formulation(
