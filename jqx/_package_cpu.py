@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import os
 from typing import Any
 
 import jax
@@ -22,9 +23,13 @@ uses AMX.
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is such a package, with kernels that are used on this processor."""
-    there = importlib.util.find_spec(NAME) is not None
-    return there and importlib.import_module(NAME).kernels() in FAST
+    """Whether there is such a package, and it is faster than XLA on this processor, or told by an
+    environment variable which instructions to use.
+    """
+    if importlib.util.find_spec(NAME) is None:
+        return False
+    package = importlib.import_module(NAME)
+    return package.kernels() in FAST or package.VARIABLE in os.environ
 
 
 @functools.cache

@@ -7,6 +7,7 @@ no more of jqx than that.
 
 import ctypes
 import functools
+import os
 import pathlib
 
 import jax
@@ -21,6 +22,9 @@ HANDLERS = (
     "convolution",
     "magnitudes",
 )
+
+VARIABLE = "JQX_CPU_KERNELS"
+"""The environment variable that names the instructions to use, such as "AVX2", if not the best."""
 
 
 @functools.cache
@@ -49,6 +53,18 @@ def kernels() -> str:
     return name().decode()
 
 
+def _choose(name: str) -> None:
+    choose = library().jqx_cpu_choose
+    choose.argtypes, choose.restype = (ctypes.c_char_p,), ctypes.c_bool
+    if not choose(name.encode()):
+        raise ImportError(
+            f"jqx_cpu: this processor has no kernels {name!r}, which {VARIABLE} names. Its best "
+            f"ones are {kernels()!r}; leave the variable out to use them."
+        )
+
+
+if VARIABLE in os.environ:
+    _choose(os.environ[VARIABLE])
 for _name in HANDLERS:
     _handler = jax.ffi.pycapsule(getattr(library(), f"jqx_cpu_{_name}"))
     jax.ffi.register_ffi_target(f"jqx_cpu_{_name}", _handler, platform="cpu")

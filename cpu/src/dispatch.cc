@@ -2,6 +2,9 @@
 
 #include "kernels.h"
 
+#include <atomic>
+#include <cstring>
+
 #if defined(JQX_AMX) && !defined(JQX_EMULATED_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -58,6 +61,22 @@ const Kernels* const* all_kernels() {
   return found;
 }
 
-const Kernels& kernels() { return *all_kernels()[0]; }
+namespace {
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* own = chosen.load();
+  return own != nullptr ? *own : *all_kernels()[0];
+}
+
+bool choose(const char* name) {
+  for (const Kernels* const* each = all_kernels(); *each != nullptr; ++each) {
+    if (std::strcmp((*each)->name, name) == 0) return chosen.store(*each), true;
+  }
+  return false;
+}
 
 }  // namespace jqx

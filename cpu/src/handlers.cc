@@ -241,3 +241,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_magnitudes, jqx::magnitudes,
                                   .Ret<ffi::AnyBuffer>());
 
 extern "C" const char* jqx_cpu_kernels() { return jqx::kernels().name; }
+extern "C" bool jqx_cpu_choose(const char* name) { return jqx::choose(name); }

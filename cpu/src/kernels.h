@@ -176,8 +176,11 @@ struct Kernels {
 // Those that a processor may run: the last is for any.
 const Kernels* const* all_kernels();
 
-// The best of them.
+// The best of them, or the one that was chosen.
 const Kernels& kernels();
+
+// Chooses one by its name; returns whether this processor runs it.
+bool choose(const char* name);
 
 // One set each. No constants: what makes one is compiled for its instructions, and runs only where
 // these are.

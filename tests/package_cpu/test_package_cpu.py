@@ -1,6 +1,8 @@
 """Kernels of jqx-cpu beside what jqx computes without them. Skipped where it is not installed."""
 
 import itertools
+import os
+import subprocess
 import sys
 import types
 
@@ -339,3 +341,15 @@ def test_another_version_is_an_error(monkeypatch):
 def test_its_version_is_that_of_jqx():
     assert package.__version__ == jqx.__version__
     assert package.kernels() in ("AMX", "AVX-512 VNNI", "AVX2", "NEON", "plain C++")
+
+
+def test_a_variable_names_the_kernels():
+    code = "import jqx_cpu as cpu, jqx._package_cpu as p; print(cpu.kernels(), p.is_installed())"
+
+    def run(**variables):
+        environment = {**os.environ, **variables}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    assert run(JQX_CPU_KERNELS="plain C++").stdout == "plain C++ True\n"
+    assert "has no kernels 'SSE'" in run(JQX_CPU_KERNELS="SSE").stderr
