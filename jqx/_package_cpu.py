@@ -13,12 +13,15 @@ from jax.custom_batching import custom_vmap
 from ._checks import require_that
 
 NAME = "jqx_cpu"
-FAST = ("AVX-512 VNNI", "AMX")
-"""Instructions with which its kernels are used. Those of AVX-512 VNNI were measured to be faster
-than what XLA makes. Those of AMX were compared with plain loops on emulated tiles, and were not
+FAST = ("AVX-512 VNNI", "AVX-512 BF16", "AMX")
+"""Instructions with which its kernels are used. Those of AVX-512 were measured to be faster than
+what XLA makes. Those of AMX were compared with plain loops on emulated tiles, and were not
 timed: without them such a processor would be left to the kernels of AVX-512 VNNI, while XLA itself
 uses AMX.
 """
+
+BFLOATS = ("AVX-512 BF16", "AMX")
+"""Those that multiply bfloat16 as such."""
 
 
 @functools.cache
@@ -30,6 +33,23 @@ def is_installed() -> bool:
         return False
     package = importlib.import_module(NAME)
     return package.kernels() in FAST or package.VARIABLE in os.environ
+
+
+def has_bfloats() -> bool:
+    """Whether its kernels multiply bfloat16 as such."""
+    return is_installed() and importlib.import_module(NAME).kernels() in BFLOATS
+
+
+def is_faster_beside_bfloats(is_plain: bool) -> bool:
+    """Whether they multiply many rows of bfloat16 faster than XLA.
+
+    Weights that are `is_plain`, with one scale a column and no zero points, XLA multiplies as
+    bfloat16 too, by AMX where the processor has it; these kernels were not timed beside that. All
+    others it multiplies in float32.
+    """
+    if not has_bfloats():
+        return False
+    return not is_plain or importlib.import_module(NAME).kernels() != "AMX"
 
 
 @functools.cache

@@ -16,8 +16,8 @@ namespace jqx {
 #if defined(JQX_AMX)
 namespace {
 
-// Whether the processor multiplies tiles of int8, the system keeps them for threads, and lets this
-// process use them, which Linux is asked for.
+// Whether the processor multiplies tiles of int8 and of bfloat16, the system keeps them for threads,
+// and lets this process use them, which Linux is asked for.
 bool has_amx() {
 #if defined(JQX_EMULATED_AMX)
   return true;
@@ -25,7 +25,8 @@ bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c >> 27 & 1) == 0) return false;  // OSXSAVE
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if ((d >> 24 & 1) == 0 || (d >> 25 & 1) == 0) return false;  // AMX-TILE, AMX-INT8
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  if ((d & kNeeded) != kNeeded) return false;
   asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
   constexpr unsigned kTiles = 3u << 17;  // XTILECFG, XTILEDATA
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
@@ -37,7 +38,7 @@ bool has_amx() {
 #endif
 
 const Kernels* const* all_kernels() {
-  static const Kernels* found[5] = {};
+  static const Kernels* found[6] = {};
   static const bool is_known = [] {
     int count = 0;
 #if defined(JQX_X86)
@@ -47,6 +48,7 @@ const Kernels* const* all_kernels() {
 #if defined(JQX_AMX)
       if (has_amx()) found[count++] = &amx_kernels();
 #endif
+      if (__builtin_cpu_supports("avx512bf16")) found[count++] = &avx512_bf16_kernels();
       found[count++] = &avx512_vnni_kernels();
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2_kernels();

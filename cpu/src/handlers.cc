@@ -126,8 +126,9 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   p.batch = rows[0], p.m = rows[1], p.k = rows[2], p.n = columns[1];
   p.bits = bits, p.is_signed = is_signed;
   const bool are_codes = x.element_type() == ffi::S8;
-  if (!has(x, are_codes ? ffi::S8 : ffi::F32, {p.batch, p.m, p.k})) {
-    return wrong(kName, "rows are s8 or f32[batch, m, k]", x);
+  const bool are_bfloats = x.element_type() == ffi::BF16;
+  if (!has(x, are_codes ? ffi::S8 : are_bfloats ? ffi::BF16 : ffi::F32, {p.batch, p.m, p.k})) {
+    return wrong(kName, "rows are s8, bf16 or f32[batch, m, k]", x);
   }
   if (digits != 2 && digits != 3) {
     return ffi::Error::InvalidArgument("jqx_cpu: float_product: digits of floats are 2 or 3.");
@@ -160,6 +161,8 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   }
   if (are_codes) {
     p.codes = static_cast<const int8_t*>(x.untyped_data());
+  } else if (are_bfloats) {
+    p.bfloats = static_cast<const uint16_t*>(x.untyped_data());
   } else {
     p.x = static_cast<const float*>(x.untyped_data());
   }

@@ -16,6 +16,9 @@ constexpr int kColumns = 64;
 // Codes of rows lie in whole runs of so many, filled up with zeros.
 constexpr int64_t kRun = 64;
 
+// Steps of bfloat16 that rows and panels are filled up to.
+constexpr int64_t kPairs = 32;
+
 // The most rows that a set of kernels has at once.
 constexpr int kMostRows = 32;
 
@@ -166,6 +169,18 @@ struct Kernels {
   void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel, int64_t k,
                        int columns, float* y, int64_t y_stride);
 
+  // Decodes kColumns columns, less their zero points, into a panel of bfloat16: for every two steps
+  // along k both numbers of each column. Steps are those from `from`, a multiple of what kRun bytes
+  // hold, to `to`, filled up to kPairs with what is finite.
+  void (*decode_pairs)(const GroupedWeights& w, const int8_t* zero, int64_t from, int64_t to,
+                       int columns, uint16_t* panel);
+
+  // Adds products of bfloat16 rows and such a panel, summed in float32 for each group and then
+  // times its scale, to `sums`, [rows, kColumns]. The first step of x is `from`; beyond the end of k
+  // there are zeros, up to kPairs. It may be missing: nullptr.
+  void (*add_pairs)(const uint16_t* x, int64_t x_stride, int rows, const GroupedWeights& w,
+                    const uint16_t* panel, int64_t from, int64_t to, int columns, float* sums);
+
   // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
   int rows = 24;
 
@@ -188,7 +203,8 @@ const Kernels& generic_kernels();
 #if defined(JQX_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_vnni_kernels();
-const Kernels& amx_kernels();  // those of AVX-512 VNNI, with products of tiles
+const Kernels& avx512_bf16_kernels();  // those of AVX-512 VNNI, with products of bfloat16
+const Kernels& amx_kernels();          // those of AVX-512 VNNI, with products of tiles
 #endif
 #if defined(JQX_ARM)
 const Kernels& neon_kernels();

@@ -1,4 +1,4 @@
-// Compiled as kernels_avx512_vnni.cc is, and with -mamx-tile -mamx-int8.
+// Compiled as kernels_avx512_vnni.cc is, and with -mamx-tile -mamx-int8 -mamx-bf16.
 //
 // A tile has up to 16 rows of 64 bytes. A product of tiles adds to sums [16, 16] what rows [16, 64]
 // make with columns, of which a tile has 4 bytes each for every 4 steps along k, as panels do. The
@@ -261,6 +261,70 @@ void dots_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int row
                    rows - rows_in_tiles, w, w_stride, columns, k, sums + rows_in_tiles * kColumns);
 }
 
+// Up to 32 rows beside the columns of a panel of bfloat16. `tdpbf16ps` rounds as `vdpbf16ps` does,
+// and also takes subnormal numbers for 0. What groups of less than 32 steps leave of a tile is empty.
+void add_pairs_of(const uint16_t* x, int64_t x_stride, int rows, const GroupedWeights& w,
+                  const uint16_t* panel, int64_t from, int64_t to, int columns, float* sums) {
+  const int run = int(w.group == w.k ? kPairs : std::min(w.group, kPairs));
+  const Shapes::Shape upper = {std::min(rows, kTile), 64}, lower = {rows - upper.rows, 64};
+  const Shapes::Shape above = {upper.rows, 2 * run}, below = {lower.rows, 2 * run};
+  const Shapes::Shape pairs = {run / 2, 64};
+  const Shapes shapes({upper, upper, lower, lower, above, below, pairs, pairs});
+  const bool is_two = lower.rows > 0;
+  alignas(64) float found[2 * kTile][2 * kTile];
+  for (int64_t at = from, end; at < to; at = end) {
+    const int64_t group = at / w.group;
+    end = std::min((group + 1) * w.group, to);
+    for (int j = 0; j < columns; j += 2 * kTile) {
+      _tile_zero(0);
+      _tile_zero(1);
+      if (is_two) {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (int64_t step = at - from; step < end - from; step += run) {
+        const uint16_t* own = panel + step * kColumns + 2 * j;
+        _tile_loadd(4, x + step, 2 * x_stride);
+        _tile_loadd(6, own, kStep);
+        _tile_loadd(7, own + 2 * kTile, kStep);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (is_two) {
+          _tile_loadd(5, x + kTile * x_stride + step, 2 * x_stride);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, found[0], sizeof(found[0]));
+      _tile_stored(1, found[0] + kTile, sizeof(found[0]));
+      if (is_two) {
+        _tile_stored(2, found[kTile], sizeof(found[0]));
+        _tile_stored(3, found[kTile] + kTile, sizeof(found[0]));
+      }
+      for (int c = 0; c < 2 * kTile; c += 16) {
+        const __mmask16 here = __mmask16(columns > j + c ? first(columns - j - c) : 0);
+        const float* scale = w.scale + group * w.scale_stride + (here ? j + c : 0);
+        const __m512 by = _mm512_maskz_loadu_ps(here, scale);
+        for (int i = 0; i < rows; ++i) {
+          float* own = sums + i * kColumns + j + c;
+          const __m512 total = _mm512_load_ps(found[i] + c);
+          _mm512_store_ps(own, _mm512_fmadd_ps(total, by, _mm512_load_ps(own)));
+        }
+      }
+    }
+  }
+}
+
+void add_pairs_amx(const uint16_t* x, int64_t x_stride, int rows, const GroupedWeights& w,
+                   const uint16_t* panel, int64_t from, int64_t to, int columns, float* sums) {
+  publish(x), publish(panel);
+  for (int i = 0; i < rows; i += 2 * kTile) {
+    const int some = std::min(rows - i, 2 * kTile);
+    const uint16_t* own = x + i * x_stride;
+    add_pairs_of(own, x_stride, some, w, panel, from, to, columns, sums + i * kColumns);
+  }
+}
+
 }  // namespace
 
 const Kernels& amx_kernels() {
@@ -268,6 +332,7 @@ const Kernels& amx_kernels() {
     Kernels own = avx512_vnni_kernels();
     own.name = "AMX", own.rows = 2 * kTile, own.step = kRun;
     own.dots = dots_amx, own.panel = panel_amx, own.grouped_panel = grouped_panel_amx;
+    own.add_pairs = add_pairs_amx;
     return own;
   }();
   return all;

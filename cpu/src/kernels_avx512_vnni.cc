@@ -452,6 +452,75 @@ void unpack_vnni(const GroupedWeights& w, int columns, uint8_t* panel) {
   f(w, columns, panel);
 }
 
+// Codes become float32 as the lowest bits of 2**23, which is then taken from them together with
+// their middle and zero point: bfloat16 holds what is left.
+template <int kBits>
+void decode_pairs_in(const GroupedWeights& w, const int8_t* zero, int64_t from, int64_t to,
+                     int columns, uint16_t* panel) {
+  constexpr int kPer = 32 / kBits;  // codes of 4 bytes
+  constexpr int kMagic = 0x4b000000;
+  const __m512i mask = _mm512_set1_epi32((1 << kBits) - 1);
+  const __m512i magic = _mm512_set1_epi32(kMagic | (w.is_signed ? w.middle() : 0));
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  const int64_t width = (w.k * kBits + 7) / 8;
+  __m512 less[4];
+  const auto find_less = [&](int64_t group) {
+    JQX_UNROLL for (int j = 0; j < 4; ++j) {
+      less[j] = _mm512_set1_ps(0x1p23f + float(w.middle()));
+      if (zero == nullptr) continue;
+      const __mmask16 here = __mmask16(columns > 16 * j ? first(columns - 16 * j) : 0);
+      const int8_t* own = zero + (here ? group * w.scale_stride + 16 * j : 0);
+      const __m128i codes = _mm_maskz_loadu_epi8(here, own);
+      less[j] = _mm512_add_ps(less[j], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+    }
+  };
+  int64_t group = from / w.group;
+  find_less(group);
+  const int64_t stop = (to + kPairs - 1) / kPairs * kPairs;
+  alignas(64) uint8_t turned[kRun * kColumns];
+  for (int64_t k = from; k < stop; k += 16 * kPer) {
+    const int64_t byte = k * kBits / 8;
+    for (int j = 0; j < kColumns; j += 16) {
+      __m512i some[16];
+      JQX_UNROLL for (int i = 0; i < 16; ++i) {
+        const __mmask64 own = j + i < columns ? first(width - byte) : 0;
+        const uint8_t* at = w.codes + (own ? (j + i) * w.stride + byte : 0);
+        _mm_prefetch(at + (to - from) * kBits / 8, _MM_HINT_T1);  // of the next panel
+        some[i] = _mm512_maskz_loadu_epi8(own, at);
+      }
+      turn(some, turned + 4 * j, kStep);
+    }
+    for (int l = 0; l < 16 && k + l * kPer < stop; ++l) {
+      const int64_t at = k + l * kPer;
+      if (zero != nullptr && at < to && at / w.group != group) find_less(group = at / w.group);
+      JQX_UNROLL for (int j = 0; j < 4; ++j) {
+        const __m512i codes = _mm512_load_si512(turned + 4 * (l * kColumns + 16 * j));
+        const auto real = [&](int i) {
+          const __m512i own = i == 0 ? codes : _mm512_srli_epi32(codes, i * kBits);
+          // own & mask ^ magic
+          const __m512i joined = _mm512_ternarylogic_epi32(own, mask, magic, 0x6a);
+          return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(joined), less[j]));
+        };
+        JQX_UNROLL for (int p = 0; p < kPer / 2; ++p) {
+          const __m512i even = _mm512_srli_epi32(real(2 * p), 16), odd = real(2 * p + 1);
+          // odd & upper | even
+          const __m512i both = _mm512_ternarylogic_epi32(odd, upper, even, 0xea);
+          _mm512_store_si512(panel + 2 * ((l * kPer / 2 + p) * kColumns + 16 * j), both);
+        }
+      }
+    }
+    panel += 16 * kPer * kColumns;
+  }
+}
+
+void decode_pairs_vnni(const GroupedWeights& w, const int8_t* zero, int64_t from, int64_t to,
+                       int columns, uint16_t* panel) {
+  const auto f = w.bits == 8   ? decode_pairs_in<8>
+                 : w.bits == 4 ? decode_pairs_in<4>
+                               : decode_pairs_in<2>;
+  f(w, zero, from, to, columns, panel);
+}
+
 // R rows beside a panel.
 template <int kDigits, int R>
 __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const GroupedWeights& w,
@@ -648,7 +717,7 @@ const Kernels& avx512_vnni_kernels() {
     own.split = split_vnni, own.arrange = arrange_vnni, own.grouped = grouped_vnni;
     own.unpack = unpack_vnni, own.grouped_panel = grouped_panel_vnni;
     own.decoded = decoded_avx512, own.decode = decode_avx512;
-    own.add_products = add_products_avx512;
+    own.add_products = add_products_avx512, own.decode_pairs = decode_pairs_vnni;
     return own;
   }();
   return all;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bfloats.h"
 #include "tiles.h"
 
 namespace jqx {
@@ -11,6 +12,7 @@ namespace {
 constexpr int64_t kFromPanel = 48;      // rows from which a copy of the weights pays
 constexpr int64_t kLongest = 16384;     // of a panel
 constexpr int64_t kMostDigits = 1024;   // rows of floats whose digits are held
+constexpr int64_t kFewBfloats = 6;      // of them up to which digits are faster
 
 // Returns the parameter of one batch, from one of its rows or columns on.
 template <class T>
@@ -37,6 +39,7 @@ FloatProduct part_of(const FloatProduct& p, int64_t batch, int64_t row, int64_t 
   const int64_t scales = p.k / p.group * p.n;
   part.batch = 1, part.m = count;
   if (p.x != nullptr) part.x += row * p.k;
+  if (p.bfloats != nullptr) part.bfloats += row * p.k;
   if (p.codes != nullptr) part.codes += row * p.k;
   part.x_scale = from(p.x_scale, row / p.m, p.m, row % p.m);
   part.y += row * p.n;
@@ -185,6 +188,16 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
       }
     }
     return;
+  }
+  if (p.bfloats != nullptr) {
+    if (kernels.add_pairs != nullptr && p.m > kFewBfloats) {
+      return multiply_bfloats(p, kernels, given);
+    }
+    Buffer floats(p.batch * p.m * p.k * 4);
+    widen(p.bfloats, p.batch * p.m * p.k, floats.at<float>());
+    FloatProduct wide = p;
+    wide.bfloats = nullptr, wide.x = floats.at<float>();
+    return multiply(wide, kernels, given);
   }
   OneThread alone;
   Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;

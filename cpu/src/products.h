@@ -65,6 +65,7 @@ struct FloatProduct {
   const float* scale;
   const int8_t* zero;  // or nullptr
   float* y;            // [batch, m, n]
+  const uint16_t* bfloats = nullptr;  // rows of bfloat16, where `x` and `codes` are nullptr
 };
 
 // Whether a kernel has such groups.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <string>
 #include <thread>
@@ -203,21 +204,31 @@ void check_float_products(const Kernels& kernels) {
   const auto w = numbers<uint8_t>(batch * n * k / per, 0, 255);
   auto scale = floats(batch * groups * n);
   const auto zero = numbers<int8_t>(batch * groups * n, -middle, middle - 1);
-  const int digits = int(between(1, 3));  // 1: of codes
+  const int digits = int(between(1, 4));  // 1: of codes; 4: of none, of bfloat16
   const auto codes = numbers<int8_t>(batch * m * k, -128, 127);
   const std::vector<float> x_scale(batch * m, 0.25f);
   auto x = floats(batch * m * k);
   if (digits == 1) {
     for (int64_t i = 0; i < batch * m * k; ++i) x[i] = 0.25f * codes[i];
   }
+  std::vector<uint16_t> bfloats(batch * m * k);
+  for (int64_t i = 0; digits == 4 && i < batch * m * k; ++i) {
+    uint32_t of_float;
+    std::memcpy(&of_float, &x[i], 4);
+    bfloats[i] = uint16_t(of_float >> 16);
+    of_float &= 0xffff0000;
+    std::memcpy(&x[i], &of_float, 4);
+  }
   std::vector<float> y(batch * m * n);
   jqx::FloatProduct p = {};
   p.batch = batch, p.m = m, p.n = n, p.k = k, p.group = group, p.bits = bits;
-  p.is_signed = is_signed, p.digits = digits, p.w = w.data(), p.scale = scale.data();
+  p.is_signed = is_signed, p.digits = std::min(digits, 3), p.w = w.data(), p.scale = scale.data();
   p.y = y.data();
   if (has_zero) p.zero = zero.data();
   if (digits == 1) {
     p.codes = codes.data(), p.x_scale = {x_scale.data(), false};
+  } else if (digits == 4) {
+    p.bfloats = bfloats.data();
   } else {
     p.x = x.data();
   }
@@ -227,7 +238,7 @@ void check_float_products(const Kernels& kernels) {
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t i = 0; i < m; ++i) {
       for (int64_t j = 0; j < n; ++j) {
-        double total = 0, size = 1e-9, largest = 0;
+        double total = 0, size = 1e-9, largest = 0, products = 0;
         for (int64_t l = 0; l < k; ++l) {
           const float value = x[(b * m + i) * k + l];
           largest = std::max<double>(largest, std::fabs(value));
@@ -239,9 +250,13 @@ void check_float_products(const Kernels& kernels) {
           const int64_t at = (b * groups + l / group) * n + j;
           const double real = double(scale[at]) * (code - (has_zero ? zero[at] : 0));
           total += x[(b * m + i) * k + l] * real;
+          products += std::fabs(x[(b * m + i) * k + l] * real);
           size += largest * std::fabs(scale[at]) * middle;
         }
-        worst = std::max(worst, std::fabs(y[(b * m + i) * n + j] - total) / size);
+        double error = std::fabs(y[(b * m + i) * n + j] - total);
+        // Each sum of bfloat16 is rounded once, and twice that of a group, with its scale.
+        if (digits == 4) error -= products * (k + 2 * groups) * 0x1p-24;
+        worst = std::max(worst, error / size);
       }
     }
   }

@@ -4,6 +4,7 @@
 #ifndef JQX_CPU_EMULATED_AMX_H_
 #define JQX_CPU_EMULATED_AMX_H_
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -89,16 +90,20 @@ void store(void* base, int64_t stride) {
   for (int i = 0; i < tile.rows; ++i) std::memcpy(to + i * stride, tile.data[i], tile.bytes);
 }
 
+inline void demand_fitting(const Tile& sums, const Tile& left, const Tile& right) {
+  demand(sums.bytes % 4 == 0 && left.bytes % 4 == 0 && right.bytes % 4 == 0, "bytes go by fours");
+  demand(sums.rows == left.rows, "sums and what is on the left have as many rows");
+  demand(sums.bytes == right.bytes, "sums and what is on the right have as many columns");
+  demand(left.bytes / 4 == right.rows, "what is multiplied fits");
+}
+
 // Of bytes that are A on the left and B on the right.
 template <class A, class B, int kSums, int kLeft, int kRight>
 void multiply() {
   static_assert(kSums != kLeft && kSums != kRight && kLeft != kRight, "three different tiles");
   Tile& sums = unit().tile(kSums);
   const Tile &left = unit().tile(kLeft), &right = unit().tile(kRight);
-  demand(sums.bytes % 4 == 0 && left.bytes % 4 == 0 && right.bytes % 4 == 0, "bytes go by fours");
-  demand(sums.rows == left.rows, "sums and what is on the left have as many rows");
-  demand(sums.bytes == right.bytes, "sums and what is on the right have as many columns");
-  demand(left.bytes / 4 == right.rows, "what is multiplied fits");
+  demand_fitting(sums, left, right);
   for (int m = 0; m < sums.rows; ++m) {
     for (int k = 0; k < left.bytes / 4; ++k) {
       for (int n = 0; n < sums.bytes / 4; ++n) {
@@ -115,6 +120,40 @@ void multiply() {
   for (int m = sums.rows; m < kMostRows; ++m) std::memset(sums.data[m], 0, kMostBytes);
 }
 
+inline float bfloat(const uint8_t* from) {
+  uint16_t upper;
+  std::memcpy(&upper, from, 2);
+  const uint32_t bits = uint32_t(upper) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Of bfloat16: even and odd steps have sums of their own, which are added at the end. Subnormal
+// numbers are left as they are.
+template <int kSums, int kLeft, int kRight>
+void multiply_pairs() {
+  static_assert(kSums != kLeft && kSums != kRight && kLeft != kRight, "three different tiles");
+  Tile& sums = unit().tile(kSums);
+  const Tile &left = unit().tile(kLeft), &right = unit().tile(kRight);
+  demand_fitting(sums, left, right);
+  for (int m = 0; m < sums.rows; ++m) {
+    for (int n = 0; n < sums.bytes / 4; ++n) {
+      float parts[2] = {}, total;
+      for (int k = 0; k < left.bytes / 4; ++k) {
+        for (int i = 0; i < 2; ++i) {
+          const float a = bfloat(left.data[m] + 4 * k + 2 * i);
+          parts[i] = std::fma(a, bfloat(right.data[k] + 4 * n + 2 * i), parts[i]);
+        }
+      }
+      std::memcpy(&total, sums.data[m] + 4 * n, 4);
+      total += parts[0] + parts[1];
+      std::memcpy(sums.data[m] + 4 * n, &total, 4);
+    }
+  }
+  for (int m = sums.rows; m < kMostRows; ++m) std::memset(sums.data[m], 0, kMostBytes);
+}
+
 }  // namespace emulated
 }  // namespace jqx
 
@@ -123,6 +162,7 @@ void multiply() {
 #undef _tile_zero
 #undef _tile_dpbssd
 #undef _tile_dpbsud
+#undef _tile_dpbf16ps
 #define _tile_loadconfig(from) jqx::emulated::load_config(from)
 #define _tile_release() jqx::emulated::release()
 #define _tile_zero(tile) jqx::emulated::zero<tile>()
@@ -130,5 +170,6 @@ void multiply() {
 #define _tile_stored(tile, base, stride) jqx::emulated::store<tile>(base, stride)
 #define _tile_dpbssd(sums, a, b) jqx::emulated::multiply<int8_t, int8_t, sums, a, b>()
 #define _tile_dpbsud(sums, a, b) jqx::emulated::multiply<int8_t, uint8_t, sums, a, b>()
+#define _tile_dpbf16ps(sums, a, b) jqx::emulated::multiply_pairs<sums, a, b>()
 
 #endif  // JQX_CPU_EMULATED_AMX_H_

@@ -106,7 +106,9 @@ def float_product_cpu(
     """Returns the product of rows and weights of few bits, float32 [B, M, N].
 
     Args:
-      x: float32 [B, M, K], or int8.
+      x: float32 [B, M, K], bfloat16, or int8. Products of bfloat16 are exact, and sums of a group
+        float32, where the processor multiplies bfloat16 and there are more than a few rows; else
+        the rows are widened.
       w: uint8 [B, N, K * bits / 8], the first of the codes in a byte in its lowest bits; or int8.
       x_scale: float32 [B, M or 1] of codes, `None` of floats.
       scale: float32 [B, G, N], of groups of K / G codes.
@@ -119,7 +121,8 @@ def float_product_cpu(
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
     given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes)
-    return _called("float_product", given, (0, 2), 5, options, jnp.float32)
+    multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
+    return _called("float_product", given, (0, 2), 5, options, jnp.float32, multiplies)
 
 
 def decoded_product_cpu(

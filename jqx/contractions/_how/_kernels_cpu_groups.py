@@ -29,6 +29,9 @@ from ._tiles import tangent_tiles, tiles
 MOST = 16
 """Rows of floats of 16 bits up to which digits are faster than what XLA multiplies as such."""
 
+FEW = 6
+"""Rows of bfloat16 up to which digits are faster than products of bfloat16."""
+
 
 def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether the package has a kernel for codes of 8, 4 or 2 bits as they lie, in their groups."""
@@ -47,14 +50,18 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether the package multiplies float rows by a weight of integers."""
     if isinstance(x, QTensor) or common_dtype(x.dtype, q.dtype) != jnp.float32:
         return False
-    few = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
-    return few and _reads(x, q, how)
+    known = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
+    if x.dtype == jnp.bfloat16 and not known:
+        is_plain = how.block is None and q.zero_point is None
+        known = _package_cpu.is_faster_beside_bfloats(is_plain)
+    return known and _reads(x, q, how)
 
 
 @formulation(
     "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
     "installed: its kernel multiplies codes as they lie by three int8 digits of the rows, or two "
-    "where the precision is told to be the default one",
+    "where the precision is told to be the default one; more than a few rows of bfloat16 are "
+    "multiplied as such where the processor does that",
     CPU,
     lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
@@ -112,7 +119,9 @@ def floats(
     if isinstance(x, QTensor):
         rows, own, _ = left_of(x, how)
     else:
-        rows, own = rows_of(x.astype(jnp.float32), how), None
+        as_such = x.dtype == jnp.bfloat16 and how.dimensions.rows(x) > FEW
+        as_such = as_such and _package_cpu.has_bfloats()
+        rows, own = rows_of(x if as_such else x.astype(jnp.float32), how), None
     codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
     y = float_product_cpu(
         rows,
