@@ -201,6 +201,9 @@ def decoders(given: Given, count: int) -> dict[str, Callable[[], Decode]]:
         "float32": jqx.Policy([]),
         "W8A16": smollm2.linear("int8"),
         "W4A16": smollm2.linear("int4"),
+        "W4A16, head W8": jqx.Policy(
+            [*smollm2.linear("int4").rules, *jqx.presets.w8a16(tables="int8").rules]
+        ),
         "W4A16 g32 asymmetric": smollm2.linear("int4:group=32:asymmetric"),
     }
 
