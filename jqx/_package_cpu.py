@@ -85,9 +85,22 @@ def magnitudes(x: jax.Array) -> jax.Array:
     return call("magnitudes", jax.ShapeDtypeStruct(x.shape[:1], x.dtype), x)
 
 
+@custom_vmap
+def ranges(x: jax.Array) -> jax.Array:
+    """Returns the least and the largest number of each row of float32 [M, K], and how many are NaN,
+    float32 [M, 3].
+    """
+    return call("ranges", jax.ShapeDtypeStruct((x.shape[0], 3), x.dtype), x)
+
+
 @magnitudes.def_vmap
 def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
     return magnitudes(x.reshape(-1, x.shape[-1])).reshape(size, -1), True
+
+
+@ranges.def_vmap
+def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    return ranges(x.reshape(-1, x.shape[-1])).reshape(size, -1, 3), True
 
 
 def has_groups(length: int, size: int, bits: int) -> bool:

@@ -21,6 +21,7 @@ HANDLERS = (
     "decoded_product",
     "convolution",
     "magnitudes",
+    "ranges",
 )
 
 VARIABLE = "JQX_CPU_KERNELS"

@@ -187,6 +187,20 @@ ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::A
   });
 }
 
+ffi::Error ranges(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+  constexpr const char* kName = "ranges";
+  const auto rows = x.dimensions();
+  if (rows.size() != 2 || !has(x, ffi::F32, {rows[0], rows[1]})) {
+    return wrong(kName, "rows are f32[m, k]", x);
+  }
+  if (!has(*y, ffi::F32, {rows[0], 3})) return wrong(kName, "the result is f32[m, 3]", *y);
+  const float* from = static_cast<const float*>(x.untyped_data());
+  float* to = static_cast<float*>(y->untyped_data());
+  return run(pool, [&](Pool& threads) {
+    find_ranges(from, rows[0], rows[1], to, kernels(), threads);
+  });
+}
+
 }  // namespace
 }  // namespace jqx
 
@@ -238,6 +252,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_magnitudes, jqx::magnitudes,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_ranges, jqx::ranges,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()

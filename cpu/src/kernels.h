@@ -84,6 +84,9 @@ struct Kernels {
   // Returns the largest magnitude, of bits without a sign: infinity is above numbers, NaN above all.
   float (*magnitude)(const float* x, int64_t n);
 
+  // Writes the least and the largest number, infinities where there is none, and how many are NaN.
+  void (*range)(const float* x, int64_t n, float* found);
+
   // Returns the sum of codes.
   int32_t (*sum)(const int8_t* codes, int64_t n);
 

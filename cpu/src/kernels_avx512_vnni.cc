@@ -33,6 +33,22 @@ void quantize_vnni(const float* x, int64_t n, float scale, float low, float high
   }
 }
 
+// The instructions for the less and the larger number return the second one where one is NaN.
+void range_vnni(const float* x, int64_t n, float* found) {
+  const __m512 most = _mm512_set1_ps(INFINITY), least = _mm512_set1_ps(-INFINITY);
+  __m512 low = most, high = least;
+  int64_t nans = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 here = __mmask16(first(n - i));
+    const __m512 own = _mm512_maskz_loadu_ps(here, x + i);
+    low = _mm512_mask_min_ps(low, here, own, low);
+    high = _mm512_mask_max_ps(high, here, own, high);
+    nans += __builtin_popcount(_mm512_cmp_ps_mask(own, own, _CMP_UNORD_Q));
+  }
+  found[0] = _mm512_reduce_min_ps(low), found[1] = _mm512_reduce_max_ps(high);
+  found[2] = float(nans);
+}
+
 int32_t sum_vnni(const int8_t* codes, int64_t n) {
   __m512i total = _mm512_setzero_si512();
   const __m512i ones = _mm512_set1_epi8(1);
@@ -711,7 +727,8 @@ namespace jqx {
 const Kernels& avx512_vnni_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("AVX-512 VNNI");
-    own.quantize = quantize_vnni, own.sum = sum_vnni, own.dots = dots_vnni;
+    own.quantize = quantize_vnni, own.range = range_vnni, own.sum = sum_vnni;
+    own.dots = dots_vnni;
     own.pack = pack_vnni, own.pack_rows = pack_rows_vnni, own.panel = panel_vnni;
     own.depthwise = depthwise_vnni, own.scale = scale_vnni;
     own.split = split_vnni, own.arrange = arrange_vnni, own.grouped = grouped_vnni;

@@ -291,16 +291,24 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   });
 }
 
-void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
-                     Pool& given) {
+// Calls f(i) for each row of m x k numbers.
+static void for_rows(int64_t m, int64_t k, Pool& given, const std::function<void(int64_t)>& f) {
   OneThread alone;
   Pool& pool = m * k < kSmall / 8 ? static_cast<Pool&>(alone) : given;
   const int64_t some = std::max<int64_t>(1, m / (8 * pool.threads()));
   parallel_for(pool, (m + some - 1) / some, [&](int64_t part) {
-    for (int64_t i = part * some; i < std::min((part + 1) * some, m); ++i) {
-      y[i] = kernels.magnitude(x + i * k, k);
-    }
+    for (int64_t i = part * some; i < std::min((part + 1) * some, m); ++i) f(i);
   });
+}
+
+void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
+                     Pool& pool) {
+  for_rows(m, k, pool, [&](int64_t i) { y[i] = kernels.magnitude(x + i * k, k); });
+}
+
+void find_ranges(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
+                 Pool& pool) {
+  for_rows(m, k, pool, [&](int64_t i) { kernels.range(x + i * k, k, y + 3 * i); });
 }
 
 }  // namespace jqx

@@ -85,6 +85,10 @@ void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups
 void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
                      Pool& pool);
 
+// The least and the largest number of each row, and how many are NaN: y [m, 3].
+void find_ranges(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
+                 Pool& pool);
+
 }  // namespace jqx
 
 #endif  // JQX_CPU_PRODUCTS_H_

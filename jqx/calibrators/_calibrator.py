@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import DTypeLike
 
-from .._checks import is_at_least
 from ..numerics import Numerics, QType
 from ._granularity import Granularity
 from ._groups import Groups
@@ -112,9 +111,7 @@ def look_at(x: jax.Array, spec: Affinity) -> Seen:
 @functools.partial(jax.jit, static_argnames="groups")  # traced once for all sites of one shape
 def _look_at(x: jax.Array, groups: Groups) -> Seen:
     nan = jnp.isnan(x)
-    kind = jnp.float32 if is_at_least(groups.per_scale, 2**31) else jnp.int32  # floats do not wrap
-    nans = groups.reduce(jnp.sum, nan.astype(kind), 0).astype(jnp.int32)  # not int64
-    return Seen(jnp.where(nan, jnp.zeros_like(x), x), nans, jnp.int32(x.size > 0))
+    return Seen(jnp.where(nan, jnp.zeros_like(x), x), groups.count(nan), jnp.int32(x.size > 0))
 
 
 def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:

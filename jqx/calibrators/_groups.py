@@ -19,8 +19,8 @@ from .._errors import message
 LARGE = 2**14
 """Elements of an array for which a kernel is called."""
 
-LEAST = 32
-"""Elements that share a scale, likewise."""
+LEAST, MOST = 32, 2**24
+"""Elements that share a scale, likewise; kernels count them in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,31 +152,81 @@ class Groups:
         return largest.reshape(self.scale_shape)
 
     def _on_cpu(self, x: jax.Array) -> jax.Array:
-        """By a kernel of jqx-cpu, where it is installed and elements that share a scale lie next to
-        each other. XLA computes what the kernel reads once; else it would do so for the maximum,
-        and again for what is scaled.
+        """By a kernel of jqx-cpu, where there is one. XLA computes what the kernel reads once; else
+        it would do so for the maximum, and again for what is scaled.
         """
+        if not self._has_kernel(x):
+            return self._in_steps(x)
+        return alone_or_in_parts(self._by_kernel, self._in_steps, lax.stop_gradient(x))
+
+    def _has_kernel(self, x: jax.Array) -> bool:
+        """Whether jqx-cpu is installed, and elements that share a scale lie next to each other."""
         first = self.axes[0] if self.axes else x.ndim
         together = self.axes == tuple(range(first, x.ndim))
         known = not any(map(export.is_symbolic_dim, x.shape))
-        if not (
+        return (
             _package_cpu.is_installed()
             and x.dtype == jnp.float32
             and known
             and together
             and x.size >= LARGE
-            and math.prod(x.shape[first:]) >= LEAST
-        ):
-            return self._in_steps(x)
-        return alone_or_in_parts(self._by_kernel, self._in_steps, lax.stop_gradient(x))
+            and LEAST <= math.prod(x.shape[first:]) <= MOST
+        )
 
-    def _by_kernel(self, x: jax.Array) -> jax.Array:
-        kept = [1 if axis in self.axes else n for axis, n in enumerate(x.shape)]
+    def _in_rows(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+        """Returns rows of elements that share a scale, several for each scale where there are few,
+        and the shape of scales.
+        """
+        kept = tuple(1 if axis in self.axes else n for axis, n in enumerate(x.shape))
         rows = math.prod(kept)
         parts = 64 if rows < 64 and x.size // rows % 64 == 0 else 1
-        found = _package_cpu.magnitudes(x.reshape(rows * parts, -1))
-        bits = jnp.max(_magnitude_bits(found).reshape(rows, parts), axis=1)
+        return x.reshape(rows * parts, -1), kept
+
+    def _by_kernel(self, x: jax.Array) -> jax.Array:
+        rows, kept = self._in_rows(x)
+        bits = _magnitude_bits(_package_cpu.magnitudes(rows))
+        bits = jnp.max(bits.reshape(math.prod(kept), -1), axis=1)
         return lax.bitcast_convert_type(bits, x.dtype).reshape(kept)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def extremes(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the least and the largest number for each scale, and how many values are NaN,
+        int32; infinities where there is no number.
+        """
+        plain, in_blocks = self._extremes_at_once, self.split(x)
+        if not self._has_kernel(in_blocks) or in_blocks.size != x.size:
+            return plain(x)
+
+        @jax.custom_jvp
+        def found(x: jax.Array) -> jax.Array:
+            def kernel(x: jax.Array) -> jax.Array:
+                return alone_or_in_parts(self._extremes_by_kernel, in_floats, x)
+
+            return lax.platform_dependent(x, cpu=kernel, default=in_floats)
+
+        def in_floats(x: jax.Array) -> jax.Array:
+            return jnp.stack([part.astype(x.dtype) for part in plain(x)])
+
+        found.defjvps(lambda tangent, y, x: jax.jvp(in_floats, (x,), (tangent,))[1])
+        low, high, nans = found(x)
+        return low, high, nans.astype(jnp.int32)
+
+    def _extremes_at_once(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        nan = jnp.isnan(x)
+        low = self.reduce(jnp.min, jnp.where(nan, jnp.full_like(x, jnp.inf), x), jnp.inf)
+        high = self.reduce(jnp.max, jnp.where(nan, jnp.full_like(x, -jnp.inf), x), -jnp.inf)
+        return low, high, self.count(nan)
+
+    def _extremes_by_kernel(self, x: jax.Array) -> jax.Array:
+        rows, kept = self._in_rows(self.split(x))
+        low, high, nans = _package_cpu.ranges(rows).reshape(math.prod(kept), -1, 3).T
+        parts = jnp.min(low, 0), jnp.max(high, 0), jnp.sum(nans, 0)
+        return jnp.stack([part.reshape(self.scale_shape) for part in parts])
+
+    def count(self, is_so: jax.Array) -> jax.Array:
+        """Returns how many elements are true for each scale, int32."""
+        kind = jnp.float32 if is_at_least(self.per_scale, 2**31) else jnp.int32  # they do not wrap
+        return self.reduce(jnp.sum, is_so.astype(kind), 0).astype(jnp.int32)  # not int64
 
     def _in_steps(self, x: jax.Array) -> jax.Array:
         bits = _magnitude_bits(x)

@@ -12,7 +12,6 @@ from ._calibrator import (
     Affinity,
     Calibrator,
     added_counts,
-    look_at,
     nothing_seen,
     poisoned,
     serializable,
@@ -41,13 +40,9 @@ class MinMax(Calibrator):
 
     def observe(self, x: jax.Array, spec: Affinity) -> MinMaxStats:
         """Returns the extremes of the elements that share a scale."""
-        seen = look_at(x, spec)
-        groups = spec.granularity.groups(x.shape)
-        nan = jnp.isnan(x)
-        low = groups.reduce(jnp.min, jnp.where(nan, jnp.full_like(x, jnp.inf), x), jnp.inf)
-        high = groups.reduce(jnp.max, jnp.where(nan, jnp.full_like(x, -jnp.inf), x), -jnp.inf)
+        low, high, nans = spec.granularity.groups(x.shape).extremes(x)
         extremes = low.astype(jnp.float32), high.astype(jnp.float32)
-        return MinMaxStats(*extremes, seen.nans, seen.observed)
+        return MinMaxStats(*extremes, nans, jnp.int32(x.size > 0))
 
     def merge(self, a: MinMaxStats, b: MinMaxStats) -> MinMaxStats:
         """Returns the wider range and the sums of the counts."""

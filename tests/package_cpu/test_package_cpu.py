@@ -245,6 +245,29 @@ def test_scales_of_rows_are_those_without_it():
     )
 
 
+def test_ranges_of_rows_are_those_without_it():
+    x = np.array(normal(0, 64, 7, 384))
+    x[3, 2, 5], x[9], x[10, 1, 3], x[11, 1, 3], x[12] = np.nan, np.nan, np.inf, -np.inf, 3
+    ways = (
+        jqx.per_axis(0, 1),
+        jqx.per_axis(0),
+        jqx.per_tensor(),
+        jqx.per_block({0: 1, 1: 1, 2: 64}),
+    )
+    for groups in (way.groups(x.shape) for way in ways):
+        run = jax.jit(lambda x, g=groups: g.extremes(x))
+        assert f"{_package_cpu.NAME}_ranges" in run.lower(x).as_text()
+        for found, plain in zip(run(x), groups._extremes_at_once(x), strict=True):
+            np.testing.assert_array_equal(found, plain, strict=True)
+    assert jqx.per_axis(0).groups(x.shape).extremes(x)[2][9, 0, 0] == 7 * 384
+    tail = jqx.per_block({0: 1, 1: 1, 2: 100}, tail=True).groups(x.shape)
+    assert _package_cpu.NAME not in jax.jit(tail.extremes).lower(x).as_text()
+    rows = lambda x: jqx.per_axis(0).groups(x.shape).extremes(x)[0].ravel()  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.vmap(rows))(x), np.fmin.reduce(x, 2, initial=np.inf))
+    slopes = np.asarray(jax.grad(lambda x: rows(x).sum())(x[20:]))
+    np.testing.assert_array_equal(slopes, x[20:] == x[20:].min((1, 2), keepdims=True))
+
+
 def test_training_has_the_gradients_that_it_has_without_it(monkeypatch):
     f = lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"]  # noqa: E731
     w, x = {"a": normal(0, 256, 128), "b": normal(1, 128, 64)}, normal(2, 64, 256)
