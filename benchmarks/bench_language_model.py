@@ -194,8 +194,8 @@ Decode = Callable[[int], list[Sequence[float]]]
 
 
 def decoders(given: Given, count: int) -> dict[str, Callable[[], Decode]]:
-    """For each form, with layers in a scan and one by one, what makes it; of a context with room for
-    a count of tokens.
+    """For each form, with layers in a scan and one by one, what makes it; with room for a count of
+    tokens.
     """
     forms = {
         "float32": jqx.Policy([]),

@@ -140,6 +140,11 @@ def empty_cache(config, length, batch=1):
     return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
 
 
+def cache_of(config, context):
+    """Returns an empty cache for one text of so many tokens, in whole chunks."""
+    return empty_cache(config, -(-context // CHUNK) * CHUNK)
+
+
 # The file.
 
 
@@ -230,7 +235,7 @@ def generate(apply, weights, config, prompt, temperature=0.0, key=None, context=
         return likely.argmax(-1), cache
 
     assert 0 < len(prompt) < context, f"a prompt of {len(prompt)} tokens; fewer than {context} fit"
-    cache, key = empty_cache(config, -(-context // CHUNK) * CHUNK), jax.random.key(0) if key is None else key
+    cache, key = cache_of(config, context), jax.random.key(0) if key is None else key
     place, token = 0, None
     while place < context:
         new = prompt[place : place + CHUNK] if place < len(prompt) else [int(token[0])]
@@ -369,7 +374,7 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
     del model
     prompt = words.encode(chat(question)).ids
     key = jax.random.key(seed)
-    context = min(CONTEXT, len(prompt) + limit)
+    context = min(CONTEXT, len(prompt) + max(limit, 1))
     tokens = generate(done.function, done.params, config, prompt, temperature, key, context)
     stop, stream, times = file.metadata["tokenizer.ggml.eos_token_id"], DecodeStream(), []
     for token in islice(tokens, limit):
@@ -378,7 +383,7 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
             break
         print(stream.step(words, token) or "", end="", flush=True)
     rate = 1 / np.median(np.diff(times)) if len(times) > 2 else np.nan
-    stored, cache = stored_bytes(done.params), empty_cache(config, context).nbytes
+    stored, cache = stored_bytes(done.params), cache_of(config, context).nbytes
     held = sum(x.nbytes for x in jax.tree.leaves(done.params))
     print(
         f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} a second. {scheme}: "

@@ -92,9 +92,9 @@ def alone_or_in_parts(
     alone: Callable[..., jax.Array], in_parts: Callable[..., jax.Array], *args: Any
 ) -> jax.Array:
     """Returns what one function returns where it is computed on one device, and another one where
-    it is exported, but where `IN_EXPORTS` says otherwise, or the compiler parts the program over
-    devices: it cannot part a kernel. Both
-    are functions of pytrees of arrays, with results of one shape and dtype. No derivative.
+    the compiler parts the program over devices, as it cannot part a kernel, or where the program is
+    exported and `IN_EXPORTS` is false. Both are functions of pytrees of arrays, with results of one
+    shape and dtype. No derivative.
     """
     arrays, structure = jax.tree.flatten(args)
 

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import os
 from typing import Any
 
 import jax
@@ -15,9 +14,8 @@ from ._checks import require_that
 NAME = "jqx_cpu"
 FAST = ("AVX-512 VNNI", "AVX-512 BF16", "AMX")
 """Instructions with which its kernels are used. Those of AVX-512 were measured to be faster than
-what XLA makes. Those of AMX were compared with plain loops on emulated tiles, and were not
-timed: without them such a processor would be left to the kernels of AVX-512 VNNI, while XLA itself
-uses AMX.
+what XLA makes. Those of AMX were compared with plain loops on emulated tiles, and were not timed:
+they are used since XLA multiplies int8 by AMX too, which kernels of AVX-512 VNNI would lose to.
 """
 
 BFLOATS = ("AVX-512 BF16", "AMX")
@@ -26,13 +24,13 @@ BFLOATS = ("AVX-512 BF16", "AMX")
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is such a package, and it is faster than XLA on this processor, or told by an
-    environment variable which instructions to use.
+    """Whether there is such a package, and it is used on this processor: for its instructions, or
+    since an environment variable names some.
     """
     if importlib.util.find_spec(NAME) is None:
         return False
     package = importlib.import_module(NAME)
-    return package.kernels() in FAST or package.VARIABLE in os.environ
+    return package.kernels() in FAST or bool(package.CHOSEN)
 
 
 def has_bfloats() -> bool:

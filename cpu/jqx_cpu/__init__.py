@@ -64,8 +64,11 @@ def _choose(name: str) -> None:
         )
 
 
-if VARIABLE in os.environ:
-    _choose(os.environ[VARIABLE])
+CHOSEN = os.environ.get(VARIABLE, "")
+"""What that variable names, if anything, as it was when this was imported."""
+
+if CHOSEN:
+    _choose(CHOSEN)
 for _name in HANDLERS:
     _handler = jax.ffi.pycapsule(getattr(library(), f"jqx_cpu_{_name}"))
     jax.ffi.register_ffi_target(f"jqx_cpu_{_name}", _handler, platform="cpu")

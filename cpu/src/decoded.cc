@@ -59,7 +59,7 @@ namespace {
 // Moves a row into the order of `decoded`, and returns what its products are multiplied by: very
 // large and very small rows are brought nearer to 1, so that sums of a group stay in range.
 float arrange(const float* x, int64_t k, int parts, int64_t width, float magnitude, float* to) {
-  const float nearer = magnitude > 0x1p64f ? 0x1p-64f : magnitude < 0x1p-64f ? 0x1p64f : 1.0f;
+  const float nearer = magnitude > 0x1p64f ? 0x1p-64f : magnitude < 0x1p-64f ? 0x1p32f : 1.0f;
   for (int64_t run = 0; run < width; run += 16 * parts, to += 16 * parts) {
     for (int i = 0; i < 16 * parts; ++i) {
       to[i % parts * 16 + i / parts] = run + i < k ? x[run + i] * nearer : 0.0f;
@@ -96,11 +96,11 @@ void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& given) {
   const bool few = kernels.decoded != nullptr && p.m <= kFew;
   Buffer arranged(few ? all_rows * width * 4 : 0), back(few ? all_rows * 4 : 0);
   float *rows = arranged.at<float>(), *powers = back.at<float>();
-  for (int64_t i = 0; few && i < all_rows; ++i) {
+  parallel_for(pool, few ? all_rows : 0, [&](int64_t i) {
     const float* x = p.x + i * p.k;
     const float magnitude = kernels.magnitude(x, p.k);
     powers[i] = arrange(x, p.k, parts, width, magnitude, rows + i * width);
-  }
+  });
   const Tiles tiles(p.batch, p.m, p.n, kernels.rows, pool.threads());
 
   parallel_for(pool, tiles.count(p.batch), [&](int64_t index) {

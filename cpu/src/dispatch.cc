@@ -5,6 +5,11 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(JQX_ARM) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #if defined(JQX_AMX) && !defined(JQX_EMULATED_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -37,6 +42,20 @@ bool has_amx() {
 }  // namespace
 #endif
 
+#if defined(JQX_ARM)
+namespace {
+
+bool has_dot_products() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return true;  // of Apple's processors all have them
+#endif
+}
+
+}  // namespace
+#endif
+
 const Kernels* const* all_kernels() {
   static const Kernels* found[6] = {};
   static const bool is_known = [] {
@@ -48,13 +67,15 @@ const Kernels* const* all_kernels() {
 #if defined(JQX_AMX)
       if (has_amx()) found[count++] = &amx_kernels();
 #endif
+#if defined(JQX_BF16)
       if (__builtin_cpu_supports("avx512bf16")) found[count++] = &avx512_bf16_kernels();
+#endif
       found[count++] = &avx512_vnni_kernels();
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2_kernels();
 #endif
 #if defined(JQX_ARM)
-    found[count++] = &neon_kernels();
+    if (has_dot_products()) found[count++] = &neon_kernels();
 #endif
     found[count++] = &generic_kernels();
     return true;

@@ -1,5 +1,7 @@
 // What XLA calls. Sizes, types and alignment are checked: a wrong buffer is an error of XLA.
 
+#include <cmath>
+
 #include "checks.h"
 
 namespace ffi = xla::ffi;
@@ -25,10 +27,12 @@ ffi::Error read(const char* function, const ffi::AnyBuffer& x, const ffi::AnyBuf
   if (!has(x, rounds ? ffi::F32 : ffi::S8, {p->batch, p->m, p->k})) {
     return wrong(function, "rows are s8 or f32[batch, m, k]", x);
   }
+  static const float nothing = 0;  // where there are no elements
+  const void* data = is_absent(x) ? &nothing : x.untyped_data();
   if (rounds) {
-    p->floats = static_cast<const float*>(x.untyped_data());
+    p->floats = static_cast<const float*>(data);
   } else {
-    p->codes = static_cast<const int8_t*>(x.untyped_data());
+    p->codes = static_cast<const int8_t*>(data);
   }
   if (!read(x_zero, ffi::S32, p->batch, p->m, &p->x_zero)) {
     return wrong(function, "zero points of rows are s32[batch, m or 1]", x_zero);
@@ -51,7 +55,8 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   }
   p.low = low, p.high = high;
   const bool rounds = p.floats != nullptr;
-  if (rounds && !(low >= -128 && low <= high && high <= 127)) {
+  const bool are_whole = low == std::nearbyint(low) && high == std::nearbyint(high);
+  if (rounds && !(are_whole && low >= -128 && low <= high && high <= 127)) {
     return ffi::Error::InvalidArgument("jqx_cpu: product: codes are in [-128, 127].");
   }
   if (!read(x_scale, ffi::F32, p.batch, p.m, &p.x_scale)) {

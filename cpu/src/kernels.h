@@ -1,7 +1,9 @@
-// Products of int8 rows and integer weights [columns, k], the contracted axis last in both.
+// Kernels for products and convolutions: of rows, int8 or floats, and weights [columns, k], the
+// contracted axis last in both.
 //
 // A set of kernels is for one instruction set; `kernels()` returns the best that this processor has.
-// Drivers in products.cc and convolutions.cc cut a problem into tiles and run a kernel on each.
+// Drivers in products.cc, bfloats.cc, decoded.cc and convolutions.cc cut a problem into tiles and run
+// a kernel on each.
 
 #ifndef JQX_CPU_KERNELS_H_
 #define JQX_CPU_KERNELS_H_

@@ -97,7 +97,7 @@ void panel_amx(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
     }
   }
   for (int i = 0; i < rows; ++i) {
-    const __m512i more = _mm512_set1_epi32(of_rows[i] * 128);
+    const __m512i more = _mm512_slli_epi32(_mm512_set1_epi32(of_rows[i]), 7);
     for (int j = 0; j < columns; j += 16) {
       int32_t* own = sums + i * kColumns + j;
       _mm512_storeu_si512(own, _mm512_sub_epi32(_mm512_loadu_si512(own), more));

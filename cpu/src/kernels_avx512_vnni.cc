@@ -329,12 +329,8 @@ __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeigh
     __m512 odd = _mm512_setzero_ps();
     const __m512 scales = scales_of(w, at * kPer, lanes, last, scale, columns, &odd);
     const __mmask64 here = first(bytes - at);
-    __m512 by_row[R], odd_by_row[R];
     __m512i start[R][kDigits];  // less the middle of codes
     JQX_UNROLL for (int i = 0; i < R; ++i) {
-      const __m512 power = _mm512_set1_ps(rows[i].power);
-      by_row[i] = _mm512_mul_ps(scales, power);
-      odd_by_row[i] = _mm512_mul_ps(odd, power);
       const __m512i zero = _mm512_setzero_si512();
       if (kBits == 8) {  // 32 bits do not hold the sum of four whole numbers
         JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
@@ -387,10 +383,11 @@ __attribute__((noinline)) void grouped_of(const Digits* rows, const GroupedWeigh
           real = _mm512_fmadd_ps(real, by, _mm512_cvtepi32_ps(sums[kDigits - 1]));
         }
         const bool is_split = lanes == 2;
-        const __m512 s = j == 0   ? of_column<0>(by_row[i], odd_by_row[i], is_split)
-                         : j == 1 ? of_column<1>(by_row[i], odd_by_row[i], is_split)
-                         : j == 2 ? of_column<2>(by_row[i], odd_by_row[i], is_split)
-                                  : of_column<3>(by_row[i], odd_by_row[i], is_split);
+        const __m512 s = j == 0   ? of_column<0>(scales, odd, is_split)
+                         : j == 1 ? of_column<1>(scales, odd, is_split)
+                         : j == 2 ? of_column<2>(scales, odd, is_split)
+                                  : of_column<3>(scales, odd, is_split);
+        real = _mm512_mul_ps(real, _mm512_set1_ps(rows[i].power));
         total[i][j] = _mm512_fmadd_ps(real, s, total[i][j]);
       }
     }

@@ -54,7 +54,10 @@ inline void parallel_for(Pool& pool, int64_t count, const std::function<void(int
       state->finished.notify_one();
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.schedule(work);
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.schedule(work);
+  } catch (const std::bad_alloc&) {  // those that there are, and this thread, do it
+  }
   work();
   const auto is_done = [&] { return state->done.load() == count; };
   for (int spin = 0; spin < 4096 && !is_done(); ++spin) {

@@ -11,8 +11,9 @@ namespace {
 
 constexpr int64_t kFromPanel = 48;      // rows from which a copy of the weights pays
 constexpr int64_t kLongest = 16384;     // of a panel
+constexpr int64_t kLongestSum = 131071;  // of products of two int8 that 32 bits hold
 constexpr int64_t kMostDigits = 1024;   // rows of floats whose digits are held
-constexpr int64_t kFewBfloats = 6;      // of them up to which digits are faster
+constexpr int64_t kFewBfloats = 6;      // up to which digits are faster: FEW in jqx
 
 // Returns the parameter of one batch, from one of its rows or columns on.
 template <class T>
@@ -180,19 +181,19 @@ bool has_groups(int64_t k, int64_t group, int bits) {
 }
 
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
+  const bool has_pairs = p.bfloats != nullptr && kernels.add_pairs != nullptr;
+  const bool as_bfloats = has_pairs && p.m > kFewBfloats;  // all rows alike
   if (p.m > kMostDigits) {  // some rows at once, so that not all of their digits are held
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t i = 0; i < p.m; i += kMostDigits) {
-        const int64_t count = std::min(kMostDigits, p.m - i);
-        multiply(part_of(p, b, b * p.m + i, count), kernels, given);
+        const FloatProduct part = part_of(p, b, b * p.m + i, std::min(kMostDigits, p.m - i));
+        as_bfloats ? multiply_bfloats(part, kernels, given) : multiply(part, kernels, given);
       }
     }
     return;
   }
+  if (as_bfloats) return multiply_bfloats(p, kernels, given);
   if (p.bfloats != nullptr) {
-    if (kernels.add_pairs != nullptr && p.m > kFewBfloats) {
-      return multiply_bfloats(p, kernels, given);
-    }
     Buffer floats(p.batch * p.m * p.k * 4);
     widen(p.bfloats, p.batch * p.m * p.k, floats.at<float>());
     FloatProduct wide = p;
@@ -208,7 +209,8 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   const int64_t width = up(p.k, kRun * per), lanes = width / (4 * per), groups = p.k / p.group;
   const int64_t stride = p.k * p.bits / 8;
   // One scale a column and whole bytes: sums of digits stay integers to the end.
-  const bool whole = !panels && p.bits == 8 && groups == 1 && p.is_signed;
+  const bool whole =
+      !panels && p.bits == 8 && groups == 1 && p.is_signed && p.k <= kLongestSum;
   const bool counts = p.zero != nullptr;
   const int64_t all_rows = p.batch * p.m;
   Buffer digits(all_rows * count * width), sums(all_rows * lanes * 4), told(all_rows * sizeof(Digits));

@@ -75,7 +75,7 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& pool);
 
 // The same where the rows of one batch are in groups: the first sizes[0] rows meet the first of the
 // weights, the next sizes[1] the second one. A negative size is 0, groups beyond the rows are cut,
-// and the result of rows beyond the groups is 0.
+// and the result of rows beyond the groups is 0. Sums are not requantized.
 void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
                      Pool& pool);
 void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,

@@ -1,5 +1,7 @@
-// Compares all kernels that this processor runs with plain loops, on random shapes, without XLA:
-// built with sanitizers it also tells reads and writes beyond what is given.
+// Compares all kernels that this processor runs with plain loops, on random shapes, without XLA.
+//
+// Arrays end where a page begins that nobody may touch: sanitizers do not see what masked
+// instructions and assembly read and write beyond what is given.
 
 #include <cmath>
 #include <cstdio>
@@ -10,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include "convolutions.h"
 #include "decoded.h"
 #include "products.h"
@@ -17,6 +21,45 @@
 namespace {
 
 using jqx::Kernels;
+
+template <class T>
+struct BeforeAWall {
+  using value_type = T;
+
+  BeforeAWall() = default;
+  template <class U>
+  BeforeAWall(const BeforeAWall<U>&) {}
+
+  static size_t pages(size_t count) { return (count * sizeof(T) + kPage - 1) / kPage * kPage; }
+
+  T* allocate(size_t count) {
+    const size_t size = pages(count);
+    void* all = mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* wall = static_cast<uint8_t*>(all) + size;
+    if (mprotect(wall, kPage, PROT_NONE) != 0) throw std::bad_alloc();
+    return reinterpret_cast<T*>(wall - count * sizeof(T));
+  }
+
+  void deallocate(T* data, size_t count) {
+    uint8_t* wall = reinterpret_cast<uint8_t*>(data + count);
+    munmap(wall - pages(count), pages(count) + kPage);
+  }
+
+  template <class U>
+  bool operator==(const BeforeAWall<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const BeforeAWall<U>&) const {
+    return false;
+  }
+
+  static constexpr size_t kPage = 65536;  // or a multiple of it
+};
+
+template <class T>
+using Array = std::vector<T, BeforeAWall<T>>;
 
 // Each piece of work has a thread of its own.
 class Threads : public jqx::Pool {
@@ -44,15 +87,15 @@ int64_t size_near(int64_t of, int64_t most) {
 }
 
 template <class T>
-std::vector<T> numbers(int64_t count, int64_t low, int64_t high) {
-  std::vector<T> found(count);
+Array<T> numbers(int64_t count, int64_t low, int64_t high) {
+  Array<T> found(count);
   for (auto& x : found) x = static_cast<T>(between(low, high));
   return found;
 }
 
-std::vector<float> floats(int64_t count) {
+Array<float> floats(int64_t count) {
   std::normal_distribution<float> normal;
-  std::vector<float> found(count);
+  Array<float> found(count);
   for (auto& x : found) x = normal(generator);
   return found;
 }
@@ -77,15 +120,15 @@ void check_products(const Kernels& kernels) {
   auto x_scale = floats(batch * m), w_scale = floats(batch * n);
   for (auto& s : x_scale) s = 0.01f + std::fabs(s) / 100;
   const auto real = floats(batch * m * k);
-  std::vector<int8_t> codes(x);
+  Array<int8_t> codes(x);
   if (rounds) {
     for (int64_t i = 0; i < batch * m * k; ++i) {
       const float y = std::nearbyint(real[i] / x_scale[i / k]);
       codes[i] = static_cast<int8_t>(std::min(std::max(y, -127.0f), 127.0f));
     }
   }
-  std::vector<int32_t> sums(batch * m * n), expected(batch * m * n);
-  std::vector<float> scaled(batch * m * n);
+  Array<int32_t> sums(batch * m * n), expected(batch * m * n);
+  Array<float> scaled(batch * m * n);
   jqx::Product p;
   p.batch = batch, p.m = m, p.n = n, p.k = k, p.low = -127, p.high = 127;
   if (rounds) {
@@ -144,7 +187,7 @@ void check_requantized(const Kernels& kernels) {
   const auto multiplier = numbers<int32_t>(n, 1 << 30, 0x7fffffff);
   const auto shift = numbers<int32_t>(n, -14, 2), bias = numbers<int32_t>(n, -5000, 5000);
   const auto zero = numbers<int32_t>(1, -20, 20);
-  std::vector<int8_t> codes(m * n);
+  Array<int8_t> codes(m * n);
   jqx::Product p;
   p.batch = 1, p.m = m, p.n = n, p.k = k, p.codes = x.data(), p.w = w.data();
   p.codes_of_sums = codes.data();
@@ -171,7 +214,7 @@ void check_groups(const Kernels& kernels) {
   const auto x = numbers<int8_t>(m * k, -128, 127), w = numbers<int8_t>(groups * n * k, -128, 127);
   const auto sizes = numbers<int32_t>(groups, -3, 30);
   const auto x_zero = numbers<int32_t>(m, -9, 9), w_zero = numbers<int32_t>(groups * n, -9, 9);
-  std::vector<int32_t> sums(m * n, 1), expected(m * n, 0);
+  Array<int32_t> sums(m * n, 1), expected(m * n, 0);
   jqx::Product p;
   p.batch = 1, p.m = m, p.n = n, p.k = k, p.codes = x.data(), p.w = w.data();
   p.x_zero = {x_zero.data(), false}, p.w_zero = {w_zero.data(), false}, p.sums = sums.data();
@@ -206,12 +249,12 @@ void check_float_products(const Kernels& kernels) {
   const auto zero = numbers<int8_t>(batch * groups * n, -middle, middle - 1);
   const int digits = int(between(1, 4));  // 1: of codes; 4: of none, of bfloat16
   const auto codes = numbers<int8_t>(batch * m * k, -128, 127);
-  const std::vector<float> x_scale(batch * m, 0.25f);
+  const Array<float> x_scale(batch * m, 0.25f);
   auto x = floats(batch * m * k);
   if (digits == 1) {
     for (int64_t i = 0; i < batch * m * k; ++i) x[i] = 0.25f * codes[i];
   }
-  std::vector<uint16_t> bfloats(batch * m * k);
+  Array<uint16_t> bfloats(batch * m * k);
   for (int64_t i = 0; digits == 4 && i < batch * m * k; ++i) {
     uint32_t of_float;
     std::memcpy(&of_float, &x[i], 4);
@@ -219,7 +262,7 @@ void check_float_products(const Kernels& kernels) {
     of_float &= 0xffff0000;
     std::memcpy(&x[i], &of_float, 4);
   }
-  std::vector<float> y(batch * m * n);
+  Array<float> y(batch * m * n);
   jqx::FloatProduct p = {};
   p.batch = batch, p.m = m, p.n = n, p.k = k, p.group = group, p.bits = bits;
   p.is_signed = is_signed, p.digits = std::min(digits, 3), p.w = w.data(), p.scale = scale.data();
@@ -265,6 +308,32 @@ void check_float_products(const Kernels& kernels) {
                                     std::to_string(group) + ": " + std::to_string(worst));
 }
 
+void check_rows(const Kernels& kernels) {
+  const int64_t m = between(1, 40), k = between(1, 90);
+  auto x = floats(m * k);
+  for (int64_t i = between(0, 5); i > 0; --i) x[between(0, m * k - 1)] = i % 2 ? NAN : INFINITY;
+  Array<float> magnitudes(m), ranges(3 * m);
+  Threads pool;
+  jqx::find_magnitudes(x.data(), m, k, magnitudes.data(), kernels, pool);
+  jqx::find_ranges(x.data(), m, k, ranges.data(), kernels, pool);
+  bool same = true;
+  for (int64_t i = 0; i < m; ++i) {
+    float low = INFINITY, high = -INFINITY, largest = 0, nans = 0;
+    for (int64_t l = 0; l < k; ++l) {
+      const float value = x[i * k + l];
+      if (std::isnan(value)) {
+        ++nans;
+        continue;
+      }
+      low = std::min(low, value), high = std::max(high, value);
+      largest = std::max(largest, std::fabs(value));
+    }
+    same &= ranges[3 * i] == low && ranges[3 * i + 1] == high && ranges[3 * i + 2] == nans;
+    same &= nans > 0 ? std::isnan(magnitudes[i]) : magnitudes[i] == largest;
+  }
+  check(same, kernels, "ranges of rows");
+}
+
 void check_convolutions(const Kernels& kernels) {
   const bool is_depthwise = between(0, 2) == 0;
   jqx::Convolution p;
@@ -291,8 +360,8 @@ void check_convolutions(const Kernels& kernels) {
   if (has_a) p.image_zero = {a.data(), one_a};
   if (has_b) p.kernel_zero = {b.data(), one_b};
   const int64_t count = p.batch * m * p.outputs;
-  std::vector<int32_t> sums(count), expected(count);
-  std::vector<float> scaled(count);
+  Array<int32_t> sums(count), expected(count);
+  Array<float> scaled(count);
   for (int64_t at = 0; at < count; ++at) {
     const int64_t n = at % p.outputs, x = at / p.outputs % width.places();
     const int64_t y = at / p.outputs / width.places() % height.places(), i = at / p.outputs / m;
@@ -329,8 +398,8 @@ void check_convolutions(const Kernels& kernels) {
 }
 
 // The numbers of an 8-bit float with so many bits of a fraction.
-std::vector<float> float8(int fractions, int bias, bool has_infinity, bool has_nan_for_zero) {
-  std::vector<float> table(256);
+Array<float> float8(int fractions, int bias, bool has_infinity, bool has_nan_for_zero) {
+  Array<float> table(256);
   const int ones = (1 << fractions) - 1;
   for (int code = 0; code < 256; ++code) {
     const int exponent = (code & 127) >> fractions, fraction = code & ones;
@@ -376,7 +445,7 @@ void check_decoded_products(const Kernels& kernels) {
   for (int64_t i = 0; are_powers && i < batch * groups * n; ++i) {
     scale[i] = std::ldexp(1.0f, exponents[i] - 127);
   }
-  std::vector<float> y(batch * m * n);
+  Array<float> y(batch * m * n);
   jqx::DecodedProduct p = {batch, m, n, k, group, decoded};
   p.x = x.data(), p.w = w.data(), p.y = y.data();
   if (are_powers) {
@@ -421,6 +490,7 @@ int main(int count, char** arguments) {
       check_products(**each);
       check_requantized(**each);
       check_groups(**each);
+      check_rows(**each);
       check_float_products(**each);
       check_convolutions(**each);
       check_decoded_products(**each);

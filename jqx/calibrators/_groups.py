@@ -19,8 +19,11 @@ from .._errors import message
 LARGE = 2**14
 """Elements of an array for which a kernel is called."""
 
-LEAST, MOST = 32, 2**24
-"""Elements that share a scale, likewise; kernels count them in float32."""
+LEAST = 32
+"""Elements that share a scale, likewise."""
+
+MOST = 2**24
+"""Those that a kernel counts, in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Groups:
             and known
             and together
             and x.size >= LARGE
-            and LEAST <= math.prod(x.shape[first:]) <= MOST
+            and math.prod(x.shape[first:]) >= LEAST
         )
 
     def _in_rows(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
@@ -194,7 +197,7 @@ class Groups:
         int32; infinities where there is no number.
         """
         plain, in_blocks = self._extremes_at_once, self.split(x)
-        if not self._has_kernel(in_blocks) or in_blocks.size != x.size:
+        if not self._has_kernel(in_blocks) or in_blocks.size != x.size or self.per_scale > MOST:
             return plain(x)
 
         @jax.custom_jvp

@@ -56,7 +56,9 @@ def dot_general(
       rhs: array or QTensor, likewise.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as in `jax.lax.dot_general`, where the contraction is one of floats; integer
-        arithmetic is exact.
+        arithmetic is exact. Where jqx-cpu is installed, the fastest one, `"default"`, has float
+        rows rounded to 16 bits relative to the largest of each, beside integers that lie for its
+        kernels; so has `jax.default_matmul_precision("bfloat16")` in what `jqx.convert` returns.
       preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
         the operands.
       output: how to quantize the result: a `QSpec`, or a scheme such as `"int8"`, whose calibrator
@@ -77,7 +79,8 @@ def dot_general(
 
     Gradient: by JAX, of float operands and of scales; none of codes.
     NaN and infinities: IEEE arithmetic on scales and float operands; but on CPU, a row of a float
-    operand (of all its contracted elements) that holds an infinity gives NaN beside integer codes.
+    operand (of all its contracted elements) that holds an infinity gives NaN beside integer codes,
+    if not more than 6 rows of bfloat16 are multiplied as such by jqx-cpu.
     On other platforms, sums of float32 or bfloat16 with codes, without scales, must fit float32.
 
     Example:

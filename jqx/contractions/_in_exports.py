@@ -18,16 +18,18 @@ def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
     more slowly than kernels do. What is exported inside runs on CPUs where jqx-cpu is installed:
     `import jqx_cpu` tells XLA of its kernels, and jqx itself need not be there. Where that is
     missing, XLA says which kernel it does not find, `No FFI handler registered for jqx_cpu_...`.
+    Contractions with a symbolic size have the plain form here too: kernels are for sizes that are
+    known.
 
     Yields:
       What `jax.export.export` must be told as its `disabled_checks`: it refuses calls of which it
       does not know whether later versions have them. Those of jqx-cpu are of one version of jqx.
 
     Raises:
-      ImportError: jqx-cpu is not installed, or has no kernels for this processor.
+      ImportError: jqx-cpu is not installed, or its kernels are not used on this processor.
 
     Gradient: that of the plain form.
-    NaN and infinities: as kernels have them.
+    NaN and infinities: as in `jqx.dot_general`.
 
     Example:
       >>> import jax, jqx, jax.numpy as jnp
@@ -44,10 +46,11 @@ def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
         _package_cpu.is_installed(),
         error=ImportError,
         function="kernels_in_exports",
-        problem="the package jqx-cpu is not installed, or has no kernels for this processor.",
+        problem="the package jqx-cpu is not installed, or not used on this processor.",
         given="no kernels to call",
         expected=f"the package, on a processor with {' or '.join(_package_cpu.FAST)}",
-        mend="install it, pip install ./cpu, or export without it: the plain form runs anywhere.",
+        mend="install it, pip install ./cpu; name its instructions, as by JQX_CPU_KERNELS=AVX2; or "
+        "export without it: the plain form runs anywhere.",
     )
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _package_cpu.handlers()]
     with IN_EXPORTS(True):

@@ -24,8 +24,8 @@ MATRICES = Dimensions(2, 3, (1,), (2,), (), (0,))
 """Rows beside a stack of matrices [G, N, K], which is no axis of the rows."""
 
 
-def _how(lhs: Any, rhs: QTensor) -> HowTo:
-    return HowTo(MATRICES, block=find_block(lhs, rhs, MATRICES))
+def _how(lhs: Any, rhs: QTensor, told: Told) -> HowTo:
+    return HowTo(MATRICES, told.precision, find_block(lhs, rhs, MATRICES))
 
 
 def _is_for_package(case: Groups) -> bool:
@@ -34,7 +34,7 @@ def _is_for_package(case: Groups) -> bool:
         return False
     q = q.stored
     known = multiplies_bytes, multiplies_floats, multiplies_decoded
-    return any(multiplies(x, q, _how(x, q)) for multiplies in known)
+    return any(multiplies(x, q, _how(x, q, case.how)) for multiplies in known)
 
 
 @formulation(
@@ -47,7 +47,7 @@ def _is_for_package(case: Groups) -> bool:
 def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
     def kernel(lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
         q = rhs.stored
-        inner = _how(lhs, q)
+        inner = _how(lhs, q, how)
         if not isinstance(lhs, QTensor):
             by = floats if multiplies_floats(lhs, q, inner) else decoded
             return by(lhs, q, how=inner, sizes=sizes).astype(how.dtype)

@@ -46,7 +46,7 @@ def product_cpu(
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
     given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
-    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes)
+    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
     return _called("product", given, (0, 2, 3), 6, options, dtype)
 
 
@@ -120,7 +120,7 @@ def float_product_cpu(
       sizes: as in `product_cpu`, of scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
-    given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes)
+    given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
     multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
     return _called("float_product", given, (0, 2), 5, options, jnp.float32, multiplies)
 
@@ -145,7 +145,7 @@ def decoded_product_cpu(
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, of scales [G, groups, N].
     """
-    given = x, w, scale, _step(step), _sizes(sizes)
+    given = x, w, scale, _step(step), _sizes(sizes, x)
     return _called("decoded_product", given, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
 
 
@@ -157,8 +157,11 @@ def _step(step: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.int32) if step is None else step.astype(jnp.int32).reshape(1)
 
 
-def _sizes(sizes: jax.Array | None) -> jax.Array:
-    return jnp.zeros((0,), jnp.int32) if sizes is None else sizes.astype(jnp.int32)
+def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Returns sizes of groups of rows, none larger than all rows, so that int32 holds them."""
+    if sizes is None:
+        return jnp.zeros((0,), jnp.int32)
+    return jnp.clip(sizes, 0, x.shape[1]).astype(jnp.int32)
 
 
 def _called(
@@ -203,10 +206,10 @@ def _over_batches(
         if any(x.size for x in given[step + 1 :]):
             return _one_by_one(call, mapped, given), True
         if not any(mapped[i] for i in range(len(given)) if i not in rows):
-            with_more = list(given)
+            with_more, m = list(given), given[0].shape[-2]
             for i in rows:
                 x = given[i]
-                with_more[i] = _into_rows(size, x) if mapped[i] else _for_rows(size, x, i == 0)
+                with_more[i] = _into_rows(size, m, x) if mapped[i] else _for_rows(size, x, i == 0)
             y = call(*with_more)
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
@@ -242,12 +245,13 @@ def _one_by_one(
     return lax.map(call, tuple(x for x, is_mapped in pairs if is_mapped))
 
 
-def _into_rows(size: int, x: jax.Array) -> jax.Array:
-    """Returns what is mapped, [size, B, M, ...], as [B, size * M, ...]."""
+def _into_rows(size: int, m: int, x: jax.Array) -> jax.Array:
+    """Returns what is mapped, [size, B, M or 1, ...], as [B, size * M, ...]."""
     if x.size == 0:
         return x[0] if x.ndim == 2 else x
     x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], size * x.shape[2], *x.shape[3:])
+    x = jnp.broadcast_to(x, (*x.shape[:2], m, *x.shape[3:]))
+    return x.reshape(x.shape[0], size * m, *x.shape[3:])
 
 
 def _for_rows(size: int, x: jax.Array, is_rows: bool) -> jax.Array:

@@ -27,9 +27,11 @@ def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
 
     On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
     byte each; elsewhere codes keep their dtype. Packed codes are unpacked. Where the package
-    jqx-cpu is installed, and the processor has AVX-512 VNNI, its kernels read integers of 8, 4 and
-    2 bits, with one scale or with blocks: [N, K], those of 4 and 2 bits packed along K. What is on
-    several devices, exported, or parted over devices by a compiler, is computed without them.
+    jqx-cpu is installed and used (see its README for processors), weights with one scale or with
+    blocks lie [N, K]: integers of 8, 4 and 2 bits, codes of floats of 4 bits, and 8-bit floats;
+    those of fewer than 8 bits are packed along K. What is on several devices, or parted over
+    devices by a compiler, is computed without its kernels, and so is what is exported, outside of
+    `jqx.kernels_in_exports`.
 
     Kernels in Pallas read the codes in the bits that they have. They are for integers of 8 bits
     or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits

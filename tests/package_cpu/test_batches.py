@@ -41,9 +41,8 @@ def exact(pattern, x, y):
         - (0 if q.zero_point is None else np.asarray(q.zero_point, np.int64))
         for q in (x, y)
     ]
-    scales = [np.broadcast_to(q.scale, q.scale.shape) for q in (x, y)]
-    sums = np.einsum(pattern, *codes).astype(np.float32)
-    return sums * scales[0].reshape(-1, 1, 1, 1) * scales[1].reshape(-1, 1, 1, 1)
+    left, right = (np.asarray(q.scale).reshape(-1, 1, 1, 1) for q in (x, y))
+    return np.einsum(pattern, *codes).astype(np.float32) * left * right
 
 
 def test_batches_are_multiplied_exactly():

@@ -9,6 +9,7 @@ import pytest
 
 import jqx
 from jqx import _package_cpu
+from jqx.contractions._how._kernels_cpu_groups import FEW
 from jqx.kernels._shared import float_product_cpu
 
 from ..arrays import normal
@@ -69,7 +70,7 @@ def test_products_are_exact_and_their_sums_float32(is_whole):
     for found, x, w, (s, o) in zip(jax.jit(run)(given), rows, weights, told, strict=True):
         expected = np.einsum("bmk,bnk->bmn", x, w)
         k = x.shape[-1]
-        by_digits = x.shape[1] <= 6 or not _package_cpu.has_bfloats()
+        by_digits = x.shape[1] <= FEW or not _package_cpu.has_bfloats()
         if is_whole and not by_digits:  # whole numbers, times powers of two, that float32 holds
             np.testing.assert_array_equal(found, expected)
             continue

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jqx
 from jqx import _package_cpu
+from jqx.contractions._how._kernels_cpu import plain_sums
 
 from ..arrays import normal
 
@@ -81,6 +83,32 @@ def test_a_zero_point_of_each_row_is_left_to_xla():
     found = requantized(x, w, output).values
     plain = requantized(x, w.unpack(), output).values
     np.testing.assert_array_equal(found, plain, strict=True)
+
+
+def test_one_of_a_stack_and_rows_that_are_mapped():
+    x, w, output = cases()[-1]
+    one = requantized(x, w, output).values
+    stack = jax.tree.map(lambda *each: jnp.stack(each), *[w] * 3)
+    scan = jax.jit(lambda w: lax.scan(lambda i, w: (i, requantized(x, w, output).values), 0, w)[1])
+    np.testing.assert_array_equal(scan(stack), jnp.stack([one] * 3), strict=True)
+    mapped = jax.tree.map(lambda each: jnp.stack([each] * 3), x)
+    many = jax.jit(jax.vmap(lambda x: requantized(x, w, output).values))(mapped)
+    np.testing.assert_array_equal(many, jnp.stack([one] * 3), strict=True)
+
+
+def test_formulations_of_users_come_first():
+    x, w, output = cases()[-1]
+    mine = jqx.contractions.Formulation(
+        "sums_of_mine",
+        "an example",
+        ("cpu",),
+        lambda case: True,
+        lambda lhs, rhs, how: plain_sums(lhs, rhs, how),
+        op="dot_general:int32",
+    )
+    with jqx.contractions.using(mine):
+        (chosen,) = jqx.formulations(requantized)(x, w, output)
+        assert chosen.cpu.name == "sums_of_mine"
 
 
 def test_a_wrong_parameter_is_an_error_of_xla():

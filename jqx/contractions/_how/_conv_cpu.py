@@ -1,7 +1,7 @@
 """Convolutions by the package jqx-cpu: they stand first on CPU where it is installed.
 
-Where a compiler parts a program over devices, and in what `jax.export` writes, the form without
-kernels is computed.
+Where a compiler parts a program over devices, and in what `jax.export` writes outside of
+`jqx.kernels_in_exports`, the form without kernels is computed.
 """
 
 import functools

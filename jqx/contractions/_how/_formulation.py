@@ -46,7 +46,8 @@ class Formulation:
         its float operand or looks at magnitudes; `None` where it is linear itself.
       op: what it computes: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`, or the int32
         sums of the first two, to be requantized: `"dot_general:int32"`,
-        `"conv_general_dilated:int32"`.
+        `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
+        where `compute` is `(lhs, rhs, requantization, how) -> codes`.
       rounds: whether JAX's own derivative of `compute` will not do; by default, where there is a
         `linear`.
       tells_parts: whether `jqx.formulations` tells the contractions that it is made of instead.

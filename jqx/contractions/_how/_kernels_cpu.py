@@ -1,7 +1,8 @@
 """Kernels of the package jqx-cpu as formulations: they stand first on CPU where it is installed.
 
 Weights lie [..., N, K], the contracted axis last. Where a compiler parts a program over devices,
-and in what `jax.export` writes, the form without kernels is computed.
+and in what `jax.export` writes outside of `jqx.kernels_in_exports`, the form without kernels is
+computed.
 """
 
 import functools

@@ -27,7 +27,9 @@ from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
 
 MOST = 16
-"""Rows of floats of 16 bits up to which digits are faster than what XLA multiplies as such."""
+"""Rows of floats of 16 bits up to which kernels for float32 are faster than what XLA multiplies as
+such.
+"""
 
 FEW = 6
 """Rows of bfloat16 up to which digits are faster than products of bfloat16."""

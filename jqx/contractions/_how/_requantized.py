@@ -13,7 +13,7 @@ from .._integers._fixed_point import FixedPointRounding
 from .._integers._requantize import Requantization, lined_up, requantized
 from .._what._product import Product
 from ._formulation import CPU, PLATFORMS, Planner, formulation
-from ._kernels_cpu import as_output, by_kernel, codes_of, constant, multiplies_bytes, plain_sums
+from ._kernels_cpu import as_output, by_kernel, codes_of, constant, package_sums, plain_sums
 from ._planner import SUMS
 from ._scales import HowTo
 
@@ -35,9 +35,10 @@ class Requantized(NamedTuple):
 
 
 def _is_for_package(case: Requantized) -> bool:
-    dimensions = case.how.dimensions
-    if not multiplies_bytes(case.lhs, case.rhs, case.how):
+    choice = SUMS.choose(Product(case.lhs, case.rhs, case.how))
+    if choice is None or choice.cpu is not package_sums:
         return False
+    dimensions = case.how.dimensions
     shape = dimensions.result_shape(case.lhs.shape, case.rhs.shape)
     arrays = [x for x in lined_up(case.output, shape) if x is not None]
     of_columns = all(math.prod(x.shape[:-1]) == 1 for x in arrays)
@@ -63,7 +64,7 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
             x_zero,
             w,
             w_zero,
-            *(_of_columns(each, len(w)) for each in (multiplier, shift, bias, zero)),
+            *(_of_columns(each, len(x)) for each in (multiplier, shift, bias, zero)),
             low=output.low,
             high=output.high,
             is_single=output.rounding is FixedPointRounding.SINGLE,
