@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,28 +78,25 @@ def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: 
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
 
 
-@custom_vmap
-def magnitudes(x: jax.Array) -> jax.Array:
-    """Returns the largest magnitude of each row of float32 [M, K]: as bits, NaN above all."""
-    return call("magnitudes", jax.ShapeDtypeStruct(x.shape[:1], x.dtype), x)
+def _of_rows(name: str, *each: int) -> Callable[[jax.Array], jax.Array]:
+    """Returns a kernel that finds some numbers for each row of float32 [M, K]."""
+
+    @custom_vmap
+    def find(x: jax.Array) -> jax.Array:
+        return call(name, jax.ShapeDtypeStruct((x.shape[0], *each), x.dtype), x)
+
+    @find.def_vmap
+    def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+        return find(x.reshape(-1, x.shape[-1])).reshape(size, -1, *each), True
+
+    return find
 
 
-@custom_vmap
-def ranges(x: jax.Array) -> jax.Array:
-    """Returns the least and the largest number of each row of float32 [M, K], and how many are NaN,
-    float32 [M, 3].
-    """
-    return call("ranges", jax.ShapeDtypeStruct((x.shape[0], 3), x.dtype), x)
+magnitudes = _of_rows("magnitudes")
+"""Returns the largest magnitude of each row: as bits, NaN above all."""
 
-
-@magnitudes.def_vmap
-def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-    return magnitudes(x.reshape(-1, x.shape[-1])).reshape(size, -1), True
-
-
-@ranges.def_vmap
-def _(size: int, _: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-    return ranges(x.reshape(-1, x.shape[-1])).reshape(size, -1, 3), True
+ranges = _of_rows("ranges", 3)
+"""Returns the least and the largest number of each row, and how many are NaN, float32 [M, 3]."""
 
 
 def has_groups(length: int, size: int, bits: int) -> bool:

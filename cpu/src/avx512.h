@@ -17,6 +17,11 @@ constexpr int64_t kStep = 4 * kColumns;
 
 inline __mmask64 first(int64_t n) { return n >= 64 ? ~__mmask64(0) : (__mmask64(1) << n) - 1; }
 
+// Those of 16 columns from `from` that there are.
+inline __mmask16 columns_from(int from, int columns) {
+  return __mmask16(columns > from ? first(columns - from) : 0);
+}
+
 // Turns 16 columns of 64 bytes into 16 runs of 4 bytes of each, `step` bytes from one to the next:
 // a transpose of 32-bit numbers.
 inline void turn(__m512i* r, uint8_t* to, int64_t step) {

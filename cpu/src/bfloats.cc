@@ -37,18 +37,14 @@ void widen(const uint16_t* x, int64_t count, float* y) {
 }
 
 void multiply_bfloats(const FloatProduct& p, const Kernels& kernels, Pool& given) {
-  OneThread alone;
-  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  Pool& pool = pool_for(p.batch * p.m * p.n * p.k, given);
   const int64_t width = up(p.k, kPairs), stride = p.k * p.bits / 8, groups = p.k / p.group;
   const int64_t all_rows = p.batch * p.m;
   Buffer copied(all_rows * width * 2), powers(all_rows * 4);
   uint16_t* rows = copied.at<uint16_t>();
   float* back = powers.at<float>();
-  constexpr int64_t kSome = 8;
-  parallel_for(pool, (all_rows + kSome - 1) / kSome, [&](int64_t part) {
-    for (int64_t i = part * kSome; i < std::min((part + 1) * kSome, all_rows); ++i) {
-      back[i] = copy_row(p.bfloats + i * p.k, p.k, width, rows + i * width);
-    }
+  for_rows(pool, all_rows, [&](int64_t i) {
+    back[i] = copy_row(p.bfloats + i * p.k, p.k, width, rows + i * width);
   });
   const Tiles tiles(p.batch, p.m, p.n, kernels.rows, pool.threads());
 

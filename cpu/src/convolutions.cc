@@ -170,10 +170,9 @@ void convolve_depthwise(const Convolution& p, const Kernels& kernels, Pool& pool
 }  // namespace
 
 void convolve(const Convolution& p, const Kernels& kernels, Pool& given) {
-  OneThread alone;
   const Patches patches(p, kernels.step);
   const int64_t m = patches.rows(), n = p.outputs / p.groups, k = patches.k();
-  Pool& pool = m * p.outputs * k < kSmall ? static_cast<Pool&>(alone) : given;
+  Pool& pool = pool_for(m * p.outputs * k, given);
   if (p.groups > 1 && p.groups == p.features) return convolve_depthwise(p, kernels, pool);
   const int64_t width = patches.width(), panels = (n + kColumns - 1) / kColumns;
   const int64_t panel_bytes = width * kColumns;

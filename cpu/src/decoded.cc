@@ -88,8 +88,7 @@ void copy_scales(const DecodedProduct& p, int64_t from, int columns, float* to) 
 }  // namespace
 
 void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& given) {
-  OneThread alone;
-  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  Pool& pool = pool_for(p.batch * p.m * p.n * p.k, given);
   const int bits = p.table.bits, parts = 32 / bits;
   const int64_t width = up(p.k, 16 * parts), stride = p.k * bits / 8, groups = p.k / p.group;
   const int64_t all_rows = p.batch * p.m;

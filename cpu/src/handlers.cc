@@ -178,32 +178,28 @@ ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   return run(pool, [&](Pool& threads) { groups.product(p, threads); });
 }
 
-ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  constexpr const char* kName = "magnitudes";
+using Find = void (*)(const float*, int64_t, int64_t, float*, const Kernels&, Pool&);
+
+// Calls what finds some numbers for each row: a result [m], or [m, each].
+ffi::Error of_rows(const char* function, Find find, int64_t each, ffi::ThreadPool& pool,
+                   const ffi::AnyBuffer& x, ffi::AnyBuffer& y) {
   const auto rows = x.dimensions();
   if (rows.size() != 2 || !has(x, ffi::F32, {rows[0], rows[1]})) {
-    return wrong(kName, "rows are f32[m, k]", x);
+    return wrong(function, "rows are f32[m, k]", x);
   }
-  if (!has(*y, ffi::F32, {rows[0]})) return wrong(kName, "the result is f32[m]", *y);
+  const bool fits = each == 1 ? has(y, ffi::F32, {rows[0]}) : has(y, ffi::F32, {rows[0], each});
+  if (!fits) return wrong(function, each == 1 ? "the result is f32[m]" : "the result is f32[m, 3]", y);
   const float* from = static_cast<const float*>(x.untyped_data());
-  float* to = static_cast<float*>(y->untyped_data());
-  return run(pool, [&](Pool& threads) {
-    find_magnitudes(from, rows[0], rows[1], to, kernels(), threads);
-  });
+  float* to = static_cast<float*>(y.untyped_data());
+  return run(pool, [&](Pool& threads) { find(from, rows[0], rows[1], to, kernels(), threads); });
+}
+
+ffi::Error magnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+  return of_rows("magnitudes", find_magnitudes, 1, pool, x, *y);
 }
 
 ffi::Error ranges(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  constexpr const char* kName = "ranges";
-  const auto rows = x.dimensions();
-  if (rows.size() != 2 || !has(x, ffi::F32, {rows[0], rows[1]})) {
-    return wrong(kName, "rows are f32[m, k]", x);
-  }
-  if (!has(*y, ffi::F32, {rows[0], 3})) return wrong(kName, "the result is f32[m, 3]", *y);
-  const float* from = static_cast<const float*>(x.untyped_data());
-  float* to = static_cast<float*>(y->untyped_data());
-  return run(pool, [&](Pool& threads) {
-    find_ranges(from, rows[0], rows[1], to, kernels(), threads);
-  });
+  return of_rows("ranges", find_ranges, 3, pool, x, *y);
 }
 
 }  // namespace

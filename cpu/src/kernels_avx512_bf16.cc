@@ -42,7 +42,7 @@ __attribute__((noinline)) void add_pairs_of(const uint16_t* x, int64_t x_stride,
     }
   }
   JQX_UNROLL for (int j = 0; j < 4; ++j) {
-    const __mmask16 here = __mmask16(columns > 16 * j ? first(columns - 16 * j) : 0);
+    const __mmask16 here = columns_from(16 * j, columns);
     const __m512 by = _mm512_maskz_loadu_ps(here, scale + 16 * j);
     JQX_UNROLL for (int i = 0; i < R; ++i) {
       float* own = sums + i * kColumns + 16 * j;

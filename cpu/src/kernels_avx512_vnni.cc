@@ -481,7 +481,7 @@ void decode_pairs_in(const GroupedWeights& w, const int8_t* zero, int64_t from, 
     JQX_UNROLL for (int j = 0; j < 4; ++j) {
       less[j] = _mm512_set1_ps(0x1p23f + float(w.middle()));
       if (zero == nullptr) continue;
-      const __mmask16 here = __mmask16(columns > 16 * j ? first(columns - 16 * j) : 0);
+      const __mmask16 here = columns_from(16 * j, columns);
       const int8_t* own = zero + (here ? group * w.scale_stride + 16 * j : 0);
       const __m128i codes = _mm_maskz_loadu_epi8(here, own);
       less[j] = _mm512_add_ps(less[j], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
@@ -542,7 +542,7 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
                                                 int columns, float* out) {
   const int64_t groups = w.k / w.group;
   __mmask16 here[4];
-  JQX_UNROLL for (int j = 0; j < 4; ++j) here[j] = __mmask16(columns > 16 * j ? first(columns - 16 * j) : 0);
+  JQX_UNROLL for (int j = 0; j < 4; ++j) here[j] = columns_from(16 * j, columns);
   alignas(64) float sums[R][kColumns];
   for (int i = 0; i < R; ++i) {
     for (int j = 0; j < kColumns; j += 16) _mm512_store_ps(sums[i] + j, _mm512_setzero_ps());

@@ -82,8 +82,7 @@ void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups
 }
 
 void multiply(const Product& p, const Kernels& kernels, Pool& given) {
-  OneThread alone;
-  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  Pool& pool = pool_for(p.batch * p.m * p.n * p.k, given);
   const int64_t width = up(p.k, kRun);
   const bool as_given = p.codes != nullptr && p.k == width;
   const int64_t all_rows = p.batch * p.m;
@@ -91,21 +90,18 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
   const int8_t* rows = as_given ? p.codes : copied.at<int8_t>();
   Buffer sums_of_rows(all_rows * 4);
   int32_t* of_rows = sums_of_rows.at<int32_t>();
-  constexpr int64_t kSome = 8;
-  parallel_for(pool, (all_rows + kSome - 1) / kSome, [&](int64_t part) {
-    for (int64_t i = part * kSome; i < std::min((part + 1) * kSome, all_rows); ++i) {
-      if (!as_given) {
-        int8_t* to = copied.at<int8_t>(i * width);
-        if (p.codes != nullptr) {
-          std::memcpy(to, p.codes + i * p.k, p.k);
-        } else {
-          const float scale = p.x_scale.at(i / p.m, p.m, i % p.m);
-          kernels.quantize(p.floats + i * p.k, p.k, scale, p.low, p.high, to);
-        }
-        std::memset(to + p.k, 0, width - p.k);
+  for_rows(pool, all_rows, [&](int64_t i) {
+    if (!as_given) {
+      int8_t* to = copied.at<int8_t>(i * width);
+      if (p.codes != nullptr) {
+        std::memcpy(to, p.codes + i * p.k, p.k);
+      } else {
+        const float scale = p.x_scale.at(i / p.m, p.m, i % p.m);
+        kernels.quantize(p.floats + i * p.k, p.k, scale, p.low, p.high, to);
       }
-      of_rows[i] = kernels.sum(rows + i * width, width);
+      std::memset(to + p.k, 0, width - p.k);
     }
+    of_rows[i] = kernels.sum(rows + i * width, width);
   });
   const bool panels = p.m >= kFromPanel && p.k <= kLongest;
   const Tiles tiles(p.batch, p.m, p.n, kernels.rows, pool.threads());
@@ -200,8 +196,7 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
     wide.bfloats = nullptr, wide.x = floats.at<float>();
     return multiply(wide, kernels, given);
   }
-  OneThread alone;
-  Pool& pool = p.batch * p.m * p.n * p.k < kSmall ? static_cast<Pool&>(alone) : given;
+  Pool& pool = pool_for(p.batch * p.m * p.n * p.k, given);
   const int count = p.codes != nullptr ? 1 : p.digits;
   const bool many = count * p.m >= kFromPanel && p.k <= kLongest;
   const bool panels = kernels.grouped_panel != nullptr && many;
@@ -293,24 +288,14 @@ void multiply(const FloatProduct& p, const Kernels& kernels, Pool& given) {
   });
 }
 
-// Calls f(i) for each row of m x k numbers.
-static void for_rows(int64_t m, int64_t k, Pool& given, const std::function<void(int64_t)>& f) {
-  OneThread alone;
-  Pool& pool = m * k < kSmall / 8 ? static_cast<Pool&>(alone) : given;
-  const int64_t some = std::max<int64_t>(1, m / (8 * pool.threads()));
-  parallel_for(pool, (m + some - 1) / some, [&](int64_t part) {
-    for (int64_t i = part * some; i < std::min((part + 1) * some, m); ++i) f(i);
-  });
-}
-
 void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
                      Pool& pool) {
-  for_rows(m, k, pool, [&](int64_t i) { y[i] = kernels.magnitude(x + i * k, k); });
+  for_rows(pool_for(8 * m * k, pool), m, [&](int64_t i) { y[i] = kernels.magnitude(x + i * k, k); });
 }
 
 void find_ranges(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,
                  Pool& pool) {
-  for_rows(m, k, pool, [&](int64_t i) { kernels.range(x + i * k, k, y + 3 * i); });
+  for_rows(pool_for(8 * m * k, pool), m, [&](int64_t i) { kernels.range(x + i * k, k, y + 3 * i); });
 }
 
 }  // namespace jqx

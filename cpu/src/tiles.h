@@ -54,6 +54,20 @@ class OneThread : public Pool {
   void schedule(std::function<void()>) override {}
 };
 
+// Returns the threads that so many products are worth: those given, or the one that calls.
+inline Pool& pool_for(int64_t products, Pool& given) {
+  static OneThread& alone = *new OneThread;  // for threads that outlive this library's end
+  return products < kSmall ? alone : given;
+}
+
+// Calls f(i) for each row, some of them at a time.
+inline void for_rows(Pool& pool, int64_t rows, const std::function<void(int64_t)>& f) {
+  const int64_t some = std::max<int64_t>(1, rows / (8 * pool.threads()));
+  parallel_for(pool, (rows + some - 1) / some, [&](int64_t part) {
+    for (int64_t i = part * some; i < std::min((part + 1) * some, rows); ++i) f(i);
+  });
+}
+
 // Tiles of a result [batch, m, n]: a few panels of kColumns columns and some rows.
 struct Tiles {
   int64_t panels;   // of a tile

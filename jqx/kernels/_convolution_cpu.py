@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from .. import _package_cpu
+from ._products_cpu import one_by_one
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -86,13 +86,7 @@ def _over_batches(
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
         if batched[1] or any(batched[4:]):
-            mapped = [x if own else None for x, own in zip(given, batched, strict=True)]
-
-            def one(own: Sequence[jax.Array | None]) -> jax.Array:
-                both = zip(own, given, strict=True)
-                return call(*(shared if x is None else x for x, shared in both))
-
-            return lax.map(one, mapped), True
+            return one_by_one(call, batched, given), True
         x, w, scale, zero, *of_kernel = given
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         batch = x.shape[1]

@@ -204,7 +204,7 @@ def _over_batches(
     def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
         mapped = list(batched)
         if any(x.size for x in given[step + 1 :]):
-            return _one_by_one(call, mapped, given), True
+            return one_by_one(call, mapped, given), True
         if not any(mapped[i] for i in range(len(given)) if i not in rows):
             with_more, m = list(given), given[0].shape[-2]
             for i in rows:
@@ -231,7 +231,7 @@ def _over_batches(
     return call
 
 
-def _one_by_one(
+def one_by_one(
     f: Callable[..., jax.Array], mapped: Sequence[bool], given: Sequence[jax.Array]
 ) -> jax.Array:
     """Returns what a function returns of each of the mapped operands, and the others."""

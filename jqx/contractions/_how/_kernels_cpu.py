@@ -208,8 +208,18 @@ def right_of(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any,
         return jnp.broadcast_to(x, (*batch, own, 1)).reshape(math.prod(batch), own)
 
     zero = None if q.zero_point is None else parameter(q.zero_point.astype(jnp.int32))
-    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    codes, step = stored(q, *stack)
     return (codes, parameter(q.real_scale()), zero), step
+
+
+def stored(q: QTensor, *stack: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the codes of a weight as [B, N, bytes], and `None`; of one of a stack the codes of
+    all, and which it is.
+    """
+    if stack:
+        codes, step = stack
+        return codes, step
+    return q.values.reshape(-1, *q.values.shape[-2:]), None
 
 
 def rows_of(x: jax.Array, how: HowTo) -> jax.Array:

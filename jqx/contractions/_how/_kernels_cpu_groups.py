@@ -21,7 +21,7 @@ from ._blocks import with_own_scales
 from ._convert import is_exact_in
 from ._formulation import CPU, formulation
 from ._kernel_operands import precision_of
-from ._kernels_cpu import as_output, by_kernel, in_groups, left_of, lies_in_rows, rows_of
+from ._kernels_cpu import as_output, by_kernel, in_groups, left_of, lies_in_rows, rows_of, stored
 from ._kernels_of_codes import derived_as
 from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
@@ -124,7 +124,7 @@ def floats(
         as_such = x.dtype == jnp.bfloat16 and how.dimensions.rows(x) > FEW
         as_such = as_such and _package_cpu.has_bfloats()
         rows, own = rows_of(x if as_such else x.astype(jnp.float32), how), None
-    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    codes, step = stored(q, *stack)
     y = float_product_cpu(
         rows,
         codes,
@@ -181,7 +181,7 @@ def decoded(
     """Returns the product of float rows and codes of floats, as `floats` does of integers."""
     q = with_own_scales(q, how.dimensions.rhs_kept)
     rows = rows_of(x.astype(jnp.float32), how)
-    codes, step = stack or (q.values.reshape(-1, *q.values.shape[-2:]), None)
+    codes, step = stored(q, *stack)
     scale = q.scale
     if isinstance(scale, QTensor) or scale.dtype != E8M0:
         scale = q.real_scale()
