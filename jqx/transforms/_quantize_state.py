@@ -11,6 +11,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import check_instance, check_pattern, require_that, shown
 from .._errors import message
+from .._signatures import T
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import cache_for, needed_spec
@@ -21,11 +22,11 @@ from ._trace import is_array, is_quantized
 
 @called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
 def quantize_state(
-    tree: Any,
+    tree: T,
     specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]],
     *,
     target: str | None = None,
-) -> Any:
+) -> T:
     """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
 
     Every transform takes such a tree in place of the float one: the function still sees arrays of
