@@ -4,13 +4,18 @@ A checker sees a quantized tree as the tree of arrays that it stands for: `quant
 the type that it is given, so its result fits the parameters of the function.
 """
 
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-P = ParamSpec("P")
-"""The parameters of a function."""
+if TYPE_CHECKING:  # with defaults, which Python has from 3.13
+    from typing_extensions import ParamSpec, TypeVar
 
-R = TypeVar("R")
-"""Its result."""
+    P = ParamSpec("P", default=...)
+    R = TypeVar("R", default=Any)
+else:
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
 
 T = TypeVar("T")
 """A pytree, of which leaves may be QTensors in the place of arrays."""
