@@ -52,7 +52,8 @@ def make_plan(
 
     Returns:
       `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or `jax.ShapeDtypeStruct`s.
-      The plan holds for any batch size.
+      The plan holds for any batch size. To type checkers its parameters are those of `f`, and a
+      `jax.ShapeDtypeStruct` is no array: pass what `jax.eval_shape` returns, or a `typing.cast`.
 
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or a name no string.

@@ -65,7 +65,9 @@ def quantize_params(
       The same tree; leaves that the plan does not quantize are the very same objects, unless
       `shardings` put them elsewhere, and a `jqx.interop.Lazy` is quantized when it is read. Where
       rules select steps of a scan, the weights that it steps over are `Segments` of QTensors, and
-      of arrays where a part stays in float.
+      of arrays where a part stays in float. To type checkers it has the type of `params`, so that
+      it fits the function: a QTensor among its leaves is an array to them. To use one as what it
+      is, write `typing.cast(jqx.QTensor, qparams["w"])`.
 
     Raises:
       TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
