@@ -2,20 +2,18 @@
 
 A checker sees a quantized tree as the tree of arrays that it stands for: `quantize_params` returns
 the type that it is given, so its result fits the parameters of the function.
+
+Checkers read `_signatures.pyi`, where these have defaults, as Python has them from 3.13: a bare
+`jqx.Quantized` is one of any function.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import ParamSpec, TypeVar
 
-if TYPE_CHECKING:  # with defaults, which Python has from 3.13
-    from typing_extensions import ParamSpec, TypeVar
+P = ParamSpec("P")
+"""The parameters of a function."""
 
-    P = ParamSpec("P", default=...)
-    R = TypeVar("R", default=Any)
-else:
-    from typing import ParamSpec, TypeVar
-
-    P = ParamSpec("P")
-    R = TypeVar("R")
+R = TypeVar("R")
+"""Its result."""
 
 T = TypeVar("T")
 """A pytree, of which leaves may be QTensors in the place of arrays."""

@@ -135,7 +135,6 @@ def test_third_parties_are_the_core_dependencies(path):
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
     more |= {"matplotlib"} if path.stem == "plots" else set()
-    more |= {"typing_extensions"} if layer_of(path) == "_signatures" else set()  # of checkers
     yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
 
