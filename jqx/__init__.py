@@ -4,6 +4,8 @@ Ops with written semantics, QTensors and exact integer contractions, and transfo
 calibrate, simulate and convert any JAX function. Start with `make_plan`.
 """
 
+import typing as _typing
+
 from . import algorithms as algorithms
 from . import calibrators as calibrators
 from . import diagnostics as diagnostics
@@ -73,16 +75,17 @@ from .transforms import quantize_params as quantize_params
 from .transforms import quantize_state as quantize_state
 from .transforms import simulate as simulate
 
-__getattr__ = _renamed(
-    __name__,
-    {
-        "FixedPointRounding": "jqx.tflite.FixedPointRounding",
-        "Requantization": "jqx.tflite.Requantization",
-        "dynamic_dequantize": "jqx.onednn.dynamic_dequantize",
-        "onednn_dequantize": "jqx.onednn.onednn_dequantize",
-        "onednn_quantize": "jqx.onednn.onednn_quantize",
-        "requantize": "jqx.tflite.requantize",
-        "zeros": "jqx.QTensor.zeros",
-    },
-)
+if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+    __getattr__ = _renamed(
+        __name__,
+        {
+            "FixedPointRounding": "jqx.tflite.FixedPointRounding",
+            "Requantization": "jqx.tflite.Requantization",
+            "dynamic_dequantize": "jqx.onednn.dynamic_dequantize",
+            "onednn_dequantize": "jqx.onednn.onednn_dequantize",
+            "onednn_quantize": "jqx.onednn.onednn_quantize",
+            "requantize": "jqx.tflite.requantize",
+            "zeros": "jqx.QTensor.zeros",
+        },
+    )
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(jqx.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    ("_errors",),
+    ("_errors", "_signatures"),
     ("_calls", "_checks", "_compat"),
     ("_added", "_compat_kernels", "_files", "_heap", "_old_names", "_xla_cpu"),
     ("_package_cpu",),

@@ -100,14 +100,15 @@ class Follower(Walk):
         call: Call,
         fixed: "tuple[Array, dict[int, str]] | None" = None,
     ):
-        self.plan, self._elements, self._once = plan, elements, once
+        self.plan: Plan = plan
+        self._elements, self._once = elements, once
         self._places = {path: i for i, path in enumerate(call.paths) if path is not None}
         self._weights = {self._places[weight.path] for weight in plan.weights}
-        self.shapes = [np.shape(leaf) for leaf in call.leaves]
-        self.sizes = [math.prod(shape) for shape in self.shapes]
-        self.names = names_of(call, plan.params)
+        self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
+        self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
+        self.names: list[str | None] = names_of(call, plan.params)
         self._items = {item.address: item for item in contractions(call) if item.address}
-        self.labels = Labels(fixed)
+        self.labels: Labels = Labels(fixed)
         self.starts: dict[int, int] = {}
         self.tables: list[Table] = []
         self.met: list[Met] = []

@@ -46,12 +46,13 @@ class Folds(Named):
 
     def __init__(self, plan: Plan, follower: Follower):
         super().__init__(plan, follower.names)
-        self.met = follower.met
+        self.met: list[Met] = follower.met
+        self.numbers: Array
         self.numbers, self._why = follower.labels.solved()
-        self.count = int(self.numbers.max(initial=0)) + 1
+        self.count: int = int(self.numbers.max(initial=0)) + 1
         every = np.arange(len(self.numbers))
         self._limits = follower.labels.limits(every)
-        self.is_clipped = np.zeros(self.count, bool)
+        self.is_clipped: Array = np.zeros(self.count, bool)
         self.is_clipped[self.numbers[np.isfinite(self._limits)]] = True
         self.is_clipped[0] = False
         self._shapes = follower.shapes

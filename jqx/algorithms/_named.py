@@ -29,7 +29,7 @@ class Named:
 
     def __init__(self, plan: Plan, names: Sequence[str | None]):
         self.plan = plan
-        self.names = [str(name) for name in names]
+        self.names: list[str] = [str(name) for name in names]
         self._places = [i for i, name in enumerate(names) if name is not None]
 
     @property

@@ -1,5 +1,7 @@
 """Granularities and calibrators, values that a user passes: from observed values to a scale."""
 
+import typing as _typing
+
 from .._old_names import renamed as _renamed
 from ._absmax import AbsMax as AbsMax
 from ._absmax import absmax as absmax
@@ -32,16 +34,17 @@ from ._scale_rules import FourOverSix as FourOverSix
 from ._scale_rules import ceil as ceil
 from ._scale_rules import four_over_six as four_over_six
 
-__getattr__ = _renamed(
-    __name__,
-    {
-        "Hqo": "jqx.calibrators.Hqq",
-        "hqo": "jqx.calibrators.hqq",
-        "per_axis": "jqx.per_axis",
-        "per_block": "jqx.per_block",
-        "per_channel": "jqx.per_channel",
-        "per_group": "jqx.per_group",
-        "per_tensor": "jqx.per_tensor",
-        "per_token": "jqx.per_token",
-    },
-)
+if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+    __getattr__ = _renamed(
+        __name__,
+        {
+            "Hqo": "jqx.calibrators.Hqq",
+            "hqo": "jqx.calibrators.hqq",
+            "per_axis": "jqx.per_axis",
+            "per_block": "jqx.per_block",
+            "per_channel": "jqx.per_channel",
+            "per_group": "jqx.per_group",
+            "per_tensor": "jqx.per_tensor",
+            "per_token": "jqx.per_token",
+        },
+    )

@@ -62,4 +62,4 @@ class AbsMax(Calibrator):
         return "absmax"
 
 
-absmax = AbsMax()
+absmax: AbsMax = AbsMax()

@@ -110,7 +110,7 @@ class Delayed(Calibrator):
         return "delayed" if self == delayed else f"delayed({self.length}, {self.margin})"
 
 
-delayed = Delayed()
+delayed: Delayed = Delayed()
 
 
 def advance(stats: Any) -> Any:

@@ -142,4 +142,4 @@ class Entropy(FromHistogram):
         return "entropy" if self == entropy else f"entropy({self.bins}, {self.stride})"
 
 
-entropy = Entropy()
+entropy: Entropy = Entropy()

@@ -152,4 +152,4 @@ class Hqq(FromHistogram):
         return "hqq" if self == hqq else f"hqq{fields}"
 
 
-hqq = Hqq()
+hqq: Hqq = Hqq()

@@ -57,4 +57,4 @@ class MinMax(Calibrator):
         return "minmax"
 
 
-minmax = MinMax()
+minmax: MinMax = MinMax()

@@ -133,4 +133,4 @@ def searched(
     return affine(factor)
 
 
-mse = Mse()
+mse: Mse = Mse()

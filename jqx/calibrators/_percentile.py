@@ -127,4 +127,4 @@ class Percentile(FromHistogram):
         return f"percentile({self.percent})"
 
 
-percentile = Percentile()
+percentile: Percentile = Percentile()

@@ -90,5 +90,5 @@ def _either(points: Points, spec: Affinity) -> Affine:
     return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 
 
-ceil = Ceil()
-four_over_six = FourOverSix()
+ceil: Ceil = Ceil()
+four_over_six: FourOverSix = FourOverSix()

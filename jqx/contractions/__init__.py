@@ -14,5 +14,5 @@ from ._matmul import matmul as matmul
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._take import take as take
 
-QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[attr-defined]
-QTensor.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[attr-defined]
+QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[method-assign]
+QTensor.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[method-assign]

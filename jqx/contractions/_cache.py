@@ -6,11 +6,12 @@ stays, and what is written is quantized with it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._calls import called
 from .._checks import as_real, require_that
@@ -33,6 +34,12 @@ from ._window import (
 )
 
 
+@overload
+def dynamic_slice(operand: QTensor, start_indices: Any, slice_sizes: Sequence[int]) -> QTensor: ...
+@overload
+def dynamic_slice(
+    operand: ArrayLike, start_indices: Any, slice_sizes: Sequence[int]
+) -> jax.Array: ...
 @called("dynamic_slice")
 def dynamic_slice(
     operand: Operand, start_indices: Any, slice_sizes: Sequence[int]
@@ -72,6 +79,12 @@ def dynamic_slice(
     return sliced(operand, window_of("dynamic_slice", operand, start_indices, slice_sizes))
 
 
+@overload
+def dynamic_update_slice(operand: QTensor, update: Operand, start_indices: Any) -> QTensor: ...
+@overload
+def dynamic_update_slice(
+    operand: ArrayLike, update: ArrayLike, start_indices: Any
+) -> jax.Array: ...
 @called("dynamic_update_slice")
 def dynamic_update_slice(
     operand: Operand, update: Operand, start_indices: Any

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from ._how._formulation import ELSEWHERE, Planner, formulation
 from ._integers._bytes import is_integer
 from ._integers._integer import check_splittable
 from ._integers._requantize import Requantization, requantize
-from ._output import Output, as_asked, check_requantized
+from ._output import Asked, Output, as_asked, check_requantized
 from ._what._conv_dimensions import Window, check_ranks, window_of
 from ._what._convolution import Convolution
 
@@ -69,6 +69,38 @@ SUMS = Planner(
 )
 
 
+@overload
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    output: Asked,
+) -> QTensor: ...
 @called("conv_general_dilated")
 def conv_general_dilated(
     lhs: Operand,

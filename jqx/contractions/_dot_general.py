@@ -1,6 +1,6 @@
 """`dot_general` on arrays and QTensors."""
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,33 @@ from ._how._planner import plan
 from ._how._requantized import REQUANTIZED, Requantized
 from ._how._scales import HowTo
 from ._integers._requantize import Requantization, as_result
-from ._output import Output, as_asked, check_requantized
+from ._output import Asked, Output, as_asked, check_requantized
 from ._what._dimensions import Dimensions
 from ._what._product import Product
 
 Operand = ArrayLike | QTensor
 
 
+@overload
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Asked,
+) -> QTensor: ...
 @called("dot_general")
 def dot_general(
     lhs: Operand,

@@ -17,15 +17,15 @@ from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._bare import check_bare
-from ._dot_general import dot_general
+from ._dot_general import Operand, dot_general
 from ._how._blocks import can_leave_sum
 from ._what._subscripts import Labels, labels_of, read, sizes_of
 
 
 @called("einsum")
 def einsum(
-    subscripts: Any,
-    *operands: Any,
+    subscripts: str | Operand,
+    *operands: Operand | Sequence[Any],
     optimize: Any = "auto",
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -80,11 +80,11 @@ def einsum(
             precision=precision,
             preferred_element_type=preferred_element_type,
         )
-    subscripts, operands = read(subscripts, operands)
-    arrays = [_as_operand(i, x) for i, x in enumerate(operands)]
+    text, inputs = read(subscripts, operands)
+    arrays = [_as_operand(i, x) for i, x in enumerate(inputs)]
     dtype = _result_dtype(arrays, preferred_element_type)
     shapes = [x.shape for x in arrays]
-    inputs, output = labels_of(subscripts, shapes)
+    inputs, output = labels_of(text, shapes)
     sizes = sizes_of(inputs, shapes)
     terms = [_Term(x, labels) for x, labels in zip(arrays, inputs, strict=True)]
     terms = [_without_ones(_diagonal(term), sizes, output) for term in terms]

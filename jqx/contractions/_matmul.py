@@ -1,7 +1,8 @@
 """`matmul` on arrays and QTensors."""
 
-from typing import Any
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,9 +13,27 @@ from .._checks import require_that
 from .._errors import message
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, dot_general
-from ._output import Output
+from ._output import Asked, Output
 
 
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Asked,
+) -> QTensor: ...
 @called("matmul")
 def matmul(
     lhs: Operand,

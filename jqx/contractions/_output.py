@@ -13,7 +13,8 @@ from ._how._blocks import shares_scale
 from ._integers._bytes import is_byte, longest
 from ._integers._requantize import Requantization, requantize_float
 
-Output = QSpec | str | tuple[QSpec | str, Affine] | Requantization | None
+Asked = QSpec | str | tuple[QSpec | str, Affine] | Requantization
+Output = Asked | None
 """A spec or scheme that finds its scale, one with a scale and zero point, or integer factors."""
 
 

@@ -1,5 +1,7 @@
 """Which layer hurts, is it really quantized, what will the chip run."""
 
+import typing as _typing
+
 from .._old_names import renamed as _renamed
 from ._accumulators import Accumulator as Accumulator
 from ._compare import compare as compare
@@ -27,4 +29,5 @@ from ._sensitivity import sensitivity as sensitivity
 from ._sweep import relative_error as relative_error
 from ._weights import WeightError as WeightError
 
-__getattr__ = _renamed(__name__, {})
+if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+    __getattr__ = _renamed(__name__, {})

@@ -19,6 +19,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
+from .._signatures import P
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
@@ -146,13 +147,13 @@ class _Entry(Protocol):
 
 @called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
-    f: Callable[..., Any],
+    f: Callable[P, Any],
     plan: Plan | Policy,
     affines: GivenAffines = None,
     *,
     weights: Any = None,
     report: Sequence[_Entry] | None = None,
-) -> Callable[..., Comparison]:
+) -> Callable[P, Comparison]:
     """Returns a function that compares `f` with its quantized self, at each site.
 
     Both are evaluated side by side, in one pass, as the two members of a `jax.vmap`; through jit,
@@ -196,7 +197,7 @@ def compare(
     check_function("compare", f)
     params = params_of("compare", plan)
 
-    def compared(*args: Any, **kwargs: Any) -> Comparison:
+    def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
         call = trace_call("compare", f, params, args, kwargs)
         known = as_plan("compare", plan, call, params)
         given = known.scales_of("compare", affines)

@@ -1,5 +1,7 @@
 """Gradient estimators: values that say what flows backward through a rounding."""
 
+import typing as _typing
+
 from .._old_names import renamed as _renamed
 from ._additive_noise import additive_noise as additive_noise
 from ._dorefa import dorefa as dorefa
@@ -23,4 +25,5 @@ from ._stochastic import StochasticRounding as StochasticRounding
 from ._stochastic import stochastic as stochastic
 from ._stochastic import stochastic_round as stochastic_round
 
-__getattr__ = _renamed(__name__, {"Parq": "jqx.gradients.parq"})
+if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+    __getattr__ = _renamed(__name__, {"Parq": "jqx.gradients.parq"})

@@ -34,4 +34,4 @@ class AdditiveNoise:
         return clamp(x, low, high) + (high - low) / (levels - 1) * u
 
 
-additive_noise = AdditiveNoise()
+additive_noise: AdditiveNoise = AdditiveNoise()

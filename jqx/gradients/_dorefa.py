@@ -31,7 +31,7 @@ class FixedRange:
         return dx, jnp.zeros_like(dlow), jnp.zeros_like(dhigh)
 
 
-dorefa = FixedRange()
+dorefa: FixedRange = FixedRange()
 
 
 def dorefa_weights(w: ArrayLike) -> jax.Array:

@@ -64,4 +64,4 @@ class ElementwiseGradientScaling:
         return dx + extra, dlow + dx * error - extra * (1 - x_n), dhigh - dx * error - extra * x_n
 
 
-ewgs = ElementwiseGradientScaling()
+ewgs: ElementwiseGradientScaling = ElementwiseGradientScaling()

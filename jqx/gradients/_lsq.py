@@ -66,4 +66,4 @@ class LearnedStep:
         return high / step
 
 
-lsq = LearnedStep()
+lsq: LearnedStep = LearnedStep()

@@ -33,4 +33,4 @@ class LearnedStepAndOffset(LearnedStep):
         return jnp.full_like(low, levels // 2 - 1)
 
 
-lsq_plus = LearnedStepAndOffset()
+lsq_plus: LearnedStepAndOffset = LearnedStepAndOffset()

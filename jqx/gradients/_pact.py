@@ -29,4 +29,4 @@ class ParameterizedClipping:
         return dx, zero, jnp.where(x >= high, cotangent, zero)
 
 
-pact = ParameterizedClipping()
+pact: ParameterizedClipping = ParameterizedClipping()

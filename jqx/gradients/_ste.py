@@ -49,8 +49,8 @@ class StraightThroughUnclipped:
         return jnp.where(jnp.isnan(x), zero, cotangent), zero, zero
 
 
-ste = StraightThrough()
-ste_unclipped = StraightThroughUnclipped()
+ste: StraightThrough = StraightThrough()
+ste_unclipped: StraightThroughUnclipped = StraightThroughUnclipped()
 
 
 @jax.custom_jvp

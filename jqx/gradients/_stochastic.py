@@ -95,4 +95,4 @@ class StochasticRounding:
         return straight_through(jnp.clip(origin + k * step, low, high), clamped)
 
 
-stochastic = StochasticRounding()
+stochastic: StochasticRounding = StochasticRounding()

@@ -89,17 +89,18 @@ class Archive:
         self._reader = open_source(path, config)
         self._source = f"{files_of(self._reader.path)} {config} {real}"
         try:
-            self.config = self._reader.config
+            self.config: Mapping[str, Any] | None = self._reader.config
             known, keys = self._reader.metadata, (KEY, QUANTIZED)
             own = {key: known.get(key) for key in keys if self._reader.describes_tree}
-            self.metadata = {key: known[key] for key in known if key not in own}
-            self.quantized = own.get(QUANTIZED)
+            self.metadata: dict[str, Any] = {key: known[key] for key in known if key not in own}
+            self.quantized: Any = own.get(QUANTIZED)
+            self.format: str
             self.format, self._tree = self._parse(own.get(KEY), values, real)
             self._leaves = self._named()
         except BaseException:
             self._reader.__exit__()
             raise
-        self.paths = tuple(self._leaves)
+        self.paths: tuple[str, ...] = tuple(self._leaves)
 
     def __enter__(self) -> "Archive":
         return self

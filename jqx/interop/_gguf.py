@@ -21,7 +21,9 @@ class GgufTensor:
     """
 
     def __init__(self, name: str, entry: Entry, data: np.ndarray) -> None:
-        self.name, self.shape, self.format = name, entry.shape, name_of(entry.kind)
+        self.name: str = name
+        self.shape: tuple[int, ...] = entry.shape
+        self.format: str = name_of(entry.kind)
         self._kind, self._raw = entry.kind, data[entry.start : entry.stop]
 
     def __repr__(self) -> str:

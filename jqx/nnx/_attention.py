@@ -18,6 +18,7 @@ class CachedAttention(nnx.MultiHeadAttention):
       kv_cache: the cache, where `cache` is given, after `init_cache`.
     """
 
+    attention_fn: Any
     cache: str | None
     kv_cache: nnx.Cache[Any] | None
 

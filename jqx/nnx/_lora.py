@@ -4,6 +4,7 @@ quantized (Dettmers et al., "QLoRA", arXiv:2305.14314).
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -64,8 +65,12 @@ class LoRALinear(Quantized, nnx.Linear):
         self.rank, self.alpha = rank, alpha
         start = nnx.initializers.he_uniform()
         dtype = self.param_dtype
-        self.lora_a = nnx.LoRAParam(start(rngs.params(), (in_features, rank), dtype))
-        self.lora_b = nnx.LoRAParam(jnp.zeros((rank, out_features), dtype))
+        self.lora_a: nnx.LoRAParam[jax.Array] = nnx.LoRAParam(
+            start(rngs.params(), (in_features, rank), dtype)
+        )
+        self.lora_b: nnx.LoRAParam[jax.Array] = nnx.LoRAParam(
+            jnp.zeros((rank, out_features), dtype)
+        )
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         base = self._q_evaluate("__call__", inputs, *args, **kwargs)

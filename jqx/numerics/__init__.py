@@ -1,5 +1,7 @@
 """Number formats, round modes, and arithmetic that XLA leaves alone."""
 
+import typing as _typing
+
 from .._old_names import renamed as _renamed
 from ._blocks import Block as Block
 from ._blocks import mxfp4 as mxfp4
@@ -42,4 +44,5 @@ from ._runtimes import qwix as qwix
 from ._runtimes import tflite as tflite
 from ._runtimes import torchao as torchao
 
-__getattr__ = _renamed(__name__, {"RoundMode": "jqx.RoundMode"})
+if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+    __getattr__ = _renamed(__name__, {"RoundMode": "jqx.RoundMode"})

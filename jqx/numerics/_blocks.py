@@ -171,10 +171,10 @@ class Block(QType):
         return self.elements.decode(codes) * np.float32(self.unit)
 
 
-mxfp8_e4m3 = Block(jnp.float8_e4m3fn, 32, "mxfp8_e4m3")
-mxfp8_e5m2 = Block(jnp.float8_e5m2, 32, "mxfp8_e5m2")
-mxfp6_e2m3 = Block(float6_e2m3fn, 32, "mxfp6_e2m3")
-mxfp6_e3m2 = Block(float6_e3m2fn, 32, "mxfp6_e3m2")
-mxfp4 = Block(jnp.float4_e2m1fn, 32, "mxfp4")
-mxint8 = Block(Integer(8, narrow=True), 32, "mxint8", unit=2.0**-6)
-nvfp4 = Block(jnp.float4_e2m1fn, 16, "nvfp4", scale_qtype=jnp.float8_e4m3fn)
+mxfp8_e4m3: Block = Block(jnp.float8_e4m3fn, 32, "mxfp8_e4m3")
+mxfp8_e5m2: Block = Block(jnp.float8_e5m2, 32, "mxfp8_e5m2")
+mxfp6_e2m3: Block = Block(float6_e2m3fn, 32, "mxfp6_e2m3")
+mxfp6_e3m2: Block = Block(float6_e3m2fn, 32, "mxfp6_e3m2")
+mxfp4: Block = Block(jnp.float4_e2m1fn, 32, "mxfp4")
+mxint8: Block = Block(Integer(8, narrow=True), 32, "mxint8", unit=2.0**-6)
+nvfp4: Block = Block(jnp.float4_e2m1fn, 16, "nvfp4", scale_qtype=jnp.float8_e4m3fn)

@@ -205,7 +205,7 @@ def _largest_below(cut: Fraction, exclusive: bool, kind: type) -> np.floating:
     return found
 
 
-nf4 = Codebook(
+nf4: Codebook = Codebook(
     (
         -1.0,
         -0.6961928009986877,
@@ -227,4 +227,4 @@ nf4 = Codebook(
     "nf4",
 )
 
-binary = Codebook((-1.0, 1.0), "binary")
+binary: Codebook = Codebook((-1.0, 1.0), "binary")

@@ -302,5 +302,5 @@ def minifloat_of(dtype: jnp.dtype) -> Minifloat | None:
 MINIFLOATS = tuple(_FORMATS)
 """Names of the minifloats that JAX has a dtype for."""
 
-float6_e2m3fn = Minifloat(2, 3, Specials.NONE)
-float6_e3m2fn = Minifloat(3, 2, Specials.NONE)
+float6_e2m3fn: Minifloat = Minifloat(2, 3, Specials.NONE)
+float6_e3m2fn: Minifloat = Minifloat(3, 2, Specials.NONE)

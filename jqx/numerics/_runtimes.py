@@ -89,13 +89,13 @@ class Numerics:
         return next((name for name, known in _NAMES.items() if known == self), repr(self))
 
 
-ngraph = Numerics()
+ngraph: Numerics = Numerics()
 """nGraph v0 Quantize, whose round mode is an attribute; scales of ranges are jqx's own."""
 
-onnx = Numerics()
+onnx: Numerics = Numerics()
 """ONNX QuantizeLinear and DynamicQuantizeLinear, as onnxruntime computes them."""
 
-openvino = Numerics(
+openvino: Numerics = Numerics(
     zero_point_first=True,
     symmetric_range=SymmetricRange.SIGNED,
     rounded_offset=True,
@@ -106,17 +106,17 @@ openvino = Numerics(
 `calibrators.minmax`, as the sign of a scale is that of the largest magnitude. (FakeQuantize is no
 affine quantization: see `jqx.fake_quantize`.)"""
 
-onednn = Numerics(zero_point_first=True)
+onednn: Numerics = Numerics(zero_point_first=True)
 """oneDNN Graph Quantize and DynamicQuantize as specified: a division."""
 
-onednn_runtime = Numerics(zero_point_first=True, reciprocal=True)
+onednn_runtime: Numerics = Numerics(zero_point_first=True, reciprocal=True)
 """oneDNN Graph Quantize and DynamicQuantize as its library computes them: a reciprocal."""
 
-tflite = Numerics(round_mode=RoundMode.NEAREST_TOWARD_INFINITY, narrow=True)
+tflite: Numerics = Numerics(round_mode=RoundMode.NEAREST_TOWARD_INFINITY, narrow=True)
 """TFLite's reference kernels and its specification of symmetric weights. Its other kernels
 (XNNPACK, optimized) round otherwise."""
 
-torchao = Numerics(
+torchao: Numerics = Numerics(
     reciprocal=True,
     symmetric_range=SymmetricRange.HALF,
     rounded_offset=True,
@@ -125,7 +125,7 @@ torchao = Numerics(
 )
 """torchao's affine quantization primitives with the eps that its int8 configurations pass."""
 
-qwix = Numerics(
+qwix: Numerics = Numerics(
     zero_point_first=True,
     reciprocal=True,
     symmetric_range=SymmetricRange.HALF,

@@ -48,4 +48,4 @@ class AbsMax(Weighted):
         return AbsMaxStats(jnp.maximum(a.largest, b.largest), added(a.rows, b.rows))
 
 
-absmax = AbsMax()
+absmax: AbsMax = AbsMax()

@@ -65,7 +65,7 @@ class Cross(Weighted):
         return CrossStats(products, quantized, added(a.rows, b.rows))
 
 
-cross = Cross()
+cross: Cross = Cross()
 
 
 def _both(x: jax.Array, site: ObservedSite) -> Any:

@@ -132,4 +132,4 @@ def check_rows(function: str, site: ObservedSite) -> None:
     )
 
 
-hessian = Hessian()
+hessian: Hessian = Hessian()

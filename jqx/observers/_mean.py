@@ -69,5 +69,5 @@ class MeanAbs(Mean):
         return "mean_abs"
 
 
-mean = Mean()
-mean_abs = MeanAbs()
+mean: Mean = Mean()
+mean_abs: MeanAbs = MeanAbs()

@@ -38,4 +38,4 @@ class Places(Observer):
         return a
 
 
-places = Places()
+places: Places = Places()

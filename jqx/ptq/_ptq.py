@@ -5,7 +5,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, overload
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.tree_util import keystr
 from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
+from .._signatures import P, R
 from ..algorithms._shared import calibrate_stages
 from ..calibrators import Affine
 from ..diagnostics import Report
@@ -60,6 +61,30 @@ Target = str | Literal[False] | None
 """What `target=` takes; `None` is the backend of JAX, and `False` leaves layouts alone."""
 
 
+@overload
+def ptq(
+    f: Callable[Concatenate[Any, P], R],
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    effort: Effort | None = None,
+    params: Literal[0] = 0,
+    names: Names = None,
+    target: Target = None,
+    progress: bool = True,
+) -> Callable[[Any, Iterable[Any]], Quantized[P, R]]: ...
+@overload
+def ptq(
+    f: Callable[..., R],
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    effort: Effort | None = None,
+    params: int | tuple[int, ...],
+    names: Names = None,
+    target: Target = None,
+    progress: bool = True,
+) -> Callable[[Any, Iterable[Any]], Quantized[..., R]]: ...
 @called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
 def ptq(
     f: Callable[..., Any],

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, Generic
 
 import jax
 
+from .._signatures import P, R
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
@@ -13,7 +14,7 @@ from ..transforms._shared import Maps, arguments_of, is_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(Generic[P, R]):
     """A quantized function, its weights, and all that made it.
 
     `quantized(*batch)` is `quantized.function(quantized.params, *batch)`: for a first look. To run
@@ -44,7 +45,7 @@ class Quantized:
       Array([[1., 1., 1., 1.]], dtype=float32)
     """
 
-    function: Callable[..., Any]
+    function: Callable[Concatenate[Any, P], R]
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
@@ -53,9 +54,10 @@ class Quantized:
     details: Any = None
     maps: Maps = dataclasses.field(default_factory=dict)
 
-    def __call__(self, *batch: Any, **kwargs: Any) -> Any:
+    def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the function on its weights, and on the other arguments."""
-        return self.function(*arguments_of(self.plan, self.params, batch), **kwargs)
+        function: Callable[..., R] = self.function
+        return function(*arguments_of(self.plan, self.params, batch), **kwargs)
 
     def __repr__(self) -> str:
         return f"Quantized({summary(self.plan, self.report)})"

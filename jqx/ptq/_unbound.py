@@ -11,6 +11,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from .._calls import called
 from .._checks import require_that
 from .._errors import message
+from .._signatures import R
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..transforms import Plan
@@ -60,7 +61,9 @@ class Unbound:
     maps: Maps = dataclasses.field(default_factory=dict)
 
     @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
-    def bind(self, f: Callable[..., Any], like: Any = None, *, target: Target = None) -> Quantized:
+    def bind(
+        self, f: Callable[..., R], like: Any = None, *, target: Target = None
+    ) -> Quantized[..., R]:
         """Returns the quantized function of `f`: the one that was saved, bit for bit.
 
         Args:

@@ -1,6 +1,6 @@
 """What the fields of a QTensor must be: dtypes of the leaves, and shapes that fit each other."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -190,3 +190,8 @@ def check_zero_point(
         expected="the rank of scale, each dim 1 or that of scale",
         mend=f"reshape {name}: scale's size along the axes they share, 1 elsewhere.",
     )
+
+
+def refuse_as_array(function: str, problem: str, x: Any, mend: str) -> NoReturn:
+    """Raises: which array is meant is for the caller to say."""
+    raise TypeError(message(function, problem, given=repr(x), expected="an array", mend=mend))

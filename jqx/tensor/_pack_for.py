@@ -7,13 +7,14 @@ from jax.tree_util import keystr
 
 from .._calls import called
 from .._checks import require_that
+from .._signatures import T
 from ._qtensor import QTensor
 from ._shardings import kept
 from ._targets import check_target, lay_out_for
 
 
 @called("pack_for", 'say for what: jqx.pack_for(params, "cpu").')
-def pack_for(tree: Any, target: str, *, contracted: int | None = None) -> Any:
+def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
     """Lays out every QTensor of a tree as a target contracts it fastest.
 
     Once, at load: files keep the plain layout. The real arrays stay what they are, and so do shape,

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
 from .._checks import as_dtype, as_real, check_real, normalize_axes
-from .._errors import message
 from ..calibrators import Affine, Groups
 from ..numerics import QType, format_of
 from ..numerics._shared import E8M0, as_qtype
 from . import _layout
-from ._fields import check_blocks, check_layout, check_leaves, check_shapes
+from ._fields import check_blocks, check_layout, check_leaves, check_shapes, refuse_as_array
 from ._layout import Layout, packed_axis, real_shape, shape_of_values
 from ._pytree import register
 from ._round_trip import dequantized, quantized
@@ -358,17 +357,16 @@ class QTensor:
         """
         return index(self, key)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: which array is meant, the codes or the real one, is for the caller to say."""
-        raise TypeError(
-            message(
-                "QTensor",
-                "a QTensor is not an array.",
-                given=repr(self),
-                expected="an array",
-                mend="pass q.dequantize() for the real array, or q.values for the codes.",
-            )
-        )
+    if TYPE_CHECKING:  # bound by jqx.contractions
+
+        def __matmul__(self, other: "ArrayLike | QTensor") -> jax.Array: ...
+        def __rmatmul__(self, other: ArrayLike) -> jax.Array: ...
+    else:  # hidden from checkers: NumPy's types take whatever has it for an array
+
+        def __array__(self, *args: Any, **kwargs: Any) -> Any:
+            """Raises: which array is meant, the codes or the real one, is for the caller to say."""
+            mend = "pass q.dequantize() for the real array, or q.values for the codes."
+            refuse_as_array("QTensor", "a QTensor is not an array.", self, mend)
 
     __iter__ = None  # else Python would iterate by __getitem__, and `in` compare by identity
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import export
 
 from .._calls import called
 from .._checks import normalize_axes, require_that
-from .._errors import message
+from ._fields import refuse_as_array
 from ._lazy import Lazy, abstract, read
 from ._qtensor import QTensor
 
@@ -109,17 +109,12 @@ class Segments:
         real = [p.dequantize() if isinstance(p, QTensor) else jnp.asarray(p) for p in self.parts]
         return jnp.concatenate(real, self.axis)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises, as a QTensor does."""
-        raise TypeError(
-            message(
-                "Segments",
-                "Segments are not an array.",
-                given=repr(self),
-                expected="an array",
-                mend="pass segments.dequantize() for the real array.",
-            )
-        )
+    if not TYPE_CHECKING:  # NumPy's types take whatever has it for an array
+
+        def __array__(self, *args: Any, **kwargs: Any) -> Any:
+            """Raises, as a QTensor does."""
+            mend = "pass segments.dequantize() for the real array."
+            refuse_as_array("Segments", "Segments are not an array.", self, mend)
 
     def __repr__(self) -> str:
         if not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in self.parts):

@@ -14,6 +14,7 @@ from .. import _compat
 from .._calls import called
 from .._compat import Eqn
 from .._errors import message
+from .._signatures import P, R
 from ..calibrators import Affine
 from ..policy import Policy
 from ._arguments import check_plan, check_stats
@@ -98,8 +99,8 @@ class Observe(Rules):
 
 @called("calibrate", "call it in two steps: jqx.calibrate(f, plan)(params, x).")
 def calibrate(
-    f: Callable[..., Any], plan: Plan | Policy, *, observers: GivenObservers = None
-) -> Callable[..., tuple[Any, Stats]]:
+    f: Callable[P, R], plan: Plan | Policy, *, observers: GivenObservers = None
+) -> Callable[P, tuple[R, Stats]]:
     """Returns a function that evaluates `f` in float and observes what needs a static scale, and
     what observers look at.
 
@@ -146,19 +147,19 @@ def calibrate(
 
 
 def observed(
-    f: Callable[..., Any],
+    f: Callable[P, R],
     plan: Plan | Policy,
     observers: GivenObservers,
     rules: type[Observe] = Observe,
     given: Mapping[str, Any] = MappingProxyType({}),
-) -> Callable[..., tuple[Any, Stats]]:
+) -> Callable[P, tuple[R, Stats]]:
     """Returns what `calibrate` does; other rules may do more at sites, with what is given them by
     keys of operands and results, and a leading axis for each scan over the weight.
     """
     params = params_of("calibrate", plan)
     checked = check_observers("calibrate", observers)
 
-    def calibrated(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+    def calibrated(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Stats]:
         call = trace_call("calibrate", f, params, args, kwargs)
         known, found = with_contractions("calibrate", plan, call, params)
         leaves = [

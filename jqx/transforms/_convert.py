@@ -14,6 +14,7 @@ from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
 from .._errors import message
+from .._signatures import P, R
 from ..calibrators import Affine
 from ..contractions._shared import OnTheWay, may_quantize
 from ..numerics._shared import name_of_qtype
@@ -107,7 +108,7 @@ class _Integers(Rules):
 
 @called("convert", "call it in two steps: jqx.convert(f, plan, affines)(params, x).")
 def convert(
-    f: Callable[..., Any],
+    f: Callable[P, R],
     plan: Plan | Policy,
     affines: GivenAffines = None,
     *,
@@ -115,7 +116,7 @@ def convert(
     partial_dtype: DTypeLike | None = None,
     gather_axes: str | tuple[str, ...] | None = None,
     shardings: Any = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Returns `f` with its planned contractions run on integers.
 
     `simulate(f, plan, affines, backward=jnp.float32)` has the same bits, and gradients. `simulate`
@@ -168,7 +169,7 @@ def convert(
     params = params_of("convert", plan)
     check_unsupported("convert", unsupported)
 
-    def converted(*args: Any, **kwargs: Any) -> Any:
+    def converted(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call("convert", f, params, args, kwargs)
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._calls import called
+from .._signatures import P
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ._paths import Names, Params, Weights, check_names
@@ -16,13 +17,13 @@ from ._trace import as_params, check_function, trace_call
 
 @called("make_plan", "call it in two steps: jqx.make_plan(f, policy)(params, x).")
 def make_plan(
-    f: Callable[..., Any],
+    f: Callable[P, Any],
     policy: Policy,
     *,
     params: Params = 0,
     names: Names = None,
     unsupported: str = "error",
-) -> Callable[..., Plan]:
+) -> Callable[P, Plan]:
     """Returns a function of the arguments of `f` that decides which contractions are quantized, and
     how.
 
@@ -51,7 +52,8 @@ def make_plan(
 
     Returns:
       `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or `jax.ShapeDtypeStruct`s.
-      The plan holds for any batch size.
+      The plan holds for any batch size. To type checkers its parameters are those of `f`, and a
+      `jax.ShapeDtypeStruct` is no array: pass what `jax.eval_shape` returns, or a `typing.cast`.
 
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or a name no string.

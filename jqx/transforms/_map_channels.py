@@ -12,6 +12,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._compat import Eqn
+from .._signatures import P, R
 from ._affines import some
 from ._channel_map import ChannelMap, Channels, LowRank
 from ._entries import observed_parts
@@ -33,7 +34,7 @@ _NAME, _SIDES = "map_channels", ("lhs", "rhs")
 
 
 @called("map_channels", "call it in two steps: jqx.map_channels(f, plan, maps)(params, x).")
-def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[..., Any]:
+def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     """Returns `f` with maps of channels at its contractions: in float, with the same contractions,
     so that a plan of `f` is one of it too.
 
@@ -97,7 +98,7 @@ def map_channels(f: Callable[..., Any], plan: Plan, maps: Maps) -> Callable[...,
         address, place = places[key]
         wanted.setdefault(address, {})[place] = key
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
         _, items = with_contractions(name, plan, call, plan.parameters)
         found = {item.address: item for item in items if item.address}

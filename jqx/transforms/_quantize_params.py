@@ -1,7 +1,7 @@
 """`quantize_params`: the weights of a plan become QTensors; and floats again."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import Sharding
@@ -10,6 +10,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from .._errors import message
+from .._signatures import T
 from ..calibrators import Affine
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, check_read, check_target, of_kinds, sharding_of
@@ -27,7 +28,7 @@ from ._trace import is_parameter
 
 @called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
 def quantize_params(
-    params: Any,
+    params: T,
     plan: Plan,
     affines: Mapping[str, Affine] | None = None,
     *,
@@ -36,7 +37,7 @@ def quantize_params(
     donate: bool = False,
     target: str | None = None,
     shardings: Any = None,
-) -> Any:
+) -> T:
     """Returns `params` with every planned weight as a QTensor, rounded to nearest, or as an
     algorithm chooses.
 
@@ -64,7 +65,9 @@ def quantize_params(
       The same tree; leaves that the plan does not quantize are the very same objects, unless
       `shardings` put them elsewhere, and a `jqx.interop.Lazy` is quantized when it is read. Where
       rules select steps of a scan, the weights that it steps over are `Segments` of QTensors, and
-      of arrays where a part stays in float.
+      of arrays where a part stays in float. To type checkers it has the type of `params`, so that
+      it fits the function: a QTensor among its leaves is an array to them. To use one as what it
+      is, write `typing.cast(jqx.QTensor, qparams["w"])`.
 
     Raises:
       TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
@@ -130,12 +133,17 @@ def quantize_params(
         leaves.append(made)
         if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
-    converted = jax.tree.unflatten(tree, leaves)
+    converted: Any = jax.tree.unflatten(tree, leaves)
     if isinstance(plan.params, int):
         return converted
-    return tuple(converted[position] for position in plan.params)
+    several: Any = tuple(converted[position] for position in plan.params)
+    return several
 
 
+@overload
+def dequantize_params(params: QTensor | Segments) -> jax.Array: ...
+@overload
+def dequantize_params(params: T) -> T: ...
 @called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
 def dequantize_params(params: Any) -> Any:
     """Returns `params` with every QTensor, and all Segments, as the float array they stand for.

@@ -11,6 +11,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import check_instance, check_pattern, require_that, shown
 from .._errors import message
+from .._signatures import T
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import cache_for, needed_spec
@@ -21,11 +22,11 @@ from ._trace import is_array, is_quantized
 
 @called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
 def quantize_state(
-    tree: Any,
+    tree: T,
     specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]],
     *,
     target: str | None = None,
-) -> Any:
+) -> T:
     """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
 
     Every transform takes such a tree in place of the float one: the function still sees arrays of
@@ -43,7 +44,8 @@ def quantize_state(
         `jqx.pack_for`; `None` is without one.
 
     Returns:
-      The same tree; leaves that nothing matches are the very same objects.
+      The same tree; leaves that nothing matches are the very same objects. To type checkers it has
+      the type of `tree`, as in `jqx.quantize_params`.
 
     Raises:
       TypeError: `specs` is no dict of specs, or a leaf that one matches is not of floats.

@@ -13,6 +13,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn
+from .._signatures import P, R
 from ..gradients import Surrogate
 from ..gradients._shared import draws
 from ..policy import Policy
@@ -100,13 +101,13 @@ class _FakeQuantize(Rules):
 
 @called("simulate", "call it in two steps: jqx.simulate(f, plan, affines)(params, x).")
 def simulate(
-    f: Callable[..., Any],
+    f: Callable[P, R],
     plan: Plan | Policy,
     affines: GivenAffines = None,
     *,
     backward: DTypeLike | None = None,
     key: jax.Array | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Returns `f` with its quantization simulated in floating point, for training.
 
     Weights are rounded to their grid before their first use, activations (and outputs) at their
@@ -168,7 +169,7 @@ def simulate(
         backward = as_dtype("simulate", "backward", backward)
         check_real("simulate", "`backward`", backward)
 
-    def simulated(*args: Any, **kwargs: Any) -> Any:
+    def simulated(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call("simulate", f, params, args, kwargs)
         known = as_plan("simulate", plan, call, params)
         scales = known.scales_of("simulate", affines)

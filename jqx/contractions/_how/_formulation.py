@@ -17,6 +17,7 @@ from jax import lax
 from ... import _compat
 from ..._calls import called
 from ..._checks import check_instance, require_that
+from ..._signatures import P
 from ...tensor._shared import alone
 from ._derivative import with_derivative
 
@@ -325,7 +326,7 @@ class Chosen(NamedTuple):
 
 
 @called("formulations")
-def formulations(f: Callable[..., Any]) -> Callable[..., list[Chosen]]:
+def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
     """Returns a function of the arguments of `f` that tells how jqx computes its contractions.
 
     Args:
@@ -350,7 +351,7 @@ def formulations(f: Callable[..., Any]) -> Callable[..., list[Chosen]]:
       ('digits', 'convert')
     """
 
-    def chosen(*args: Any, **kwargs: Any) -> list[Chosen]:
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> list[Chosen]:
         jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(f)(*args, **kwargs))
         return _read(jaxpr, 1)
 
