@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._html import pairs_html
 from ..numerics._shared import name_of_qtype
 from ._order import permuted_axis
 
@@ -23,6 +24,29 @@ def text(q: Any) -> str:
     return (
         f"QTensor({name}{list(q.shape)} {q.groups}{layout}, scale {_leaf(q.scale)}{zero}, "
         f"dtype={dtype}, {_grouped(q.nbytes)} bytes)"
+    )
+
+
+def as_html(q: Any) -> str:
+    """Returns what a notebook shows of a QTensor, whatever its leaves are."""
+    name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
+    if not _has_arrays(q):
+        return pairs_html([("", text(q))], "QTensor")
+    known = isinstance(q.size, int) and isinstance(q.nbytes, int) and q.size > 0
+    bits = f", {8 * q.nbytes / q.size:.2f} bits for each of {q.size:,} numbers" if known else ""
+    layout = [] if q.layout is None else [("laid out", str(q.layout))]
+    parts = [("zero points", q.zero_point), ("offsets", q.offset), ("order", q.order)]
+    return pairs_html(
+        [
+            ("format", f"{name} {q.groups}"),
+            ("stands for", f"{dtype}{list(q.shape)}"),
+            ("codes", _leaf(q.values)),
+            *layout,
+            ("scales", _leaf(q.scale)),
+            *((name, _leaf(part)) for name, part in parts if part is not None),
+            ("bytes", f"{_grouped(q.nbytes)}{bits}"),
+        ],
+        "QTensor",
     )
 
 
