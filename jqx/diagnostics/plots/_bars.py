@@ -10,13 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..._checks import check_instance
+from .._colors import ACCENT, COLORS, OTHERS
 from .._comparison import Comparison
 from .._names import cut, in_model_order, shortened
 from .._report import Report
 from .._schemes import short_scheme
 from .._sensitivity import Sensitivities
 from .._table import decibels
-from ._canvas import ACCENT, COLORS, OTHERS, SMALL, axes_for, check_some, tidy, titled
+from ._canvas import SMALL, axes_for, check_some, tidy, titled
 from ._rows import Rows, height_of
 
 _WORST = 6

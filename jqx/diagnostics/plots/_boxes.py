@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...tensor import QTensor
+from .._colors import ACCENT, COLORS
 from .._names import in_model_order
-from ._canvas import ACCENT, COLORS, SMALL, axes_for, check_some, tidy, titled
+from ._canvas import SMALL, axes_for, check_some, tidy, titled
 from ._rows import Rows, height_of
 
 

@@ -1,6 +1,4 @@
-"""Axes to draw in, given or made; colours that those who are colour-blind can tell apart; legends
-above the axes.
-"""
+"""Axes to draw in, given or made, and legends above them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +8,6 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from ..._checks import check_instance, require_that
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Of Okabe and Ito, which differ for all kinds of colour vision."""
-
-OTHERS = "#8a8a8a"
-"""Of what comes behind the last colour."""
-
-ACCENT = "#D55E00"
-"""Of what is to be noticed."""
 
 SMALL = 8.0
 """Points of the text beside titles."""

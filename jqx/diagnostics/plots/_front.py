@@ -4,8 +4,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..._checks import check_instance
+from .._colors import ACCENT, COLORS
 from .._search import Assignment
-from ._canvas import ACCENT, COLORS, SMALL, axes_for, tidy, titled
+from ._canvas import SMALL, axes_for, tidy, titled
 
 
 def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None) -> Figure:

@@ -11,9 +11,10 @@ from matplotlib.patches import Patch
 from ..._checks import check_instance, require_that
 from ...numerics import format_of
 from ...tensor import QTensor
+from .._colors import ACCENT, COLORS
 from .._schemes import short_scheme
 from .._weights import in_steps, scheme_of
-from ._canvas import ACCENT, COLORS, SMALL, axes_for, tidy, titled
+from ._canvas import SMALL, axes_for, tidy, titled
 
 _MOST = 200_000
 """How many values of an array are drawn."""
