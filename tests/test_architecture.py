@@ -18,7 +18,16 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     ("_errors",),
     ("_calls", "_checks", "_compat"),
-    ("_added", "_compat_kernels", "_files", "_heap", "_html", "_old_names", "_xla_cpu"),
+    (
+        "_added",
+        "_compat_kernels",
+        "_files",
+        "_heap",
+        "_html",
+        "_old_names",
+        "_treescope",
+        "_xla_cpu",
+    ),
     ("_package_cpu", "_table"),
     ("numerics",),
     ("gradients",),

@@ -1,12 +1,12 @@
 """How a QTensor is shown: format, shape, granularity and bytes, never contents."""
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._html import pairs_html
+from .._treescope import constructor
 from ..numerics._shared import name_of_qtype
 from ._order import permuted_axis
 
@@ -51,17 +51,12 @@ def as_html(q: Any) -> str:
 
 
 def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
-    """Returns what treescope shows of a QTensor; treescope calls it, and so is loaded."""
+    """Returns what treescope shows of a QTensor."""
     summary = {}
     if _has_arrays(q):
         summary = {"shape": q.shape, "granularity": str(q.groups), "nbytes": q.nbytes}
     fields = {f.name: getattr(q, f.name) for f in dataclasses.fields(q) if f.init}
-    return sys.modules["treescope"].repr_lib.render_object_constructor(
-        object_type=type(q),
-        attributes=summary | fields,
-        path=path,
-        subtree_renderer=subtree_renderer,
-    )
+    return constructor(q, summary | fields, path, subtree_renderer)
 
 
 def _has_arrays(q: Any) -> bool:
