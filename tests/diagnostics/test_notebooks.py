@@ -107,8 +107,9 @@ def test_treescope_shows_what_is_not_as_by_default(quantized):
     assert "QSpec(qtype=dtype('int4')" in text and "granularity=" in text
     for hidden in ("StraightThrough", "Numerics", "contracted"):
         assert hidden not in text
-    odd = jqx.QSpec("int8", numerics=jqx.numerics.onnx, symmetric=False)
+    odd = jqx.QSpec("int8", numerics=jqx.numerics.tflite, symmetric=False)
     text = treescope.render_to_text(odd)
     assert "symmetric=False" in text and "numerics=" in text and "dynamic" not in text
-    assert "QTensor" in treescope.render_to_html(quantized.params)
-    assert "Rule" in treescope.render_to_html(jqx.presets.w4a16())
+    assert "QTensor(" in treescope.render_to_text(quantized.params)
+    for value in (quantized.plan, jqx.presets.w4a16(), quantized.params["b"]):
+        assert treescope.render_to_html(value)

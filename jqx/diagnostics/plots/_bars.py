@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -56,19 +56,15 @@ def sqnr_bars(
       'SQNR, dB'
     """
     check_instance("plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass one.")
-    is_comparison = isinstance(found, Comparison)
-    given: Sequence[Any] = found.sites if isinstance(found, Comparison) else found.weights
+    given = _bars_of(found)
     check_some("plots.sqnr_bars", given)
-    names = [row.name if is_comparison else row.path for row in given]
-    order = in_model_order(names)
-    rows = [given[i] for i in order]
-    names = [names[i] for i in order]
-    values = [row.local_sqnr if is_comparison else row.sqnr for row in rows]
-    schemes = [short_scheme(row.scheme) for row in rows]
+    rows = [given[i] for i in in_model_order([row.name for row in given])]
+    values = [row.value for row in rows]
+    schemes = [row.scheme for row in rows]
 
     height = height_of(len(rows))
     figure, axis = axes_for("plots.sqnr_bars", ax, 8, height + 1.3)
-    labels = Rows(axis, names, None if ax else 72 * height / len(rows))
+    labels = Rows(axis, [row.name for row in rows], None if ax else 72 * height / len(rows))
     known = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
     colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(known)}
     drawn = _drawn(values)
@@ -80,7 +76,7 @@ def sqnr_bars(
     handles: list[Any] = _schemes(known, schemes, colors) if len(known) > 1 else []
     if isinstance(found, Comparison):
         handles = handles or [Patch(color=COLORS[0], label="this site alone")]
-        gathered = _drawn([row.sqnr for row in rows])
+        gathered = _drawn([row.gathered for row in rows])
         handles += axis.plot(
             gathered,
             range(len(rows)),
@@ -95,7 +91,7 @@ def sqnr_bars(
     _values(axis, labels, values)
     tidy(axis)
     axis.set_xlabel("SQNR, dB", fontsize=SMALL)
-    what = "site" if is_comparison else "weight"
+    what = "site" if isinstance(found, Comparison) else "weight"
     plural = f"{len(rows)} {what}s" if len(rows) > 1 else f"one {what}"
     formats = f", {known[0]}" if len(known) == 1 and known[0] else ""
     titled(axis, f"SQNR of {plural}{formats}" if title is None else title, handles)
@@ -155,6 +151,22 @@ def sensitivity_bars(
         text += f"; all of them: {found.everything:.3g}"
     titled(axis, text if title is None else title)
     return figure
+
+
+class _Bar(NamedTuple):
+    """A bar: what it is of, how long it is, the format, and where the line beside it is."""
+
+    name: str
+    value: float
+    scheme: str
+    gathered: float
+
+
+def _bars_of(found: Comparison | Report) -> list[_Bar]:
+    """Returns the bars of a comparison, or of a report, which has no line."""
+    if isinstance(found, Comparison):
+        return [_Bar(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in found.sites]
+    return [_Bar(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in found.weights]
 
 
 def _schemes(known: Sequence[str], schemes: Sequence[str], colors: dict[str, str]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Horizontal rows, the first at the top, with names that can be read however many there are."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -56,7 +57,7 @@ class Rows:
         self.each = self.points >= _READABLE
         self.size = max(5.5, min(SMALL, 0.85 * self.points)) if self.each else 7.0
         self.thick = 0.8 if self.points > 2.5 else 1.0
-        self.edges: dict[str, bool] = {"snap": False, "antialiased": self.points > 2.5}
+        self.edges: dict[str, Any] = {"snap": False, "antialiased": self.points > 2.5}
         self._label()
 
     def within(self, place: int) -> str:
