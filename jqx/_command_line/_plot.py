@@ -16,7 +16,7 @@ from .._checks import require_that
 from .._errors import message
 from .._files import Replacement
 from ..diagnostics import Report
-from ..diagnostics._shared import measure
+from ..diagnostics._shared import measure, scheme_of, short_scheme
 from ..interop import Archive
 from ..tensor import QTensor
 from ._choices import Choice, add_choices, choose, quantize_leaf
@@ -167,7 +167,8 @@ def _histogram(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tu
     ((path, spec),) = drawn.items()
     q: Any = archive.read(path)
     x = q.dequantize() if spec is None else q
-    return plots.histogram(x, q if spec is None else quantize_leaf(x, spec), title=path), [path]
+    q = q if spec is None else quantize_leaf(x, spec)
+    return plots.histogram(x, q, title=f"{path}, {short_scheme(scheme_of(q))}"), [path]
 
 
 _KINDS: dict[str, Callable[..., tuple[Any, list[str]]]] = {

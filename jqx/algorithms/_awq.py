@@ -13,6 +13,7 @@ import scipy.sparse.csgraph
 
 from .._calls import called
 from .._checks import check_flags, require_that, shown
+from .._table import Printed
 from ..observers import hessian, mean_abs
 from ..observers._shared import check_weight
 from ..tensor import QSpec
@@ -51,7 +52,7 @@ class ScaledTogether:
     kept: bool = False
 
 
-class AwqReport(tuple[ScaledTogether, ...]):
+class AwqReport(Printed, tuple[ScaledTogether, ...]):
     """What was scaled, entry by entry. Prints as a table."""
 
     def __str__(self) -> str:

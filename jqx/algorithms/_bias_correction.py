@@ -12,6 +12,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
+from .._table import Printed
 from ..calibrators import Affine
 from ..observers import Mean, ObservedSite
 from ..observers._shared import MeanStats, check_weight
@@ -53,7 +54,7 @@ class SiteShift:
     after: float
 
 
-class BiasReport(tuple[SiteShift, ...]):
+class BiasReport(Printed, tuple[SiteShift, ...]):
     """The sites whose results were shifted. Prints as a table."""
 
     def __str__(self) -> str:

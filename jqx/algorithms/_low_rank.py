@@ -10,6 +10,7 @@ import numpy as np
 
 from .._calls import called
 from .._checks import check_integer, require_that
+from .._table import Printed
 from ..calibrators import Affine
 from ..observers import hessian
 from ..observers._shared import check_weight
@@ -44,7 +45,7 @@ class Compensation:
     why: str = ""
 
 
-class CompensationReport(tuple[Compensation, ...]):
+class CompensationReport(Printed, tuple[Compensation, ...]):
     """The sites of a plan with their compensations. Prints as a table."""
 
     def __str__(self) -> str:

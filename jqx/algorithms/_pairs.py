@@ -11,6 +11,7 @@ import numpy as np
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._errors import message
+from .._table import Printed
 from ..transforms import ChannelMap, Plan
 from ..transforms._shared import Inapplicable, check_function
 from ._channels import followed_through
@@ -22,7 +23,7 @@ _HEAD = "sites", "channels", "scaled with"
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class Pairs(Printed):
     """The pairs of a function, as `find_pairs` returns them. Prints as a table.
 
     Attributes:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .._table import Printed, Table, Tabular
 from ._memory import Memory
 
 
@@ -62,7 +63,7 @@ _HEAD = ("matrix", "shape", "before", "after", "damping", "inputs", "dead", "kep
 
 
 @dataclasses.dataclass(frozen=True)
-class AlgorithmReport(Sequence[MatrixReport]):
+class AlgorithmReport(Tabular, Sequence[MatrixReport]):
     """The entries of all matrices, in the order in which they were quantized.
 
     It prints as a table, in which matrices that are multiplied by at once are one line: the largest
@@ -85,17 +86,12 @@ class AlgorithmReport(Sequence[MatrixReport]):
     def __iter__(self) -> Iterator[MatrixReport]:
         return iter(self.entries)
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Returns the rows as text."""
         lines: dict[Any, list[MatrixReport]] = {}
         for entry in self.entries:
             lines.setdefault((entry.layer, entry.path, entry.shape), []).append(entry)
-        rows = [_HEAD, *map(_row, lines.values())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        text = [
-            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        text.insert(1, "-" * max(map(len, text)))
-        return "\n".join(text)
+        return Table(_HEAD, tuple(map(_row, lines.values())), texts=len(_HEAD))
 
 
 def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
@@ -143,7 +139,7 @@ class BlockReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlocksReport(Sequence[BlockReport]):
+class BlocksReport(Printed, Sequence[BlockReport]):
     """The entries of all blocks, in the order in which they were learned. Prints as a table.
 
     Attributes:

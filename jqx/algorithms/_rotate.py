@@ -7,6 +7,7 @@ from typing import Any
 
 from .._calls import called
 from .._checks import check_flags, check_integer, check_pattern, require_that, shown
+from .._table import Printed
 from ..transforms import Plan
 from ..transforms._shared import Chosen, Inapplicable, arguments_of
 from ._every import every_site
@@ -43,7 +44,7 @@ class Rotation:
     offline: bool = False
 
 
-class RotationReport(tuple[Rotation, ...]):
+class RotationReport(Printed, tuple[Rotation, ...]):
     """The sites of a plan, and how they are rotated. Prints as a table.
 
     Attributes:

@@ -1,6 +1,7 @@
 """`KVCache`: keys and values of attention in 4 or 2 bits, or fp8."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import as_dtype, check_integer, check_real, require_that, shown
 from .._errors import message
+from .._html import pairs_html
 from ._groups import Groups
 
 _BITS = {"int4": 4, "int2": 2}
@@ -305,8 +307,26 @@ class KVCache:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def __repr__(self) -> str:
+        return f"KVCache({self.format}, {self._filled()}, {self.nbytes:,} bytes)"
+
+    def _filled(self) -> str:
+        """Returns how many tokens of how many there are, in words."""
         length = int(self.length) if _compat.is_concrete(self.length) else "?"
-        return f"KVCache({self.format}, {length} of {self.capacity} tokens, {self.nbytes:,} bytes)"
+        return f"{length} of {self.capacity} tokens"
+
+    def _repr_html_(self) -> str:
+        batch, _, heads, width = self.first.shape[-4:]
+        numbers = math.prod(self.first.shape[:-3]) * self.capacity * heads * width
+        bits = f", {8 * self.nbytes / numbers:.2f} bits for each of {numbers:,} numbers"
+        return pairs_html(
+            [
+                ("format", self.format),
+                ("holds", self._filled()),
+                ("shape", f"batch {batch}, {heads} heads, {width} wide"),
+                ("bytes", f"{self.nbytes:,}{bits if numbers else ''}"),
+            ],
+            "KVCache",
+        )
 
 
 def check_format(function: str, argument: str, format: Any) -> None:

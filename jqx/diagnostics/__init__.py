@@ -8,6 +8,8 @@ from ._compare import compare as compare
 from ._comparison import Comparison as Comparison
 from ._comparison import SiteError as SiteError
 from ._contraction import Contraction as Contraction
+from ._dashboard import Dashboard as Dashboard
+from ._dashboard import dashboard as dashboard
 from ._explain import Explained as Explained
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain

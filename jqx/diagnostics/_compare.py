@@ -44,6 +44,7 @@ from ..transforms._shared import (
     trace_call,
 )
 from ._comparison import Comparison, SiteError
+from ._schemes import scheme_of_site
 
 _MEMBERS = "jqx.compare"
 """Name of the mapped axis: member 0 is in float, member 1 has rounded operands."""
@@ -315,6 +316,7 @@ def _rows(site: Site, sums: _Sums, told: Mapping[str, Sequence[_Entry]]) -> Iter
         before = sum(x.before for x in entries)
         after = sum(x.after for x in entries)
         objective = after / before if before else 1.0
+        row = dataclasses.replace(row, scheme=scheme_of_site(site))
         yield dataclasses.replace(row, objective=objective) if entries else row
 
 

@@ -23,6 +23,7 @@ class SiteError:
       local_max_error: that of this site alone.
       objective: what an algorithm has reported of the weight: the objective of the codes it chose,
         as a part of that of rounding to nearest; `None` where it reported nothing of it.
+      scheme: how its operands are quantized, such as `float x int4 per_group(32)`.
     """
 
     path: str
@@ -34,6 +35,7 @@ class SiteError:
     max_error: float
     local_max_error: float
     objective: float | None = None
+    scheme: str = ""
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
 from ._lowering_table import multiplied, remarks, text_table
+from ._schemes import scheme_of_site
 from ._table import Table, Tabular
 from ._targets import target_of
 
@@ -209,9 +210,7 @@ def _with_plan(low: Lowering, plan: Plan, plain: tuple[str, ...]) -> Explanation
     sites = []
     for site in plan.sites:
         parts = tuple(found.pop(site.name, ()))
-        specs = " x ".join(
-            str(operand.spec) if operand.spec else "float" for operand in site.operands
-        )
+        specs = scheme_of_site(site)
         sites.append(Explained(site.path, site.op, specs, _really(site.op, parts), parts))
     for i, skip in enumerate(plan.skipped):
         parts = tuple(found.pop(plan.name_of_skipped(i), ()))

@@ -1,6 +1,7 @@
 """What other folders of jqx import from this one, and users do not."""
 
 from ._report import report_of as report_of
+from ._schemes import short_scheme as short_scheme
 from ._table import Table as Table
 from ._table import Tabular as Tabular
 from ._table import decibels as decibels

@@ -8,6 +8,7 @@ from typing import Any
 from .._calls import called
 from .._checks import check_instance, shown
 from .._errors import message
+from .._table import Table
 from ..tensor import QSpec
 from ..tensor._shared import FLOAT, as_spec
 from ._rule import Rule
@@ -110,6 +111,12 @@ class Policy:
             f"{place:{count}}  {path:{width}}  {rule.described()}"
             for place, (path, rule) in enumerate(zip(paths, self.rules, strict=True))
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(str(i), rule.path, rule.described()) for i, rule in enumerate(self.rules)]
+        footer = "The first rule that matches a contraction decides; what none matches is float."
+        head = "rule", "path", "what becomes of it"
+        return Table(head, tuple(rows), footer, texts=3).to_html("Policy")
 
 
 def check_policy(function: str, policy: Any, argument: str = "policy") -> None:

@@ -62,6 +62,9 @@ class Quantized(Generic[P, R]):
     def __repr__(self) -> str:
         return f"Quantized({summary(self.plan, self.report)})"
 
+    def _repr_html_(self) -> str:
+        return self.report.table().to_html(repr(self))
+
 
 def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with `jax.ShapeDtypeStruct` in the place of arrays."""

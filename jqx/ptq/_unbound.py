@@ -92,6 +92,9 @@ class Unbound:
     def __repr__(self) -> str:
         return f"Unbound({summary(self.plan, self.report)})"
 
+    def _repr_html_(self) -> str:
+        return self.report.table().to_html(repr(self))
+
     def _filled(self, like: Any) -> Any:
         """Returns the parameters in the structure of others."""
         if like is None:

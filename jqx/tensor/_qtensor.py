@@ -23,7 +23,7 @@ from ._pytree import register
 from ._round_trip import dequantized, quantized
 from ._scheme import needed_spec
 from ._select import concatenate, index, reshape, split
-from ._show import text, treescope_tree
+from ._show import as_html, text, treescope_tree
 from ._spec import QSpec
 from ._targets import check_target, lay_out_for
 from ._zeros import zeros
@@ -373,9 +373,7 @@ class QTensor:
     def __repr__(self) -> str:
         return text(self)
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """Shows in treescope what `repr` shows, and the fields to unfold."""
-        return treescope_tree(self, path, subtree_renderer)
+    _repr_html_, __treescope_repr__ = as_html, treescope_tree
 
     def map_leaves(self, f: Any, blocks: tuple[tuple[int, int, int], ...]) -> "QTensor":
         """Applies a view to every leaf."""

@@ -1,11 +1,12 @@
 """How a QTensor is shown: format, shape, granularity and bytes, never contents."""
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax.numpy as jnp
 
+from .._html import pairs_html
+from .._treescope import constructor
 from ..numerics._shared import name_of_qtype
 from ._order import permuted_axis
 
@@ -26,18 +27,36 @@ def text(q: Any) -> str:
     )
 
 
+def as_html(q: Any) -> str:
+    """Returns what a notebook shows of a QTensor, whatever its leaves are."""
+    name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
+    if not _has_arrays(q):
+        return pairs_html([("", text(q))], "QTensor")
+    known = isinstance(q.size, int) and isinstance(q.nbytes, int) and q.size > 0
+    bits = f", {8 * q.nbytes / q.size:.2f} bits for each of {q.size:,} numbers" if known else ""
+    layout = [] if q.layout is None else [("laid out", str(q.layout))]
+    parts = [("zero points", q.zero_point), ("offsets", q.offset), ("order", q.order)]
+    return pairs_html(
+        [
+            ("format", f"{name} {q.groups}"),
+            ("stands for", f"{dtype}{list(q.shape)}"),
+            ("codes", _leaf(q.values)),
+            *layout,
+            ("scales", _leaf(q.scale)),
+            *((name, _leaf(part)) for name, part in parts if part is not None),
+            ("bytes", f"{_grouped(q.nbytes)}{bits}"),
+        ],
+        "QTensor",
+    )
+
+
 def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
-    """Returns what treescope shows of a QTensor; treescope calls it, and so is loaded."""
+    """Returns what treescope shows of a QTensor."""
     summary = {}
     if _has_arrays(q):
         summary = {"shape": q.shape, "granularity": str(q.groups), "nbytes": q.nbytes}
     fields = {f.name: getattr(q, f.name) for f in dataclasses.fields(q) if f.init}
-    return sys.modules["treescope"].repr_lib.render_object_constructor(
-        object_type=type(q),
-        attributes=summary | fields,
-        path=path,
-        subtree_renderer=subtree_renderer,
-    )
+    return constructor(q, summary | fields, path, subtree_renderer)
 
 
 def _has_arrays(q: Any) -> bool:

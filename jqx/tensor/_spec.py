@@ -12,6 +12,7 @@ from .._added import added
 from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
+from .._treescope import changed_fields
 from ..calibrators import Calibrator, Granularity, absmax
 from ..calibrators._shared import PerGroup, is_without_blocks, per_axis, per_group, per_tensor
 from ..gradients import Gradient, ste
@@ -70,6 +71,8 @@ class QSpec:
     gradient: Gradient = ste
     numerics: Numerics = ngraph
     stacked: tuple[int, ...] = added(())
+
+    __treescope_repr__ = changed_fields
 
     def __post_init__(self) -> None:
         qtype = as_qtype("QSpec", "qtype", self.qtype, "Quantized")

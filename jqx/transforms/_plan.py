@@ -11,6 +11,7 @@ import jax
 
 from .._added import added
 from .._errors import message, nesting
+from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..tensor import QSpec, Segments
 from ..tensor._shared import (
@@ -26,7 +27,7 @@ from ..tensor._shared import (
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address
 from ._paths import Params, Split, Weights, flatten, is_whole, rooted
-from ._plan_table import as_rich_table, as_text
+from ._plan_table import plan_table
 from ._signature import check_same, is_parameter_line
 from ._site import Site, Skipped, Unreached, Weight
 from ._split import parts_of
@@ -36,7 +37,7 @@ _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Tabular):
     """What `make_plan` decided: sites, weights, and what was left alone. Prints as a table.
 
     Attributes:
@@ -284,9 +285,6 @@ class Plan:
         """
         return required_affines(function, self, affines)
 
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def __rich__(self) -> Any:
-        """What rich prints in place of `str(plan)`: a table."""
-        return as_rich_table(self)
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        return plan_table(self)

@@ -1,7 +1,8 @@
 """A plan as a table: every contraction, how it is quantized, or why it is not."""
 
-import importlib
 from typing import Any
+
+from .._table import Table
 
 _WIDTHS = (60, 24, 48, 48, 64, 160)
 """How many characters a column takes at most, as `HEAD` names them: longer cells are cut."""
@@ -12,25 +13,10 @@ _MOST = 8
 HEAD = ("path", "op", "shapes", "weight", "activation", "rule")
 
 
-def as_text(plan: Any) -> str:
-    """Returns the table of a `Plan`, and its footer, as plain text."""
-    rows = [HEAD, *_rows(plan)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], _footer(plan)])
-
-
-def as_rich_table(plan: Any) -> Any:
-    """Returns the same as a `rich.table.Table`, which fits a terminal. rich alone calls this."""
-    rich, text = importlib.import_module("rich.table"), importlib.import_module("rich.text").Text
-    table = rich.Table(*HEAD, caption=_footer(plan), caption_justify="left")
-    done = len(plan.sites)
-    for i, row in enumerate(_rows(plan)):
-        table.add_row(*map(text, row), style=None if i < done else "dim")
-    return table
+def plan_table(plan: Any) -> Table:
+    """Returns the table of a `Plan`; what stays in float is dimmed where that can be shown."""
+    rows = tuple(_rows(plan))
+    return Table(HEAD, rows, _footer(plan), texts=len(HEAD), bright=len(plan.sites))
 
 
 def _rows(plan: Any) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ import functools
 from typing import Any, Literal
 
 from .._added import added
+from .._treescope import changed_fields, constructor
 from ..tensor import QSpec
 from ._origin import Address, Loop
 
@@ -30,6 +31,8 @@ class Operand:
     key: str
     path: str | None = None
     axes: tuple[tuple[int, ...], ...] = added((), compare=False)
+
+    __treescope_repr__ = changed_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,12 @@ class Site:
     result: Shape = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
     codes: str | None = added(None)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        names = "path op shapes operands output rule result macs loops codes".split()
+        known = {name: getattr(self, name) for name in names}
+        told = {name: x for name, x in known.items() if x is not None and x != ()}
+        return constructor(self, told, path, subtree_renderer)
 
     @property
     def name(self) -> str:
@@ -121,6 +130,8 @@ class Skipped:
     shapes: tuple[Shape, ...] = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
 
+    __treescope_repr__ = changed_fields
+
 
 @dataclasses.dataclass(frozen=True)
 class Unreached:
@@ -155,3 +166,5 @@ class Weight:
     key: str
     sites: int
     contracted: int | None = added(None, compare=False)
+
+    __treescope_repr__ = changed_fields

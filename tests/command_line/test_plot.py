@@ -82,7 +82,8 @@ def test_a_histogram_shows_the_grid_of_one_tensor(capsys, source, picture, drawn
     code, out, _ = run(capsys, *command, *flags)
     assert (code, out) == (0, f"{picture}: histogram of 1 tensors\n")
     ((name, (x, q), fields),) = drawn
-    assert name == "histogram" and fields == {"title": "embed.weight"}
+    assert name == "histogram"
+    assert fields == {"title": "embed.weight, int4 per_axis(0)"}
     real = np.asarray(q.dequantize())
     assert np.array_equal(x, real) == first
     (rule,) = jqx.presets.w4a16().rules

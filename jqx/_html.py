@@ -1,0 +1,71 @@
+"""HTML of tables in notebooks: text escaped, colours of the notebook, light or dark."""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+MOST_ROWS = 500
+"""How many rows of a table are shown."""
+
+_STYLE = """<style>
+.jqx{font-size:.9em;line-height:1.35;max-width:100%}
+.jqx .jqx-title{font-weight:600;margin:.2em 0 .4em}
+.jqx .jqx-scroll{overflow:auto;max-height:28em;max-width:100%;width:fit-content;
+border:1px solid rgba(128,128,128,.35);border-radius:5px}
+.jqx table{border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums}
+.jqx th,.jqx td{padding:.2em .7em;border:0;white-space:nowrap;text-align:right;
+vertical-align:top;max-width:none}
+.jqx .jqx-text{text-align:left}
+.jqx th{position:sticky;top:0;font-weight:600;
+background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas));
+box-shadow:0 1px 0 rgba(128,128,128,.5)}
+.jqx tbody tr:nth-child(even){background:rgba(128,128,128,.08)}
+.jqx .jqx-dim{opacity:.6}
+.jqx pre{margin:0;padding:.4em .7em;line-height:1.35}
+.jqx p{margin:.4em 0 0;opacity:.75;white-space:pre-line}
+</style>"""
+
+
+def table_html(table: Any, title: str = "") -> str:
+    """Returns a `Table` in HTML, with a title above and its footer below."""
+    rows = table.rows[:MOST_ROWS]
+    head = _cells("th", table.head, table.texts)
+    body = "".join(
+        f"<tr{_class('dim', table.is_dim(i))}>{_cells('td', row, table.texts)}</tr>"
+        for i, row in enumerate(rows)
+    )
+    footer = table.footer
+    if left_out := len(table.rows) - len(rows):
+        count = f"{left_out:,} of {len(table.rows):,} rows are left out here; print shows all."
+        footer = f"{count}\n{footer}" if footer else count
+    grid = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return framed(f'<div class="jqx-scroll">{grid}</div>', title, footer)
+
+
+def pairs_html(pairs: Sequence[tuple[str, str]], title: str) -> str:
+    """Returns names and values, one pair a row."""
+    rows = "".join(f"<tr>{_cells('td', pair, 2)}</tr>" for pair in pairs)
+    return framed(f'<div class="jqx-scroll"><table><tbody>{rows}</tbody></table></div>', title)
+
+
+def text_html(text: str, title: str) -> str:
+    """Returns text as it is printed."""
+    return framed(f'<div class="jqx-scroll"><pre>{html.escape(text)}</pre></div>', title)
+
+
+def framed(inside: str, title: str = "", footer: str = "") -> str:
+    """Returns HTML between a title and a footer, which are escaped, in the style of jqx."""
+    above = f'<div class="jqx-title">{html.escape(title)}</div>' if title else ""
+    below = f"<p>{html.escape(footer)}</p>" if footer else ""
+    return f'<div class="jqx">{_STYLE}{above}{inside}{below}</div>'
+
+
+def _cells(tag: str, row: Sequence[str], texts: int) -> str:
+    return "".join(
+        f"<{tag}{_class('text', i < texts)}>{html.escape(cell)}</{tag}>"
+        for i, cell in enumerate(row)
+    )
+
+
+def _class(name: str, applies: bool) -> str:
+    return f' class="jqx-{name}"' if applies else ""

@@ -1,0 +1,23 @@
+"""Formats in a few words: those of sites, and those of weights as pictures name them."""
+
+import re
+
+from ..transforms._shared import Site
+
+_BLOCK = re.compile(r"per_block\(\{([^}]*)\}\)")
+
+
+def scheme_of_site(site: Site) -> str:
+    """Returns how the operands of a site are quantized: `float x int4 per_group(32)`."""
+    return " x ".join(str(operand.spec) if operand.spec else "float" for operand in site.operands)
+
+
+def short_scheme(scheme: str) -> str:
+    """Returns a scheme with blocks along one axis as groups: `int4 per_group(32)`."""
+
+    def grouped(found: re.Match[str]) -> str:
+        sizes = [part.split(":")[1].strip() for part in found[1].split(",") if ":" in part]
+        long = [size for size in sizes if size != "1"]
+        return f"per_group({long[0]})" if len(long) == 1 else found[0]
+
+    return _BLOCK.sub(grouped, scheme).replace(", tail=True", "")

@@ -1,0 +1,91 @@
+"""Axes to draw in, given or made, and legends above them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+
+from ..._checks import check_instance, require_that
+
+SMALL = 8.0
+"""Points of the text beside titles."""
+
+_LINE = 15.0
+"""Points that a line of a legend takes."""
+
+
+def axes_for(function: str, ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns axes and their figure: those given, or new ones, of a size in inches."""
+    if ax is None:
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots()
+    mend = "pass one, such as figure.subplots(), or leave ax= out."
+    check_instance(function, "ax", ax, Axes, mend=mend)
+    figure: Any = ax.figure
+    return figure if isinstance(figure, Figure) else figure.figure, ax
+
+
+def check_some(function: str, given: Any) -> None:
+    """Checks that there is something to draw."""
+    require_that(
+        len(given) > 0,
+        error=ValueError,
+        function=function,
+        problem="there is nothing to draw.",
+        given="nothing",
+        expected="one or more",
+        mend="pass something.",
+    )
+
+
+def tidy(axis: Axes, grid: str = "x") -> None:
+    """Draws thin grid lines below, and no frame but at the bottom and on the left."""
+    axis.set_axisbelow(True)
+    axis.grid(axis=grid, color="#8a8a8a", alpha=0.3, lw=0.6)  # pyright: ignore
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="x", labelsize=SMALL)
+
+
+def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.0) -> None:
+    """Sets the title, and a legend of what has a label between it and the axes.
+
+    Args:
+      axis: what they are of.
+      title: above all.
+      handles: what the legend explains.
+      lift: points that tick labels take at the top.
+    """
+    named = [handle for handle in handles if handle is not None]
+    if not named:
+        axis.set_title(title, fontsize=10, y=1.0, pad=6 + lift, loc="left")
+        return
+    names = [str(handle.get_label()) for handle in named]
+    columns = _columns(names, 72 * axis.bbox.width / axis.figure.dpi)
+    rows = -(-len(names) // columns)
+    axis.legend(
+        named,
+        names,
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        bbox_transform=axis.transAxes
+        + ScaledTranslation(0, (2 + lift) / 72, axis.figure.dpi_scale_trans),  # pyright: ignore
+        borderaxespad=0.0,
+        borderpad=0.2,
+        ncols=columns,
+        fontsize=SMALL,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )
+    axis.set_title(title, fontsize=10, y=1.0, pad=8 + lift + _LINE * rows, loc="left")
+
+
+def _columns(names: Sequence[str], width: float) -> int:
+    """Returns how many columns of a legend fit a width in points."""
+    widths = [len(name) * 0.56 * SMALL + 26 for name in names]
+    if sum(widths) <= width:
+        return len(names)
+    each = max(widths)
+    return max(1, min(len(names), int(width // each)))
