@@ -12,7 +12,6 @@ from .._calls import called
 from .._checks import require_that
 from .._errors import message
 from ..calibrators import Affine
-from ..diagnostics import Report
 from ..transforms import Plan
 from ..transforms._shared import (
     Maps,
@@ -21,6 +20,7 @@ from ..transforms._shared import (
     is_quantized,
     placed,
 )
+from ._late_folders import diagnostics
 from ._ptq import Mapped, Target, check_whole, quantized_of, target_of
 from ._quantized import Quantized, summary
 
@@ -54,7 +54,7 @@ class Unbound:
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
-    report: Report
+    report: "diagnostics.Report"
     inputs: tuple[Any, ...] | None
     structured: bool = True
     maps: Maps = dataclasses.field(default_factory=dict)
