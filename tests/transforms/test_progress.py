@@ -13,10 +13,10 @@ W, X = jnp.eye(4), jnp.ones((2, 4))
 PLAN = jqx.make_plan(lambda w, x: x @ w, jqx.presets.w8a8())(W, X)
 
 
-@pytest.fixture
-def terminal(capsys, monkeypatch):
+def make_terminal(monkeypatch):
+    """Makes a terminal of what `capsys` has put in the place of standard error."""
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # that of capsys
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
 
 def advanced(**options):
@@ -27,7 +27,8 @@ def advanced(**options):
     return [*_progress.with_bar("go through", "item", (1, 2))]
 
 
-def test_a_terminal_is_shown_how_far_it_is(terminal, capsys):
+def test_a_terminal_is_shown_how_far_it_is(monkeypatch, capsys):
+    make_terminal(monkeypatch)
     assert advanced() == [1, 2]
     shown = capsys.readouterr().err
     assert "count: 100%" in shown and "3/3" in shown
@@ -41,7 +42,8 @@ def test_nothing_is_shown_where_there_is_no_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_nothing_is_shown_where_it_is_not_asked_for(terminal, capsys):
+def test_nothing_is_shown_where_it_is_not_asked_for(monkeypatch, capsys):
+    make_terminal(monkeypatch)
     with _progress.advancing("count", "item", 3, False) as advance:
         advance()
     jqx.calibrate_batches(lambda w, x: x @ w, PLAN, W, [X], progress=False)
@@ -55,7 +57,8 @@ def test_tqdm_need_not_be_there(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_sensitivity_shows_each_step(terminal, capsys):
+def test_a_sensitivity_shows_each_step(monkeypatch, capsys):
+    make_terminal(monkeypatch)
     f = lambda w, x: x @ w  # noqa: E731
     jqx.diagnostics.sensitivity(f, PLAN)(W, X)
     assert "sensitivity: 100%" in capsys.readouterr().err
