@@ -4,19 +4,16 @@ Ops with written semantics, QTensors and exact integer contractions, and transfo
 calibrate, simulate and convert any JAX function. Start with `make_plan`.
 """
 
-import typing as _typing
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import algorithms as algorithms
 from . import calibrators as calibrators
-from . import diagnostics as diagnostics
 from . import gradients as gradients
-from . import interop as interop
 from . import numerics as numerics
 from . import observers as observers
 from . import onednn as onednn
-from . import parallel as parallel
 from . import presets as presets
 from . import tflite as tflite
+from ._late import late as _late
 from ._old_names import renamed as _renamed
 from .caches import KVCache as KVCache
 from .caches import decode_attention as decode_attention
@@ -36,12 +33,6 @@ from .contractions import kernels_in_exports as kernels_in_exports
 from .contractions import matmul as matmul
 from .contractions import ragged_dot as ragged_dot
 from .contractions import take as take
-from .diagnostics import compare as compare
-from .diagnostics import explain as explain
-from .diagnostics import lowering as lowering
-from .diagnostics import report as report
-from .interop import load as load
-from .interop import save as save
 from .numerics._shared import RoundMode as RoundMode
 from .ops import affine_from_range as affine_from_range
 from .ops import dequantize as dequantize
@@ -75,8 +66,19 @@ from .transforms import quantize_params as quantize_params
 from .transforms import quantize_state as quantize_state
 from .transforms import simulate as simulate
 
-if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
-    __getattr__ = _renamed(
+if _TYPE_CHECKING:
+    from . import algorithms as algorithms
+    from . import diagnostics as diagnostics
+    from . import interop as interop
+    from . import parallel as parallel
+    from .diagnostics import compare as compare
+    from .diagnostics import explain as explain
+    from .diagnostics import lowering as lowering
+    from .diagnostics import report as report
+    from .interop import load as load
+    from .interop import save as save
+else:  # a checker reports old names, and those that never were
+    _old = _renamed(
         __name__,
         {
             "FixedPointRounding": "jqx.tflite.FixedPointRounding",
@@ -87,5 +89,16 @@ if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that 
             "requantize": "jqx.tflite.requantize",
             "zeros": "jqx.QTensor.zeros",
         },
+        stacklevel=3,
+    )
+    __getattr__, __dir__ = _late(
+        __name__,
+        {
+            "algorithms": (),
+            "diagnostics": ("compare", "explain", "lowering", "report"),
+            "interop": ("load", "save"),
+            "parallel": (),
+        },
+        _old,
     )
 __version__ = "0.1.0"

@@ -2,11 +2,11 @@
 message is ours.
 """
 
+import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def require(
-    assertion: Callable[..., None],
+    assertion: str,
     *args: Any,
     error: type[Exception],
     function: str,
@@ -28,9 +28,11 @@ def require(
     expected: str,
     mend: str,
 ) -> None:
-    """Runs a chex assertion and raises `error` with a four-part message where it fails."""
+    """Runs an assertion of chex and raises `error` with a four-part message where it fails. It is
+    given by name: chex is imported by the first one, which keeps `import jqx` short.
+    """
     try:
-        assertion(*args)
+        getattr(importlib.import_module("chex"), assertion)(*args)
     except AssertionError:
         text = message(function, problem, given=given, expected=expected, mend=mend)
         raise error(text) from None
@@ -200,7 +202,7 @@ def check_flags(function: str, **flags: Any) -> None:
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
     """Checks that `x` has exactly `dtype`, which is the dtype of `of`."""
     require(
-        chex.assert_type,
+        "assert_type",
         x,
         dtype,
         error=TypeError,

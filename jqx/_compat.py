@@ -17,7 +17,6 @@ import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental import topologies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, partial_eval
@@ -314,6 +313,7 @@ def devices_of_topology(platform: str, name: str, plugin: str = "", **options: s
     Raises:
       RuntimeError, NotImplementedError: the compiler of the platform cannot be loaded.
     """
+    topologies = importlib.import_module("jax.experimental.topologies")
     try:
         return list(topologies.get_topology_desc(name, platform, **options).devices)
     except NotImplementedError:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a module: it finds names of old, with a DeprecationWarning.
 
     Args:
       module: the name of the module, `jqx` or `jqx.<folder>`.
       names: the names that have others now: `{"old": "jqx.place.new"}`. Beside these, what
         the file `_shared.py` of a folder lists was public, and is internal.
+      stacklevel: of the warning, where something else calls what is returned.
     """
 
     def getattr_of_old(name: str) -> Any:
@@ -28,7 +29,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         if value is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         text = f"{module}.{name} goes in the next release: {mend}."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
         return value
 
     return getattr_of_old

@@ -11,6 +11,7 @@ import numpy as np
 from ..diagnostics._shared import Table, decibels, scheme_of
 from ..interop import Archive
 from ..tensor import QTensor
+from ..transforms._shared import with_bar
 from ._output import print_json
 
 _CHUNK = 1 << 20
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs it and returns the exit code: 0 where the files are equal, else 1."""
     with Archive(args.a) as a, Archive(args.b) as b:
         paths = dict.fromkeys((*a.paths, *b.paths))
-        found = [compare(path, a, b) for path in paths]
+        found = [compare(path, a, b) for path in with_bar("diff", "tensor", paths)]
     differences = [difference for difference in found if difference.what]
     equal = len(found) - len(differences)
     if args.json:

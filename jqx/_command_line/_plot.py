@@ -19,6 +19,7 @@ from ..diagnostics import Report
 from ..diagnostics._shared import measure, scheme_of, short_scheme
 from ..interop import Archive
 from ..tensor import QTensor
+from ..transforms._shared import with_bar
 from ._choices import Choice, add_choices, choose, quantize_leaf
 from ._output import print_json
 
@@ -142,9 +143,9 @@ def _sqnr(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[A
         mend="pass --policy, or --rule 'regex=scheme'.",
     )
     weights = []
-    for path, spec in drawn.items():
+    for path in with_bar("plot", "tensor", drawn):
         x: Any = archive.read(path)
-        weights.append(measure(x, quantize_leaf(x, spec), path))
+        weights.append(measure(x, quantize_leaf(x, drawn[path]), path))
     report = Report(tuple(weights), 0, sites=0, skipped=0, macs=math.nan)
     return plots.sqnr_bars(report), list(drawn)
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.dry_run:
             tree = archive.map(lambda path: _leaf(archive, path, choices[path].spec))
             options = {"resume": args.resume or args.share != (0, 1), "share": args.share}
-            save_tree(args.output, tree, texts(archive), progress=True, **options)
+            save_tree(args.output, tree, texts(archive), **options)
         _show(args, archive, choices, specs)
     return 0
 

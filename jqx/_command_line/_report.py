@@ -10,6 +10,7 @@ from ..diagnostics import Report, WeightError
 from ..diagnostics._shared import measure
 from ..interop import Archive
 from ..tensor import QTensor
+from ..transforms._shared import with_bar
 from ._choices import Choice, add_choices, choose, quantize_leaf
 from ._output import print_json, savings
 
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs it and returns the exit code."""
     with Archive(args.file) as archive:
         choices = choose(archive, args)
-        found = {path: _measured(archive, path, choice) for path, choice in choices.items()}
+        paths = with_bar("report", "tensor", choices)
+        found = {path: _measured(archive, path, choices[path]) for path in paths}
         specs = [archive.spec(path) for path in found if found[path] is None]
     weights = tuple(weight for weight in found.values() if weight is not None)
     require_that(

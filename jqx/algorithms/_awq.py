@@ -8,8 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
-import scipy.sparse.csgraph
 
 from .._calls import called
 from .._checks import check_flags, require_that, shown
@@ -25,6 +23,7 @@ from ._grids import Grids
 from ._kept import Unpaired
 from ._labels import Array
 from ._scaled import Scaled
+from ._scipy import components
 
 _NO_LESS = 1e-4
 _LEAST_RANGE = 0.5
@@ -351,8 +350,7 @@ def _together(count: int, sites: Sequence[_Site]) -> Array:
     """
     a = np.concatenate([x.numbers[x.numbers > 0] for x in sites])
     b = np.concatenate([np.full(int(np.sum(x.numbers > 0)), x.numbers.max()) for x in sites])
-    edges = scipy.sparse.coo_matrix((np.ones(len(a), bool), (a, b)), (count, count))
-    _, found = scipy.sparse.csgraph.connected_components(edges, directed=False)
+    found = components(count, a, b)
     is_read = np.zeros(count, bool)
     is_read[a] = True
     which = np.unique(found[is_read], return_inverse=True)[1] + 1

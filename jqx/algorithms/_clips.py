@@ -4,13 +4,12 @@ channels are scaled.
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
-import scipy.sparse.csgraph
 
 from ..transforms import ChannelMap
 from ._folds import Folds
 from ._labels import Array
 from ._operands import most
+from ._scipy import components
 
 
 def at_most_one(folds: Folds, factors: Array) -> Array:
@@ -33,8 +32,7 @@ def _together(folds: Folds) -> Array:
     each = [x.ravel() for met in folds.met for x in (folds.inputs(met), folds.outputs(met))]
     a = np.concatenate([np.unique(x) for x in each if x.size])
     b = np.concatenate([np.full(len(np.unique(x)), x.max()) for x in each if x.size])
-    edges = scipy.sparse.coo_matrix((np.ones(len(a), bool), (a, b)), (folds.count,) * 2)
-    return scipy.sparse.csgraph.connected_components(edges, directed=False)[1]
+    return components(folds.count, a, b)
 
 
 def clips_of(folds: Folds, factors: Array) -> dict[str, ChannelMap]:

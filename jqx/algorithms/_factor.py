@@ -5,7 +5,8 @@ float64 on the host.
 from typing import Literal, NamedTuple
 
 import numpy as np
-import scipy.linalg
+
+from ._scipy import linalg
 
 Array = np.ndarray
 Order = Literal["given", "activation", "groups"]
@@ -52,12 +53,12 @@ def factor(
         found = hessian.T[np.ix_(back, back)].T
         np.fill_diagonal(found, _damped(np.diagonal(hessian)[order], damping)[::-1])
         try:
-            found = scipy.linalg.cholesky(found, lower=True, overwrite_a=True, check_finite=True)
-        except (scipy.linalg.LinAlgError, ValueError):
+            found = linalg().cholesky(found, lower=True, overwrite_a=True, check_finite=True)
+        except (linalg().LinAlgError, ValueError):
             damping *= 10
             continue
         # What is backwards is L L.T: the Hessian is R R.T with R = L[::-1, ::-1], upper triangular.
-        (invert,) = scipy.linalg.get_lapack_funcs(("trtri",), (found,))
+        (invert,) = linalg().get_lapack_funcs(("trtri",), (found,))
         inverse, _ = invert(found, lower=True, overwrite_c=True)
         return Factor(inverse[::-1, ::-1], damping)
     return None
@@ -96,7 +97,7 @@ def corrected(w: Array, hessian: Array, cross: Array, strength: float, damping: 
     """Returns a matrix [rows, columns] that is corrected for inputs that are quantized ones (Arai
     and Ichikawa, "Quantization Error Propagation", arXiv:2504.09629).
     """
-    solved = scipy.linalg.solve(damped(hessian, damping), cross.T, assume_a="pos").T
+    solved = linalg().solve(damped(hessian, damping), cross.T, assume_a="pos").T
     return w + strength * w @ solved
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
-import scipy.sparse.csgraph
 
 from .. import _compat
 from .._compat import Eqn
+from ._scipy import components
 
 Array = np.ndarray
 
@@ -235,8 +234,7 @@ class Labels:
         """
         none = np.empty(0, np.int32)
         a, b = (np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True))
-        edges = scipy.sparse.coo_matrix((np.ones(len(a), bool), (a, b)), (self._count,) * 2)
-        _, found = scipy.sparse.csgraph.connected_components(edges, directed=False)
+        found = components(self._count, a, b)
         why: dict[int, str] = {}
         for stop in (x for x in self._stops if choices or not x.is_choice):
             for group in np.unique(found[stop.labels]):

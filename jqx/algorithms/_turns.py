@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import scipy.sparse
-import scipy.sparse.csgraph
 
 from ._labels import FIXED, FREE, Array, narrowed
+from ._scipy import components
 
 Axes = frozenset[int]
 
@@ -180,7 +179,7 @@ class Turns:
         """Returns the largest blocks that all agree with."""
         none = np.empty(0, np.int32)
         pairs = [np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True)]
-        together = _components(pairs[0], pairs[1], self._count)
+        together = components(self._count, pairs[0], pairs[1])
         cut = np.zeros(self._count + 1, bool)
         cut[[0, 1, self._count]] = True
         for labels, _ in self._cuts:
@@ -188,7 +187,7 @@ class Turns:
         while _refine(cut, together, pairs):
             pass
         block, places, sizes = _blocks(cut)
-        kinds = _components(block[pairs[0]], block[pairs[1]], len(sizes))[block]
+        kinds = components(len(sizes), block[pairs[0]], block[pairs[1]])[block]
         why: dict[int, str] = {}
         for labels, reason in self._stops:
             for kind in np.unique(kinds[labels]):
@@ -206,11 +205,6 @@ class Turns:
         told = {i: why.get(int(kinds[i]), "") for i in np.flatnonzero(fixed[kinds])[1:].tolist()}
         numbers = np.cumsum(~fixed) * ~fixed
         return Blocks(numbers[kinds], places, np.append(0, own[~fixed]), told)
-
-
-def _components(a: Array, b: Array, count: int) -> Array:
-    edges = scipy.sparse.coo_matrix((np.ones(len(a), bool), (a, b)), (count, count))
-    return scipy.sparse.csgraph.connected_components(edges, directed=False)[1]
 
 
 def _blocks(cut: Array) -> tuple[Array, Array, Array]:
@@ -232,7 +226,7 @@ def _refine(cut: Array, together: Array, pairs: Sequence[Array]) -> bool:
     if cut.sum() > before:
         return True
     block, places, sizes = _blocks(cut)
-    kinds = _components(block[pairs[0]], block[pairs[1]], len(sizes))
+    kinds = components(len(sizes), block[pairs[0]], block[pairs[1]])
     least = np.full(int(kinds.max()) + 1, len(block))
     np.minimum.at(least, kinds, sizes)
     starts = np.flatnonzero(cut[:-1])

@@ -8,7 +8,7 @@ from .._checks import check_instance, require_that
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..transforms import Plan
-from ..transforms._shared import EACH, check_function, check_plan
+from ..transforms._shared import EACH, advancing, check_function, check_plan
 from ._found_policy import policy_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
@@ -108,6 +108,7 @@ def search(
     metric: Metric = relative_error,
     additive: bool = True,
     steps: bool = False,
+    progress: bool = True,
 ) -> Callable[..., Assignment]:
     """Returns a function that gives each weight one of several schemes, within a budget.
 
@@ -133,6 +134,7 @@ def search(
       steps: whether every scan over weights is split at each of its steps: each layer of a stack
         gets a scheme of its own. `plan` is a policy then. The policy that is found joins
         consecutive steps of one scheme.
+      progress: whether to show a bar, as in `jqx.calibrate_batches`.
 
     Returns:
       `searched(params, *batches) -> Assignment`; each batch is a tuple of the other arguments of
@@ -189,7 +191,7 @@ def search(
             base = plan_of_batches(f, base, params, batches, splits=splits)
         known = [plan_of_batches(f, way, params, batches, base) for way in candidates.values()]
         plans = [_restricted(way, base) for way in known]
-        sweep = Sweep("search", f, plans, metric, params, batches)
+        sweep = Sweep("search", f, plans, metric, params, batches, progress)
         units = [unit for unit in sweep.units if sweep.paths(unit)]
         require_that(
             units,
@@ -205,9 +207,12 @@ def search(
         if isinstance(limit, Bits):
             limit = Bytes(limit.limit / 8 * sum(w.size for w in sweep.weights.values()))
         found = _Problem(sweep, units, sizes, [FLOAT, *candidates], limit)
-        uniform = {name: found.uniform(name) for name in candidates}
-        front = found.exact() if additive else found.greedy()
-        best = found.best(front, list(uniform.values()))
+        count = len(candidates) * (len(units) + 1) if additive else None
+        with advancing("search", "step", count, progress) as sweep.advance:
+            uniform = {name: found.uniform(name) for name in candidates}
+            front = found.exact() if additive else found.greedy()
+        with advancing("search: the best", "step", None, progress) as sweep.advance:
+            best = found.best(front, list(uniform.values()))
         return _assignment(found, best, front, uniform, candidates, base)
 
     return searched

@@ -1,7 +1,7 @@
 """`sensitivity`: what the quantization of each weight and site costs, measured or estimated."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._checks import require_that
 from ..policy import Policy
 from ..transforms import Plan
-from ..transforms._shared import check_function, params_of
+from ..transforms._shared import advancing, check_function, params_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._table import Table, Tabular
 
@@ -75,6 +75,7 @@ def sensitivity(
     estimate: str = "one_at_a_time",
     samples: int = 8,
     key: jax.Array | None = None,
+    progress: bool = True,
 ) -> Callable[..., Sensitivities]:
     """Returns a function that ranks weights and sites by what their quantization costs.
 
@@ -92,6 +93,7 @@ def sensitivity(
         times the squared gradient of the metric.
       samples: of the Hutchinson estimate, per batch.
       key: random key of the Hutchinson estimate; `None` is `jax.random.key(0)`.
+      progress: whether to show a bar, as in `jqx.calibrate_batches`.
 
     Returns:
       `ranked(params, *batches) -> Sensitivities`; each batch is a tuple of the other arguments of
@@ -126,24 +128,32 @@ def sensitivity(
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
         known = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
-        sweep = Sweep("sensitivity", f, [known], metric, params, batches)
+        sweep = Sweep("sensitivity", f, [known], metric, params, batches, progress)
         everything = None
-        if estimate in ("one_at_a_time", "all_but_one"):
-            everything = sweep(dict.fromkeys(sweep.units, 1))
-        if estimate == "one_at_a_time":
-            costs = {unit: sweep({unit: 1}) for unit in sweep.units}
-        elif estimate == "all_but_one":
-            assert everything is not None
-            costs = {
-                unit: everything - sweep({u: 1 for u in sweep.units if u != unit})
-                for unit in sweep.units
-            }
-        else:
-            costs = _of_weights(sweep, estimate, samples, key)
+        measured = estimate in ("one_at_a_time", "all_but_one")
+        count = len(sweep.units) + 1 if measured else _steps(estimate, samples, batches)
+        with advancing("sensitivity", "step", count, progress) as sweep.advance:
+            if measured:
+                everything = sweep(dict.fromkeys(sweep.units, 1))
+            if estimate == "one_at_a_time":
+                costs = {unit: sweep({unit: 1}) for unit in sweep.units}
+            elif estimate == "all_but_one":
+                assert everything is not None
+                costs = {
+                    unit: everything - sweep({u: 1 for u in sweep.units if u != unit})
+                    for unit in sweep.units
+                }
+            else:
+                costs = _of_weights(sweep, estimate, samples, key)
         rows = [Sensitivity(unit, sweep.ops[unit], cost) for unit, cost in costs.items()]
         return Sensitivities(tuple(sorted(rows, key=lambda row: -row.cost)), estimate, everything)
 
     return ranked
+
+
+def _steps(estimate: str, samples: int, batches: Sequence[Any]) -> int:
+    """Returns in how many steps an estimate from the weights is made."""
+    return len(batches) * {"hessian": samples, "fisher": 1}.get(estimate, 0)
 
 
 def _of_weights(
@@ -176,7 +186,7 @@ def _of_weights(
                 expected="a loss, such as that of labels",
                 mend="let f return its loss, with metric=lambda loss, _: loss; or use 'hessian'.",
             )
-            found = [gradient(weights, batch, plain) for batch, plain in sweep.pairs()]
+            found = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs()))]
             of_path = {
                 path: sum(jnp.sum((tree[path] * e) ** 2) for tree in found) / len(found)
                 for path, e in errors.items()
@@ -208,9 +218,17 @@ def _hutchinson(
         return {path: jnp.sum(v * moved[path]) for path, v in signs.items()}
 
     key = jax.random.key(0) if key is None else key
-    found = [
+    found = (
         sample(k, batch, plain)
         for i, (batch, plain) in enumerate(sweep.pairs())
         for k in jax.random.split(jax.random.fold_in(key, i), samples)
-    ]
+    )
+    found = [*_advanced(sweep, found)]
     return {path: jnp.mean(jnp.stack([tree[path] for tree in found])) for path in weights}
+
+
+def _advanced(sweep: Sweep, found: Iterable[Any]) -> Iterator[Any]:
+    """Yields results as soon as they are computed, and moves the bar on."""
+    for each in found:
+        yield jax.block_until_ready(each)
+        sweep.advance()

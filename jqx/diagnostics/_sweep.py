@@ -124,6 +124,7 @@ class Sweep:
     Static scales are calibrated on the batches, for each plan by itself.
 
     Attributes:
+      advance: is called after each evaluation.
       units: what is chosen for together: the path of a weight, or of several that are joined; or of
         a site without one. In the order of the sites.
     """
@@ -136,8 +137,10 @@ class Sweep:
         metric: Metric,
         params: Any,
         batches: Sequence[Any],
+        progress: bool,
     ):
         _check(caller, params, batches)
+        self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
         self._arrays, self._batches = [x for x in jax.tree.leaves(params) if is_array(x)], batches
         self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
@@ -147,7 +150,7 @@ class Sweep:
         self._unit_of = _units(known, plans)
         self.units = list(dict.fromkeys(self._unit_of[site.path] for site in known))
         self.ops = {self._unit_of[site.path]: site.op for site in reversed(known)}
-        self._scales = _scales(f, plans, params, batches)
+        self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
         self._plain = [plain(self._arrays, batch) for batch in batches]
@@ -186,7 +189,9 @@ class Sweep:
             self._evaluate(every, self._arrays, self._rounded, self._scales, batch, plain)
             for batch, plain in zip(self._batches, self._plain, strict=True)
         ]
-        return float(sum(values) / len(values))
+        found = float(sum(values) / len(values))
+        self.advance()
+        return found
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns each batch and its float result."""
@@ -282,11 +287,15 @@ def _ways(plans: Sequence[Plan]) -> dict[tuple[int, ...], list[Site | None]]:
 
 
 def _scales(
-    f: Callable[..., Any], plans: Sequence[Plan], params: Any, batches: Sequence[Any]
+    f: Callable[..., Any],
+    plans: Sequence[Plan],
+    params: Any,
+    batches: Sequence[Any],
+    progress: bool,
 ) -> dict[str, list[Affine | None]]:
     """Returns the static scales of each plan, by key, calibrated on the batches."""
     found = [
-        affines(plan, calibrate_batches(f, plan, params, batches, progress=False))
+        affines(plan, calibrate_batches(f, plan, params, batches, progress=progress))
         if plan.static_specs()
         else {}
         for plan in plans

@@ -17,6 +17,7 @@ from .._errors import nesting
 from .._files import Path
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Lazy, Values, check_codes, check_values, check_version
+from ..transforms._shared import advancing
 from ._coded import CodedLeaf
 from ._formats import read_leaves
 from ._quantized import unbound
@@ -301,6 +302,7 @@ def load(
     values: Values | None = None,
     config: Mapping[str, Any] | None = None,
     dtype: DTypeLike | None = None,
+    progress: bool = True,
 ) -> Any:
     """Reads a tree of arrays and QTensors, or a quantized function, from a file or folder.
 
@@ -311,6 +313,7 @@ def load(
       values: formats of your own, by the names under which they were saved.
       config: as for `jqx.interop.Archive`.
       dtype: as for `jqx.interop.Archive`.
+      progress: whether to show a bar, as in `jqx.save`.
 
     Returns:
       The tree, equal to the one that was saved bit for bit. Arrays are JAX's; those of 64 bits are
@@ -333,5 +336,12 @@ def load(
     """
     values = NONE if values is None else values
     with Archive(path, values, config=config, dtype=dtype) as archive:
-        tree = archive.map(archive.read)
+        with advancing("load", "tensor", len(archive.paths), progress, delay=1) as advance:
+            tree = archive.map(partial(_read, archive, advance))
         return tree if archive.quantized is None else unbound(tree, archive.quantized, values)
+
+
+def _read(archive: Archive, advance: Callable[[], Any], path: str) -> Any:
+    leaf = archive.read(path)
+    advance()
+    return leaf

@@ -12,6 +12,7 @@ from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._files import Path, Replacement, as_path
 from ..tensor import QTensor
+from ..transforms._shared import with_bar
 from ._encoded import as_numpy
 from ._gguf_encode import GgufEntry, encode
 from ._gguf_source import MAGIC
@@ -29,7 +30,12 @@ _ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
 
 
 def write_gguf(
-    path: Path, leaves: Mapping[str, Leaf], metadata: Mapping[str, Any] | None, *, overwrite: bool
+    path: Path,
+    leaves: Mapping[str, Leaf],
+    metadata: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
+    progress: bool,
 ) -> None:
     """Writes a file; see `jqx.interop.write`.
 
@@ -60,8 +66,8 @@ def write_gguf(
     first = -(-len(head) // alignment) * alignment
     with Replacement("interop.write", target) as file:
         file.write(0, head.ljust(first, b"\0"))
-        for name, entry in entries.items():
-            leaf = leaves[name].read()
+        for name in with_bar("write", "tensor", leaves, progress):
+            entry, leaf = entries[name], leaves[name].read()
             made = entry.make(as_numpy(leaf) if isinstance(leaf, QTensor) else np.asarray(leaf))
             raw = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
             assert raw.size == entry.size, f"{name}: {raw.size} bytes are not {entry.size}"

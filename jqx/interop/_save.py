@@ -16,7 +16,7 @@ from .._files import Path
 from ..ptq import Quantized
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Lazy, Values, abstract, check_codes, check_values, read
-from ..transforms._shared import bytes_of, progress_bar
+from ..transforms._shared import advancing, bytes_of
 from ._archive import KEY, QUANTIZED, VERSION
 from ._quantized import contents_of
 from ._resumed import ResumedWriter, Share
@@ -32,7 +32,7 @@ def save(
     values: Values | None = None,
     resume: bool = False,
     share: Share = (0, 1),
-    progress: bool = False,
+    progress: bool = True,
 ) -> None:
     """Writes a tree of arrays and QTensors, or what `jqx.ptq` returns, to a safetensors file, which
     any reader of these opens.
@@ -64,7 +64,8 @@ def save(
       share: `(i, n)` of process i of n that write one file on one file system, each a part of the
         leaves, with `resume=True`: `(jax.process_index(), jax.process_count())`. The file takes its
         place when the last of them is done.
-      progress: whether to show a bar, of bytes, where tqdm is installed (extra `examples`).
+      progress: whether to show a bar on standard error, where that is a terminal and tqdm is
+        installed (extra `examples`).
 
     Raises:
       OSError: the file cannot be written, or its name is that of a folder, a FIFO or a device.
@@ -107,7 +108,7 @@ def save_tree(
     *,
     resume: bool = False,
     share: Share = (0, 1),
-    progress: bool = False,
+    progress: bool = True,
 ) -> None:
     """Writes a tree, with what the file is to say of itself beside it; see `save`."""
     _check_share(resume, share)
@@ -128,6 +129,7 @@ def save_leaves(
     *,
     values: Values | None = None,
     metadata: Mapping[str, str] | None = None,
+    progress: bool = True,
 ) -> None:
     """Writes a tree whose leaves come one after another, such that one is held at a time.
 
@@ -137,6 +139,7 @@ def save_leaves(
       leaves: arrays and QTensors, in order: of dicts in theirs, not sorted.
       values: formats of your own, by name.
       metadata: what the file is to say of itself beside the tree.
+      progress: as for `jqx.save`.
 
     Raises:
       OSError: the file cannot be written.
@@ -153,7 +156,9 @@ def save_leaves(
     values = NONE if values is None else values
     check_values("save", values)
     _check_metadata(metadata)
-    _write(path, *_described(tree, values), leaves, metadata or {})
+    node, named = _described(tree, values)
+    with _bar([leaf for _, leaf in named], progress) as advance:
+        _write(path, node, named, leaves, metadata or {}, advance)
 
 
 def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
@@ -254,20 +259,9 @@ def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
     that the next leaf is.
     """
     sizes = [bytes_of(abstract(leaf)) for leaf in leaves]
-    bar = None
-    if progress:
-        bar = progress_bar("save", "B", total=sum(sizes), unit_scale=True, disable=None)
     rest = iter(sizes)
-
-    def advance() -> None:
-        if bar is not None:
-            bar.update(next(rest))
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.close()
+    with advancing("save", "B", sum(sizes), progress, unit_scale=True, delay=1) as advance:
+        yield lambda: advance(next(rest))
 
 
 def _check_share(resume: bool, share: Any) -> None:

@@ -19,6 +19,7 @@ from ..diagnostics._shared import scheme_of, sqnr
 from ..policy import Policy, Rule
 from ..tensor import QSpec, QTensor
 from ..transforms import make_plan
+from ..transforms._shared import with_bar
 from ._archive import Archive, load
 from ._named_tree import Rules, tree
 from ._verification import TensorCheck, Verification
@@ -48,6 +49,7 @@ def verify(
     batch: Sequence[Any] | None = None,
     least: float = 3.0,
     ignore: Sequence[str] = (),
+    progress: bool = True,
 ) -> Verification:
     """Reads a quantized model again and compares it with the float one.
 
@@ -70,6 +72,7 @@ def verify(
       least: decibels that a weight, and a site by itself, must have at least. 3.0 finds what is
         laid out wrongly; 4 bits in groups have about 20.
       ignore: regular expressions of paths that are not compared, matched in full.
+      progress: whether to show a bar, as in `jqx.save`.
 
     Returns:
       A `Verification`: rows by tensor, `problems`, `ok`; prints as a table. `check()` raises.
@@ -97,7 +100,7 @@ def verify(
     with contextlib.ExitStack() as opened:
         own = _opened(file, names, opened)
         wanted = _opened(reference, None, opened)
-        rows = tuple(_rows(own, wanted, least, [*ignore]))
+        rows = tuple(_rows(own, wanted, least, [*ignore], progress))
     problems = [f"{row.path!r}: {problem}" for row in rows for problem in row.problems]
     sites = None
     if function is not None and not problems:
@@ -166,7 +169,7 @@ def _is_coded(x: Any) -> bool:
 
 
 def _rows(
-    own: _Leaves, wanted: _Leaves, least: float, ignore: Sequence[str]
+    own: _Leaves, wanted: _Leaves, least: float, ignore: Sequence[str], progress: bool
 ) -> Iterator[TensorCheck]:
     every = dict.fromkeys((*own.paths, *wanted.paths))
     for pattern in ignore:
@@ -181,7 +184,7 @@ def _rows(
             expected="regular expressions of whole paths",
             mend="drop it, or look at the paths of the file.",
         )
-    for key in every:
+    for key in with_bar("verify", "tensor", every, progress):
         path = own.paths.get(key) or wanted.paths[key]
         if any(re.fullmatch(pattern, path) for pattern in ignore):
             continue

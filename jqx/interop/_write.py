@@ -15,6 +15,7 @@ from .._errors import message
 from .._files import Path, as_path
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import as_spec
+from ..transforms._shared import with_bar
 from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
 from ._config import read_config, read_json
@@ -98,6 +99,7 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     limit: int | None = None,
+    progress: bool = True,
 ) -> None:
     """Writes a model as a folder that transformers, vLLM and others load, or as a GGUF file.
 
@@ -129,6 +131,7 @@ def write(
         floats float32; those of NumPy keep their dtype. `None` takes that of an archive.
       overwrite: whether a folder of that name is replaced, with all that is in it; or a file.
       limit: bytes of a file, at most (a tensor is never parted), from 1 on; `None` for 5 * 10**9.
+      progress: whether to show a bar, as in `jqx.save`.
 
     Raises:
       OSError: the folder, or the file, is there already, or cannot be written.
@@ -150,7 +153,8 @@ dtype=float32, 2,560 bytes)
         given = {"config": config, "tokenizer": tokenizer, "activation": spec, "limit": limit}
         for name, value in given.items():
             _check_unused(value, name, format)
-        write_gguf(path, leaves_of(tree), _metadata(metadata, tree), overwrite=overwrite)
+        metadata, leaves = _metadata(metadata, tree), leaves_of(tree)
+        write_gguf(path, leaves, metadata, overwrite=overwrite, progress=progress)
         return
     target = _target(format)
     _check_unused(metadata, "metadata", format)
@@ -178,8 +182,8 @@ dtype=float32, 2,560 bytes)
     with FolderWriter(
         path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
     ) as out:
-        for name, leaf in leaves.items():
-            made = {name: leaf.read()}
+        for name in with_bar("write", "tensor", leaves, progress):
+            made = {name: leaves[name].read()}
             if name in encoded:
                 made = encoded[name].make(as_numpy(made[name]))
             for each, array in made.items():

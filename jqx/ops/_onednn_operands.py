@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +155,7 @@ def _check_shapes(
     """Checks that every parameter has the shape that `rule` puts in words."""
     for name, operand in operands.items():
         require(
-            chex.assert_shape,
+            "assert_shape",
             operand,
             expected,
             error=ValueError,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -262,7 +261,7 @@ def _parameters(
     mend = "pass one scale per index of the quantization axes, or name other axes."
     if zero_point is not None:
         require(
-            chex.assert_equal_shape,
+            "assert_equal_shape",
             (scale, zero_point),
             error=ValueError,
             function=function,
@@ -273,7 +272,7 @@ def _parameters(
             mend="pass one zero point per scale, or None for zero everywhere.",
         )
     require(
-        chex.assert_rank,
+        "assert_rank",
         scale,
         len(axes),
         error=ValueError,
@@ -285,7 +284,7 @@ def _parameters(
         mend=mend,
     )
     require(
-        chex.assert_shape,
+        "assert_shape",
         scale,
         projected,
         error=ValueError,

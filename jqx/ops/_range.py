@@ -1,6 +1,5 @@
 """`affine_from_range`: the scale and zero point that cover a range of real values."""
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -71,7 +70,7 @@ def affine_from_range(
     high = as_like(function, "high", high, low.dtype)
     check_dtype(function, "high", high, low.dtype, of="`low`")
     require(
-        chex.assert_equal_shape,
+        "assert_equal_shape",
         (low, high),
         error=ValueError,
         function=function,

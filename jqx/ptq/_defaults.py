@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from .._checks import require_that, shown
-from ..algorithms import Gptq, auto_round, chain, gptq, nearest, rotate, smooth_quant
-from ..algorithms._shared import bodies_of
 from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
 from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Inapplicable, Site, as_chosen, trace_call
+from ._late_folders import algorithms, shared_algorithms
 
 Effort = Literal["seconds", "minutes", "hours"]
 """How long an algorithm may take that is chosen for a plan, of a model of some ten million weights
@@ -24,13 +23,13 @@ _FEW_BITS = 4
 _NUMBERED = r"^.*?\d+"
 """Finds what paths of weights have up to their first number: the same in all of a layer."""
 
-_GPTQ = gptq(
-    damping=0.05,
-    propagation="qep",
-    ill_conditioned="round",
-    unsupported="round",
-    least_inputs=1,
-)
+_GPTQ: dict[str, Any] = {
+    "damping": 0.05,
+    "propagation": "qep",
+    "ill_conditioned": "round",
+    "unsupported": "round",
+    "least_inputs": 1,
+}
 
 
 def check_effort(function: str, effort: Any, algorithm: Any) -> None:
@@ -68,13 +67,13 @@ class Choice:
 
     algorithm: Any
     effort: Effort | None = None
-    instead: Gptq | None = None
+    instead: Any = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def reads_batches(self) -> bool:
         """Whether it looks at all batches."""
-        return self.algorithm != nearest()
+        return self.algorithm != algorithms.nearest()
 
     def attempt(self, part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns what a part of the algorithm returns, as `Chosen`. Where nobody has named it, and
@@ -111,18 +110,18 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
     least = min((_form(weight).bits for weight, _ in pairs), default=32)
     few_in_weights, learns = least <= _FEW_BITS, least < _FEW_BITS and effort == "hours"
     if any(not isinstance(form, Block) for form in few):
-        parts.append(rotate())
+        parts.append(algorithms.rotate())
     elif sizes:
-        parts.append(rotate(block=min(sizes)))
+        parts.append(algorithms.rotate(block=min(sizes)))
     elif any(_is_smoothed(spec, few_in_weights) for spec in read):
-        parts.append(smooth_quant())
+        parts.append(algorithms.smooth_quant())
     if learns:
         is_flat = not any(site.loops for site in plan.sites)
         is_numbered = any(re.search(_NUMBERED, site.path) for site in plan.sites)
-        parts.append(auto_round(blocks=_NUMBERED if is_flat and is_numbered else None))
+        parts.append(algorithms.auto_round(blocks=_NUMBERED if is_flat and is_numbered else None))
     elif few_in_weights or (pairs and effort != "seconds"):
-        parts.append(_GPTQ)
-    return Choice(_joined(parts), effort, _GPTQ if learns else None)
+        parts.append(algorithms.gptq(**_GPTQ))
+    return Choice(_joined(parts), effort, algorithms.gptq(**_GPTQ) if learns else None)
 
 
 def fitted(
@@ -139,7 +138,7 @@ def fitted(
       batches: how many there are.
     """
     call = trace_call("ptq", f, plan.parameters, args, {}, lazy=True)
-    once, most = bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
+    once, most = shared_algorithms.bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
     for site in plan.sites:
         if _specs(plan, site) is None or site.macs == 0:
             continue
@@ -152,7 +151,7 @@ def fitted(
     if most[0] >= 1:
         return choice
     parts = getattr(choice.algorithm, "algorithms", (choice.algorithm,))
-    kept = [part for part in parts if isinstance(part, rotate)]
+    kept = [part for part in parts if isinstance(part, algorithms.rotate)]
     left = described(_joined([part for part in parts if part not in kept]))
     note = f"{most[1]:.0f} inputs of {most[2]:.0f} channels are too few for {left}"
     return Choice(_joined(kept), choice.effort, notes=[note])
@@ -160,7 +159,9 @@ def fitted(
 
 def _joined(parts: Sequence[Any]) -> Any:
     """Returns algorithms as one."""
-    return chain(*parts) if len(parts) > 1 else parts[0] if parts else nearest()
+    if len(parts) > 1:
+        return algorithms.chain(*parts)
+    return parts[0] if parts else algorithms.nearest()
 
 
 _KEPT = ("checkpoint", "offload")

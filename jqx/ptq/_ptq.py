@@ -15,10 +15,7 @@ from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._signatures import P, R
-from ..algorithms._shared import calibrate_stages
 from ..calibrators import Affine
-from ..diagnostics import Report
-from ..diagnostics._shared import report_of
 from ..policy import Policy
 from ..tensor._shared import TARGETS, Lazy, check_read, kept
 from ..tensor._shared import abstract as abstract_leaf
@@ -55,6 +52,7 @@ from ..transforms._shared import (
     with_maps,
 )
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
+from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -174,7 +172,7 @@ def ptq(
                 every = list(every)
                 choice = fitted(choice, f, plan, arguments, len(every))
         done = _carried_out(choice, Mapped(f, plan), values, every, progress)
-        found = report_of(plan, done.values, lambda: done.codes)
+        found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
         reports = [x for x in done.reports if x is not None]
@@ -229,7 +227,7 @@ def _carried_out(
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
         if is_lazy:
-            stats = calibrate_stages(*given, progress=progress)
+            stats = shared_algorithms.calibrate_stages(*given, progress=progress)
         else:
             stats = calibrate_batches(*given, observers=observers, progress=progress)
         scales = affines(plan, stats)
@@ -310,7 +308,7 @@ def quantized_of(
     mapped: Mapped,
     scales: Mapping[str, Affine],
     codes: Any,
-    found: Report,
+    found: "diagnostics.Report",
     inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:

@@ -8,9 +8,9 @@ import jax
 
 from .._signatures import P, R
 from ..calibrators import Affine
-from ..diagnostics import Report
 from ..transforms import Plan
 from ..transforms._shared import Maps, arguments_of, is_array
+from ._late_folders import diagnostics
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Quantized(Generic[P, R]):
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
-    report: Report
+    report: "diagnostics.Report"
     inputs: tuple[Any, ...] | None = None
     details: Any = None
     maps: Maps = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: jax.eval_shape(lambda: x) if is_array(x) else x, inputs)
 
 
-def summary(plan: Plan, report: Report) -> str:
+def summary(plan: Plan, report: "diagnostics.Report") -> str:
     """Returns in a line what was quantized, and what it saves."""
     count = len(plan.sites) + len(plan.skipped)
     before, after = report.bytes_before, report.bytes_after

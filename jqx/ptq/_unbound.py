@@ -13,7 +13,6 @@ from .._checks import require_that
 from .._errors import message
 from .._signatures import R
 from ..calibrators import Affine
-from ..diagnostics import Report
 from ..transforms import Plan
 from ..transforms._shared import (
     Maps,
@@ -22,6 +21,7 @@ from ..transforms._shared import (
     is_quantized,
     placed,
 )
+from ._late_folders import diagnostics
 from ._ptq import Mapped, Target, check_whole, quantized_of, target_of
 from ._quantized import Quantized, summary
 
@@ -55,7 +55,7 @@ class Unbound:
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
-    report: Report
+    report: "diagnostics.Report"
     inputs: tuple[Any, ...] | None
     structured: bool = True
     maps: Maps = dataclasses.field(default_factory=dict)

@@ -1,9 +1,6 @@
 """`calibrate_batches`: the statistics of many batches."""
 
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +17,7 @@ from ._calibrate import Stats, calibrate, merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
 from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
+from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
 from ._trace import check_function, is_array
 
@@ -206,19 +204,6 @@ def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:
     for place, value in sorted(zip(positions, values, strict=True), key=lambda pair: pair[0]):
         arguments.insert(place, value)
     return arguments
-
-
-def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Returns a bar on standard error, of tqdm (of the extra `examples`); `None` without it."""
-    if importlib.util.find_spec("tqdm") is None:
-        return None
-    return importlib.import_module("tqdm").tqdm(items, desc=what, unit=unit, **options)
-
-
-def tell(bar: Any, text: str) -> None:
-    """Writes a line above a bar, where there is one."""
-    if bar is not None:
-        bar.write(text, file=sys.stderr)
 
 
 def bytes_of(tree: Any) -> int:

@@ -22,8 +22,6 @@ from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
 from ._calibrate_batches import in_bytes as in_bytes
 from ._calibrate_batches import placed as placed
-from ._calibrate_batches import progress_bar as progress_bar
-from ._calibrate_batches import tell as tell
 from ._channel_map import Channels as Channels
 from ._counted import alike as alike
 from ._counted import counts_of as counts_of
@@ -66,6 +64,10 @@ from ._plan_call import as_plan as as_plan
 from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
 from ._plan_call import plan_call as plan_call
+from ._progress import advancing as advancing
+from ._progress import progress_bar as progress_bar
+from ._progress import tell as tell
+from ._progress import with_bar as with_bar
 from ._quantize_params import check_arguments as check_arguments
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_weight import lay_out_weights as lay_out_weights

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 import tracemalloc
 import weakref
@@ -213,6 +214,7 @@ def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, caps
 
     monkeypatch.setattr(Frame, "put", put)
     monkeypatch.setattr(gptq, "solve", spy)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     memory = gptq().run(f, plan, PARAMS, BATCHES).report.memory
     assert memory == plain.report.memory
     assert memory.statistics == max(sums) * 3 // 2  # and of one batch in float32
@@ -263,6 +265,7 @@ def test_what_is_held_grows_with_codes_alone(monkeypatch):
 
 def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, capsys):
     pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     options = {"observers": {".*": jqx.observers.hessian}}
     traces = []
 

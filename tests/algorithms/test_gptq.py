@@ -1,6 +1,7 @@
 """GPTQ of functions: no row is worse than rounded, in any format; layer after layer."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -314,8 +315,9 @@ def test_ptq_takes_it_and_reports():
     assert quantized(TEST).shape == TEST.shape
 
 
-def test_a_bar_shows_how_many_matrices_are_done(capsys):
+def test_a_bar_shows_how_many_matrices_are_done(capsys, monkeypatch):
     pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     jqx.ptq(scanned, jqx.Policy({".*": "int4"}), gptq())(PARAMS, BATCHES[:1])
     assert f"{L + 7}/{L + 7}" in capsys.readouterr().err
 

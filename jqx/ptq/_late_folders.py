@@ -1,0 +1,13 @@
+"""The folders that `ptq` needs when it runs, and `import jqx` does not."""
+
+from typing import TYPE_CHECKING
+
+from .._late import Late
+
+if TYPE_CHECKING:
+    from .. import algorithms, diagnostics
+    from ..algorithms import _shared as shared_algorithms
+    from ..diagnostics import _shared as shared_diagnostics
+else:
+    algorithms, shared_algorithms = Late("jqx.algorithms"), Late("jqx.algorithms._shared")
+    diagnostics, shared_diagnostics = Late("jqx.diagnostics"), Late("jqx.diagnostics._shared")
