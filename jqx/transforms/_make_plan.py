@@ -50,8 +50,8 @@ def make_plan(
         same argument. (`jqx.simulate` runs it in any case.)
 
     Returns:
-      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or `jax.ShapeDtypeStruct`s.
-      The plan holds for any batch size.
+      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or values of
+      `jax.ShapeDtypeStruct`. The plan holds for any batch size.
 
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or a name no string.
