@@ -18,7 +18,7 @@ EXTENDED = {
 """What users extend jqx with, and pictures, beside the public names."""
 
 NAMES = {**PUBLIC, **EXTENDED}
-MODULE = re.compile(r"^\.\. currentmodule:: (jqx\S*)$", re.M)
+MODULE = re.compile(r"^\.\. module:: (jqx\S*)$", re.M)
 LISTED = re.compile(r"^\.\. names::\n\n((?: {3}.*\n)+)", re.M)
 WRITTEN = re.compile(r"^\.\. py:(?:data|function):: (\w+)", re.M)
 TYPED = re.compile(r"^\.\. py:data:: (\w+)\n   :type: ([\w.]+)$", re.M)
