@@ -1,6 +1,11 @@
 """How the documentation is built: `python -m sphinx -W docs build/docs`, with the extra `docs`."""
 
+import pathlib
+import sys
+
 import jqx
+
+sys.path.append(str(pathlib.Path(__file__).parent / "_ext"))
 
 project = "jqx"
 author = "The jqx developers"
@@ -14,6 +19,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "jqx_api",
 ]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 
@@ -21,6 +27,7 @@ myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the slow tests execute the notebooks; here their outputs are shown
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

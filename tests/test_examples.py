@@ -63,8 +63,8 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     assert "sites" in run([str(BOUNDS), str(path), *ARGUMENTS.get(path.stem, [])], tmp_path)
 
 
-def test_the_readme_lists_every_example():
-    text = (ROOT / "README.md").read_text()
+def test_the_documentation_lists_every_example():
+    text = (ROOT / "docs" / "examples.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in text] == []
 
 

@@ -125,7 +125,7 @@ def explain(
     Args:
       f: a function of arrays and pytrees of arrays.
       *args: its arguments, as for `jqx.lowering`: any shapes and dtypes; arrays, QTensors or
-        `jax.ShapeDtypeStruct`s.
+        `jax.ShapeDtypeStruct`.
       plan: a `Plan`, or a `Policy` to plan the call with.
       affines: scales from `jqx.affines`; without them every activation's scale is found in
         the program, from the values at hand.

@@ -65,9 +65,9 @@ def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering
     Args:
       f: any JAX function, such as one from `jqx.convert`. A jitted one is compiled as it is,
         donation included; another is jitted.
-      *args: its arguments, of any shapes and dtypes: arrays, `jax.ShapeDtypeStruct`s, QTensors.
-        Where they lie does not count: one device holds them all. For a function that is not
-        jitted, leaves that are no arrays are static.
+      *args: its arguments, of any shapes and dtypes: arrays, QTensors, or `jax.ShapeDtypeStruct` in
+        their place. Where they lie does not count: one device holds them all. For a function that
+        is not jitted, leaves that are no arrays are static.
       target: `"cpu"`, `"h200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
 
     Returns:

@@ -115,7 +115,7 @@ def ranges(
         elements, or a pytree of such pairs that is a prefix of the argument.
 
     Returns:
-      `found(*args, **kwargs) -> Ranges`. Arguments may be `jax.ShapeDtypeStruct`s; the codes of
+      `found(*args, **kwargs) -> Ranges`. Arguments may be of `jax.ShapeDtypeStruct`; the codes of
       abstract weights may be any. Only the shapes of other arguments are read.
 
     Raises:

@@ -10,17 +10,19 @@ from jax import lax
 class RoundMode(enum.Enum):
     """How a real number becomes an integer; the value is nGraph's attribute string.
 
-    | mode | rule | 2.5 | -2.5 | -3.5 | 2.4 | -2.6 |
-    |---|---|---|---|---|---|---|
-    | `NEAREST_TOWARD_INFINITY` | nearest, ties away from zero | 3 | -3 | -4 | 2 | -3 |
-    | `NEAREST_TOWARD_ZERO` | nearest, ties toward zero | 2 | -2 | -3 | 2 | -3 |
-    | `NEAREST_UPWARD` | nearest, ties to +infinity | 3 | -2 | -3 | 2 | -3 |
-    | `NEAREST_DOWNWARD` | nearest, ties to -infinity | 2 | -3 | -4 | 2 | -3 |
-    | `NEAREST_TOWARD_EVEN` | nearest, ties to even | 2 | -2 | -4 | 2 | -3 |
-    | `TOWARD_INFINITY` | away from zero | 3 | -3 | -4 | 3 | -3 |
-    | `TOWARD_ZERO` | truncate | 2 | -2 | -3 | 2 | -2 |
-    | `UP` | ceiling | 3 | -2 | -3 | 3 | -2 |
-    | `DOWN` | floor | 2 | -3 | -4 | 2 | -3 |
+    =======================  =============================  ===  ====  ====  ===  ====
+    mode                     rule                           2.5  -2.5  -3.5  2.4  -2.6
+    =======================  =============================  ===  ====  ====  ===  ====
+    NEAREST_TOWARD_INFINITY  nearest, ties away from zero     3    -3    -4    2    -3
+    NEAREST_TOWARD_ZERO      nearest, ties toward zero        2    -2    -3    2    -3
+    NEAREST_UPWARD           nearest, ties to +infinity       3    -2    -3    2    -3
+    NEAREST_DOWNWARD         nearest, ties to -infinity       2    -3    -4    2    -3
+    NEAREST_TOWARD_EVEN      nearest, ties to even            2    -2    -4    2    -3
+    TOWARD_INFINITY          away from zero                   3    -3    -4    3    -3
+    TOWARD_ZERO              truncate                         2    -2    -3    2    -2
+    UP                       ceiling                          3    -2    -3    3    -2
+    DOWN                     floor                            2    -3    -4    2    -3
+    =======================  =============================  ===  ====  ====  ===  ====
     """
 
     NEAREST_TOWARD_INFINITY = "ROUND_NEAREST_TOWARD_INFINITY"

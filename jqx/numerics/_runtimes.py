@@ -18,9 +18,9 @@ class SymmetricRange(enum.Enum):
     """What the largest magnitude is divided by for a symmetric scale."""
 
     LIMIT = "limit"
-    """The largest code: 127 of an int8."""
+    """The largest code, 127 of an int8."""
     HALF = "half"
-    """Half of the range of codes: 127.5 of an int8."""
+    """Half of the range of codes, 127.5 of an int8."""
     SIGNED = "signed"
     """The size of the smallest code, 128 of an int8; the scale is negative where the largest
     magnitude is that of a positive number."""

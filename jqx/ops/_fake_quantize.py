@@ -45,7 +45,7 @@ def fake_quantize(
 ) -> jax.Array:
     """Maps `x` from the input range onto `levels` equally spaced values of the output range.
 
-    With `lo = min(input_low, input_high)` and `hi = max(input_low, input_high)`:
+    With `lo = min(input_low, input_high)` and `hi = max(input_low, input_high)`::
 
         y = output_low                     where x <= lo
         y = output_high                    where x > hi

@@ -30,7 +30,7 @@ def affine_from_range(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale and zero point with which `qtype` covers the real range `[low, high]`.
 
-    Zero is always in the range, so that it is represented exactly:
+    Zero is always in the range, so that it is represented exactly::
 
         symmetric:   scale = max(|low|, |high|) / qmax, no zero point (MX formats: by their rule)
         asymmetric:  scale = (max(high, 0) - min(low, 0)) / (qmax - qmin)

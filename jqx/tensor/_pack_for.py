@@ -20,11 +20,13 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
     Once, at load: files keep the plain layout. The real arrays stay what they are, and so do shape,
     scale and zero point; `unpack` takes the layout back, bit for bit.
 
-    | target | scales per channel, or one | scales in blocks along the contracted axis |
-    |---|---|---|
-    | `"cpu"` | [N, K], contracted axis last | [K, N], contracted axis before the other |
-    | `"gpu"`, `"h200"` | [N, K] | [K, N], for a kernel |
-    | `"tpu"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"` | [K, N], for a kernel | [K, N], for a kernel |
+    ==============  =============================  ==============================================
+    target          scales per channel, or one     scales in blocks along the contracted axis
+    ==============  =============================  ==============================================
+    "cpu"           [N, K], contracted axis last   [K, N], contracted axis before the other
+    "gpu", "h200"   [N, K]                         [K, N], for a kernel
+    "tpu", by name  [K, N], for a kernel           [K, N], for a kernel
+    ==============  =============================  ==============================================
 
     On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
     byte each; elsewhere codes keep their dtype. Packed codes are unpacked. Where the package

@@ -27,7 +27,7 @@ class Algorithm(Protocol):
     sites: `jqx.ptq` goes on with these, and calibrates on them. Where it has a method
     `correct(f, plan, params, codes, affines, batches, progress=...)`, that is called when the codes
     of weights and the scales of activations are known: it returns other parameters in the place of
-    `codes`, or `Chosen.maps`.
+    those with codes, or `Chosen.maps`.
 
     Where it has an attribute `observers`, a dict as `jqx.calibrate` takes it, such as
     `{".*": jqx.observers.hessian}`, batches are calibrated on, static scales or not, and `stats`

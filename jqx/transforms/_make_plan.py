@@ -51,9 +51,10 @@ def make_plan(
         same argument. (`jqx.simulate` runs it in any case.)
 
     Returns:
-      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or `jax.ShapeDtypeStruct`s.
-      The plan holds for any batch size. To type checkers its parameters are those of `f`, and a
-      `jax.ShapeDtypeStruct` is no array: pass what `jax.eval_shape` returns, or a `typing.cast`.
+      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or values of
+      `jax.ShapeDtypeStruct`. The plan holds for any batch size. To type checkers its parameters are
+      those of `f`, and a `jax.ShapeDtypeStruct` is no array: pass what `jax.eval_shape` returns, or
+      a `typing.cast`.
 
     Raises:
       TypeError: `f` is no function, `policy` no `Policy`, or a name no string.

@@ -1,4 +1,5 @@
-"""What the contractions accept, as a table of cells; the README's support matrix is made from it.
+"""What the contractions accept, as a table of cells; the support matrix of
+docs/numerics/contractions.md is made from it.
 
 A cell is an operation, the kinds of its operands, who shares their scales, and how their codes lie.
 `test_support.py` computes them.

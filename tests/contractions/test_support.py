@@ -11,7 +11,7 @@ from .support import OPS, cells, errors, matrix, products, usual
 K, TAIL = 64, 8
 AT_ONCE = 16
 """Cells in one compiled program."""
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "numerics" / "contractions.md"
 
 
 def length(cell, k):
@@ -78,5 +78,5 @@ def test_every_sharing_and_layout_is_right_where_operands_are_large(op):
     assert wrong(op, 256, 96, only=lambda c: c.lhs == usual("int8") and laid_out(c)) == {}
 
 
-def test_the_readme_has_the_matrix():
-    assert matrix() in README.read_text()
+def test_the_documentation_has_the_matrix():
+    assert matrix() in PAGE.read_text()

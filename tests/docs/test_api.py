@@ -1,0 +1,55 @@
+"""The API reference has every public name, once."""
+
+import importlib
+import inspect
+import re
+from collections import Counter
+
+import pytest
+
+from ..test_architecture import PUBLIC
+from .pages import DOCS
+
+EXTENDED = {
+    "contractions": "Formulation using",
+    "diagnostics.plots": "histogram ranges sqnr_bars heat_map front",
+    "transforms": "Contraction OperandAxes View primitive_rules",
+}
+"""What users extend jqx with, and pictures, beside the public names."""
+
+NAMES = {**PUBLIC, **EXTENDED}
+MODULE = re.compile(r"^\.\. module:: (jqx\S*)$", re.M)
+LISTED = re.compile(r"^\.\. names::\n\n((?: {3}.*\n)+)", re.M)
+WRITTEN = re.compile(r"^\.\. py:(?:data|function):: (\w+)", re.M)
+TYPED = re.compile(r"^\.\. py:data:: (\w+)\n   :type: ([\w.]+)$", re.M)
+
+
+def modules(text):
+    """The modules that a page documents, each with the text about it."""
+    found = MODULE.split(text)
+    return dict(zip(found[1::2], found[2::2], strict=True))
+
+
+TEXTS = {}
+for page in sorted((DOCS / "api").glob("*.rst")):
+    TEXTS.update(modules(page.read_text()))
+
+
+def test_every_module_has_its_place():
+    assert set(TEXTS) == {"jqx", *(f"jqx.{name}" for name in NAMES if name != "jqx")}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_a_page_has_each_public_name_once(module):
+    text = TEXTS["jqx" if module == "jqx" else f"jqx.{module}"] + "\n"
+    found = " ".join(LISTED.findall(text)).split() + WRITTEN.findall(text)
+    modules = PUBLIC if module == "jqx" else ()  # have pages of their own
+    assert Counter(found) == Counter(set(NAMES[module].split()) - set(modules))
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_a_value_is_of_the_type_that_a_page_says(module):
+    path = "jqx" if module == "jqx" else f"jqx.{module}"
+    for name, kind in TYPED.findall(TEXTS[path]):
+        value = getattr(importlib.import_module(path), name)
+        assert inspect.isclass(value) or type(value).__name__ == kind, name
