@@ -114,7 +114,7 @@ LONG = ("test_examples.py", "test_real_models.py", "test_smollm2.py")
 
 def pytest_addoption(parser):
     """Adds how often the slow test of changed checkpoints changes those of each format."""
-    parser.addoption("--mutations", type=int, default=4_000, help="of checkpoints of each format")
+    parser.addoption("--mutations", type=int, default=2_000, help="of checkpoints of each format")
 
 
 @pytest.hookimpl(tryfirst=True)
