@@ -120,17 +120,19 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leaves the first case of a test marked `many`, and about one in eight of the others, to the
-    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter.
+    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter. Of a
+    parameter that the marker names, each value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
     cases = collections.Counter()
     for item in items:
-        if item.get_closest_marker("many"):
+        if many := item.get_closest_marker("many"):
             test, _, case = item.nodeid.partition("[")
-            if cases[test] and zlib.crc32(case.encode()) % FEW:
+            kind = test, *(str(item.callspec.params[name]) for name in many.args)
+            if cases[kind] and zlib.crc32(case.encode()) % FEW:
                 item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+            cases[kind] += 1
 
 
 def pytest_collection_finish():

@@ -66,7 +66,7 @@ def test_rows_meet_the_matrix_of_their_group(target, name):
         assert_sums(y, rows, w.dequantize(), sizes)
 
 
-@pytest.mark.many
+@pytest.mark.many("target")
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_read_where_it_lies(target, name):

@@ -57,7 +57,7 @@ def of_one_device(preset):
     return q, laid_out, jax.jit(jqx.convert(network, plan, scales))(q, inputs())
 
 
-@pytest.mark.many
+@pytest.mark.many("kind")
 @presets
 def test_codes_lie_where_their_floats_do_and_have_the_bits_of_one_device(preset, kind):
     mesh = mesh_of(kind)
@@ -76,7 +76,7 @@ def test_codes_lie_where_their_floats_do_and_have_the_bits_of_one_device(preset,
     assert_places(packed, jqx.parallel.shardings(SPECS, packed, mesh=mesh))
 
 
-@pytest.mark.many
+@pytest.mark.many("kind")
 @presets
 def test_a_converted_function_sends_sums_alone(preset, kind):
     """No weight is gathered, neither its codes nor its real values; the result is that of one
