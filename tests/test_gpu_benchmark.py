@@ -274,6 +274,7 @@ def test_the_rows_are_one_of_each_the_most_telling_first():
 # The script.
 
 
+@pytest.mark.slow
 def test_the_smoke_run_prints_one_table_and_writes_json(tmp_path):
     done = run("--cpu-smoke", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr

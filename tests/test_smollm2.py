@@ -162,6 +162,7 @@ def test_the_model_is_a_llama_scanned_unrolled_and_with_a_cache(smollm2, small):
         np.testing.assert_allclose(found, want, rtol=0, atol=tolerance(want))
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_as_if_it_were_read_anew_for_each_token(smollm2, small):
     model = smollm2.pretrained(small)
     done = smollm2.quantize(model, jqx.Policy([]))
@@ -174,6 +175,7 @@ def test_a_text_goes_on_as_if_it_were_read_anew_for_each_token(smollm2, small):
             text.append(token)
 
 
+@pytest.mark.slow
 def test_layers_scanned_and_unrolled_have_equal_codes(smollm2, small):
     """Groups of 48 have a tail, of 16."""
     policy = smollm2.linear("int4:group=48:asymmetric")

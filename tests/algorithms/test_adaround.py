@@ -29,6 +29,7 @@ def ptq(f, policy, algorithm, params, batches=BATCHES):
     return jqx.ptq(f, policy, algorithm, target=False, progress=False)(params, batches)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("scheme", ["int3", "int3:group=4:asymmetric", "nf4:group=8"])
 def test_rows_are_near_the_best_of_all_choices(scheme):
     """Of 2**8 ways to round a row of 8 weights, by enumeration."""
@@ -75,6 +76,7 @@ PARAMS = {"kernel": normal(3, 3, 1, D), "stack": normal(2, D, D), "head": normal
 INT3 = jqx.Policy({".*": "int3:channel"})
 
 
+@pytest.mark.slow
 def test_it_goes_through_convolutions_scans_and_checkpoints(tmp_path):
     quantize = lambda **more: ptq(f, INT3, adaround(steps=200, **more), PARAMS)  # noqa: E731
     found = quantize(checkpoint=tmp_path / "run")

@@ -50,6 +50,7 @@ def ptq(f, policy, algorithm, params, batches=BATCHES):
     return jqx.ptq(f, policy, algorithm, target=False, progress=False)(params, batches)
 
 
+@pytest.mark.slow
 def test_codes_lose_what_the_report_says():
     params = {name: normal(D, 16) for name in FORMATS}
     policy = jqx.Policy(FORMATS)
@@ -95,6 +96,7 @@ def error(f, found, params):
     return float(jnp.mean((found.function(found.params, x) - y) ** 2) / jnp.mean(y**2))
 
 
+@pytest.mark.slow
 def test_bodies_of_scans_are_blocks_and_each_step_has_its_own_codes():
     found = ptq(decoder, INT3, auto_round(steps=120), STACKED)
     steps = [(x.sites, x.step) for x in found.details]
@@ -126,6 +128,7 @@ def test_values_elsewhere_give_the_same_codes(where, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found.params, plain.params)
 
 
+@pytest.mark.slow
 def test_blocks_are_what_a_pattern_names():
     layers = [{k: v[i] for k, v in STACKED["stack"].items()} for i in range(LAYERS)]
     params = {"layers": layers, "head": STACKED["head"]}
@@ -146,6 +149,7 @@ def test_blocks_are_what_a_pattern_names():
 FEW = ("int2", "int3", "int4", "uint2", "uint3", "uint4")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", [*FEW[:3], *(f"{x}:asymmetric" for x in FEW)])
 def test_ranges_of_every_format_are_learned(qtype):
     f, w, policy = lambda w, x: x @ w, normal(D, 8), jqx.Policy({".*": f"{qtype}:channel"})

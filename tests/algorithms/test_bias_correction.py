@@ -70,6 +70,7 @@ def quantized(batches, algorithm):
     return quantize(PARAMS, batches)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_have_the_means_of_float(count):
     """To the last bits of one batch, and nearly of several: each has other means."""
@@ -196,6 +197,7 @@ def additions(function, *args):
     return count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
+@pytest.mark.slow
 def test_biases_take_shifts():
     """Nothing is added at run time, and the function is that with shifts at its sites."""
     policy = jqx.Policy({".*kernel": "int3"})
@@ -276,6 +278,7 @@ def delta_of(found, biases, step):
     return found.params[1]["own"][step] - biases["own"][step]
 
 
+@pytest.mark.slow
 def test_it_is_the_last_of_a_chain():
     policy = jqx.Policy([jqx.Rule(".*", weight="int3", activation="int8")])
     g = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]  # noqa: E731

@@ -307,6 +307,7 @@ def wild(f, params, x):
     return folds.folded(params, factors)
 
 
+@pytest.mark.slow
 def test_equalized_networks_lose_as_little_with_one_scale_as_with_one_a_channel():
     f = network(jax.nn.relu6)
     params, test = wild(f, NETWORK, IMAGES), 5 * normal(8, 6, 6, 3)

@@ -153,6 +153,7 @@ def held(monkeypatch):
     return values
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("where", [True, "disk"])
 @pytest.mark.parametrize("propagation", ["none", "gptaq"])
 def test_activations_elsewhere_give_the_same_codes(
@@ -228,6 +229,7 @@ def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, caps
         assert f"quantize: {memory}\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_held_grows_with_codes_alone(monkeypatch):
     """Beside the parameters and their copy: arrays of NumPy and of JAX that are alive at a step."""
     layers, width = 8, 64

@@ -127,6 +127,7 @@ def test_weights_of_16_bits_have_the_codes_that_were_chosen(dtype):
     assert entry.after < entry.before
 
 
+@pytest.mark.slow
 def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
     plan = plan_of(scanned, "int3:group=16")
     algorithms = [gptq(sequential=False), gptq(order="activation", sequential=False)]
@@ -145,6 +146,7 @@ def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
     assert not np.array_equal(one, other)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("options", [{"order": "groups"}, {"groups": "dynamic"}], ids=str)
 def test_orders_and_scales_on_the_way_lose_less_than_rounding(options):
     plan = plan_of(scanned, "int4:group=16:asymmetric")
@@ -197,6 +199,7 @@ def test_each_layer_sees_what_those_before_it_quantized_give():
         states = (states @ codes[layer]).tanh()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("propagation", ["qep", "gptaq"])
 def test_propagation_loses_less(propagation):
     plan = plan_of(scanned, "int3:group=16")

@@ -81,6 +81,7 @@ def test_a_step_turns_by_an_angle_and_descends(seed, size, stack, angle):
     np.testing.assert_allclose(moved(q, np.zeros_like(q), angle), q, atol=1e-15)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("offline", [False, True])
 def test_the_function_stays_as_it_is_and_loses_less(offline):
     algorithm = rotate(steps=40, learning_rate=0.05, offline=offline)
@@ -109,6 +110,7 @@ def test_the_function_stays_as_it_is_and_loses_less(offline):
         assert np.abs(a[0] - a[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_what_is_quantized_loses_less_too():
     def lost(algorithm):
         quantized = jqx.ptq(f, jqx.presets.w4a4(), algorithm, progress=False)(PARAMS, BATCHES)
@@ -141,6 +143,7 @@ def test_a_loss_of_the_caller_is_what_falls():
     assert before != rewritten(rotate(steps=1))[1].report.lost[0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_finds_the_same():
     found = [rewritten(rotate(steps=3, seed=seed))[1] for seed in (1, 1, 2)]
     jax.tree.map(np.testing.assert_array_equal, found[0].params, found[1].params)
@@ -164,6 +167,7 @@ def test_what_means_nothing_is_refused():
             make()
 
 
+@pytest.mark.slow
 def test_it_goes_with_other_algorithms():
     algorithm = chain(rotate(steps=2), nearest(), bias_correction())
     quantized = jqx.ptq(f, jqx.presets.w4a4(), algorithm, progress=False)(PARAMS, BATCHES)

@@ -48,6 +48,7 @@ def norm(x, gain):
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * gain[None, None]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_any_lookup(form, tied):

@@ -72,6 +72,7 @@ def test_the_error_is_that_of_the_best_matrix_of_its_rank():
     assert np.abs(exact - own).max() <= 1e-4 * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_more_of_a_rank_loses_less_and_others_may_come_before():
     algorithms = chain(rotate(), gptq(), eora(rank=4), bias_correction())
     exact = f(PARAMS, BATCHES[0])[0]

@@ -263,6 +263,7 @@ DECODED = jnp.asarray(np.random.default_rng(0).integers(0, LETTERS, (2, 16)), jn
 """Tokens of the decoders, whose weights are random: folding knows nothing of training."""
 
 
+@pytest.mark.slow
 def test_the_decoder_in_plain_jax():
     """Its norms have no gains, and its perceptron squares."""
     decoder = example("decoder")
@@ -283,6 +284,7 @@ def test_the_decoder_in_plain_jax():
     assert pairs.reasons["layers/out:dot_general"].startswith("it is an argument; exp at ")
 
 
+@pytest.mark.slow
 def test_the_decoder_in_equinox():
     """Lookups in maps; the norms have gains and biases."""
     equinox = pytest.importorskip("equinox")
@@ -323,6 +325,7 @@ def check_digits(f, params, convs, norms, dense):
     assert [bool(x.factors) for x in plain] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_digits_in_linen():
     net = definitions("linen")["Net"]()
     variables = jax.jit(net.init)(jax.random.key(0), IMAGES)

@@ -64,6 +64,7 @@ def test_sizes_are_products_of_two_that_are_near_each_other():
     assert [largest_block(n) for n in (576, 13696, 49, 98, 18)] == [576, 128, 1, 2, 2]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("block", [None, 4, 2])
 def test_the_function_stays_as_it_is(block):
     policy = jqx.presets.w4a4()
@@ -82,6 +83,7 @@ def test_the_function_stays_as_it_is(block):
     assert min(changed) > 0.1
 
 
+@pytest.mark.slow
 def test_outliers_lose_less_and_more_so_with_gptq():
     def lost(algorithm):
         quantized = jqx.ptq(f, jqx.presets.w4a4(), algorithm, progress=False)(PARAMS, BATCHES)

@@ -333,6 +333,7 @@ def test_blocks_and_flags():
         rotate(offline=1)
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_library_takes_it(tmp_path):
     """Plans, statistics, GPTQ, files and binding."""
     params, batches = parameters(tied=True), [PROMPT, PROMPT[::-1]]
@@ -348,6 +349,7 @@ def test_the_rest_of_the_library_takes_it(tmp_path):
     assert error < 0.5  # 4 bits on both sides; without the gain at the head it is 1 and more
 
 
+@pytest.mark.slow
 def test_modules_of_flax_are_rotated_as_functions_are():
     class Linen(nn.Module):
         @nn.compact

@@ -70,6 +70,7 @@ REWRITES = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", REWRITES)
 def test_the_function_stays_as_it_is(name):
     plan = plan_of(W8A8)
@@ -250,6 +251,7 @@ def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
     assert clipped < kept
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_with_what_the_one_before_has_made():
     smooth = smooth_quant(keep=False)
     both = chain(smooth, gptq())

@@ -43,7 +43,8 @@ def given():
 POLICY = jqx.Policy({"router|table": "float", ".*": "int3"})
 
 
-@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.many
+@pytest.mark.parametrize("sequential", [False, True])
 def test_padding_has_no_part_in_the_codes(sequential):
     p, padded, cut = given()
     with_weight = gptq(sequential=sequential, weight=lambda tokens: tokens > 0)

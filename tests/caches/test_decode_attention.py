@@ -182,6 +182,7 @@ def check_kernel(kernel, case):
     return found is not None
 
 
+@pytest.mark.many("kernel")
 @pytest.mark.parametrize("case", FEW, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_is_attention_of_numpy(kernel, case):

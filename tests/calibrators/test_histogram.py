@@ -36,6 +36,7 @@ def counted(x):
     return np.bincount(histogram.ZERO + np.where(x < 0, -place, place), minlength=histogram.LENGTH)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)
 @law
 @given(x=values)

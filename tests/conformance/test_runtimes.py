@@ -117,6 +117,7 @@ def test_scales_zero_points_and_codes_of_rows_are_those_of_the_model(name, qtype
     assert_same(result, (scale, None if symmetric else zero_point, codes))
 
 
+@pytest.mark.slow
 def test_the_inputs_tell_the_runtimes_apart():
     """Else the tests above would not see one preset stand for another."""
     results = []

@@ -215,6 +215,7 @@ IN_BLOCKS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("layout, size", IN_BLOCKS.values(), ids=IN_BLOCKS)
 def test_digits_of_few_rows_give_the_product_in_blocks(layout, size):
     w, sums = weight("uint8", layout, size=size, zero_point=True), layout.products // size + 32
@@ -315,6 +316,7 @@ def test_sixteen_bit_activations_are_split_as_float32_and_rounded_once(dtype, si
     assert_floats(narrow, nearest(as_float64(wide), dtype), dtype)
 
 
+@pytest.mark.slow
 def test_mapped_digits_are_those_of_a_loop():
     layout = Layout((3, 5, 128), (128, 160), MATRICES)
     w, x = weight("uint8", layout, zero_point=True), activations(layout)

@@ -160,6 +160,7 @@ def normal(seed, shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.many
 @cases
 def test_derivatives_are_near_those_of_the_real_values(case):
     """Sums over columns, rows or products, and 12 roundings around them."""

@@ -69,6 +69,7 @@ def test_what_is_taken_stays_quantized(name):
         np.testing.assert_array_equal(found[key], expected, err_msg=key)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_quantized_by_itself_and_the_rest_stays(name):
     """With the scale of all, where there is one."""

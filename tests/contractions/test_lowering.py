@@ -213,6 +213,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", EXPORTED)
 def test_one_program_for_all_platforms_gives_the_same_bits(name):
     left, right, options = EXPORTED[name]

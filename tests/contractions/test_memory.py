@@ -114,6 +114,7 @@ def test_a_gradient_holds_no_copy_of_the_weight(case, way):
     assert held(gradient, rows(m), case.weight(turned), rows(m)) < BACKWARD
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("m", [64, 128, 256, 1024])
 @pytest.mark.parametrize("name", ["int8", "nf4 packed", "mxfp8"])
 def test_beside_many_rows_a_tile_is_as_large_as_they_are(name, m):

@@ -37,6 +37,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_are_those_of_the_real_array(name):
     q = WEIGHTS[name]

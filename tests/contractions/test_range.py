@@ -110,6 +110,7 @@ def check(op, form, dtype, result=None):
     assert seen >= (2 if result is None else 1)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", USUAL)
 def test_no_product_on_the_way_is_out_of_range(form, dtype):

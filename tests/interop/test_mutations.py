@@ -1,5 +1,5 @@
 """Checkpoints of every format with something changed: read, or refused in four parts; no crash, no
-shape that nobody asked for, no memory beyond the file. The slow run of CI makes 4,000 changes to
+shape that nobody asked for, no memory beyond the file. The slow run of CI makes 2,000 changes to
 each format; a longer one is
 
     pytest -m slow tests/interop/test_mutations.py --dist load --mutations 100000

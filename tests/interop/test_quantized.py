@@ -56,6 +56,7 @@ def saved(tmp_path_factory):
     return path, quantized
 
 
+@pytest.mark.slow
 def test_a_clip_is_a_field_of_files_where_there_is_one(tmp_path):
     """Maps without one are stored as before there were clips."""
     (site,) = (x for x in jqx.make_plan(f, POLICY)(PARAMS, X).sites if "static" in x.path)

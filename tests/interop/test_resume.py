@@ -225,6 +225,7 @@ def test_killed_at_any_moment_and_run_again_the_bytes_are_the_same(tmp_path):
     assert out.read_bytes() == (tmp_path / "plain").read_bytes()
 
 
+@pytest.mark.slow
 def test_processes_at_once(source, tmp_path):
     program = """
         import sys, jax, jqx

@@ -47,6 +47,7 @@ def rounding(x, q):
     return (each + q.shape[-2] * 2.0**-24) * sizes + 1e-30
 
 
+@pytest.mark.many("target")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("target", PLATFORMS)
 def test_every_format_is_read_as_it_lies(target, name):
@@ -86,6 +87,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("target", PLATFORMS)
 def test_dimensions_are_those_of_dot_general(target, name):

@@ -59,6 +59,7 @@ def has_kernel(name, target):
     return target == "tpu" or ("channel" not in name and "beside" not in name)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_the_result_is_that_of_codes_made_before(target, name):

@@ -47,6 +47,7 @@ def made(case, qtype, by_group):
     return q.values if case.x == "codes" else real, q, codes, scale, zero
 
 
+@pytest.mark.many("platform")
 @pytest.mark.parametrize("case, qtype, by_group", CASES, ids=str)
 @pytest.mark.parametrize("platform", KERNELS)
 def test_sums_of_codes_are_exact_and_take_their_scales(platform, case, qtype, by_group):

@@ -50,6 +50,7 @@ def assert_sums(found, x, w, sizes):
     assert (np.abs(np.float64(found) - looped(rows, real, sizes)) <= bound).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", SIZES)
 def test_rows_meet_the_matrix_of_their_group(target, name):
@@ -65,6 +66,7 @@ def test_rows_meet_the_matrix_of_their_group(target, name):
         assert_sums(y, rows, w.dequantize(), sizes)
 
 
+@pytest.mark.many("target")
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_read_where_it_lies(target, name):

@@ -81,6 +81,7 @@ def operands_of_kernels(jaxpr):
 FORMS = (layers, backwards, einsums, turned, recomputed, experts)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("target", PLATFORMS)
 @pytest.mark.parametrize("f", FORMS)
 def test_a_kernel_is_given_the_stack(f, target):
@@ -95,6 +96,7 @@ def test_a_kernel_is_given_the_stack(f, target):
     np.testing.assert_allclose(y, jax.jit(run)(plain, x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("target", PLATFORMS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_finds_its_codes(name, target):

@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.many("platform")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("platform", KERNELS)
 def test_a_product_is_that_of_the_rounded_weight(platform, case):

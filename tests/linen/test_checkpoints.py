@@ -14,6 +14,7 @@ NET = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)])
 X = normal(1, 2, 32)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "w4a8", "fp8", "mxfp8", "nf4"])
 def test_a_converted_module_comes_back(name, tmp_path):
     policy = getattr(jqx.presets, name)()

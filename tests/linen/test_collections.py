@@ -70,6 +70,7 @@ CASES = [(make, kind) for make in (whole, of_layers) for kind in (Decoder, Norm)
 CASES += [(whole, Counter)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("make", "kind"), CASES)
 def test_modules_that_write_collections(make, kind):
     plain = kind()
@@ -103,6 +104,7 @@ def test_modules_that_write_collections(make, kind):
         assert jqx.linen.make_plan(module, known, X).weights
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("mutable", [True, ["quant_scales", "learned_scales", "qparams"]])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_mutable_does_not_say_what_is_computed(door, mutable):

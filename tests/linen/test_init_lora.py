@@ -61,6 +61,7 @@ def quantized(policy, algorithm, net=None, **kwargs):
     return quantize(variables(), [X])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("policy", [WEIGHTS, STATIC])
 @pytest.mark.parametrize("algorithm", [loftq(rank=4), eora(rank=4)])
 def test_the_module_starts_as_the_quantized_function(policy, algorithm):

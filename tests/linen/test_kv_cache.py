@@ -100,6 +100,7 @@ def test_it_is_attention_by_hand_over_append_and_what_is_read():
 LAYERS = ("query_ln", "key_ln")
 
 
+@pytest.mark.slow
 def test_modes_agree_and_several_tokens_are_causal():
     simulated, integers = (attention("int4", mode) for mode in (Mode.SIMULATE, Mode.CONVERT))
     known = variables(simulated)

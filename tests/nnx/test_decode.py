@@ -71,6 +71,7 @@ def greedy(model):
     return np.stack(written), len(traces)
 
 
+@pytest.mark.slow
 def test_tokens_are_equal_under_simulate_on_integers_and_convert():
     simulated, integers = decoder(backward=jnp.float32), decoder()
     jqx.nnx.convert(integers, jnp.zeros((2, 1), jnp.int32))

@@ -45,6 +45,7 @@ def quantized(policy, algorithm, **kwargs):
     return model, jqx.nnx.ptq(model, policy, algorithm, progress=False, **kwargs)([X])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("policy", [WEIGHTS, STATIC])
 @pytest.mark.parametrize("algorithm", [loftq(rank=4), eora(rank=4)])
 def test_the_model_starts_as_the_quantized_function(policy, algorithm):

@@ -37,6 +37,7 @@ def tokens(layer, x=X, mask=MASK):
     return run(layer, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", EXACT)
 def test_tokens_in_a_scan_agree_with_attention_over_all_of_them(format):
     layer = attention(format, decode=True)
@@ -79,6 +80,7 @@ def test_it_is_attention_by_hand_over_append_and_what_is_read():
     assert repr(layer.kv_cache.get_value()) == repr(hand)
 
 
+@pytest.mark.slow
 def test_modes_agree():
     results = []
     for mode in (Mode.FLOAT, Mode.SIMULATE, Mode.CONVERT):

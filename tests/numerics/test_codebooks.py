@@ -105,6 +105,7 @@ def check_under_jit_and_vmap(name, mode):
     assert_conforms(FORMATS[name], found, y, table.rounded(y, mode))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TABLES)
 def test_float64_is_rounded_once(name):
     table = table_named(name)

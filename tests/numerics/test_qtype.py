@@ -166,6 +166,7 @@ def test_every_finite_number_is_the_code_that_it_decodes_from(qtype):
         assert_same_numbers(back, numbers.astype(np.float64))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
 def test_shapes_are_kept_from_scalars_to_empty_arrays(qtype):
     for shape in [(), (0,), (2, 0, 3), (2, 1, 2)]:

@@ -5,10 +5,11 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..arrays import normal
+from ..arrays import normal, on_device
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SPECS = {"up": P(None, "model"), "down": P("model", None), "b": P()}
@@ -21,14 +22,14 @@ def mesh_of(kind, data=2, model=2):
 
 def params():
     return {
-        "up": jnp.asarray(normal(0, NARROW, WIDE)) / 16,
-        "down": jnp.asarray(normal(1, WIDE, NARROW)) / 16,
-        "b": jnp.asarray(normal(2, NARROW)),
+        "up": on_device(np.asarray(normal(0, NARROW, WIDE)) / 16),
+        "down": on_device(np.asarray(normal(1, WIDE, NARROW)) / 16),
+        "b": normal(2, NARROW),
     }
 
 
 def inputs():
-    return jnp.asarray(normal(3, 16, NARROW))
+    return normal(3, 16, NARROW)
 
 
 def network(p, x):

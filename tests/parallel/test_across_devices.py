@@ -22,28 +22,42 @@ CALIBRATORS = {
 }
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_codes_are_those_of_the_whole_array(checked):
-    mesh = mesh_of(AUTO, 2, 4)
-    x = jnp.asarray(normal(0, 8, 64)) * jnp.arange(1, 65, dtype=jnp.float32)[None]
+def cases():
+    """The spec of one device and that of several, for each calibrator and granularity."""
     for name, own in CALIBRATORS.items():
         for granularity in (jqx.per_axis(0), jqx.per_tensor()):
             symmetric = name != "minmax"
             fields = {"granularity": granularity, "symmetric": symmetric}
             alone = jqx.QSpec("int8" if symmetric else "uint8", calibrator=own, **fields)
-            spec = jqx.QSpec(alone.qtype, calibrator=AcrossDevices("model", own), **fields)
-            parted = jax.shard_map(
-                lambda x, spec=spec: jqx.QTensor.quantize(x, spec).codes,
-                mesh=mesh,
-                in_specs=P(None, "model"),
-                out_specs=P(None, "model"),
-                check_vma=checked,
-            )
-            affine = own.affine(own.observe(x, alone), alone)
-            whole = jqx.QTensor.quantize(x, alone, affine)
-            found = jax.jit(parted)(x)
-            np.testing.assert_array_equal(found, whole.codes, err_msg=name)
-            np.testing.assert_array_equal(jqx.QTensor.quantize(x, spec).codes, whole.codes)
+            across = AcrossDevices("model", own)
+            yield alone, jqx.QSpec(alone.qtype, calibrator=across, **fields)
+
+
+def codes_of_one_device(x):
+    """Of all elements at once, and of what the same spec finds where nothing is parted."""
+    out = []
+    for alone, spec in cases():
+        own = alone.calibrator
+        whole = jqx.QTensor.quantize(x, alone, own.affine(own.observe(x, alone), alone))
+        out.append((whole.codes, jqx.QTensor.quantize(x, spec).codes))
+    return out
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_codes_are_those_of_the_whole_array(checked):
+    x = jnp.asarray(normal(0, 8, 64)) * jnp.arange(1, 65, dtype=jnp.float32)[None]
+    parted = jax.shard_map(
+        lambda x: [jqx.QTensor.quantize(x, spec).codes for _, spec in cases()],
+        mesh=mesh_of(AUTO, 2, 4),
+        in_specs=P(None, "model"),
+        out_specs=P(None, "model"),
+        check_vma=checked,
+    )
+    for found, own, (alone, _) in zip(
+        jax.jit(parted)(x), jax.jit(codes_of_one_device)(x), cases(), strict=True
+    ):
+        for codes in (found, own[1]):
+            np.testing.assert_array_equal(codes, own[0], err_msg=str(alone))
 
 
 def test_a_row_parallel_product_in_shard_map_has_the_sums_of_one_device():

@@ -1,5 +1,7 @@
 """Algorithms on parameters and batches that lie on several devices: the codes of one device."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -19,12 +21,27 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+def quantize(name, p, x):
+    return jqx.ptq(network, *ALGORITHMS[name], target=False, progress=False)(p, [x, x])
+
+
+@functools.cache
+def of_one_device(name):
+    one = quantize(name, params(), inputs())
+    return one, jax.jit(one.function)(one.params, inputs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((AUTO, name) for name in ALGORITHMS),
+        *((EXPLICIT, name) for name in ("static scales", "layer by layer", "learned")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name.lower(),
+)
 def test_codes_are_those_of_one_device_and_lie_where_the_floats_do(name, kind):
     p, x = on_mesh(mesh_of(kind))
-    quantize = jqx.ptq(network, *ALGORITHMS[name], target=False, progress=False)
-    found, one = quantize(p, [x, x]), quantize(params(), [inputs()] * 2)
+    found, (one, expected) = quantize(name, p, x), of_one_device(name)
     for path in ("up", "down"):
         own, other = found.params[path], one.params[path]
         np.testing.assert_array_equal(own.values, other.values)
@@ -33,6 +50,5 @@ def test_codes_are_those_of_one_device_and_lie_where_the_floats_do(name, kind):
     for key, (scale, _) in one.affines.items():
         np.testing.assert_allclose(found.affines[key].scale, scale, rtol=512 * 2.0**-24)
     y = jax.jit(found.function)(found.params, x)
-    expected = jax.jit(one.function)(one.params, inputs())
     size = float(np.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=size * 512 * 2.0**-24)

@@ -40,6 +40,7 @@ WAYS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sum_and_what_all_have_lost_make_the_exact_sum(way):
     """And all devices have the same bits."""

@@ -20,6 +20,7 @@ def placed(tree, mesh, spec):
     return jax.device_put(tree, place), jax.tree.map(lambda _: place, tree)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_float_of_a_weight_is_gathered(preset):
     """With the result of one device to the rounding of a sum."""

@@ -54,6 +54,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "mesh, names, check_vma",
     [

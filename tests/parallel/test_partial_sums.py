@@ -16,6 +16,7 @@ kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit
 PRESETS = ("w8a8_dynamic", "w4a16", "nf4", "fp8")
 
 
+@pytest.mark.many
 @kinds
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parts_are_floats_and_their_sum_is_that_of_one_device(preset, kind):

@@ -91,6 +91,7 @@ def _numbers(qtype):
     return values[jnp.isfinite(values)] + 0.0
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "spec, options",
     [

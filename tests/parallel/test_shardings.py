@@ -1,5 +1,7 @@
 """Shardings of quantized parameters: scales in step with their values, nothing gathered."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,14 @@ from .models import shardings as placed
 
 PRESETS = ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8", "w4a4", "nf4", "fp8", "mxfp8")
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+presets = pytest.mark.parametrize(
+    ("preset", "kind"),
+    [
+        *((preset, AUTO) for preset in PRESETS),
+        *((preset, EXPLICIT) for preset in ("w8a8", "w4a16", "nf4", "mxfp8")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name.lower(),
+)
 
 
 def plan_of(preset, p=None, x=None):
@@ -38,14 +48,22 @@ def assert_places(tree, places):
         assert x.sharding.is_equivalent_to(place, x.ndim), (x.sharding, place)
 
 
-@kinds
-@pytest.mark.parametrize("preset", PRESETS)
+@functools.cache
+def of_one_device(preset):
+    """The codes, of both layouts, and the result of the converted function."""
+    plan = plan_of(preset)
+    q, laid_out = (jqx.quantize_params(params(), plan, target=x) for x in (None, "cpu"))
+    scales = "dynamic" if plan.static_specs() else None
+    return q, laid_out, jax.jit(jqx.convert(network, plan, scales))(q, inputs())
+
+
+@pytest.mark.many("kind")
+@presets
 def test_codes_lie_where_their_floats_do_and_have_the_bits_of_one_device(preset, kind):
     mesh = mesh_of(kind)
     plan = plan_of(preset)
     given, _ = on_mesh(mesh)
-    for target in (None, "cpu"):
-        one = jqx.quantize_params(params(), plan, target=target)
+    for target, one in zip((None, "cpu"), of_one_device(preset)[:2], strict=True):
         places = jqx.parallel.shardings(SPECS, plan, mesh=mesh, target=target)
         told = jqx.quantize_params(params(), plan, target=target, shardings=placed(mesh))
         for q in (jqx.quantize_params(given, plan, target=target), told):
@@ -58,8 +76,8 @@ def test_codes_lie_where_their_floats_do_and_have_the_bits_of_one_device(preset,
     assert_places(packed, jqx.parallel.shardings(SPECS, packed, mesh=mesh))
 
 
-@kinds
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.many("kind")
+@presets
 def test_a_converted_function_sends_sums_alone(preset, kind):
     """No weight is gathered, neither its codes nor its real values; the result is that of one
     device within the rounding of a sum.
@@ -72,9 +90,7 @@ def test_a_converted_function_sends_sums_alone(preset, kind):
     run = jax.jit(jqx.convert(network, plan, scales))
     assert {op for op, *_ in sent(run.lower(q, x).compile())} == {"all-reduce"}
     found = run(q, x)
-    own = plan_of(preset)
-    one = jax.jit(jqx.convert(network, own, scales))
-    expected = one(jqx.quantize_params(params(), own), inputs())
+    *_, expected = of_one_device(preset)
     size = float(jnp.abs(expected).max())
     np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=size * 512 * 2.0**-24)
 
@@ -85,8 +101,7 @@ def test_integers_on_several_devices_have_the_bits_of_one(kind):
     p, x = on_mesh(mesh)
     plan = plan_of("w8a8_dynamic", p, x)
     found = jax.jit(jqx.convert(network, plan))(jqx.quantize_params(p, plan), x)
-    own = plan_of("w8a8_dynamic")
-    one = jax.jit(jqx.convert(network, own))(jqx.quantize_params(params(), own), inputs())
+    *_, one = of_one_device("w8a8_dynamic")
     np.testing.assert_array_equal(np.asarray(found), one)
 
 

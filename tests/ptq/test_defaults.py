@@ -56,6 +56,7 @@ def same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("policy", "algorithm"),
     [
@@ -85,6 +86,7 @@ def test_it_depends_on_the_formats_of_the_plan(policy, algorithm):
     assert again == found.plan  # what is chosen is not of the plan
 
 
+@pytest.mark.slow
 def test_more_effort_takes_more():
     minutes, hours = ptq(jqx.presets.w8a16(), effort="minutes"), "hours"
     same(minutes.params, ptq(jqx.presets.w8a16(), GPTQ).params)

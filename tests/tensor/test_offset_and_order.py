@@ -145,6 +145,7 @@ def test_views_are_those_of_the_real_array(name):
         np.testing.assert_array_equal(found, expected, err_msg=key)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["offset", "both", "tail", "super blocks"])
 def test_packed_scaled_stacked_and_mapped(name):
     q = TENSORS[name]

@@ -29,6 +29,7 @@ def f(w, x):
     return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x @ w[0], w)[0]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("calibrator", CALIBRATORS, ids=str)
 def test_clean_data_pass(calibrator):
     w, x = normal(0, 2, 8, 8), normal(1, 5, 8)

@@ -161,6 +161,7 @@ def elsewhere(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_computes_the_same_bits_here_and_elsewhere(name, elsewhere):
     expected, here, there = elsewhere[name]

@@ -174,6 +174,7 @@ def test_every_format_runs_the_layers_of_a_scan_as_if_alone(name):
     assert_runs_as_if_alone(layer, scan, SPECS[name], stack(K, 16), rows())
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("step", [fast_or_slow(name, *FAST) for name in STEPS])
 def test_whatever_steps_over_the_stack(step):
     assert_runs_as_if_alone(layer, STEPS[step], NVFP4, stack(K, 16), rows())
