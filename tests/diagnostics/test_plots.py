@@ -257,3 +257,8 @@ def test_pictures_are_written_without_a_display_and_jqx_needs_no_matplotlib(tmp_
     assert (tmp_path / "ranges.png").stat().st_size > 1000
     code = "import sys, jqx; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_notebook_shows_a_picture_without_pyplot():
+    picture = plots.ranges({"w": np.arange(9.0)})
+    assert picture._repr_png_().startswith(b"\x89PNG\r\n")

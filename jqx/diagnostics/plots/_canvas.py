@@ -1,5 +1,6 @@
 """Axes to draw in, given or made, and legends above them."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,19 @@ _LINE = 15.0
 """Points that a line of a legend takes."""
 
 
+class Picture(Figure):
+    """A figure that a notebook shows as a picture, also where pyplot was never imported."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png", bbox_inches="tight")
+        return out.getvalue()
+
+
 def axes_for(function: str, ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
     """Returns axes and their figure: those given, or new ones, of a size in inches."""
     if ax is None:
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Picture(figsize=(width, height), layout="constrained")
         return figure, figure.subplots()
     mend = "pass one, such as figure.subplots(), or leave ax= out."
     check_instance(function, "ax", ax, Axes, mend=mend)
