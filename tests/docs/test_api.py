@@ -12,7 +12,7 @@ from .pages import DOCS
 
 EXTENDED = {
     "contractions": "Formulation using",
-    "diagnostics.plots": "histogram ranges sqnr_bars heat_map front",
+    "diagnostics.plots": "histogram ranges sqnr_bars sensitivity_bars heat_map front",
     "transforms": "Contraction OperandAxes View primitive_rules",
 }
 """What users extend jqx with, and pictures, beside the public names."""
