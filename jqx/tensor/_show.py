@@ -68,6 +68,7 @@ def _grouped(number: Any) -> str:
 
 
 def _leaf(leaf: Any) -> str:
-    if hasattr(leaf, "qtype"):
-        return f"{name_of_qtype(leaf.qtype)}{list(leaf.shape)}"
-    return f"{leaf.dtype.name}{list(leaf.shape)}" if hasattr(leaf, "shape") else repr(leaf)
+    if not hasattr(leaf, "shape"):
+        return repr(leaf)
+    name = name_of_qtype(leaf.qtype) if hasattr(leaf, "qtype") else leaf.dtype.name
+    return f"{name}{list(leaf.shape)}"

@@ -993,8 +993,9 @@ def test_treescope_shows_it_whatever_its_leaves_are():
     """Masks and partitions have `None` or labels in place of arrays."""
     q, _ = made("nv with a tail")
     for thing in (None, "label", True):
-        text = treescope.render_to_text(jax.tree.map(lambda leaf, thing=thing: thing, q))
-        assert "QTensor" in text and repr(thing) in text
+        filled = jax.tree.map(lambda leaf, thing=thing: thing, q)
+        text = treescope.render_to_text(filled)
+        assert "QTensor" in text and repr(thing) in text and repr(thing) in repr(filled)
     assert "shape=(3, 4, 10)" in treescope.render_to_text(jax.eval_shape(lambda: q))
 
 
