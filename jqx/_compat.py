@@ -299,6 +299,12 @@ def line_of(eqn: Eqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def at_line_of(eqn: Eqn) -> str:
+    """Returns `", at "` and that line; nothing where JAX has none, as inside of `jnp.sort`."""
+    line = line_of(eqn)
+    return f", at {line}" if line else ""
+
+
 def name_of_jit(eqn: Eqn) -> str:
     """Returns the name of the jitted function that an equation calls; else an empty string."""
     return eqn.params["name"] if is_jit(eqn) else ""

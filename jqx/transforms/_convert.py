@@ -98,8 +98,8 @@ class _Integers(Rules):
             message(
                 "convert",
                 problem,
-                given=f"{x!r} of {' or '.join(map(repr, paths[:4])) or 'an argument'}{more}, "
-                f"at {_compat.line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
+                given=f"{x!r} of {' or '.join(map(repr, paths[:4])) or 'an argument'}{more}"
+                f"{_compat.at_line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
                 expected="contractions, views such as transpose, reshape and slice, and updates",
                 mend=f'{mend}pass unsupported="dequantize".',
             )

@@ -33,7 +33,7 @@ def _refusal(function: str, plan: Plan, escape: Escape) -> Unsupported:
         message(
             function,
             f"the weight {path!r}, which the policy quantizes, {escape.how}.",
-            given=f"{weight.spec}, at {_compat.line_of(escape.eqn)}{where}",
+            given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
             expected="contractions, views such as transpose, reshape and slice, and updates",
             mend=f"leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
             'unsupported="dequantize", here and to jqx.convert.',

@@ -258,7 +258,7 @@ def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
             function,
             f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
             given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
-            f"{list(given.bounds)}, at {_compat.line_of(eqn)}",
+            f"{list(given.bounds)}{_compat.at_line_of(eqn)}",
             expected="a scan that stands in jit, remat, cond, while or other scans alone",
             mend="let the rules select whole weights there, or split the weights in f.",
         )

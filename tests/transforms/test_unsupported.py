@@ -60,6 +60,14 @@ def test_the_error_names_the_weight_and_the_line_that_uses_it():
     assert "of 'w'" in text and "test_unsupported.py" in text and "jqx.Rule('w')" in text
 
 
+def test_the_error_leaves_out_a_line_that_jax_does_not_have():
+    f = lambda w, x: x @ w + jnp.sort(w).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="reaches `sort`") as info:
+        jqx.make_plan(f, POLICY)(normal(0, 8, 6), X)
+    given = next(line for line in str(info.value).splitlines() if "given:" in line)
+    assert given.endswith(str(POLICY.rules[0].weight.resolve(2, (1,))))
+
+
 def test_a_weight_is_quantized_at_every_use_or_at_none():
     f = lambda w, x: jnp.take(w, jnp.arange(4), axis=0) @ w.T  # noqa: E731
     plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(op="gather"), *POLICY.rules]))(normal(0, 8, 8), X)
