@@ -27,7 +27,8 @@ from ._origin import Address, Loop
 from ._places import places_of
 from ._plan import Plan
 from ._plan_call import params_of, with_contractions
-from ._site import Site
+from ._quantize_params import quantize_params
+from ._site import Site, Weight
 from ._trace import check_function, is_quantized, trace_call
 from ._weight import real_of
 from .primitives import Records, counted
@@ -236,19 +237,25 @@ def merge_stats(
 
 
 @called("affines", "pass the plan first: jqx.affines(plan, stats).")
-def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
+def affines(plan: Plan, stats: Mapping[str, Any], params: Any = None) -> Affines:
     """Returns the scale and zero point of every static activation: the calibrators decide here.
 
     Args:
       plan: the plan that `stats` were made with.
       stats: from `calibrate`, merged over batches; entries of observers have no part in it.
+      params: float weights, whose scales are returned too: `simulate`, `quantize_params` and
+        `convert` take them, so that they can be trained. A tuple of arguments where the plan was
+        made with several. `None` returns those of activations alone.
 
     Returns:
-      A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`.
+      A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`; with `params`
+      also from `layer0/w:weight`.
 
     Raises:
+      TypeError: `plan` is no `Plan`.
       ValueError: `stats` has not the entries of the plan, some were never observed, or NaN values
-        were. (Under jit, where this cannot be seen, such scales come out as NaN.)
+        were. (Under jit, where this cannot be seen, such scales come out as NaN.) Or `params` are
+        not those of the plan.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -261,7 +268,15 @@ def affines(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     check_plan("affines", plan, stats, order="affines(plan, stats)")
     check_stats("affines", "stats", stats)
     _check_keys("affines", "stats", without_observers(plan, stats), plan.static_specs())
-    return affines_seen(plan, stats)
+    found = affines_seen(plan, stats)
+    if params is not None:
+
+        def note(weight: Weight, codes: Any) -> Any:
+            found[weight.key] = Affine(codes.scale, codes.zero_point)
+            return codes
+
+        plan.map_weights(note, quantize_params(params, plan))
+    return found
 
 
 def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:

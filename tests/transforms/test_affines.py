@@ -92,3 +92,21 @@ def test_what_computes_nothing_and_what_calibrates_needs_no_scales():
     plan = plan_of(mlp, jqx.presets.w8a8(), mlp_params(), X)
     assert jqx.affines(plan, jqx.calibrate(mlp, plan)(mlp_params(), X)[1])
     assert len(jqx.explain(mlp, mlp_params(), X, plan=plan).sites) == 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_scales_of_weights_are_those_that_they_are_quantized_with(split):
+    def scanned(p, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0] @ p["head"]
+
+    params = {"layers": normal(0, 3, 16, 16), "head": normal(1, 16, 8)}
+    policy = jqx.presets.w8a16("head") + jqx.presets.w4a16("layers", block=8)
+    policy = jqx.presets.w8a16("layers[0]") + policy if split else policy
+    plan = plan_of(scanned, policy, params, X)
+    found = jqx.affines(plan, {}, params)
+    assert set(found) == {weight.key for weight in plan.weights}
+    expected = jqx.quantize_params(params, plan)
+    again = jqx.quantize_params(params, plan, found)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), expected, again)
+    assert jax.tree.all(same)
+    assert jqx.affines(plan, {}) == {}

@@ -1,4 +1,4 @@
-"""The session in the README is true."""
+"""The session in the guide of the command line is true."""
 
 import contextlib
 import io
@@ -9,11 +9,11 @@ import shlex
 from jqx._command_line import main
 
 KINDS = ("python", "console")
-README = pathlib.Path(__file__).parents[2] / "README.md"
+GUIDE = pathlib.Path(__file__).parents[2] / "docs/guides/command_line.md"
 
 
-def test_the_session_prints_what_the_readme_says(tmp_path, monkeypatch):
-    text = README.read_text().split("## Files and command line")[1].split("\n## ")[0]
+def test_the_session_prints_what_the_guide_says(tmp_path, monkeypatch):
+    text = GUIDE.read_text()
     code, session = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in KINDS)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
