@@ -108,7 +108,7 @@ distance of two programs."""
 
 FEW = 8
 
-LONG = ("test_examples.py", "test_real_models.py", "test_smollm2.py")
+LONG = ("test_examples.py", "test_pages.py", "test_real_models.py", "test_smollm2.py")
 """Files that take minutes: a file is run by one process."""
 
 

@@ -1,9 +1,8 @@
-"""Every example runs to its end, where it asserts its claims; the code in the README runs too."""
+"""Every example runs to its end, where it asserts its claims."""
 
 import importlib.util
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -59,11 +58,3 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
 def test_the_documentation_lists_every_example():
     text = (ROOT / "docs" / "examples.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in text] == []
-
-
-@pytest.mark.slow
-def test_the_readme_code_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        run(["-c", block], tmp_path)

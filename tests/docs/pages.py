@@ -50,10 +50,14 @@ def _blocks(text: str, first: int):
         end, before = found.end(), kind
 
 
-def run(page: pathlib.Path) -> int:
+def run(page: pathlib.Path, alone: bool = False) -> int:
     """Runs the Python blocks of a page one after another, as a reader would who types them.
 
     A `text` block directly after one is what it prints.
+
+    Args:
+      page: a file of Markdown.
+      alone: whether each block needs none of those before it.
 
     Returns:
       How many blocks ran.
@@ -61,6 +65,7 @@ def run(page: pathlib.Path) -> int:
     namespace, printed, count = {"__name__": "__main__"}, "", 0
     for block in blocks(page):
         if block.kind == "python":
+            namespace = {"__name__": "__main__"} if alone else namespace
             out = io.StringIO()
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
             with contextlib.redirect_stdout(out):

@@ -1,5 +1,6 @@
 """Every code block of the documentation runs and prints what the page says."""
 
+import contextlib
 import importlib.util
 import re
 
@@ -16,6 +17,13 @@ KINDS = ("python", "text", "console", "toml", "yaml", "json", "cmake")
 
 def name_of(page):
     return page.relative_to(DOCS).with_suffix("").as_posix()
+
+
+@contextlib.contextmanager
+def as_users():
+    """Leaves out the strict promotion of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 WITH_CODE = [page for page in PAGES if any(block.kind == "python" for block in blocks(page))]
@@ -35,8 +43,18 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{name_of(page)} needs {module}")
     monkeypatch.chdir(tmp_path)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with as_users():
         assert run(page)
+
+
+def test_each_snippet_of_the_readme_runs_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with as_users():
+        assert run(ROOT / "README.md", alone=True) == 5
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
 def test_pages_have_blocks_of_known_kinds():
