@@ -106,7 +106,7 @@ OPTIMIZED = (
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
 
-FEW = 8
+FEW = 12
 
 LONG = ("test_examples.py", "test_pages.py", "test_real_models.py", "test_smollm2.py")
 """Files that take minutes: a file is run by one process."""
@@ -119,7 +119,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves the first case of a test marked `many`, and about one in eight of the others, to the
+    """Leaves the first case of a test marked `many`, and about one in twelve of the others, to the
     default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter. Of a
     parameter that the marker names, each value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.

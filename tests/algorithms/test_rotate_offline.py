@@ -126,6 +126,7 @@ PROMPT = on_device(RNG.integers(0, TOKENS, (2, 7)), jnp.int32)
 OFFLINE = ["q", "k", "v", "out", "gate", "up", "head"]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_llama_is_rotated_in_its_weights(biases):
     params = parameters(biases=biases)

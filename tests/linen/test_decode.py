@@ -47,6 +47,7 @@ def greedy(module, variables):
     return np.stack(written), cache, step._cache_size()
 
 
+@pytest.mark.slow
 def test_tokens_are_equal_under_simulate_on_integers_and_convert(variables):
     state = jqx.quantize_state(variables["cache"], INT8)
     quantized = jqx.linen.quantize(Decoder(), POLICY, backward=jnp.float32)

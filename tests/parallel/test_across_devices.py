@@ -43,6 +43,7 @@ def codes_of_one_device(x):
     return out
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("checked", [True, False])
 def test_codes_are_those_of_the_whole_array(checked):
     x = jnp.asarray(normal(0, 8, 64)) * jnp.arange(1, 65, dtype=jnp.float32)[None]

@@ -31,6 +31,7 @@ def of_one_device(name):
     return one, jax.jit(one.function)(one.params, inputs())
 
 
+@pytest.mark.many("kind")
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

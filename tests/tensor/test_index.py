@@ -54,6 +54,7 @@ def granularities(shape):
     return [jqx.per_tensor(), jqx.per_axis(0), *([blocks] if shape[-1] else [])]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_index_takes_what_jnp_takes(shape):
     x = on_device(np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape))
