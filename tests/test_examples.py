@@ -16,6 +16,8 @@ SLOW = (
     "diagnose",
     "efficientnet",
     "equinox_decoder",
+    "gptq_checkpoint",
+    "int8_cache",
     "keras_model",
     "learned_scales",
     "linen",
