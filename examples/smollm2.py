@@ -31,6 +31,7 @@ from flax import nnx
 from jax import lax
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
 
 import jqx
 import jqx.nnx
@@ -279,7 +280,7 @@ def quantize(model, policy, algorithm=NEAREST, batches=None):
     """Quantizes after training: all there is to do. `batches`: of tokens (rows, time)."""
     batches = batches or [np.zeros((1, CHUNK), np.int32)]
     calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
-    return jqx.nnx.ptq(model, policy, algorithm, progress=False)(calls)
+    return jqx.nnx.ptq(model, policy, algorithm)(calls)
 
 
 def stored_bytes(weights):
@@ -304,7 +305,8 @@ def perplexity(apply, weights, config, rows, spec=None):
         logits, _ = apply(weights, row[None, :-1], cache_of(config, len(row), spec), 0)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits[0]), row[1:, None], 1).mean()
 
-    return float(np.exp(np.mean([nats(weights, row) for row in jnp.asarray(rows, jnp.int32)])))
+    bar = tqdm(jnp.asarray(rows, jnp.int32), "read", leave=False, ncols=80, disable=None)
+    return float(np.exp(np.mean([nats(weights, row) for row in bar])))
 
 
 @dataclasses.dataclass(frozen=True)
