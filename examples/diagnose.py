@@ -5,6 +5,8 @@ of its digits. `report` and `compare` say what becomes of each weight and of eac
 `sensitivity` what each costs the network; `search` gives each weight 2 to 8 bits, 5 on average with
 scales. Prints the tables, saves a picture (diagnose.png), and asserts that the mixture is nearer to
 float32 than 5 bits for all, in fewer bytes.
+
+Needs `pip install -e ".[examples]"`. Takes a minute on two cores.
 """
 
 import jax
@@ -14,6 +16,7 @@ import optax
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
 import jqx
 from jqx.diagnostics import Bits, plots, search, sensitivity
@@ -41,7 +44,6 @@ def network(params, x):
     return x @ params["dense_1"]
 
 
-@jax.jit
 def train(params, images, labels):
     """Minimises the cross-entropy with Adam."""
     steps = len(images) // BATCH
@@ -55,9 +57,16 @@ def train(params, images, labels):
         updates, moments = optimizer.update(gradients, state[1])
         return (optax.apply_updates(state[0], updates), moments), None
 
-    orders = jax.vmap(lambda key: jax.random.permutation(key, len(images))[: steps * BATCH])
-    batches = orders(jax.random.split(jax.random.key(1), EPOCHS)).reshape(-1, BATCH)
-    return jax.lax.scan(step, (params, optimizer.init(params)), batches)[0][0]
+    @jax.jit
+    def epoch(state, key):
+        order = jax.random.permutation(key, len(images))[: steps * BATCH]
+        return jax.lax.scan(step, state, order.reshape(steps, BATCH))[0]
+
+    state = (params, optimizer.init(params))
+    keys = jax.random.split(jax.random.key(1), EPOCHS)
+    for key in tqdm(keys, desc="train", ncols=80, disable=None):
+        state = epoch(state, key)
+    return state[0]
 
 
 def divergence(logits, plain):

@@ -2,7 +2,10 @@
 
 An `eqx.Module` is a pytree, so `make_plan`, `quantize_params` and `convert` take it as it is, built
 of Equinox's own layers; the quantized model is a module of the same class whose weights are
-QTensors. Data, training and greedy decoding are those of `decoder.py`.
+QTensors. Data, training and greedy decoding are those of `decoder.py`. Prints what that prints, and
+asserts that little is lost in a sixth of the bytes.
+
+Needs `pip install -e ".[examples]"`. Takes a minute or two on two cores.
 """
 
 import equinox as eqx

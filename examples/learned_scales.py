@@ -3,9 +3,23 @@
 Five float networks, each of its own seed and split of scikit-learn's digits, are quantized to 2
 bits, weights and activations, with one scale a layer: after training; by training on with fixed
 scales; and by training weights and scales together, with `jax.grad` of `jqx.simulate` with respect
-to both. A scan runs over stacked layers; all seeds train at once, under vmap. Prints the test
-accuracies of the integer networks from two kinds of first scales, and asserts what is learned:
-trained scales make good for poor ones, and are as good as the best fixed ones.
+to both. A scan runs over stacked layers; all seeds train at once, under vmap. The first scales are
+those of the largest magnitude (absmax), or searched (mse): those of the least squared error.
+
+Prints, of the integer networks, the test accuracy of each seed, the losses in training and in the
+test, and how large the scales of weights are beside those that a search takes for the same weights.
+Asserts that learned scales make good for poor ones, and reach the lowest loss in training.
+
+A learned scale may still end below a searched one in the test: a loss of 0.157 beside 0.147, in the
+last two rows. It minimises the loss in training, and reaches 0.009 there, where fixed scales that
+were searched reach 0.011. For that it grows, to 1.4 times what a search would take for the weights
+beside it, and approximates them less well; a search knows nothing of the loss, and keeps to the
+float network, which generalises. Both networks know nearly all of their 1,257 images by heart, so
+the lower loss buys nothing: the accuracies, 96.0 and 95.9 %, differ by less than their standard
+error of 0.4, and their order changes with the order of the batches. Learn scales where the first
+ones are poor or the data many; otherwise fixed ones that were searched are as good.
+
+Needs `pip install -e ".[examples]"`. Takes a minute on two cores.
 """
 
 import dataclasses
@@ -17,6 +31,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
 import jqx
 
@@ -40,35 +55,101 @@ def initial(key):
     }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def train(apply, variables, data, rate):
-    """Minimises the cross-entropy of `apply(variables, images)` with Adam, for every seed."""
+def loss_of(apply, variables, images, labels):
+    """The mean cross-entropy of `apply(variables, images)`."""
+    logits = apply(variables, images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def train(title, apply, variables, data, rate=3e-3):
+    """Minimises the loss with Adam, for every seed."""
     steps = len(data[0][0]) // BATCH
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, EPOCHS * steps))
 
-    def loss(variables, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(apply(variables, x), y).mean()
-
-    def of_one_seed(variables, images, labels, key):
+    def of_one_seed(state, images, labels, key):
         def step(state, batch):
-            gradients = jax.grad(loss)(state[0], images[batch], labels[batch])
-            updates, momenta = optimizer.update(gradients, state[1])
-            return (optax.apply_updates(state[0], updates), momenta), None
+            gradients = jax.grad(loss_of, 1)(apply, state[0], images[batch], labels[batch])
+            updates, moments = optimizer.update(gradients, state[1])
+            return (optax.apply_updates(state[0], updates), moments), None
 
-        orders = jax.vmap(lambda key: jax.random.permutation(key, len(images))[: steps * BATCH])
-        batches = orders(jax.random.split(key, EPOCHS)).reshape(-1, BATCH)
-        return jax.lax.scan(step, (variables, optimizer.init(variables)), batches)[0][0]
+        order = jax.random.permutation(key, len(images))[: steps * BATCH]
+        return jax.lax.scan(step, state, order.reshape(steps, BATCH))[0]
 
-    keys = jax.random.split(jax.random.key(1), len(SEEDS))
-    return jax.vmap(of_one_seed)(variables, *data, keys)
+    epoch = jax.jit(jax.vmap(of_one_seed))
+    state = (variables, jax.vmap(optimizer.init)(variables))
+    keys = jax.random.split(jax.random.key(1), (EPOCHS, len(SEEDS)))
+    for key in tqdm(keys, desc=title, ncols=80, leave=False, disable=None):
+        state = epoch(state, *data, key)
+    return state[0]
 
 
-def show(name, apply, variables, data):
-    """Prints and returns the percent of images told right: for each seed, and on average."""
-    right = jax.jit(jax.vmap(lambda v, x, y: apply(v, x).argmax(-1) == y))(variables, *data)
-    scores = 100 * np.mean(right, axis=1)
-    print(name.ljust(22), *(f"{score:6.2f}" for score in scores), f" mean {scores.mean():6.2f}")
-    return scores
+def plan_of(calibrator):
+    """Plans 2 bits for weights and activations, with one scale a layer."""
+    two_bits = jqx.QSpec(jnp.int2, calibrator=calibrator, gradient=jqx.gradients.lsq)
+    each_layer = dataclasses.replace(two_bits, granularity=jqx.per_axis(0))
+    rules = [
+        jqx.Rule("layers", weight=each_layer, activation=two_bits),
+        jqx.Rule(weight=two_bits, activation=two_bits),
+    ]
+    return jqx.make_plan(network, jqx.Policy(rules))(initial(jax.random.key(0)), train_x[0])
+
+
+def scales_of(plan, params):
+    """Returns the scales that the calibrator of a plan finds for weights, by key."""
+    quantized = jqx.quantize_params(params, plan)
+    return {w.key: jqx.calibrators.Affine(quantized[w.path].scale) for w in plan.weights}
+
+
+def calibrated(plan, params, images):
+    """Returns the weights, and every scale: of activations and of weights."""
+    stats = jqx.calibrate(network, plan)(params, images)[1]
+    return params, {**jqx.affines(plan, stats), **scales_of(plan, params)}
+
+
+def learned(plan, variables, x):
+    """The network in training: weights and scales get gradients."""
+    params, affines = variables
+    return jqx.simulate(network, plan, affines)(params, x)
+
+
+def fixed(plan, variables, x):
+    """The same, where scales get none."""
+    params, affines = variables
+    return learned(plan, (params, jax.lax.stop_gradient(affines)), x)
+
+
+def integers(plan, variables, x):
+    """The network on integers."""
+    params, affines = variables
+    quantized = jqx.quantize_params(params, plan, affines)
+    return jqx.convert(network, plan, affines)(quantized, x)
+
+
+def judge(apply, variables):
+    """Returns the percent of test images told right by each seed, and the losses: seen, unseen."""
+
+    def of_one_seed(variables, *data):
+        losses = [loss_of(apply, variables, *part) for part in (data[:2], data[2:])]
+        return jnp.mean(apply(variables, data[2]).argmax(-1) == data[3]), losses
+
+    right, losses = jax.jit(jax.vmap(of_one_seed))(variables, *seen, *unseen)
+    return 100 * np.asarray(right), [float(x.mean()) for x in losses]
+
+
+def growth(variables):
+    """Scales of weights beside those that a search takes for the same weights: the mean ratio."""
+    params, affines = variables
+    best = jax.jit(jax.vmap(functools.partial(scales_of, plan_of(jqx.calibrators.mse))))(params)
+    return np.mean([np.mean(affines[key].scale / best[key].scale) for key in best])
+
+
+def show(name, apply, variables):
+    """Prints and returns what `judge` finds: mean accuracy, and losses."""
+    right, losses = judge(apply, variables)
+    each = "".join(f"{score:7.2f}" for score in (*right, right.mean()))
+    ratio = f"{growth(variables):13.2f}" if isinstance(variables, tuple) else ""
+    print(f"{name:22}{each}{losses[0]:12.4f}{losses[1]:10.4f}{ratio}", flush=True)
+    return right.mean(), *losses
 
 
 images, labels = load_digits(return_X_y=True)
@@ -81,54 +162,31 @@ train_x, test_x, train_y, test_y = (
 )
 seen, unseen = (train_x, train_y), (test_x, test_y)
 params = jax.vmap(initial)(jax.random.split(jax.random.key(0), len(SEEDS)))
-params = train(network, params, seen, 3e-3)
-show("float32", network, params, unseen)
+params = train("float32", network, params, seen)
+titles = [f"{f'seed {seed}':>7}" for seed in SEEDS]
+print(f"{'':22}{''.join(titles)}   mean  train loss test loss scale/search")
+show("float32", network, params)
 
-scores = {}
+found = {}
 for name, calibrator in (("absmax", jqx.calibrators.absmax), ("mse", jqx.calibrators.mse)):
-    two_bits = jqx.QSpec(jnp.int2, calibrator=calibrator, gradient=jqx.gradients.lsq)
-    each_layer = dataclasses.replace(two_bits, granularity=jqx.per_axis(0))
-    rules = [
-        jqx.Rule("layers", weight=each_layer, activation=two_bits),
-        jqx.Rule(weight=two_bits, activation=two_bits),
-    ]
-    plan = jqx.make_plan(network, jqx.Policy(rules))(initial(jax.random.key(0)), train_x[0])
+    plan = plan_of(calibrator)
+    start = jax.jit(jax.vmap(functools.partial(calibrated, plan)))(params, train_x)
+    ways = {"after training": None, "fixed scales": fixed, "learned scales": learned}
+    for way, apply in ways.items():
+        title, variables = f"{name}, {way}", start
+        if apply is not None:
+            variables = train(title, functools.partial(apply, plan), start, seen)
+        row = show(title, functools.partial(integers, plan), variables)
+        found[name, way] = dict(zip(("right", "seen", "unseen"), row, strict=True))
 
-    def calibrated(params, images, plan=plan):
-        """Returns the weights, and every scale: of activations and, by path, of weights."""
-        affines = jqx.affines(plan, jqx.calibrate(network, plan)(params, images)[1])
-        quantized = jqx.quantize_params(params, plan)
-        for weight in plan.weights:
-            affines[weight.key] = jqx.calibrators.Affine(quantized[weight.path].scale)
-        return params, affines
-
-    def learned(variables, x, plan=plan):
-        """The network in training: both variables get gradients."""
-        params, affines = variables
-        return jqx.simulate(network, plan, affines)(params, x)
-
-    def fixed(variables, x, learned=learned):
-        """The same, where scales get none."""
-        params, affines = variables
-        return learned((params, jax.lax.stop_gradient(affines)), x)
-
-    def integers(variables, x, plan=plan):
-        """The network on integers."""
-        params, affines = variables
-        quantized = jqx.quantize_params(params, plan, affines)
-        return jqx.convert(network, plan, affines)(quantized, x)
-
-    start = jax.jit(jax.vmap(calibrated))(params, train_x)
-    ways = {
-        "after training": start,
-        "fixed scales": train(fixed, start, seen, 3e-3),
-        "learned scales": train(learned, start, seen, 3e-3),
-    }
-    for way, variables in ways.items():
-        scores[name, way] = show(f"{name}, {way}", integers, variables, unseen)
-
+best = found["mse", "fixed scales"]
 for name in ("absmax", "mse"):
-    assert scores[name, "learned scales"].mean() > scores["mse", "after training"].mean() + 3
-assert scores["absmax", "learned scales"].mean() > scores["absmax", "fixed scales"].mean()
-assert scores["mse", "learned scales"].mean() > scores["mse", "fixed scales"].mean() - 1.5
-print("Claims hold: learned scales win over training alone, and over scales fixed at absmax.")
+    assert found[name, "learned scales"]["right"] > found["mse", "after training"]["right"] + 3
+assert found["absmax", "learned scales"]["right"] > found["absmax", "fixed scales"]["right"]
+assert best["right"] - 1.5 < found["mse", "learned scales"]["right"]
+assert found["mse", "learned scales"]["seen"] < best["seen"]
+print(
+    "Claims hold: learned scales win over quantization after training, and over scales fixed at "
+    "absmax. Beside scales that were searched they reach a lower loss in training; what that is "
+    "worth, the test says."
+)

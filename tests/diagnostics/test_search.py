@@ -108,6 +108,8 @@ def test_the_assignment_is_as_good_as_the_best_of_all(limit):
 def test_bits_are_bytes():
     """Of 3 x 256 weights."""
     one = search(chain, WAYS["int8"], WAYS, Bytes(500))(PARAMS, X)
+    assert one.bits == one.bytes * 8 / 768
+    assert f"({one.bits:.2f} bits a weight)" in str(one)
     assert one == search(chain, WAYS["int8"], WAYS, Bits(500 * 8 / 768))(PARAMS, X)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.diagnostics import relative_error, sensitivity
+from jqx.diagnostics import Bits, relative_error, search, sensitivity
 
 from ..arrays import normal
 from ..transforms.forms import FORMS, POLICIES, function, reference, rows, weights
@@ -98,6 +98,46 @@ def test_a_planted_outlier_comes_first(estimate):
     found = sensitivity(f, policy, estimate=estimate)(params, *BATCHES)
     assert found.ranked[0].path == "c"
     assert found.ranked[0].cost > 5 * found.ranked[1].cost
+
+
+@pytest.mark.parametrize("spoilt", ["output", "input", "weight"])
+def test_every_tool_names_the_weight_that_an_outlier_spoils(spoilt):
+    """A large channel of `b` holds nearly all energy of the result, so that it is no measure."""
+
+    def f(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    a, b, x = (random(64, 64, seed=i) for i in range(3))
+    wide = {
+        "output": b.at[:, 5].mul(50.0),
+        "input": b.at[5].mul(50.0),
+        "weight": b.at[5, 5].set(30.0),
+    }
+    params = {"a": a, "b": wide[spoilt]}
+    ways = {f"int{n}": jqx.Policy({".*": f"int{n}:tensor"}) for n in (4, 8)}
+    plan = jqx.make_plan(f, ways["int4"])(params, x)
+    costs = sensitivity(f, plan)(params, x)
+    assert costs["b"] > 1.5 * costs["a"]
+    assert search(f, plan, ways, Bits(6.5))(params, x).schemes == {"a": "int4", "b": "int8"}
+    sqnr = {row.path: row.sqnr for row in jqx.report(plan, params).weights}
+    assert sqnr["b"] < sqnr["a"] - 0.5
+    own = {row.name: row.local_sqnr for row in jqx.compare(f, plan)(params, x).sites}
+    assert own["b"] < own["a"] - 0.5
+
+
+def test_the_relative_error_is_that_of_a_channel_on_average():
+    """Sizes of channels are no matter, where many rows show them."""
+    y, noise = random(4096, 8), random(4096, 8, seed=1) / 8
+    sizes = jnp.float32(2.0 ** np.arange(8))[None]
+    for size in (jnp.ones((1, 8)), sizes):
+        found = relative_error({"y": (y + noise) * size}, {"y": y * size})
+        np.testing.assert_allclose(found, 1 / 64, rtol=0.06)
+    lost = relative_error((y * sizes).at[:, :4].set(0.0), y * sizes)  # 1 % of the energy
+    np.testing.assert_allclose(lost, 1 / 2, rtol=0.08)
+    single = y.at[:, 1:].set(0.0)  # the others are zero, and exact
+    np.testing.assert_allclose(relative_error(1.5 * single, single), 0.25 / 8, rtol=1e-3)
+    loss = relative_error(jnp.asarray(3.0), jnp.asarray(2.0))
+    assert loss == 0.25
 
 
 def test_the_weight_error_is_the_inverse_of_its_sqnr():
