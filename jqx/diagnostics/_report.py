@@ -44,8 +44,15 @@ class Report(Tabular):
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all parameters, as they lie."""
+        """Bytes of all parameters in memory: a code of less than 8 bits takes one if not packed."""
         return self.kept + sum(weight.bytes_after for weight in self.weights)
+
+    @property
+    def bytes_packed(self) -> int:
+        """Bytes of all parameters with codes packed, as in files of `jqx.save`. (There a zero point
+        of less than 8 bits takes a byte; here it is packed too.)
+        """
+        return self.kept + sum(weight.bytes_packed for weight in self.weights)
 
     @property
     def faults(self) -> tuple[WeightError, ...]:
@@ -83,6 +90,9 @@ class Report(Tabular):
         footer = (
             f"{before:,} bytes of parameters become {after:,} ({before / after:.2f} times fewer)"
         )
+        if self.bytes_packed < after:
+            times = f"{before / self.bytes_packed:.2f}"
+            footer += f", with packed codes, as in a file, {self.bytes_packed:,} ({times})"
         count = self.sites + self.skipped
         footer += f"; {self.sites} of {count} contractions quantized"
         if not math.isnan(self.macs):
@@ -93,7 +103,11 @@ class Report(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as what `json.dumps` takes; infinite and NaN values as `None`."""
-        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        totals = {
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bytes_packed": self.bytes_packed,
+        }
         return {**finite(dataclasses.asdict(self)), **totals}
 
 

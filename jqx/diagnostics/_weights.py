@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._added import added
 from .._checks import as_real, check_instance, require_that
 from ..numerics import QType, format_of
 from ..numerics._shared import RoundMode
@@ -37,7 +38,7 @@ class WeightError:
       scheme: its format, and who shares a scale.
       bits: bits for each weight, with those of scales and zero points, were the codes packed.
       bytes_before: bytes of the float array.
-      bytes_after: bytes that the QTensor takes as it lies; an int4 that is not packed takes one.
+      bytes_after: bytes of the QTensor in its layout: a code of int4 that is not packed takes one.
       low: the smallest of the float values; NaN where one is NaN, or there is none.
       high: the largest of them, likewise.
       clipped: share of the elements that are further than half a step out of the range of their
@@ -45,6 +46,7 @@ class WeightError:
       dead: how many groups stand for zeros alone: their scale is 0, or all their codes.
       sqnr: signal to noise, `10 log10(sum x**2 / sum (x - q)**2)`, in decibels; inf where the two
         are equal, -inf where there is noise alone, NaN where `x` or `q` are not all finite.
+      size: how many elements it has; 0 where a file of an older release does not say.
     """
 
     path: str
@@ -57,6 +59,12 @@ class WeightError:
     clipped: float
     dead: int
     sqnr: float
+    size: int = added(0)
+
+    @property
+    def bytes_packed(self) -> int:
+        """Bytes with codes packed, as `jqx.save` writes them."""
+        return math.ceil(round(self.bits * self.size) / 8) if self.size else self.bytes_after
 
 
 def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
@@ -103,6 +111,7 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
         clipped=_total(clipped) / max(x.size, 1),
         dead=_total(dead) if x.size else 0,
         sqnr=sqnr(values, np.asarray(q.dequantize())),
+        size=x.size,
     )
 
 

@@ -24,6 +24,7 @@ from .._checks import as_dtype, require_that
 from .._errors import nesting
 from ..calibrators import Affine
 from ..diagnostics import Report
+from ..numerics import format_of
 from ..ptq import Quantized, Unbound
 from ..ptq._shared import leaves_by_path
 from ..tensor import QTensor
@@ -84,8 +85,8 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     Raises:
       ValueError: the plan holds objects that are neither jqx's own nor among `values`.
     """
-    plain = _plain(quantized.params)
-    structured = _is_described(plain, values)
+    packed = _packed(quantized.params)
+    structured = _is_described(packed, values)
     node, shapes = _inputs_of(quantized.inputs, values)
     contents = _Contents(
         affines=tuple(
@@ -104,20 +105,35 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         **to_json("save", contents, _Contents, values),
     }
     text = json.dumps(data, separators=(",", ":"))
-    tree = plain if structured else leaves_by_path(plain)
+    tree = packed if structured else leaves_by_path(packed)
     if quantized.maps:
         maps = as_maps("save", quantized.maps).items()
         tree = {"params": tree, "maps": {key: [_fields(x) for x in own] for key, own in maps}}
     return tree, text
 
 
-def _plain(tree: Any) -> Any:
-    """Returns parameters with QTensors laid out plainly."""
+def _packed(tree: Any) -> Any:
+    """Returns parameters with QTensors as files hold them: in the default layout, and codes of less
+    than 8 bits packed.
+    """
+
+    def pack(q: QTensor) -> QTensor:
+        q = q.unpack()
+        return q.pack() if format_of(q.qtype).bits < 8 and q.ndim else q
+
+    def packed(x: Any) -> Any:
+        if isinstance(x, Lazy):
+            return x.then(_packed, "packed")
+        return of_kinds(pack, x) if isinstance(x, QTensor) else x
+
+    return jax.tree.map(packed, tree, is_leaf=lambda x: isinstance(x, QTensor))
+
+
+def _unpacked(tree: Any) -> Any:
+    """Returns parameters with QTensors in the default layout."""
 
     def unpacked(x: Any) -> Any:
-        if isinstance(x, Lazy):
-            return x.then(_plain, "plain")
-        return of_kinds(QTensor.unpack, x) if isinstance(x, QTensor) else x
+        return x.unpack() if isinstance(x, QTensor) else x
 
     return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, QTensor))
 
@@ -175,7 +191,8 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
     if contents.maps:
         maps = _maps(tree)
         tree = tree["params"]
-    return Unbound(tree, plan, affines, contents.report, inputs, contents.structured, maps)
+    params = _unpacked(tree)
+    return Unbound(params, plan, affines, contents.report, inputs, contents.structured, maps)
 
 
 def _affine(each: _Scale) -> Affine:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, Literal, overload
@@ -23,23 +22,19 @@ from ..transforms import (
     Plan,
     affines,
     calibrate_batches,
-    convert,
     dequantize_params,
     make_plan,
-    map_channels,
     quantize_params,
 )
 from ..transforms._shared import (
     Algorithm,
     Chosen,
-    Maps,
     Names,
     as_chosen,
     as_params,
     check_algorithm,
     check_arguments,
     check_batches,
-    check_function,
     is_array,
     is_quantized,
     lay_out_weights,
@@ -49,10 +44,10 @@ from ..transforms._shared import (
     picked,
     placed,
     rooted,
-    with_maps,
 )
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
+from ._mapped import Mapped, check_whole
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -286,24 +281,6 @@ def _checked(plan: Plan, chosen: Any) -> Any:
     return picked("ptq", chosen, rounded)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mapped:
-    """A function with what algorithms do at its sites."""
-
-    f: Callable[..., Any]
-    plan: Plan
-    maps: Maps = dataclasses.field(default_factory=dict)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function with its maps."""
-        return map_channels(self.f, self.plan, self.maps) if self.maps else self.f
-
-    def then(self, maps: Maps) -> "Mapped":
-        """Returns the same with maps after those that it has."""
-        return Mapped(self.f, self.plan, with_maps("ptq", self.maps, maps))
-
-
 def quantized_of(
     mapped: Mapped,
     scales: Mapping[str, Affine],
@@ -315,29 +292,8 @@ def quantized_of(
     """Returns a quantized function with its weights, laid out for a target."""
     plan = mapped.plan
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
-    function = convert(mapped.function, plan, scales)
+    function = mapped.converted(scales)
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
-
-
-def check_whole(function: str, f: Any) -> None:
-    """Checks that `f` is a function of its weights, and no model that holds them."""
-    nnx = sys.modules.get("flax.nnx")
-    is_model = nnx is not None and isinstance(f, nnx.Module)
-    if callable(f) and not is_model:
-        check_function(function, f)
-        return
-    kind = f"an object of type {type(f).__name__}"
-    raise TypeError(
-        message(
-            function,
-            "`f` is not a function of its weights.",
-            given=f"{kind}, a model of nnx" if is_model else kind,
-            expected="a function of arrays and pytrees of arrays",
-            mend=f"use jqx.nnx.{function}."
-            if is_model
-            else "pass the function first, and the function itself, not what it returns.",
-        )
-    )
 
 
 def target_of(function: str, target: Target) -> str | Literal[False]:

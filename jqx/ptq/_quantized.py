@@ -2,15 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 
+from .._calls import called
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..transforms import Plan
 from ..transforms._shared import Maps, arguments_of, is_array
 from ._late_folders import diagnostics
+from ._mapped import Mapped, check_whole
+
+Q = ParamSpec("Q")
+"""The arguments of another function, after the weights."""
+
+S = TypeVar("S")
+"""Its result."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +66,43 @@ class Quantized(Generic[P, R]):
         """Returns the result of the function on its weights, and on the other arguments."""
         function: Callable[..., R] = self.function
         return function(*arguments_of(self.plan, self.params, batch), **kwargs)
+
+    @called("Quantized.bind", "pass a function of the same weights: quantized.bind(step).")
+    def bind(self, f: Callable[Concatenate[Any, Q], S]) -> "Quantized[Q, S]":
+        """Returns the same weights, plan, scales and maps for another function of them.
+
+        It is for models that are written as several functions, such as one that scores whole texts,
+        on which weights were quantized, and one that decodes a token from a cache. What an
+        algorithm keeps at sites (`maps`) is applied to the other function too.
+
+        Args:
+          f: a function that takes the weights where the first one takes them, and has the same
+            contractions of them, in the same order, of operands with as many axes; its other
+            arguments and the sizes of batches may differ.
+
+        Raises:
+          TypeError: `f` is no function.
+          ValueError: at the first call: `f` has other contractions than the plan.
+
+        Example:
+          >>> import jqx, jax.numpy as jnp
+          >>> score, step = lambda w, x: x @ w, lambda w, token, scale: scale * (token @ w)
+          >>> quantize = jqx.ptq(score, jqx.presets.w8a16(), progress=False)
+          >>> quantized = quantize(jnp.eye(4), [jnp.ones((2, 4))])
+          >>> quantized.bind(step)(jnp.ones((1, 4)), 2.0)
+          Array([[2., 2., 2., 2.]], dtype=float32)
+        """
+        check_whole("bind", f)
+        function = Mapped(f, self.plan, self.maps).converted(self.affines)
+        return Quantized(
+            function,
+            self.params,
+            self.plan,
+            self.affines,
+            self.report,
+            details=self.details,
+            maps=self.maps,
+        )
 
     def __repr__(self) -> str:
         return f"Quantized({summary(self.plan, self.report)})"

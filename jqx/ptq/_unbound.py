@@ -22,7 +22,8 @@ from ..transforms._shared import (
     placed,
 )
 from ._late_folders import diagnostics
-from ._ptq import Mapped, Target, check_whole, quantized_of, target_of
+from ._mapped import Mapped, check_whole
+from ._ptq import Target, quantized_of, target_of
 from ._quantized import Quantized, summary
 
 
@@ -83,7 +84,10 @@ class Unbound:
         meant = target_of("bind", target)
         params = self.params if like is None and self.structured else self._filled(like)
         if self.inputs is not None:
-            mend = "bind the function that was quantized; of another, make a plan anew: jqx.ptq."
+            mend = (
+                "bind the function that was quantized. Another function of the same weights and "
+                "contractions comes after it: jqx.load(path).bind(f).bind(step)."
+            )
             given = placed(self.plan.params, params, self.inputs)
             check_function_of("bind", f, self.plan, given, mend)
         mapped = Mapped(f, self.plan, self.maps)
