@@ -315,11 +315,11 @@ def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Arr
         rows = jnp.take_along_axis(products, at, 1)
         return jnp.where(chosen, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
 
-    def goes_on(state: Any) -> jax.Array:
+    def is_improving(state: Any) -> jax.Array:
         return state[3] & (state[2] < 4 * h.shape[-1])
 
     slope = jnp.einsum("nrk,nkj->nrj", error, products)
-    return jax.lax.while_loop(goes_on, change, (h, slope, 0, jnp.bool_(True)))[0]
+    return jax.lax.while_loop(is_improving, change, (h, slope, 0, jnp.bool_(True)))[0]
 
 
 adaround = AdaRound

@@ -28,7 +28,7 @@ from ..transforms._shared import (
 )
 from ._elements import Elements
 from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
-from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, told
+from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, with_line
 from ._stages import Steps
 from ._walk import Walk
 
@@ -161,7 +161,7 @@ class Follower(Walk):
             found = self._view_of_leaf(eqn, given)
             if found is not None:
                 return found
-        return evaluated(self.labels, eqn, [self.labelled(x, told(eqn)) for x in given], given)
+        return evaluated(self.labels, eqn, [self.labelled(x, with_line(eqn)) for x in given], given)
 
     def labelled(self, x: Value, use: str) -> Labelled:
         """Returns a value with labels; each element of a parameter has its own."""
@@ -195,7 +195,7 @@ class Follower(Walk):
 
     def stopped(self, eqn: Eqn, given: Sequence[Value], reason: str = "") -> list[Value]:
         """Fixes the operands of an equation that is not entered."""
-        values = [self.labelled(x, told(eqn)) for x in given]
+        values = [self.labelled(x, with_line(eqn)) for x in given]
         return list(self.labels.stop_at(eqn, values, reason))
 
     def joined(self, values: Sequence[Value], reason: str) -> Value:
@@ -234,7 +234,7 @@ class Follower(Walk):
             return self._site(site, eqn, given, here, steps)  # type: ignore[arg-type]
         if name == "gather":
             return self._gather(eqn, given)
-        where = told(eqn)
+        where = with_line(eqn)
         leaves = [x for x in given if isinstance(x, Leaf)]
         self.elsewhere |= {x.place: where for x in leaves}
         given = [Labelled.fixed(x.shape) if isinstance(x, Leaf) else x for x in given]
@@ -307,7 +307,7 @@ class Follower(Walk):
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
                 columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
                 return self.labels.made(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.labels, eqn, self.labelled(source, told(eqn)), indices)
+        return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
 
 
 def followed_through(*args: Any) -> Follower:

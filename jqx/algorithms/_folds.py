@@ -132,7 +132,7 @@ class Folds(Named):
         why = {self.name(met): self.why(met) for met in reversed(self.met)}
         paired = {name for _, consumers, _ in found for name in consumers}
         reasons = {
-            site.name: why.get(site.name, "its weight has another use, or is no plain matrix")
+            site.name: why.get(site.name, "its weight has another use, or is not a plain matrix")
             for site in self.sites
             if site.name not in paired
         }

@@ -25,7 +25,7 @@ from ._layers import layer_by_layer
 from ._matrices import (
     Matrix,
     Unsupported,
-    alike_of,
+    by_shape,
     matrices_of,
     observers_of,
     settled,
@@ -225,8 +225,8 @@ class Gptq:
                 if self.unsupported == "error":
                     raise
                 entries.append(unknown(plan, group, leaves[next(iter(group.sizes))].shape))
-            for alike in alike_of(every):
-                given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
+            for same in by_shape(every):
+                given = (lambda same=same: same), stacked(same), grids, group.whole
                 entries.extend(chosen(checkpoint, self, *given))
             codes |= grids.quantized()
         quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)

@@ -14,7 +14,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
-from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, told
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, with_line
 
 Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
 
@@ -35,16 +35,16 @@ def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
     """Sums and choices: all operands have the same factor."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
     if name == "select_n":
-        f.stop(values[0], told(eqn))
+        f.stop(values[0], with_line(eqn))
         values = values[1:]
-    reason = told(eqn, f"{name} with what keeps its values,")
+    reason = with_line(eqn, f"{name} with an unscaled value,")
     if name in ("max", "min", "clamp") and any(isinstance(x, Known) for x in given):
-        reason = told(eqn, f"{name} with a constant")
+        reason = with_line(eqn, f"{name} with a constant")
         clip = _clip_of(name, given)
         if clip is not None and np.all(clip[1] > 0):
             return [f.clipped(values[clip[0]], clip[1])]
         if clip is not None:
-            reason = told(eqn, f"{name} with a constant that is not positive")
+            reason = with_line(eqn, f"{name} with a constant that is not positive")
     labels = np.full((1,) * len(shape), FREE, np.int32)
     for x in values:
         own = x.labels.reshape((1,) * len(shape)) if not x.shape else x.labels
@@ -74,12 +74,12 @@ def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
     if eqn.primitive.name == "div" or (not a.is_fixed and not b.is_fixed):
         is_choice = eqn.primitive.name == "mul"
         why = "the other factor of a product takes it," if is_choice else "a divisor"
-        f.stop(b, told(eqn, why), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
+        f.stop(b, with_line(eqn, why), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
         b = Labelled.fixed(b.shape)
     carries = b if a.is_fixed else a
     shape = eqn.outvars[0].aval.shape
     if len(carries.shape) != len(shape):
-        f.stop(carries, told(eqn))
+        f.stop(carries, with_line(eqn))
         carries = Labelled.fixed(shape)
     return [Labelled.of(carries.labels, shape)]
 
@@ -129,7 +129,7 @@ def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list
             return f.stop_at(eqn, values)
         if name == "dynamic_update_slice":
             own, other = (x.labels for x in even if x is not None)
-            return [Labelled.of(f.join(own, other, told(eqn)), shapes[0])]
+            return [Labelled.of(f.join(own, other, with_line(eqn)), shapes[0])]
         operands = [x.whole() for x in even if x is not None]
         operands += [np.int32(0) for _ in places]
     else:
@@ -175,7 +175,7 @@ def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
     """A product of values, such as attention's weights and values: one takes the factor."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     a, b = values
-    f.stop_clipped(values, told(eqn, "a product of clipped values"))
+    f.stop_clipped(values, with_line(eqn, "a product of clipped values"))
     if not a.is_fixed and not b.is_fixed:
         return f.stop_at(eqn, [a, b], "a product of two values")[0]
     place = 0 if b.is_fixed else 1
@@ -234,12 +234,12 @@ def evaluated(
     if all(x.is_fixed for x in values):
         labels = {int(x.labels.item()) for x in values}
         label = FREE if rule is not None and labels == {FREE} else FIXED
-        why = told(eqn) if rule is None else next((x.why for x in values if x.why), "")
+        why = with_line(eqn) if rule is None else next((x.why for x in values if x.why), "")
         return [Labelled.fixed(v.aval.shape, why, label) for v in eqn.outvars]
     if rule is None:
         return f.stop_at(eqn, values)
     if name not in _CLIPPED or (f.has_clips and any(map(_has_infinity, given))):
-        f.stop_clipped(values, told(eqn, f"{name} of clipped values"))
+        f.stop_clipped(values, with_line(eqn, f"{name} of clipped values"))
     why = next((x.why for x in values if x.is_fixed and x.why), "")
     found = rule(f, eqn, values, given)
     return [dataclasses.replace(x, why=x.why or why) if x.is_fixed else x for x in found]

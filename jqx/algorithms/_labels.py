@@ -206,7 +206,7 @@ class Labels:
 
     def stop_at(self, eqn: Eqn, values: Sequence[Labelled], reason: str = "") -> list[Labelled]:
         """Fixes the operands of an equation, and returns its results."""
-        why = told(eqn, reason)
+        why = with_line(eqn, reason)
         for x in values:
             self.stop(x, why)
         return [Labelled.fixed(v.aval.shape, why) for v in eqn.outvars]
@@ -246,8 +246,8 @@ class Labels:
         numbers = np.cumsum(~is_fixed) * ~is_fixed
         fixed = np.flatnonzero(is_fixed[found])[1:]
         known = zip(fixed.tolist(), self._place(fixed).tolist(), strict=True)
-        told = {x: why.get(int(found[x])) or self._why.get(place, "") for x, place in known}
-        return numbers[found], told
+        reasons = {x: why.get(int(found[x])) or self._why.get(place, "") for x, place in known}
+        return numbers[found], reasons
 
     def _unclipped(self) -> Array:
         """Returns the labels of values that are not clipped."""
@@ -260,7 +260,7 @@ class Labels:
         return numbers[own] == 0, {i: why[x] for i, x in enumerate(own.tolist()) if x in why}
 
 
-def told(eqn: Eqn, what: str = "") -> str:
+def with_line(eqn: Eqn, what: str = "") -> str:
     """Returns an equation, or a description of it, with its source line, if that is known."""
     line = _compat.line_of(eqn)
     return f"{what or eqn.primitive.name}{f' at {line}' if line else ''}"

@@ -28,7 +28,7 @@ from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
 from ._grids import Group
 from ._leaves import Leaves
-from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked, unknown
+from ._matrices import Drift, Matrix, by_shape, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._offload import Offload, Where
 from ._once import sites_once
@@ -307,5 +307,5 @@ def _shared(
                 raise
             yield [], group
             continue
-        for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
-            yield alike, group
+        for same in by_shape(x for x in every if not alone.issuperset(x.sites)):
+            yield same, group

@@ -218,7 +218,7 @@ class _Learning(Walk):
             options.seed,
             lost=lambda found, i: self._call("lost", block, i, found),
             moved=lambda found, i, length: self._call("step", block, i, found, rate * length),
-            refuse=lambda lost, _: Inapplicable(self._no_number(block, lost)),
+            refuse=lambda lost, _: Inapplicable(self._not_finite(block, lost)),
         )
         return (found.before, found.after, found.best), found.kept
 
@@ -294,7 +294,7 @@ class _Learning(Walk):
             mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
 
-    def _no_number(self, block: _Block, lost: float) -> str:
+    def _not_finite(self, block: _Block, lost: float) -> str:
         return message(
             _FUNCTION,
             f"the loss of {self._name(block)} is not finite.",

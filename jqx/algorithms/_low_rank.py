@@ -189,7 +189,7 @@ def compensated(
         function=function,
         problem="no site can have a compensation.",
         given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
-            expected="a product of an activation and a quantized weight with no other use",
+        expected="a product of an activation and a quantized weight with no other use",
         mend="leave this algorithm out.",
     )
     return folds, own

@@ -187,7 +187,7 @@ def stacked(matrices: Sequence[Matrix]) -> Array:
     return np.stack([matrix.places for matrix in matrices])
 
 
-def alike_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     """Groups matrices by shape."""
     found: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in matrices:

@@ -76,10 +76,10 @@ class Offline:
         """Returns why some channels of a contraction are not rotated in weights."""
         labels = read.inputs
         for label in np.unique(labels[self.sizes(labels) == 0]).tolist():
-            told = self.why.get(int(self.blocks.kinds[label])) if label > FIXED else None
-            told = told or self.blocks.why.get(label)
-            if told:
-                return told
+            reason = self.why.get(int(self.blocks.kinds[label])) if label > FIXED else None
+            reason = reason or self.blocks.why.get(label)
+            if reason:
+                return reason
         return read.why or "it is an argument, or made of one"
 
 
@@ -108,7 +108,10 @@ def found_in(
                 why.setdefault(kind, reason)
 
     fit = np.array([size > 1 and fits(int(size)) for size in blocks.sizes])
-    drop(np.flatnonzero(~fit), "the number of channels that rotate together is not a multiple of `block`")
+    drop(
+        np.flatnonzero(~fit),
+        "its number of channels that rotate alike is not a multiple of `block`",
+    )
     while True:
         before = rotated.sum()
         for kinds in _uneven(edges, blocks, rotated):

@@ -227,7 +227,7 @@ class Rotate:
                 maps[key] = rotations.map_of(read)
             why = found.reason(read) if self.offline and row.factors else row.why
             rows.setdefault(row.site, dataclasses.replace(row, why=why))
-        why = "its weight has another use, or is no plain matrix"
+        why = "its weight has another use, or is not a plain matrix"
         every_row = [rows.get(x.name, Rotation(x.name, 0, (), why)) for x in named.sites]
         if self.products is not None:
             products = rotated_products(_NAME, every, self.products, self.seed)

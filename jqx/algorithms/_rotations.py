@@ -1,4 +1,4 @@
-"""The matrix that rotates each value: one for each size in weights, one for each value at run time."""
+"""The rotation of each value: one for each size in weights, one for each value at run time."""
 
 import dataclasses
 import functools

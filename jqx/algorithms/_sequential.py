@@ -56,14 +56,14 @@ class Frame:
         steps: Steps,
         decided: Sequence[Any] | None = None,
         *,
-        tells: bool = False,
+        records: bool = False,
     ) -> list[Any]:
-        """Runs a stage without sites. Returns what it decides, if `tells`."""
+        """Runs a stage without sites. Returns what it decides, if `records`."""
         if not stage.eqns:
             return []
         given = [on_device(self.values[x]) for x in stage.reads]
         leaves = self.stream.params.some(self.scope.read_by(stage))
-        results, made = self.scope.run(stage, leaves, steps, given, decided, tells)
+        results, made = self.scope.run(stage, leaves, steps, given, decided, records)
         jax.block_until_ready(results)  # temporaries of several batches must not coexist
         self.put(stage, results)
         return made
@@ -137,7 +137,7 @@ class Walk:
 
     def _run(self, pairs: Pairs, steps: Steps) -> None:
         for stage, (first, *others) in pairs:
-            decided = first.run(stage, steps, tells=bool(others))
+            decided = first.run(stage, steps, records=bool(others))
             for frame in others:
                 frame.run(stage, steps, decided)
 

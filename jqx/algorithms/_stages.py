@@ -267,12 +267,12 @@ class Scope:
         steps: Steps,
         given: Sequence[Any],
         decided: Sequence[Any] | None = None,
-        tells: bool = False,
+        records: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Runs a stage without sites on the values of one batch that it reads. `params` must hold
         at least the leaves that it needs.
 
-        Returns its results, and, if `tells`, what it decided.
+        Returns its results, and, if `records`, what it decided.
         """
 
         def evaluate(
@@ -280,7 +280,7 @@ class Scope:
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, given, strict=True)), {}
             decisions = Decisions(self.plan, decided)
-            alone = decided is None and not tells
+            alone = decided is None and not records
             results_of = partial(followed, self.plan) if alone else decisions.evaluate
 
             def read(atom: Any) -> Any:
@@ -294,7 +294,7 @@ class Scope:
 
         if any(isinstance(x, Replaced) for x in params.values()):
             return evaluate(params, steps, list(given), decided)
-        key = "run", id(stage), tells
+        key = "run", id(stage), records
         return self._programs.call(key, evaluate, params, steps, list(given), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:

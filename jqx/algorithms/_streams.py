@@ -27,7 +27,7 @@ from ._channels import Table, names_of
 from ._elements import Elements
 from ._every import Every
 from ._label_rules import VIEWED, moved
-from ._labels import FREE, Array, Known, narrowed, told
+from ._labels import FREE, Array, Known, narrowed, with_line
 from ._reads import Lookup, Read, channels_at, read_of_table
 from ._stages import Steps
 from ._turn_rules import RULES, gathered, product, scaled, stop_at, varies_of
@@ -158,7 +158,7 @@ class Streams(Walk):
         found = self._of_parameters(eqn, given)
         if found is not None:
             return found
-        values = [self.turned(x, told(eqn)) for x in given]
+        values = [self.turned(x, with_line(eqn)) for x in given]
         if all(x.is_plain for x in values):
             shapes = [v.aval.shape for v in eqn.outvars]
             varies, why = varies_of(eqn, values), next((x.why for x in values if x.why), "")
@@ -194,7 +194,7 @@ class Streams(Walk):
                 by = float(value.flat[0]) * (1 if name == "add" else -1)
                 return [dataclasses.replace(x, shape=shape, offset=x.offset + by)]
         if name == "mul" or (name == "div" and given[0] is x):
-            factor = self.turned(other, told(eqn))
+            factor = self.turned(other, with_line(eqn))
             if factor.is_plain:
                 varies = x.varies | factor.varies
                 return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
@@ -228,7 +228,7 @@ class Streams(Walk):
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
             return stop_at(self.turns, eqn, [x], "two gains, or one of squares,")[0]
-        scaled(self.turns, x, gain.varies, told(eqn, "a factor for each channel,"))
+        scaled(self.turns, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]
         self.turns.stop(found, "it is a gain")
@@ -248,7 +248,7 @@ class Streams(Walk):
             return self._gather(eqn, given, here, steps)
         if name == "dot_general" and self._skipped(eqn, given, here, steps):
             return Turned.plain(eqn.outvars[0].aval.shape)
-        values = [self.turned(x, told(eqn)) for x in given]
+        values = [self.turned(x, with_line(eqn)) for x in given]
         if name == "dot_general" and not all(x.is_plain for x in values):
             return product(self.turns, eqn, values)
         return stop_at(self.turns, eqn, values)[0]
@@ -262,7 +262,7 @@ class Streams(Walk):
         own, about = site.operands[1 - place], parts[place].about
         x, leaf = self.turned(given[place], site.name), given[1 - place]
         if x.is_squared or (about.patches is not None and about.patches.groups > 1):
-            self.turns.stop(x.labels, told(eqn, "a square or groups of channels"))
+            self.turns.stop(x.labels, with_line(eqn, "a square or groups of channels"))
             x = Turned.plain(x.shape)
         inputs, order, gains = channels_at(self.turns, x, about, site.name)
         known = self._elements.get(own.key) if isinstance(leaf, Parameter) else None
@@ -282,7 +282,7 @@ class Streams(Walk):
         self.reads.append(read)
         if site.op == "ragged_dot":  # a row may go to any of the matrices
             for other in outputs[1:]:
-                self.turns.join(outputs[0], other, told(eqn))
+                self.turns.join(outputs[0], other, with_line(eqn))
             outputs = outputs[0]
         return Turned.of(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
 
@@ -294,7 +294,7 @@ class Streams(Walk):
         places = [i for i, x in enumerate(given) if isinstance(x, Parameter)]
         if item is None or len(places) != 1:
             return False
-        x = self.turned(given[1 - places[0]], told(eqn))
+        x = self.turned(given[1 - places[0]], with_line(eqn))
         read = read_of_table(self.turns, item, x, given[places[0]], steps)
         if read is not None:
             self.reads.append(read)
@@ -318,11 +318,11 @@ class Streams(Walk):
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
                 columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
                 return Turned.of(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.turns, eqn, self.turned(source, told(eqn)), indices)
+        return gathered(self.turns, eqn, self.turned(source, with_line(eqn)), indices)
 
     def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
         """Stops rotations of the operands of an equation that is not entered."""
-        values = [self.turned(x, told(eqn)) for x in given]
+        values = [self.turned(x, with_line(eqn)) for x in given]
         return list(stop_at(self.turns, eqn, values, reason))
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:

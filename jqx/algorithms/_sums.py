@@ -64,17 +64,17 @@ def _added(total: Array | None, part: jax.Array) -> Array:
 
 @partial(jax.jit, static_argnames="about")
 def _observed(x: Any, sizes: Any = None, *, about: Any) -> HessianStats:
-    return hessian.observe(value_of(x), _told(about, x, sizes))
+    return hessian.observe(value_of(x), _with_rows(about, x, sizes))
 
 
 @partial(jax.jit, static_argnames="about")
 def _drift(exact: Any, x: Any, sizes: Any = None, *, about: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the contents of `Drift` for one batch."""
-    lost, site = value_of(exact) - value_of(x), _told(about, x, sizes)
+    lost, site = value_of(exact) - value_of(x), _with_rows(about, x, sizes)
     return gram(lost, value_of(x), site), gram(lost, lost, site)
 
 
-def _told(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
+def _with_rows(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
     """Returns the site with sizes of groups and weights of rows, for observers."""
     counts = count_operand("algorithms.gptq", about.path, x) if is_counted(x) else None
     return dataclasses.replace(about, sizes=value_of(sizes), weights=counts)

@@ -13,7 +13,7 @@ import numpy as np
 from .._compat import Eqn
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
 from ._label_rules import VIEWED, moved
-from ._labels import FIXED, FREE, Array, Known, told
+from ._labels import FIXED, FREE, Array, Known, with_line
 from ._turns import Axes, Turned, Turns, axes_of
 
 Rule = Callable[[Turns, Eqn, Sequence[Turned], Sequence[Any]], Sequence[Turned]]
@@ -21,7 +21,7 @@ Rule = Callable[[Turns, Eqn, Sequence[Turned], Sequence[Any]], Sequence[Turned]]
 
 def stop_at(f: Turns, eqn: Eqn, values: Sequence[Turned], reason: str = "") -> list[Turned]:
     """Marks operands of an equation as not rotatable, and returns its results."""
-    why = told(eqn, reason)
+    why = with_line(eqn, reason)
     for x in values:
         f.stop(x.labels, why)
     return [Turned.plain(v.aval.shape, why=why) for v in eqn.outvars]
@@ -63,7 +63,7 @@ def _kept(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[
 def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
     """Sums and choices: all operands have the same rotation."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
-    reason = told(eqn, f"{name} with what cannot be rotated,")
+    reason = with_line(eqn, f"{name} with a value that cannot be rotated,")
     labels = np.full((1,) * len(shape), FREE, np.int32)
     which, values = (values[:1], values[1:]) if name == "select_n" else ((), values)
     if not all(x.is_bare for x in values):
@@ -72,8 +72,8 @@ def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
         labels = f.join(labels, _ranked(x, len(shape)).labels, reason)
     found = Turned.of(labels, shape)
     for x in which:
-        f.stop(x.labels, told(eqn))
-        scaled(f, found, x.varies, told(eqn, "a choice for each channel"))
+        f.stop(x.labels, with_line(eqn))
+        scaled(f, found, x.varies, with_line(eqn, "a choice for each channel"))
     return [found]
 
 
@@ -92,7 +92,7 @@ def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
         a, b = b, a
     if not b.is_plain:
         return stop_at(f, eqn, [a, b])
-    scaled(f, a, b.varies, told(eqn, "a factor for each channel,"))
+    scaled(f, a, b.varies, with_line(eqn, "a factor for each channel,"))
     return [dataclasses.replace(a, shape=shape)]
 
 
@@ -107,7 +107,7 @@ def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
     """Sums: of squares over whole blocks, of other values over elements with one rotation."""
     (x,), axes, shape = values, eqn.params["axes"], eqn.outvars[0].aval.shape
     if not x.is_squared:
-        even = _together(f, x, axes, told(eqn, "a sum with what cannot be rotated,"))
+        even = _together(f, x, axes, with_line(eqn, "a sum with a value that cannot be rotated,"))
         if even is None:
             return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
         gains = None if even.gains is None else np.squeeze(even.gains, tuple(axes))
@@ -115,7 +115,7 @@ def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
     rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
     rows = x.labels.transpose(*rest, *axes)
     rows = rows.reshape(*rows.shape[: len(rest)], -1)
-    f.cut_runs(rows, told(eqn, "a sum of squares"))
+    f.cut_runs(rows, with_line(eqn, "a sum of squares"))
     return [Turned.plain(shape)]
 
 
@@ -143,7 +143,7 @@ def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
         if len(even) < len(values):
             return stop_at(f, eqn, values, f"{name} of channels")
         if name == "dynamic_update_slice":
-            reason = told(eqn, "it is written to what cannot be rotated,")
+            reason = with_line(eqn, "it is written to a value that cannot be rotated,")
             return [Turned.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
         values, places = even, [Known(np.int32(0)) for _ in places]
     after = [x.value for x in places]
@@ -175,12 +175,14 @@ def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
         return _inner(f, eqn, values, axes)
     place = 0 if values[1].is_plain else 1
     x, other, own = values[place], values[1 - place], axes[place]
-    even = _together(f, x, own.contracted, told(eqn, "a sum with what cannot be rotated,"))
+    even = _together(
+        f, x, own.contracted, with_line(eqn, "a sum with a value that cannot be rotated,")
+    )
     if even is None:
         return stop_at(f, eqn, [x], "a sum over channels")[0]
     pairs = zip(own.batch, axes[1 - place].batch, strict=True)
     varies = frozenset(i for i, j in pairs if j in other.varies)
-    scaled(f, even, varies, told(eqn, "a factor for each channel,"))
+    scaled(f, even, varies, with_line(eqn, "a factor for each channel,"))
     free = [axis for axis in own.kept if axis not in own.batch]
     labels = even.labels.transpose(*own.batch, *free, *own.contracted)
     labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
@@ -202,8 +204,8 @@ def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
         labels = np.squeeze(even.labels.transpose(*free, *order), summed)
         whole = np.broadcast_to(labels, [x.shape[axis] for axis in order])
         rows.append(whole.reshape(*whole.shape[: len(own.batch)], -1))
-        f.cut_runs(rows[-1], told(eqn, "a product of two values"))
-    f.join(rows[0], rows[1], told(eqn, "a product with what cannot be rotated,"))
+        f.cut_runs(rows[-1], with_line(eqn, "a product of two values"))
+    f.join(rows[0], rows[1], with_line(eqn, "a product with a value that cannot be rotated,"))
     return Turned.plain(eqn.outvars[0].aval.shape)
 
 

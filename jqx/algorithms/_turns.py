@@ -1,6 +1,6 @@
 """Blocks of channels that one orthogonal matrix can rotate. Labels number channels; those of a
-block are consecutive. Blocks are cut where their channels are treated differently, joined where they take
-the same rotation, and stopped, with a reason, where they can take none.
+block are consecutive. Blocks are cut where their channels are treated differently, joined
+where they take the same rotation, and stopped, with a reason, where they can take none.
 """
 
 import dataclasses
@@ -202,9 +202,9 @@ class Turns:
             already[labels] = True
         fixed = own < 2
         fixed[[kinds[FIXED], *why]] = True
-        told = {i: why.get(int(kinds[i]), "") for i in np.flatnonzero(fixed[kinds])[1:].tolist()}
+        reasons = {i: why.get(int(kinds[i]), "") for i in np.flatnonzero(fixed[kinds])[1:].tolist()}
         numbers = np.cumsum(~fixed) * ~fixed
-        return Blocks(numbers[kinds], places, np.append(0, own[~fixed]), told)
+        return Blocks(numbers[kinds], places, np.append(0, own[~fixed]), reasons)
 
 
 def _blocks(cut: Array) -> tuple[Array, Array, Array]:

@@ -11,7 +11,7 @@ from .. import _compat
 from .._compat import Eqn
 from ..transforms._shared import FORMS, Address, addressed
 from ._decisions import body_of
-from ._labels import Known, told
+from ._labels import Known, with_line
 from ._stages import Steps
 
 _MOST = 256
@@ -92,7 +92,7 @@ class Walk:
             ]
             if isinstance(index, Known):
                 return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
-            reason = told(eqn)
+            reason = with_line(eqn)
             return [self.joined(x, reason) for x in zip(*branches, strict=True)]
         if name in ("while", "shard_map"):
             return self.stopped(eqn, given)

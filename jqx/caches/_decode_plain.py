@@ -67,7 +67,7 @@ def _attention(
     batch, length, heads, _ = keys.codes.shape
     rows = q.astype(wide).reshape(batch, heads, -1, q.shape[2]) * scale
     if keys.of_channel is not None:
-        rows = rows * _beside_queries(keys.of_channel, wide)
+        rows = rows * _for_queries(keys.of_channel, wide)
     tiles = -(-length // size)
 
     def add(sums: _Sums, first: Any) -> tuple[_Sums, None]:
@@ -97,10 +97,10 @@ def _attention(
         sums, _ = lax.scan(jax.checkpoint(add), sums, firsts)
     mixed = sums.mixed / jnp.where(sums.total == 0, 1, sums.total)
     if values.zero_of_channel is not None:
-        zero = _beside_queries(values.zero_of_channel, wide)
+        zero = _for_queries(values.zero_of_channel, wide)
         mixed = jnp.where((starts < stops)[:, None, None, None], mixed - zero, 0)
     if values.of_channel is not None:
-        mixed = mixed * _beside_queries(values.of_channel, wide)
+        mixed = mixed * _for_queries(values.of_channel, wide)
     return mixed.reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
@@ -129,7 +129,7 @@ def _added(
     if keys.zero_of_token is not None:
         products = products - rows.sum(3, keepdims=True) * of_tokens(keys.zero_of_token)
     if keys.zero_of_channel is not None:
-        zero = _beside_queries(keys.zero_of_channel, wide)
+        zero = _for_queries(keys.zero_of_channel, wide)
         products = products - (rows * zero).sum(3, keepdims=True)
     if keys.of_token is not None:
         products = products * of_tokens(keys.of_token)
@@ -157,6 +157,6 @@ def _tile(x: Cached, begin: Any, size: int) -> Cached:
     return jax.tree.map(of, x)
 
 
-def _beside_queries(parameter: jax.Array, dtype: Any) -> jax.Array:
+def _for_queries(parameter: jax.Array, dtype: Any) -> jax.Array:
     """Returns parameters of channels, [B, 1, H, W], as [B, H, 1, W]."""
     return parameter[:, 0, :, None].astype(dtype)

@@ -118,7 +118,7 @@ class AllReduce(Collective):
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         if self.checked_axes:
             return _compat.vary(cotangent, self.checked_axes)
-        return perform(dataclasses.replace(self, **self.turned), cotangent, None, key)
+        return perform(dataclasses.replace(self, **self.transposed), cotangent, None, key)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
         to = "invarying" if self.checked_axes else "varying"

@@ -103,5 +103,5 @@ class AllToAll(Collective):
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         axes = {"split_axis": self.concat_axis, "concat_axis": self.split_axis}
-        back = dataclasses.replace(self, **self.turned, **axes)
+        back = dataclasses.replace(self, **self.transposed, **axes)
         return perform(back, cotangent, None, key)

@@ -64,7 +64,7 @@ class Collective(abc.ABC):
         return _compat.varies_along(self.index)
 
     @property
-    def turned(self) -> dict[str, Wire]:
+    def transposed(self) -> dict[str, Wire]:
         """The wires of the transposed collective."""
         return {"wire": self.back, "back": self.wire}
 

@@ -162,7 +162,7 @@ class _AlongAxis(Collective):
 
     def _transposed(self, kind: type[Collective]) -> Collective:
         along = {"axis": self.axis, "tiled": self.tiled, "form": self.form}
-        return kind(self.axis_name, **self.turned, **along)
+        return kind(self.axis_name, **self.transposed, **along)
 
 
 class AllGather(_AlongAxis):

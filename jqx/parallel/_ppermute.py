@@ -79,7 +79,7 @@ class PPermute(Collective):
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         inverse = tuple((destination, source) for source, destination in self.perm)
-        back = dataclasses.replace(self, **self.turned, perm=inverse)
+        back = dataclasses.replace(self, **self.transposed, perm=inverse)
         return perform(back, cotangent, None, key)
 
     def _move(self, leaf: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from ._unbiased import rounded
 Move = Callable[[jax.Array], jax.Array]
 """Sends one leaf of messages, [sent, ...], and returns what is received, [received, ...]."""
 
-_AS_THEY_ARE = ("int4", "uint4")
+_SENT_UNCHANGED = ("int4", "uint4")
 """Dtypes below a byte that compilers send unchanged; codes of others are packed into bytes."""
 
 
@@ -81,5 +81,5 @@ class Wire:
         if key is not None:
             assert affine is not None
             groups = rounded(groups, affine.scale, spec, key)
-        packed = form.bits < 8 and form.storage.name not in _AS_THEY_ARE
+        packed = form.bits < 8 and form.storage.name not in _SENT_UNCHANGED
         return QTensor.quantize(groups, spec, affine, pack=2 if packed else None)
