@@ -327,7 +327,7 @@ def test_blocks_and_flags():
     _, report, _ = rewritten(llama, parameters(), PROMPT, block=4)
     assert where(report) == ([x for x in OFFLINE if x != "out"], ["out", "down"])
     assert {x.factors for x in report} == {(4,)}
-    assert "no multiple of `block`" in str(report)
+    assert "not a multiple of `block`" in str(report)
     message = r"(?s)jqx\.algorithms\.rotate: .*`offline`.*to mend:"
     with pytest.raises(TypeError, match=message):
         rotate(offline=1)

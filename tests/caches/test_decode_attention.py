@@ -358,7 +358,7 @@ def test_a_permuted_cache_is_refused():
     keys = quantized(GOOD[1], Case(axes=ONE))
     order = jnp.arange(8, dtype=jnp.int32).reshape(1, 1, 1, 8)
     turned = jqx.QTensor(keys.values, keys.scale, qtype=jnp.int8, order=order)
-    with pytest.raises(ValueError, match="`values` have a float offset, or a permuted axis"):
+    with pytest.raises(ValueError, match="`values` have a float offset or a permuted axis"):
         jqx.decode_attention(GOOD[0], keys, turned, GOOD[3])
 
 
