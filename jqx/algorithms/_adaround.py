@@ -47,7 +47,7 @@ _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
 """Parameters of Adam."""
 
 
-@called("algorithms.adaround", "options go by name: adaround(steps=500).")
+@called("algorithms.adaround", "pass options by name: adaround(steps=500).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaRound:
     """Learns for each weight whether to round it up or down: an algorithm of `jqx.ptq`, made for
@@ -164,7 +164,7 @@ class AdaRound:
             plan,
             params,
             batches,
-            beside=self.propagation != "none",
+            with_float=self.propagation != "none",
             offload=self.offload,
             checkpoint=self.checkpoint,
             progress=progress,

@@ -16,7 +16,7 @@ from ._learn import learned
 from ._offload import Where, check_offload
 
 
-@called("algorithms.auto_round", "options go by name: auto_round(steps=100).")
+@called("algorithms.auto_round", "pass options by name: auto_round(steps=100).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoRound:
     """Learns the rounding of the weights of a block from the results of the block: an algorithm of

@@ -65,7 +65,7 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.awq", "options go by name, such as jqx.algorithms.awq(steps=20).")
+@called("algorithms.awq", "pass options by name, such as jqx.algorithms.awq(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Awq:
     """Scales channels of weights by `a**ratio / w**(1 - ratio)`, and divides their inputs by it.

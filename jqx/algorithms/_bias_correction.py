@@ -63,7 +63,7 @@ class BiasReport(Printed, tuple[SiteShift, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.bias_correction", "options go by name: bias_correction(weight=is_token).")
+@called("algorithms.bias_correction", "pass options by name: bias_correction(weight=is_token).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasCorrection:
     """Shifts the result of each quantized contraction so that its channels have the means that they

@@ -135,7 +135,7 @@ class Follower(Walk):
                 )
         for place, used in self._used.items():
             if not used.all():  # a call with other shapes may use the rest
-                self.elsewhere.setdefault(place, "a part of it is not seen here")
+                self.elsewhere.setdefault(place, "a part of it is not used here")
         for met in self.met:
             if met.place in self.elsewhere:
                 reason = f"its weight has another use: {self.elsewhere[met.place]}"

@@ -19,7 +19,7 @@ _STILL = 1e-3
 _MOST = 100
 
 
-@called("algorithms.equalize", "options go by name: jqx.algorithms.equalize(steps=20).")
+@called("algorithms.equalize", "pass options by name: jqx.algorithms.equalize(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Equalize:
     """Scales channels between weights so that each has the same range in the weight that produces

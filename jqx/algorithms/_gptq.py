@@ -49,7 +49,7 @@ _CHOICES = {
 }
 
 
-@called("algorithms.gptq", "options go by name, such as jqx.algorithms.gptq(order='activation').")
+@called("algorithms.gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
 @dataclasses.dataclass(frozen=True)
 class Gptq:
     """Chooses the codes of weights by GPTQ: an algorithm of `jqx.ptq` and `jqx.quantize_params`.
@@ -250,7 +250,7 @@ class Gptq:
                 plan,
                 params,
                 batches,
-                beside=self.propagation != "none",
+                with_float=self.propagation != "none",
                 offload=self.offload,
                 checkpoint=folder,
                 progress=progress,

@@ -53,7 +53,7 @@ def layer_by_layer(
     params: Any,
     batches: Iterable[Any],
     *,
-    beside: bool = False,
+    with_float: bool = False,
     offload: Where = False,
     checkpoint: Path | None = None,
     progress: bool = False,
@@ -69,7 +69,7 @@ def layer_by_layer(
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
-      beside: whether to run the float function too, so that the drift of inputs is known.
+      with_float: whether to run the float function too, so that the drift of inputs is known.
       offload: whether values of batches are kept on the host, or on disk, between stages.
       checkpoint: the folder of the results so far.
       progress: whether to show a progress bar.
@@ -104,11 +104,11 @@ def layer_by_layer(
         weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of)
         + sum(x.nbytes for x in elements.values()),
         statistics=max(
-            *(bytes_of_sums(parts[here]["activation"], beside) for here in once),
+            *(bytes_of_sums(parts[here]["activation"], with_float) for here in once),
             sum(_bytes_of_all(site, parts[site.address]) for site in rest if is_known(site)),
             0,
         ),
-        activations=bytes_of_activations(scopes, 1 + beside)
+        activations=bytes_of_activations(scopes, 1 + with_float)
         * (1 if solver.weight is None else _COUNTED),
         offload=offload,
     )
@@ -146,7 +146,7 @@ def layer_by_layer(
 
     both = current, Leaves(dict(traced.originals))
     keeper = Offload(offload)
-    streams = [Stream(x, keeper) for x in both[: 1 + beside]]
+    streams = [Stream(x, keeper) for x in both[: 1 + with_float]]
     Walk(plan, at_site).go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore

@@ -25,7 +25,7 @@ from ._low_rank import (
 _NAME = "algorithms.loftq"
 
 
-@called("algorithms.loftq", "options go by name, such as jqx.algorithms.loftq(rank=64).")
+@called("algorithms.loftq", "pass options by name, such as jqx.algorithms.loftq(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loftq:
     """Approximates each weight by codes plus a product of two narrow matrices: an algorithm of

@@ -56,7 +56,7 @@ class CompensationReport(Printed, tuple[Compensation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.eora", "options go by name, such as jqx.algorithms.eora(rank=64).")
+@called("algorithms.eora", "pass options by name, such as jqx.algorithms.eora(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eora:
     """Adds a product of two narrow matrices, `(x a) b`, to each product with a quantized weight. It

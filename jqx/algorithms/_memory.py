@@ -72,12 +72,12 @@ def bytes_of_weights(
     return held + max(once)
 
 
-def bytes_of_sums(part: Any, beside: bool = False) -> int:
+def bytes_of_sums(part: Any, with_float: bool = False) -> int:
     """Returns the bytes of the sums of products of the inputs of a site in one step of its scans:
     in float64, and for one batch in float32.
     """
     one = jax.eval_shape(lambda: hessian.empty(part.kind, part.about)).products
-    return math.prod(one.shape) * (8 + 4) * (3 if beside else 1)
+    return math.prod(one.shape) * (8 + 4) * (3 if with_float else 1)
 
 
 def bytes_of_activations(scopes: Sequence[Scope], streams: int) -> int:
@@ -100,7 +100,7 @@ class _Moment:
     held: int
     more: int = 0
 
-    def beside(self, count: int) -> "_Moment":
+    def plus(self, count: int) -> "_Moment":
         return _Moment(self.held + count, self.more)
 
 
@@ -120,7 +120,7 @@ def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
         else:
             inside = _scanned if stage.kind == "scan" else _entered
             for moment in inside(scope, stage, kept | shared):
-                yield moment.beside(total(kept))
+                yield moment.plus(total(kept))
             yield _Moment(after)
         alive = kept | given
 
@@ -153,7 +153,7 @@ def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
     rows = sum(bytes_of(x.aval) for x in eqn.outvars[count:])
     last = rows // max(eqn.params["length"], 1)
     for moment in _moments(inner, once):
-        yield moment.beside(held + rows - last)
+        yield moment.plus(held + rows - last)
     # Each column of rows becomes one array while the rows still exist.
     yield _Moment(held + rows + sum(bytes_of(x.aval) for x in carried), rows)
 

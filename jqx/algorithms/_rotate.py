@@ -77,7 +77,7 @@ class RotationReport(Printed, tuple[Rotation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.rotate", "options go by name, such as jqx.algorithms.rotate(block=32).")
+@called("algorithms.rotate", "pass options by name, such as jqx.algorithms.rotate(block=32).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotate:
     """Multiplies the input of each contraction by a random Hadamard matrix, and its weight by the

@@ -24,7 +24,9 @@ _LEAST = 1e-5
 _STATIC, _DYNAMIC = 0.85, 0.5
 
 
-@called("algorithms.smooth_quant", "options go by name: jqx.algorithms.smooth_quant(strength=.8).")
+@called(
+    "algorithms.smooth_quant", "pass options by name: jqx.algorithms.smooth_quant(strength=.8)."
+)
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant:
     """Divides channels of activations by `a**strength / w**(1 - strength)`, and multiplies the

@@ -95,7 +95,7 @@ class Streams(Walk):
         """Stops rotations that would change a parameter with another use."""
         for place, used in self._used.items():
             if not used.all():  # a call with other shapes may use the rest
-                self.unseen.setdefault(place, "a part of it is not seen here")
+                self.unseen.setdefault(place, "a part of it is not used here")
         for place in {x.table.place for x in self.lookups} & set(self.starts):
             self.elsewhere.setdefault(place, "rows of it are looked up")
         for place in {x.place for x in self.reads} & set(self.starts):
@@ -227,7 +227,7 @@ class Streams(Walk):
         """Returns a value with its channels multiplied by a gain."""
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
-            return stop_at(self.turns, eqn, [x], "two gains, or one of squares,")[0]
+            return stop_at(self.turns, eqn, [x], "two gains, or a gain of squares,")[0]
         scaled(self.turns, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]

@@ -236,7 +236,7 @@ def test_they_follow_what_changes_weights():
         (lambda: auto_round(blocks=3), TypeError, "`blocks`"),
         (lambda: auto_round(blocks="("), ValueError, "`blocks` is no regular expression"),
         (lambda: auto_round(calibrator="mse"), TypeError, "`calibrator`"),
-        (lambda: auto_round(60), TypeError, "options go by name"),
+        (lambda: auto_round(60), TypeError, "pass options by name"),
     ],
 )
 def test_options_are_checked(make, error, match):
