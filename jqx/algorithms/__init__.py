@@ -1,4 +1,4 @@
-"""Algorithms that choose the codes of weights, where rounding to nearest is not enough."""
+"""Algorithms that choose the codes of weights, for when rounding to nearest is not good enough."""
 
 from ..transforms._shared import Chosen as Chosen
 from ._adaround import AdaRound as AdaRound

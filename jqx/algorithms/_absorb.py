@@ -1,5 +1,5 @@
-"""Absorption: what all values of a channel are at least goes to the result of the site that reads
-them, so that their range is smaller.
+"""Bias absorption: moves the least value of a channel to the result of the site that reads it,
+which reduces the range of the channel.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from ._scaled import Scaled
 
 
 class LeastStats(NamedTuple):
-    """The least value of each channel, float32, of the rank of the operand; infinity of none."""
+    """The least value of each channel, float32, of the rank of the operand; infinity if empty."""
 
     least: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Least(Observer):
-    """The least value of each channel of an activation that a weight is multiplied by."""
+    """Records the least value of each channel of an activation that a weight is multiplied by."""
 
     def looks_at(self, site: ObservedSite) -> bool:
         return super().looks_at(site) and site.experts is None
@@ -46,14 +46,14 @@ class Least(Observer):
 def absorbed(
     scaled: Scaled, params: Any, factors: Array, clips: dict[str, ChannelMap]
 ) -> dict[str, ChannelMap]:
-    """Returns maps that take from channels what they are at least, where that is more than 0, clip
-    what is left, and add to results what is missing there.
+    """Returns maps that subtract the least value from channels, if it is above 0, clip the rest,
+    and add the missing part to results.
 
     Args:
       scaled: has the least values of all sites, as they were before channels were scaled.
-      params: the parameters, scaled.
-      factors: by number.
-      clips: of scaled channels, by key.
+      params: the scaled parameters.
+      factors: the factors of channels, by number.
+      clips: the clips of scaled channels, by key.
     """
     folds, leaves = scaled.folds, scaled.folds.leaves(params)
     taken: dict[str, Array] = {}
@@ -83,7 +83,7 @@ def absorbed(
 
 
 def absorbs(scaled: Scaled, met: Met) -> bool:
-    """Whether a site has a quantized operand that may move: nothing pads it with zeros."""
+    """Whether a site has a quantized operand that may be shifted: no padding with zeros."""
     if met.site.op == "ragged_dot" or scaled.spec_of_operand(met) is None:
         return False
     patches = met.about.patches

@@ -1,4 +1,4 @@
-"""AdaRound: for each weight which of its two neighbours on the grid it becomes, learned."""
+"""AdaRound: learns for each weight whether to round it up or down."""
 
 import dataclasses
 import time
@@ -32,51 +32,51 @@ from ._stack import Stack, parted
 Array = np.ndarray
 
 _DAMPING = 0.01
-"""That of the correction for inputs that have lost something."""
+"""Damping of the correction for the error of inputs."""
 
 _STRETCH = 0.1
-"""How far the sigmoid reaches beyond 0 and 1, so that it gets there."""
+"""How far the stretched sigmoid extends beyond 0 and 1, so that it reaches both."""
 
 _FREE = 0.2
-"""The part of the steps in which nothing pulls towards a neighbour."""
+"""The first part of the steps, without the term that pulls weights to a neighbour."""
 
 _BETA = (20.0, 2.0)
-"""The exponent of that pull, at its first step and at its last."""
+"""The exponent of that term, at its first and at its last step."""
 
 _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
-"""Those of Adam."""
+"""Parameters of Adam."""
 
 
-@called("algorithms.adaround", "options go by name: adaround(steps=500).")
+@called("algorithms.adaround", "pass options by name: adaround(steps=500).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaRound:
-    """Learns for each weight which of its two neighbours on the grid it becomes: an algorithm of
-    `jqx.ptq`, made for convolutions.
+    """Learns for each weight whether to round it up or down: an algorithm of `jqx.ptq`, made for
+    convolutions.
 
-    Each weight begins where it is, between both. A sigmoid says how near it is to either; Adam
-    moves it to lessen the squared error of the product over the inputs, `tr((W - Q) H (W - Q)')`
-    with `H` the sum of `x x'`, and after a fifth of the steps a growing pull lets it choose. Then
-    choices are changed as long as a single one lessens the error of its row. As the loss depends on
-    the inputs by `H` alone, steps read none of them. Sites are taken layer after
-    layer as by `gptq`, and reported likewise: a row that ends with more than rounding to nearest
-    costs is rounded to nearest. Scales stay.
+    Each weight starts at its float value, between its two neighbours on the grid. A sigmoid gives
+    its position between them. Adam minimizes the squared error of the product over the inputs,
+    `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`. After a fifth of the steps, a growing
+    regularizer pushes each weight to one neighbour. Then single choices are flipped as long as a
+    flip reduces the error of its row. The loss depends on the inputs only through `H`, so the steps
+    read no inputs. Sites are processed layer by layer, as by `gptq`, with the same report. A row
+    whose error ends above that of rounding to nearest is rounded to nearest. Scales do not change.
 
     Attributes:
-      steps: how many there are for each matrix.
-      learning_rate: of Adam.
-      pull: how much the pull counts beside what is lost, relative to rounding to nearest.
-      propagation: `"qep"` corrects a weight for what its inputs have lost before it is rounded;
-        `"none"` does not.
-      strength: how much of that, 0 to 1.
-      calibrator: finds the scales; `None` takes that of each spec.
-      unsupported: as that of `gptq`.
-      weight: how much the rows of inputs count, as that of `jqx.observers.hessian`.
+      steps: number of steps for each matrix.
+      learning_rate: learning rate of Adam.
+      pull: weight of the regularizer next to the loss, relative to the loss of rounding to nearest.
+      propagation: `"qep"` corrects a weight for the quantization error of its inputs before it is
+        rounded; `"none"` does not.
+      strength: how much of that correction is applied, 0 to 1.
+      calibrator: computes the scales; `None` takes that of each spec.
+      unsupported: as in `gptq`.
+      weight: weights of the rows of inputs, as in `jqx.observers.hessian`.
       offload: whether values of batches are kept on the host, or on `"disk"`, between sites.
-      checkpoint: a folder for what is chosen already, as that of `gptq`.
+      checkpoint: a folder for results so far, as in `gptq`.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: a field is out of range; when it runs, inputs are not finite.
+      TypeError: a field has the wrong type.
+      ValueError: a field is out of range; at run time, inputs are not finite.
 
     Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization",
     arXiv:2004.10568, equation 20 for the loss; Adam: Kingma and Ba, arXiv:1412.6980.
@@ -145,7 +145,7 @@ class AdaRound:
 
     @property
     def observers(self) -> Mapping[str, Any]:
-        """What is recorded of sites whose weights are chosen before all others."""
+        """What is recorded for sites whose weights are chosen before all others."""
         return observers_of(self.weight, self.unsupported)
 
     def run(
@@ -157,27 +157,25 @@ class AdaRound:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with the codes that were learned, and a report."""
+        """Returns the parameters with learned codes, and a report."""
         return layer_by_layer(
             dataclasses.replace(self, offload=False, checkpoint=None),
             f,
             plan,
             params,
             batches,
-            beside=self.propagation != "none",
+            with_float=self.propagation != "none",
             offload=self.offload,
             checkpoint=self.checkpoint,
             progress=progress,
         )
 
     def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that finds scales."""
+        """Returns a spec with the calibrator that computes scales."""
         return calibrated(spec, self.calibrator)
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns what is to be
-        reported of each.
-        """
+        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
         found: list[MatrixReport] = []
         for part in parted(matrices):
             found += self._solve(part, grids, weight)
@@ -211,7 +209,7 @@ class AdaRound:
         return entries
 
     def _goal(self, w: Array, matrix: Matrix) -> Array:
-        """Returns what a matrix is to come near."""
+        """Returns the target that the rounded matrix approximates."""
         if matrix.drift is None:
             return w
         return corrected(w, matrix.hessian, matrix.drift.cross, self.strength, _DAMPING)
@@ -229,7 +227,7 @@ def _check(matrix: Matrix) -> None:
             "algorithms.adaround",
             f"the inputs of {matrix.name} are not finite.",
             given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of their "
-            "products are no numbers",
+            "products are not finite",
             expected="inputs without NaN and infinities",
             mend="calibrate on other batches.",
         )
@@ -237,7 +235,7 @@ def _check(matrix: Matrix) -> None:
 
 
 def _up(v: jax.Array) -> jax.Array:
-    """Returns how near numbers are to the neighbour above, 0 to 1."""
+    """Returns the position of numbers between their neighbours, 0 (lower) to 1 (upper)."""
     return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
 
 
@@ -298,8 +296,8 @@ def _learned(
 
 
 def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Array) -> jax.Array:
-    """Returns choices of neighbours of which no single one, made the other way, would lose less: in
-    each row the best is changed, one after another.
+    """Flips choices of neighbours, in each row the best one at a time, until no single flip would
+    reduce the loss.
     """
     diagonal = jnp.diagonal(products, axis1=1, axis2=2)[:, None]
 
@@ -308,7 +306,7 @@ def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Arr
         move = gap * (1 - 2 * h)
         gain = move * (2 * slope - move * diagonal)
         at = jnp.argmax(gain, -1, keepdims=True)
-        # What rounding of sums alone would bring is no gain.
+        # A gain below the rounding error of the sums does not count.
         gained = jnp.take_along_axis(gain, at, -1) > 1e-6 * jnp.sum(
             gap**2 * diagonal, -1, keepdims=True
         )
@@ -317,11 +315,11 @@ def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Arr
         rows = jnp.take_along_axis(products, at, 1)
         return jnp.where(chosen, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
 
-    def goes_on(state: Any) -> jax.Array:
+    def is_improving(state: Any) -> jax.Array:
         return state[3] & (state[2] < 4 * h.shape[-1])
 
     slope = jnp.einsum("nrk,nkj->nrj", error, products)
-    return jax.lax.while_loop(goes_on, change, (h, slope, 0, jnp.bool_(True)))[0]
+    return jax.lax.while_loop(is_improving, change, (h, slope, 0, jnp.bool_(True)))[0]
 
 
 adaround = AdaRound

@@ -1,4 +1,4 @@
-"""AutoRound: how weights are rounded, and their ranges, learned by signs of gradients."""
+"""AutoRound: learns the rounding and the ranges of weights by signed gradient descent."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,40 +16,42 @@ from ._learn import learned
 from ._offload import Where, check_offload
 
 
-@called("algorithms.auto_round", "options go by name: auto_round(steps=100).")
+@called("algorithms.auto_round", "pass options by name: auto_round(steps=100).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoRound:
-    """Learns how the weights of a block are rounded by what the block returns: an algorithm of
+    """Learns the rounding of the weights of a block from the results of the block: an algorithm of
     `jqx.ptq`.
 
-    To each weight a shift is added before it is rounded, and each range is multiplied by factors of
-    at most 1. Both are learned by signs of gradients: blocks one after another, each on inputs that
-    those before it, quantized, have made, so that it returns what it does in float. One batch is
-    one step. The loss is the squared error of each result of the block, relative to its squares,
-    summed; what has lost least over batches is kept, rounding to nearest among it.
+    A learned shift is added to each weight before it is rounded, and each range is multiplied by
+    learned factors of at most 1. Both are learned by signed gradient descent. Blocks are processed
+    one by one. The inputs of a block come from the quantized blocks before it, and its targets from
+    the float function. One batch is one step. The loss is the squared error of each result of the
+    block, relative to its squares, summed. The step with the least loss over batches is kept;
+    rounding to nearest is one of the candidates.
 
-    A block is the body of a scan or of `jax.checkpoint`, the innermost; what is in neither is a
-    block for each site, with what follows up to where the fewest numbers are handed on. `blocks=`
-    names others. Sites in loops that do not step over their weight, and weights that several blocks
-    share, are rounded to nearest; the report names them. Activations stay in float.
+    A block is the innermost body of a scan or of `jax.checkpoint`. Outside of both, each site is a
+    block, with the equations after it up to the point where the fewest numbers are passed on.
+    `blocks=` defines other blocks. Sites in loops that do not step over their weight, and weights
+    that several blocks share, are rounded to nearest; the report names them. Activations stay in
+    float.
 
     Attributes:
-      steps: how many there are for each block.
-      learning_rate: how far the first step goes; it falls to 0 evenly. `None` is `1 / steps`: a
-        shift goes no further than half a step of the grid.
-      blocks: a pattern (`re.search`) in the paths of weights: sites in whose paths it finds the
-        same are one block, such as `r"layers_\\d+"`. It takes the place of bodies.
-      ranges: whether ranges are learned too. They stay where they are quantized in turn, or are
-        powers of two.
-      calibrator: finds the ranges that it begins with; `None` takes that of each spec.
-      weight: how much the rows of inputs count, as that of `jqx.observers.hessian`.
+      steps: number of steps for each block.
+      learning_rate: length of the first step; it decays to 0 linearly. `None` is `1 / steps`: a
+        shift then moves by at most half a step of the grid.
+      blocks: a pattern (`re.search`) for paths of weights, such as `r"layers_\\d+"`. Sites whose
+        paths give the same match are one block. It replaces bodies as blocks.
+      ranges: whether ranges are learned too. Ranges stay fixed if scales are quantized themselves,
+        or are powers of two.
+      calibrator: computes the initial ranges; `None` takes that of each spec.
+      weight: weights of the rows of inputs, as in `jqx.observers.hessian`.
       offload: whether values of batches are kept on the host, or on `"disk"`, between blocks.
-      seed: of the order of the batches.
+      seed: seed of the order of the batches.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: a field is out of range, or `blocks` no regular expression; when it runs,
-        `blocks` finds nothing, or a block cannot be differentiated.
+      TypeError: a field has the wrong type.
+      ValueError: a field is out of range, or `blocks` is not a regular expression; at run time,
+        `blocks` matches nothing, or a block cannot be differentiated.
 
     Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", arXiv:2309.05516.
 
@@ -80,7 +82,7 @@ class AutoRound:
         is_rate = isinstance(rate, (int, float)) and 0 < rate <= 1
         for field, fits, expected in (
             ("steps", self.steps >= 1, "1 or more"),
-            ("learning_rate", rate is None or is_rate, "a number above 0, up to 1"),
+            ("learning_rate", rate is None or is_rate, "a number above 0 and up to 1"),
         ):
             require_that(
                 fits,
@@ -101,7 +103,7 @@ class AutoRound:
         check_offload(name, self.offload)
 
     def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that finds the first ranges."""
+        """Returns a spec with the calibrator that computes the initial ranges."""
         return calibrated(spec, self.calibrator)
 
     def run(
@@ -113,7 +115,7 @@ class AutoRound:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with the codes that were learned, and a report."""
+        """Returns the parameters with learned codes, and a report."""
         return learned(self, f, plan, params, batches, progress=progress)
 
 

@@ -1,5 +1,5 @@
-"""AWQ: channels that large activations meet are made larger in the weights, and ranges are clipped,
-both as the error of the products is least.
+"""AWQ: scales up the weights of channels with large activations, and clips the ranges of weights.
+Both minimize the error of the products.
 """
 
 import dataclasses
@@ -27,20 +27,21 @@ from ._scipy import components
 
 _NO_LESS = 1e-4
 _LEAST_RANGE = 0.5
-"""The least part of a range that is tried."""
+"""The smallest part of a range that is tried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledTogether:
-    """Weights that were scaled by one ratio.
+    """Weights that were scaled with one ratio.
 
     Attributes:
-      sites: their names, with the steps of the scans around them.
-      ratio: the exponent of the activations that was best; 0 leaves the weights as they are.
+      sites: their names, with the steps of the surrounding scans.
+      ratio: the best exponent of the activations; 0 leaves the weights unchanged.
       duo: whether the weights were divided by their own magnitude.
-      before: the squared error of the products of rounding to nearest, per input.
+      before: the squared error of the products with rounding to nearest, per input.
       after: the same after scaling.
-      kept: whether part of the scale is kept at the sites, since nothing before takes it.
+      kept: whether part of the scale is applied at the sites at run time, because no parameter
+        before them can take it.
     """
 
     sites: tuple[str, ...]
@@ -52,7 +53,7 @@ class ScaledTogether:
 
 
 class AwqReport(Printed, tuple[ScaledTogether, ...]):
-    """What was scaled, entry by entry. Prints as a table."""
+    """One entry for each set of weights that was scaled together. Prints as a table."""
 
     def __str__(self) -> str:
         lines = [f"{'ratio':>6} {'duo':>4} {'kept':>4} {'before':>10} {'after':>10}  sites"]
@@ -64,35 +65,37 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.awq", "options go by name, such as jqx.algorithms.awq(steps=20).")
+@called("algorithms.awq", "pass options by name, such as jqx.algorithms.awq(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Awq:
-    """Multiplies channels of weights by `a**ratio / w**(1 - ratio)`, `a` the mean magnitude of what
-    they are multiplied by and `w` their own, relative to their group, and divides what makes these
-    by it: an algorithm of `jqx.ptq` that changes weights. The function stays as it is, but for what
-    is clipped. The ratio is that of least squared error of the products, of all sites that read the
-    channels together; leaving the weights as they are is among what is tried. Then ranges of
-    weights are clipped, by the same error.
+    """Scales channels of weights by `a**ratio / w**(1 - ratio)`, and divides their inputs by it.
 
-    The division is folded into what makes the channels, as `find_pairs` finds it. Where channels
-    have no pair it is kept at the site, where that loses less than leaving the weights as they are:
-    a product at run time, one for all sites that read the value, which XLA joins with what makes
-    it, or with its quantization.
+    Here `a` is the mean magnitude of the inputs of a channel, and `w` that of its weights, relative
+    to their group. This is an algorithm of `jqx.ptq` that changes weights. The function does not
+    change, apart from clipping. The ratio is the one with the least squared error of the products
+    of all sites that read the channels together; unchanged weights are one of the candidates. Then
+    ranges of weights are clipped, by the same error.
+
+    The division is folded into the parameters that produce the channels, as `find_pairs` finds
+    them. If channels have no pair, the division is done at the site at run time, if that reduces
+    the error. It is one product for all sites that read the value, and XLA fuses it with the
+    producer of the value, or with its quantization.
 
     Attributes:
-      steps: how many ratios are tried, from 0 to 1, and parts of a range, from all to a half.
-      duo: whether to try each ratio without `w` too.
+      steps: number of ratios that are tried, from 0 to 1, and of parts of a range, from all of it
+        to a half.
+      duo: whether to try each ratio also without `w`.
       clip: whether ranges are clipped.
-      keep: whether scales are kept at sites where nothing takes them; without it such channels are
-        left as they are, and nothing is computed at run time that was not before.
-      weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`.
+      keep: whether scales may be applied at sites at run time. If not, channels without a pair are
+        unchanged, and the function does no additional work at run time.
+      weight: weights of the rows of the inputs, as in `jqx.observers.hessian`.
 
     Raises:
-      TypeError: an option is not of its kind.
-      ValueError: `steps` is less than 2; when it runs, nothing can be scaled.
+      TypeError: an option has the wrong type.
+      ValueError: `steps` is less than 2; at run time, nothing can be scaled.
 
-    Source: Lin et al., arXiv:2306.00978. The error is that of each product, by the Hessian of its
-    inputs, where theirs is that of a block.
+    Source: Lin et al., arXiv:2306.00978. This implementation uses the error of each product, from
+    the Hessian of its inputs; the paper uses the error of a block.
 
     Example:
       >>> import jqx
@@ -115,7 +118,7 @@ class Awq:
             problem="`steps` is out of range.",
             given=f"steps == {shown(self.steps)}",
             expected="an integer from 2",
-            mend="leave it out: 20 is that of the paper.",
+            mend="leave it out: the default is 20, as in the paper.",
         )
         check_flags(name, duo=self.duo, clip=self.clip, keep=self.keep)
         check_weight(name, self.weight)
@@ -129,8 +132,8 @@ class Awq:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled and their ranges clipped, and what is
-        kept at sites.
+        """Returns the parameters with scaled channels and clipped ranges, and the maps that are
+        applied at sites.
         """
         observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
         given = f, plan, params, list(batches), observers, progress
@@ -151,7 +154,7 @@ class Awq:
     def _scales(
         self, scaled: Scaled, sites: Sequence["_Site"], count: int
     ) -> tuple[Array, AwqReport]:
-        """Returns the factors of least error, by number."""
+        """Returns the factors with the least error, by number."""
         a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
         together = _together(count, sites)
         best = before = np.full(together.max() + 1, np.inf)
@@ -159,7 +162,7 @@ class Awq:
         factors = np.ones(count)
         ways = (False, True) if self.duo else (True,)
         tried = [(i / (self.steps - 1), duo) for duo in ways for i in range(1, self.steps)]
-        for ratio, duo in [(0.0, False), *tried]:  # as they are, first
+        for ratio, duo in [(0.0, False), *tried]:  # unchanged weights first
             scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
             scale = _centred(scale, together)
             lost = np.zeros(len(best))
@@ -192,7 +195,7 @@ class Awq:
         return factors, AwqReport(entries)
 
     def _rounded(self, scaled: Scaled, sites: Sequence["_Site"], scale: Array) -> Iterator[Array]:
-        """Yields the weights of sites, their channels scaled and then rounded."""
+        """Yields the weights of sites, with their channels scaled and then rounded."""
         leaves = {place: x.copy() for place, x in scaled.weights.items()}
         for site in sites:
             leaves[site.met.place][site.elements] *= scale[site.numbers][..., None, :]
@@ -207,7 +210,7 @@ class Awq:
     def _clipped(
         self, scaled: Scaled, sites: Sequence["_Site"], params: Any, factors: Array
     ) -> Any:
-        """Returns parameters whose groups are clipped where that loses less."""
+        """Returns parameters with clipped groups, where clipping reduces the error."""
         leaves = scaled.folds.leaves(params)
         places = {site.met.place: site for site in sites}
         for place, first in places.items():
@@ -236,20 +239,20 @@ class Awq:
 
 @dataclasses.dataclass(frozen=True)
 class _Site:
-    """A weight in one step of the scans around its site, and what is known of its inputs.
+    """A weight in one step of the scans around its site, with statistics of its inputs.
 
     Attributes:
-      name: of the site.
+      name: name of the site.
       met: the site.
       spec: how its weight is rounded.
-      shape: that of the weight, all steps of it.
+      shape: shape of the weight, over all steps.
       elements: the numbers of its elements, [*batch, rows, channels].
-      numbers: of the factors of its channels, [*batch, channels], 0 where there is none.
+      numbers: numbers of the factors of its channels, [*batch, channels]; 0 if there is none.
       w: its values, [*batch, rows, channels].
       products: the sum of products of its inputs, [*batch, channels, channels].
-      inputs: the mean magnitude of each channel of these, [*batch, channels].
+      inputs: the mean magnitude of each channel of the inputs, [*batch, channels].
       weights: that of the weight, relative to the largest of its group, likewise.
-      rows: how many inputs there were.
+      rows: number of inputs.
     """
 
     name: str
@@ -299,8 +302,8 @@ class _Site:
         return float(sum(objective(x, own).sum() for x, own in matrices))
 
     def add_error(self, error: Array, lost: Array, label: Array, factors: Array) -> None:
-        """Adds the squared error of what each group gives to the product, by the label of the
-        group; inputs are multiplied by their factors.
+        """Adds the squared error that each group contributes to the product, by the label of the
+        group. Inputs are multiplied by their factors.
         """
         by = factors[self.numbers]
         products = self.products * (by[..., :, None] * by[..., None, :]).astype(np.float32)
@@ -319,8 +322,8 @@ class _Site:
 
 
 def _relative(scaled: Scaled) -> dict[int, Array]:
-    """Returns the magnitudes of weights, relative to the largest that shares their scale, by
-    place, flat.
+    """Returns the magnitudes of weights, relative to the largest that shares their scale: by leaf,
+    flat.
     """
     found = {}
     for met in scaled.met:
@@ -336,7 +339,7 @@ def _relative(scaled: Scaled) -> dict[int, Array]:
 
 
 def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
-    """Returns the mean of a statistic of the channels of each number, 1 where there is none."""
+    """Returns the mean of a statistic over the channels of each number; 1 if there are none."""
     total, seen = np.zeros(count), np.zeros(count)
     for site in sites:
         np.add.at(total, site.numbers.ravel(), getattr(site, field).ravel())
@@ -345,8 +348,8 @@ def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
 
 
 def _together(count: int, sites: Sequence[_Site]) -> Array:
-    """Returns of each number which of those that sites read together it is of; 0 of those that none
-    reads, and of the number 0.
+    """Returns for each factor the set of factors that the same sites read; 0 for factors that no
+    site reads, and for number 0.
     """
     a = np.concatenate([x.numbers[x.numbers > 0] for x in sites])
     b = np.concatenate([np.full(int(np.sum(x.numbers > 0)), x.numbers.max()) for x in sites])
@@ -360,7 +363,7 @@ def _together(count: int, sites: Sequence[_Site]) -> Array:
 
 
 def _centred(scale: Array, together: Array) -> Array:
-    """Returns scales of which the least and the largest of each set have the product 1."""
+    """Returns scales, normalized so that the least and the largest of each set multiply to 1."""
     low, high = np.full(together.max() + 1, np.inf), np.zeros(together.max() + 1)
     scale = np.maximum(np.broadcast_to(scale, together.shape), _NO_LESS)
     np.minimum.at(low, together, scale)

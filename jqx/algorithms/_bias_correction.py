@@ -1,4 +1,4 @@
-"""Bias correction: results of quantized contractions get the means that they have in float."""
+"""Bias correction: gives results of quantized contractions the means that they have in float."""
 
 import dataclasses
 import functools
@@ -40,13 +40,13 @@ from ._decisions import body_of
 
 @dataclasses.dataclass(frozen=True)
 class SiteShift:
-    """How far the means of the result of a site are from those in float: the root mean square of
-    the differences, over its channels and the steps of the scans around it.
+    """The difference between the means of a site's result and those in float: the root mean square
+    over its channels and the steps of the surrounding scans.
 
     Attributes:
       site: its name.
-      before: of the codes alone.
-      after: with all shifts.
+      before: the difference with the codes alone.
+      after: the difference with all shifts.
     """
 
     site: str
@@ -63,32 +63,33 @@ class BiasReport(Printed, tuple[SiteShift, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.bias_correction", "options go by name: bias_correction(weight=is_token).")
+@called("algorithms.bias_correction", "pass options by name: bias_correction(weight=is_token).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasCorrection:
-    """Adds to the result of each quantized contraction what it takes for its channels to have the
-    means that they have in float: an algorithm of `jqx.ptq`, for codes that are chosen. Sites are
-    corrected one after another, in one pass: of each batch the results of a site get the means that
-    it has in float before what follows is looked at; what is added in the end is the mean over
-    batches. A lookup is not corrected, nor what the rounding of a result (`output=`) loses.
+    """Shifts the result of each quantized contraction so that its channels have the means that they
+    have in float: an algorithm of `jqx.ptq` that runs after codes are chosen.
 
-    A site in a `while` or a `cond`, or in a scan that does not step over its weight, is corrected
-    for all its steps alike, and what follows it in this pass is not: the report says what is left.
-    Beside products of narrow matrices (`eora`, `loftq`), which are added to a result behind its
-    site, the mean of the site itself is corrected.
+    Sites are corrected in order, in one pass. For each batch, the results of a site get the means
+    that they have in float before later sites run. The final shift is the mean over batches.
+    Lookups are not corrected, nor is the rounding of a result (`output=`).
 
-    A shift is folded into the bias that is added to the result, a parameter of float32 or wider
-    that is read nowhere else. Where there is none it is added at its site (`jqx.Quantized.maps`);
-    XLA joins it with what follows.
+    A site in a `while` or a `cond`, or in a scan that does not step over its weight, gets one
+    correction for all its steps, and later sites do not see it in this pass. The report says what
+    remains. With products of narrow matrices (`eora`, `loftq`), which are added to a result after
+    its site, the mean of the site itself is corrected.
+
+    A shift is folded into the bias that is added to the result, if that is a parameter of float32
+    or wider with no other use. Otherwise it is added at its site (`jqx.Quantized.maps`), where XLA
+    fuses it with the operations that follow.
 
     Attributes:
-      weight: how much rows count, as that of `jqx.observers.mean`.
+      weight: weights of the rows, as in `jqx.observers.mean`.
 
     Raises:
-      TypeError: `weight` is no function.
-      ValueError: when it runs, the plan quantizes no contraction with a weight.
+      TypeError: `weight` is not a function.
+      ValueError: at run time, the plan quantizes no contraction with a weight.
 
-    Source: Nagel et al., arXiv:1906.04721, section 4.2, with means that are measured.
+    Source: Nagel et al., arXiv:1906.04721, section 4.2, but with measured means.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -115,7 +116,7 @@ class BiasCorrection:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the codes as they are, biases with what they take, and what is added at sites."""
+        """Returns the same codes, biases that include shifts, and the shifts to add at sites."""
         sites = [site for site in plan.sites if _is_corrected(site)]
         require_that(
             sites,
@@ -124,10 +125,10 @@ class BiasCorrection:
             problem="the plan quantizes no contraction with a weight.",
             given=f"{len(plan.sites)} sites",
             expected="a site of a weight and an activation",
-            mend="leave it out.",
+            mend="leave this algorithm out.",
         )
         batches, means = list(batches), _Means(_bare(plan), self.weight)
-        operands = dataclasses.replace(plan, weights=())  # these are what codes stand for
+        operands = dataclasses.replace(plan, weights=())  # weights are dequantized codes already
         quantized = lambda g: simulate(g, operands, affines)  # noqa: E731
         bar = progress_bar("bias correction", "pass", total=4) if progress else None
 
@@ -169,7 +170,7 @@ def _is_corrected(site: Site) -> bool:
 
 
 def _bare(plan: Plan) -> Plan:
-    """Returns a plan that rounds nothing: to observe with, without calibrators."""
+    """Returns a plan that does not round, for observing without calibrators."""
     sites = [
         dataclasses.replace(
             site,
@@ -183,7 +184,7 @@ def _bare(plan: Plan) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ResultMean(Mean):
-    """Sums the channels of results, as `mean` does those of operands."""
+    """Sums the channels of results, as `mean` sums those of operands."""
 
     def looks_at(self, site: ObservedSite) -> bool:
         return site.role == "result" and site.has_weight and site.op != "gather"
@@ -208,7 +209,7 @@ def _flat(stats: MeanStats, shape: Sequence[int], site: ObservedSite) -> MeanSta
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shifting(Observe):
-    """Gives results the means that are wanted, where a site has some."""
+    """Shifts results to the wanted means, at sites that have some."""
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
         result, records = super().at_site(site, eqn, operands)
@@ -235,8 +236,8 @@ class _Means:
     def of(
         self, f: Callable[..., Any], params: Any, batches: Sequence[Any], wanted: Any = None
     ) -> list[dict[str, MeanStats]]:
-        """Returns what each batch has, by the key of the result; those that are wanted are given to
-        results before what follows.
+        """Returns the means of each batch, by the key of the result. Results are shifted to the
+        wanted means before later sites run.
         """
         plan, observers = self._plan, {".*": self._observer}
         arrays, filled = arrays_of(params)
@@ -252,7 +253,7 @@ class _Means:
         return [seen(arrays, own, x) for own, x in zip(each, batches, strict=True)]
 
     def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
-        """Returns how much larger the means over all batches are in one than in another."""
+        """Returns the means of `a` over all batches minus those of `b`."""
         merge = self._observer.merge
         means = [
             {key: _mean(functools.reduce(merge, (x[key] for x in each))) for key in each[0]}

@@ -1,5 +1,5 @@
-"""Biases that take the shifts of results: parameters that are added to nothing else, found in the
-dataflow.
+"""Biases that take the shifts of results: parameters that are only added to these results. They are
+found in the dataflow.
 """
 
 from collections import Counter
@@ -30,11 +30,11 @@ from ._labels import Array
 
 
 class _Elements(NamedTuple):
-    """A parameter seen through views.
+    """A view of a parameter.
 
     Attributes:
-      place: of the parameter among the operands.
-      numbers: of its elements, [steps of each scan around, *shape].
+      place: index of the parameter among the operands.
+      numbers: the numbers of its elements, [steps of each surrounding scan, *shape].
     """
 
     place: int
@@ -42,13 +42,13 @@ class _Elements(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """A sum with results of sites, each with its channels."""
+    """A sum that contains results of sites, each with its channels."""
 
     parts: tuple[tuple[Site, Channels], ...]
 
 
 class _Met(NamedTuple):
-    """A bias that is added to results of sites, inside of some scans."""
+    """A bias that is added to results of sites, inside some scans."""
 
     bias: _Elements
     parts: tuple[tuple[Site, Channels], ...]
@@ -59,19 +59,19 @@ class _Met(NamedTuple):
 def into_biases(
     plan: Plan, call: Call, codes: Any, batch: Any, shifts: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns parameters whose biases have taken the shifts that they can, and the shifts that are
-    left, by the key of the result.
+    """Folds shifts into biases. Returns the parameters, and the remaining shifts by the key of the
+    result.
 
-    A bias takes a shift where it is a parameter of float32 or wider that the plan leaves as it is,
-    and is read once: where it is added to the result of the site, or to a sum that nothing else
-    reads.
+    A bias can take a shift if it is a parameter of float32 or wider that the plan does not
+    quantize, and is read only once: by a sum with the result of the site, or with a sum of that
+    result which nothing else reads.
 
     Args:
-      plan: of the function.
-      call: the function as it is traced for a batch.
+      plan: plan of the function.
+      call: the function, traced for a batch.
       codes: the parameters.
       batch: that batch.
-      shifts: what is to be added to results, as `ChannelMap.shift`.
+      shifts: what must be added to results, as in `ChannelMap.shift`.
     """
     walk = _Walk(plan, set(shifts))
     known = [
@@ -101,8 +101,8 @@ def into_biases(
 
 
 def _taken(met: _Met, part: tuple[Site, Channels], shift: Any) -> Array:
-    """Returns a shift in the axes of the sum, behind those of the scans around; size 1 where it is
-    the same for all.
+    """Returns a shift on the axes of the sum, after those of the surrounding scans; size 1 along
+    axes with one value for all.
     """
     site, channels = part
     x, shape = np.asarray(shift, np.float64), met.bias.numbers.shape
@@ -114,7 +114,7 @@ def _taken(met: _Met, part: tuple[Site, Channels], shift: Any) -> Array:
 
 
 def _delta(met: _Met, shift: Array, size: int) -> Array | None:
-    """Returns what the elements of a bias take, or `None` where one would take two things."""
+    """Returns what the elements of a bias take, or `None` if one would take two values."""
     numbers = met.bias.numbers
     repeated = [n > 1 and not step for n, step in zip(numbers.shape, numbers.strides, strict=True)]
     alike = [n == 1 for n in shift.shape]
@@ -127,7 +127,7 @@ def _delta(met: _Met, shift: Array, size: int) -> Array | None:
 
 
 class _Walk:
-    """Passes parameters and results through a function, as far as each is read once."""
+    """Follows parameters and results through a function, as long as each is read only once."""
 
     def __init__(self, plan: Plan, wanted: set[str]):
         self._plan, self._wanted = plan, wanted
@@ -136,7 +136,7 @@ class _Walk:
     def body(
         self, jaxpr: Any, address: Address, known: Sequence[Any], loops: tuple[Address, ...]
     ) -> list[Any]:
-        """Returns what the results of a body are."""
+        """Returns the tracked objects of the results of a body."""
         body, _ = _compat.open_jaxpr(jaxpr)
         read = [*(x for eqn in body.eqns for x in eqn.invars), *body.outvars]
         uses = Counter(x for x in read if not _compat.is_literal(x))
@@ -185,7 +185,7 @@ class _Walk:
         return ()
 
     def _added(self, eqn: Eqn, given: list[Any], loops: tuple[Address, ...]) -> Any:
-        """Returns what a sum is; a bias in it is found."""
+        """Returns the tracked object of a sum; records a bias in it."""
         out = eqn.outvars[0].aval
         whole = [x.aval.shape == out.shape for x in eqn.invars]
         results = [
@@ -204,7 +204,7 @@ class _Walk:
 
 
 def _each(x: Any, length: int, axis: int) -> Any:
-    """Returns what each step of a scan reads of a constant."""
+    """Returns a constant as each step of a scan reads it."""
     if not isinstance(x, _Elements):
         return None
     shape = (*x.numbers.shape[:axis], length, *x.numbers.shape[axis:])
@@ -228,4 +228,4 @@ _VIEWS = {
         *range(loops), *(loops + axis for axis in eqn.params["permutation"])
     ),
 }
-"""What views do to the numbers of elements, behind the axes of scans around."""
+"""The effect of views on the numbers of elements, after the axes of surrounding scans."""

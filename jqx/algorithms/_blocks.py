@@ -10,18 +10,18 @@ from .._compat import Eqn
 from ..transforms._shared import Address, Site
 
 Group = tuple[str, list[Eqn], tuple[Address, ...]]
-"""What is run at once: its kind, its equations, the addresses of those that hold sites."""
+"""Equations that run together: their kind, the equations, the addresses of those with sites."""
 
 
 def labels_of(
     sites: Iterable[Site], bodies: Mapping[Address, Address | None], named: str | None
 ) -> dict[Address, Any]:
-    """Returns for each site the block that it is part of.
+    """Returns for each site the block that it belongs to.
 
     Args:
-      sites: of weights that are learned.
-      bodies: the innermost body of a scan or of `jax.checkpoint` around each, where there is one.
-      named: a pattern: sites in whose paths it finds the same are one block. Else bodies are.
+      sites: sites of weights that are learned.
+      bodies: the innermost body of a scan or of `jax.checkpoint` around each site, if there is one.
+      named: a pattern; sites whose paths give the same match are one block. `None` uses bodies.
     """
     found: dict[Address, Any] = {}
     for site in sites:
@@ -40,18 +40,18 @@ def grouped(
     is_of_batch: Callable[[Any], bool],
     results: Iterable[Any],
 ) -> list[Group]:
-    """Returns the equations of a scope with those of a block together.
+    """Groups the equations of a scope, so that those of a block are together.
 
-    A block has what stands between its sites, and what follows them up to where the fewest numbers
-    are handed on, such as behind the sum with a residual stream, but nothing that reduces them. A
-    body that is one block is whole.
+    A block has the equations between its sites. It also has those after the last site, up to the
+    point where the fewest numbers are passed on, for example after the sum with a residual stream,
+    but no equation that reduces them. A body that is one block stays whole.
 
     Args:
-      groups: equations that are entered, and before, between and behind them what is jitted.
-      label_of: returns the block of what is entered, or `None`.
-      address: of the scope.
+      groups: equations that are entered, and before, between and after them those that are jitted.
+      label_of: returns the block of an entered equation, or `None`.
+      address: address of the scope.
       is_of_batch: whether a value depends on more than parameters.
-      results: of the scope that do.
+      results: results of the scope that depend on more than parameters.
     """
     entered = groups[1::2]
     labels = [label_of(kind, inside[0]) for kind, _, inside in entered]
@@ -82,8 +82,8 @@ def _joined(groups: Sequence[Group]) -> Group:
 def _crossing(
     groups: Sequence[Group], is_of_batch: Callable[[Any], bool], results: Iterable[Any]
 ) -> list[list[int]]:
-    """Returns how many numbers of a batch are needed before each equation of each group, and after
-    its last.
+    """Returns how many numbers of a batch are still needed before each equation of each group, and
+    after its last one.
     """
     needed = set(results)
     found: list[list[int]] = []
@@ -97,7 +97,7 @@ def _crossing(
 
 
 def _cut(eqns: Sequence[Eqn], crossing: Sequence[int], is_of_batch: Callable[[Any], bool]) -> int:
-    """Returns how many equations behind its last site are part of a block."""
+    """Returns how many equations after its last site belong to a block."""
     stop = 0
     for eqn in eqns:
         given = [x.aval for x in eqn.invars if is_of_batch(x)]

@@ -1,4 +1,4 @@
-"""Algorithms one after another."""
+"""Several algorithms, run one after another."""
 
 import dataclasses
 from typing import Any
@@ -8,16 +8,18 @@ from .._checks import require_that, shown
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Chain:
-    """Algorithms of `jqx.ptq`, one after another: those that change weights; one that chooses
-    codes, or none, which rounds to nearest; those that correct what is lost then. The report is a
-    tuple of theirs.
+    """Runs several algorithms of `jqx.ptq` in order.
+
+    First come those that change weights. Then at most one chooses codes; without one, weights are
+    rounded to nearest. Last come those that correct the remaining error. The report is a tuple of
+    their reports.
 
     Attributes:
-      algorithms: in order.
+      algorithms: the algorithms in order.
 
     Raises:
-      TypeError: one is no algorithm.
-      ValueError: there is none, or they are not in that order.
+      TypeError: an argument is not an algorithm.
+      ValueError: there are no algorithms, or they are in the wrong order.
 
     Example:
       >>> import jqx
@@ -36,10 +38,10 @@ class Chain:
                 is_one and not isinstance(algorithm, (type, Chain)),
                 error=TypeError,
                 function=name,
-                problem=f"argument {i} is no algorithm.",
+                problem=f"argument {i} is not an algorithm.",
                 given=shown(algorithm),
                 expected="algorithms, such as jqx.algorithms.awq()",
-                mend="call the class; write out what a chain in a chain has.",
+                mend="call the class; pass the algorithms of an inner chain directly.",
             )
         kinds = list(map(_kind, algorithms))
         fits = kinds == sorted(kinds) and kinds.count(1) < 2
@@ -47,10 +49,10 @@ class Chain:
             algorithms and fits,
             error=ValueError,
             function=name,
-            problem="the algorithms are not in order." if algorithms else "there is none.",
+            problem="the algorithms are in the wrong order." if algorithms else "there is none.",
             given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
             expected="algorithms that change weights, then at most one that chooses codes, then "
-            "those that correct what these have lost",
+            "those that correct the remaining error",
             mend="put them in that order, such as chain(smooth_quant(), gptq(), "
             "bias_correction()).",
         )
@@ -58,7 +60,7 @@ class Chain:
 
 
 def _kind(algorithm: Any) -> int:
-    """Returns where an algorithm stands in a chain."""
+    """Returns the position of an algorithm in a chain."""
     return 0 if hasattr(algorithm, "rewrite") else 2 if hasattr(algorithm, "correct") else 1
 
 

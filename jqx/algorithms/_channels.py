@@ -1,9 +1,9 @@
-"""Which channels of a function may be scaled, and what must be scaled with them: labels of channels
-are passed through the traced function, as numbers of elements are for `places`.
+"""Finds which channels of a function can be scaled, and what must be scaled with them, by passing
+labels of channels through the traced function, as `places` does with numbers of elements.
 
-A value that is multiplied by a positive factor for each of its channels is labelled. Producers,
-such as the output axis of a weight, a norm's gain or a bias, make labels; sites take the factor
-back where they sum over channels.
+A value is labelled if each of its channels may be multiplied by a positive factor. Producers, such
+as the output axis of a weight, the gain of a norm or a bias, create labels. Sites compensate for
+the factor where they sum over channels.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from ..transforms._shared import (
 )
 from ._elements import Elements
 from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
-from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, told
+from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, with_line
 from ._stages import Steps
 from ._walk import Walk
 
@@ -38,15 +38,15 @@ class Met:
     """A site in one step of the scans around it.
 
     Attributes:
-      site: the site, of the plan of all that may be one.
+      site: the site, of the plan of everything that may be a site.
       steps: the numbers of the steps.
-      place: which leaf its weight is.
-      places: which elements of its weight its matrices are, of all steps.
+      place: the index of the leaf of its weight.
+      places: which elements of its weight its matrices hold, over all steps.
       inputs: labels of channels, [*batch, channels].
       outputs: labels of rows, [*batch, rows].
-      about: what an observer is told of the operand that is no weight.
-      shape: that of it.
-      why: its inputs are fixed, where they are.
+      about: what observers get to know about the operand that is not a weight.
+      shape: shape of that operand.
+      why: why its inputs are fixed, if they are.
     """
 
     site: Site
@@ -61,18 +61,18 @@ class Met:
 
     @property
     def elements(self) -> Array:
-        """Numbers of elements of its matrices, [*batch, rows, channels]; made anew."""
+        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
         return self.places[self.steps]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A parameter of which rows are looked up.
+    """A parameter whose rows are looked up.
 
     Attributes:
-      place: which leaf it is.
+      place: the index of the leaf.
       elements: the numbers of its elements, [rows, columns].
-      labels: of its columns.
+      labels: labels of its columns.
     """
 
     place: int
@@ -84,12 +84,12 @@ class Follower(Walk):
     """Passes labels through a jaxpr.
 
     Args:
-      plan: all contractions with weights are sites of it.
+      plan: a plan in which all contractions with weights are sites.
       elements: which elements of its leaf each site multiplies by, by the key of its operand.
       once: addresses of sites whose matrices no other site multiplies by.
       call: the traced function.
-      fixed: which labels are known to have no factor, whatever becomes of products of two values
-        that may have one, and why.
+      fixed: labels that are known to have no factor, independent of the choices at products of two
+        values that may both have one, and why.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Follower(Walk):
                     self.labelled(x, "it is returned"), "it is a result of the function"
                 )
         for place, used in self._used.items():
-            if not used.all():  # what a call of other shapes may see
-                self.elsewhere.setdefault(place, "a part of it is not seen here")
+            if not used.all():  # a call with other shapes may use the rest
+                self.elsewhere.setdefault(place, "a part of it is not used here")
         for met in self.met:
             if met.place in self.elsewhere:
                 reason = f"its weight has another use: {self.elsewhere[met.place]}"
@@ -161,7 +161,7 @@ class Follower(Walk):
             found = self._view_of_leaf(eqn, given)
             if found is not None:
                 return found
-        return evaluated(self.labels, eqn, [self.labelled(x, told(eqn)) for x in given], given)
+        return evaluated(self.labels, eqn, [self.labelled(x, with_line(eqn)) for x in given], given)
 
     def labelled(self, x: Value, use: str) -> Labelled:
         """Returns a value with labels; each element of a parameter has its own."""
@@ -194,8 +194,8 @@ class Follower(Walk):
         return [Leaf(first.place, x.shape, x) for x in moved(eqn, operands)]
 
     def stopped(self, eqn: Eqn, given: Sequence[Value], reason: str = "") -> list[Value]:
-        """Fixes what is given to a form that is not gone through."""
-        values = [self.labelled(x, told(eqn)) for x in given]
+        """Fixes the operands of an equation that is not entered."""
+        values = [self.labelled(x, with_line(eqn)) for x in given]
         return list(self.labels.stop_at(eqn, values, reason))
 
     def joined(self, values: Sequence[Value], reason: str) -> Value:
@@ -214,7 +214,7 @@ class Follower(Walk):
         return Labelled.of(labels, (len(rows), *each[0].shape))
 
     def empty(self, shape: Sequence[int]) -> Value:
-        """Returns what is in no step."""
+        """Returns a result of a scan without steps."""
         return Labelled.fixed(shape)
 
     def step_of(self, x: Leaf | Labelled, i: int) -> Value:
@@ -234,7 +234,7 @@ class Follower(Walk):
             return self._site(site, eqn, given, here, steps)  # type: ignore[arg-type]
         if name == "gather":
             return self._gather(eqn, given)
-        where = told(eqn)
+        where = with_line(eqn)
         leaves = [x for x in given if isinstance(x, Leaf)]
         self.elsewhere |= {x.place: where for x in leaves}
         given = [Labelled.fixed(x.shape) if isinstance(x, Leaf) else x for x in given]
@@ -254,7 +254,7 @@ class Follower(Walk):
         x = self.labelled(given[place], site.name)
         leaf, known = given[1 - place], self._elements.get(own.key)
         if here not in self._once or known is None or not isinstance(leaf, Leaf):
-            why = f"the weight of {site.name} has another use, or is no plain matrix"
+            why = f"the weight of {site.name} has another use, or is not a plain matrix"
             self.labels.stop(x, why)
             return Labelled.fixed(eqn.outvars[0].aval.shape, why)
         elements = known[steps]
@@ -265,7 +265,7 @@ class Follower(Walk):
         self._use(leaf.place, elements)
         own = parts[place].about, x.shape, x.why
         self.met.append(Met(site, steps, leaf.place, known, inputs, outputs, *own))
-        if site.op == "ragged_dot":  # a row goes to any of the matrices
+        if site.op == "ragged_dot":  # a row may go to any of the matrices
             for other in outputs[1:]:
                 self.labels.join_labels(outputs[0], other)
             outputs = outputs[0]
@@ -285,7 +285,7 @@ class Follower(Walk):
         return channels_of(labels, x.shape, about)
 
     def _even(self, labels: Array, axes: Sequence[int], reason: str) -> Array:
-        """Returns labels that do not change along axes, after joining those that do."""
+        """Returns labels that are constant along axes, after joining those that are not."""
         for axis in axes:
             first = labels[(slice(None),) * axis + (slice(1),)]
             for i in range(1, labels.shape[axis]):
@@ -305,14 +305,14 @@ class Follower(Walk):
                 labels = self.labels.new(source.shape[1])
                 self.tables.append(Table(source.place, Elements.of(source.elements), labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                columns = numbers.offset_dims[-1]  # before it is an axis of 1, in a vmap
+                columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
                 return self.labels.made(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.labels, eqn, self.labelled(source, told(eqn)), indices)
+        return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
 
 
 def followed_through(*args: Any) -> Follower:
-    """Returns what has followed a call, of `Follower`'s arguments: as often as it takes to know
-    which operand of a product takes a factor, where the other one must not.
+    """Returns a `Follower` that has followed a call, with the same arguments. It repeats passes
+    until it is known which operand of each product takes a factor and which must not.
     """
     fixed = None
     while True:
@@ -326,7 +326,7 @@ def followed_through(*args: Any) -> Follower:
 
 def names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
     """Returns for each leaf its name among the parameters, whether weights of a plan can have it or
-    not, and `None` where it is no parameter.
+    not; `None` if it is not a parameter.
     """
     positions, found = (params,) if isinstance(params, int) else params, []
     for (kind, place, *keys), path in zip(call.keys, call.paths, strict=True):

@@ -1,4 +1,4 @@
-"""What is chosen already, in a folder: a run that was interrupted goes on where it was."""
+"""Checkpoints: results so far in a folder, from which an interrupted run continues."""
 
 import dataclasses
 import hashlib
@@ -31,18 +31,19 @@ NAME = "checkpoint.json"
 
 
 class Checkpoint:
-    """Matrices whose codes are chosen, in the order in which they are: one file for those that are
-    chosen together, complete or not there. A run that is made of the same goes through them in the
-    same order.
+    """Matrices with chosen codes, in the order in which they were chosen.
+
+    Matrices that are chosen together share one file, which is written as a whole. A run with the
+    same inputs processes them in the same order.
 
     Args:
-      function: what errors are said of.
-      path: the folder; it is made where it is not there.
-      made_of: digests of all that codes depend on, by name.
+      function: name of the function, for errors.
+      path: the folder; it is created if necessary.
+      made_of: digests of everything that the codes depend on, by name.
 
     Raises:
-      OSError: the folder cannot be made or written to.
-      ValueError: it holds something else, or what another run has chosen.
+      OSError: the folder cannot be created or written to.
+      ValueError: the folder holds something else, or the results of another run.
     """
 
     def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
@@ -61,16 +62,16 @@ class Checkpoint:
             not differ,
             error=ValueError,
             function=self._function,
-            problem="the checkpoint is of another run.",
+            problem="the checkpoint belongs to another run.",
             given=f"{self._folder!r}, made with other {', '.join(differ)}",
-            expected="what a run of the same function, plan, options, parameters and batches has "
-            "chosen",
-            mend="name another folder, or delete that one to begin anew.",
+            expected="results of a run with the same function, plan, options, parameters and "
+            "batches",
+            mend="pass another folder, or delete this one to start again.",
         )
 
     @property
     def folder(self) -> str:
-        """Where it is."""
+        """The path of the folder."""
         return self._folder
 
     def _known(self) -> Mapping[str, Any]:
@@ -84,17 +85,17 @@ class Checkpoint:
             isinstance(known, dict),
             error=ValueError,
             function=self._function,
-            problem="`checkpoint` is no folder of a checkpoint.",
-            given=f"{self._folder!r}, in which there is no {NAME} that can be read",
-            expected="a folder that is empty, not there yet, or of an interrupted run",
-            mend="name another folder.",
+            problem="`checkpoint` is not a checkpoint folder.",
+            given=f"{self._folder!r}, which has no readable {NAME}",
+            expected="a folder that is empty, does not exist yet, or is of an interrupted run",
+            mend="pass another folder.",
         )
         assert known is not None
         return known
 
     def read(self, grids: Grids, places: Array) -> list[MatrixReport] | None:
-        """Writes the next matrices to a weight, if they are chosen already, and returns what was
-        reported of them.
+        """Writes the next matrices to a weight and returns their report, if the checkpoint has
+        them.
         """
         path = self._path()
         if not os.path.exists(path):
@@ -111,10 +112,10 @@ class Checkpoint:
             found is not None and np.array_equal(found["places"], places),
             error=ValueError,
             function=self._function,
-            problem="a file of the checkpoint is not what this run has written.",
+            problem="a file of the checkpoint is not what this run wrote.",
             given=f"{path!r}: {given}",
             expected=f"matrices of {places.shape}",
-            mend="delete that file and those of higher numbers.",
+            mend="delete that file and those with higher numbers.",
         )
         assert found is not None
         label = _labels(grids, places)
@@ -126,9 +127,9 @@ class Checkpoint:
         return list(map(_entry, json.loads(str(found["report"]))))
 
     def write(self, grids: Grids, places: Array, entries: Sequence[MatrixReport]) -> None:
-        """Writes matrices that are chosen now."""
+        """Writes matrices that were just chosen."""
         scale, zero_point = grids.at(_labels(grids, places))
-        codes = grids.codes[places]  # as integers: files know no dtypes but NumPy's own
+        codes = grids.codes[places]  # as integers: files support only NumPy's own dtypes
         codes = codes.view(f"u{codes.dtype.itemsize}")
         arrays: dict[str, Any] = {"places": places, "codes": codes, "scale": scale}
         if zero_point is not None:
@@ -152,10 +153,10 @@ class Solver(Protocol):
     """Chooses the codes of matrices. Its `repr` shows all options that codes depend on.
 
     Attributes:
-      weight: how much the rows of inputs count, of what a batch has; or `None`.
-      observers: what is recorded of the sites of weights that are chosen before all others.
-      unsupported: what becomes of weights of which that cannot be.
-      function: what errors are said of.
+      weight: weights of the rows of inputs, a function of the values of a batch; or `None`.
+      observers: what is recorded for sites whose weights are chosen before all others.
+      unsupported: what to do with weights whose inputs cannot be observed.
+      function: name of the function, for errors.
     """
 
     function: ClassVar[str]
@@ -170,13 +171,11 @@ class Solver(Protocol):
     def unsupported(self) -> Unsupported: ...
 
     def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns the spec by whose calibrator scales are found."""
+        """Returns the spec with the calibrator that computes scales."""
         ...
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns what is to be
-        reported of each.
-        """
+        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
         ...
 
 
@@ -188,8 +187,8 @@ def chosen(
     grids: Grids,
     weight: Weight,
 ) -> list[MatrixReport]:
-    """Returns what is to be reported of matrices of one shape, after they are rounded, in place: by
-    a solver, where a checkpoint does not know them.
+    """Rounds matrices of one shape, in place, and returns their reports: from a checkpoint if it
+    has them, otherwise by a solver.
     """
     known = None if checkpoint is None else checkpoint.read(grids, places)
     if known is not None:
@@ -201,7 +200,7 @@ def chosen(
 
 
 def _entry(stored: Mapping[str, Any]) -> MatrixReport:
-    """Returns an entry of a report as it was before JSON made lists of its tuples."""
+    """Returns an entry of a report, with tuples restored from the lists of JSON."""
     fields: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()
     }
@@ -209,17 +208,17 @@ def _entry(stored: Mapping[str, Any]) -> MatrixReport:
 
 
 def _labels(grids: Grids, places: Array) -> Array:
-    """Returns the indices of the scales of some elements, each once."""
+    """Returns the distinct indices of the scales of some elements."""
     return np.flatnonzero(np.bincount(grids.label(places).ravel()))
 
 
 def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]:
-    """Returns digests of all that the codes of a run depend on, by name, but for the version of JAX
-    and the devices.
+    """Returns digests of everything that the codes of a run depend on, by name, except the version
+    of JAX and the devices.
 
     Args:
       plan: the plan.
-      solver: what chooses codes.
+      solver: chooses the codes.
       calls: the function, traced for each batch.
     """
     functions = {id(call.jaxpr): call for call in calls}.values()

@@ -1,4 +1,4 @@
-"""Clips of channels: what a constant limits, as ReLU6 does, and what takes its place at sites where
+"""Clips of channels: limits by a constant, as in ReLU6, and what replaces them at sites whose
 channels are scaled.
 """
 
@@ -13,10 +13,12 @@ from ._scipy import components
 
 
 def at_most_one(folds: Folds, factors: Array) -> Array:
-    """Returns factors that are 1 at most where values are clipped, so that the clip of the function
-    is not too tight: those of all channels of the tensors that share some are divided by one
-    number, which leaves how weights with one scale round as it is. Where one of these channels has
-    no factor, the others are limited one by one.
+    """Returns factors that are at most 1 for clipped values, so that the clip of the function is
+    not too tight.
+
+    The factors of all channels of tensors that share a factor are divided by one number. That does
+    not change how weights with one scale round. If one of these channels has no factor, the others
+    are limited one by one.
     """
     together = _together(folds)
     clipped = folds.is_clipped
@@ -28,7 +30,7 @@ def at_most_one(folds: Folds, factors: Array) -> Array:
 
 
 def _together(folds: Folds) -> Array:
-    """Returns of each number which of those that are channels of the same tensors it is of."""
+    """Returns for each factor the set of factors of channels of the same tensors."""
     each = [x.ravel() for met in folds.met for x in (folds.inputs(met), folds.outputs(met))]
     a = np.concatenate([np.unique(x) for x in each if x.size])
     b = np.concatenate([np.full(len(np.unique(x)), x.max()) for x in each if x.size])
@@ -36,7 +38,7 @@ def _together(folds: Folds) -> Array:
 
 
 def clips_of(folds: Folds, factors: Array) -> dict[str, ChannelMap]:
-    """Returns what clips the channels of sites whose values are scaled by factors, by key."""
+    """Returns the clips of sites whose channels are scaled by factors, by key."""
     found: dict[str, Array] = {}
     for met in folds.met:
         limits, own = folds.limits(met), factors[folds.inputs(met)]

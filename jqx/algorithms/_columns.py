@@ -1,8 +1,8 @@
-"""The loop of GPTQ over the columns of a matrix: each is rounded, and those after it make good what
-that has cost.
+"""The loop of GPTQ over the columns of a matrix: each column is rounded, and later columns
+compensate for its error.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", arXiv:2210.17323; what columns carry over from float inputs: Li et al., "GPTAQ:
+Transformers", arXiv:2210.17323; corrections of columns for float inputs: Li et al., "GPTAQ:
 Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692.
 """
 
@@ -18,16 +18,16 @@ from ..tensor import QSpec
 from ..tensor._shared import rounded_to
 
 BLOCK = 128
-"""How many columns are corrected one by one before all others are, by one product."""
+"""Columns of a block: corrected one by one. All later columns are corrected by one product."""
 
 
 class Columns(NamedTuple):
-    """What the loop has made of the columns, in their order.
+    """The result of the loop, in the order of the columns.
 
     Attributes:
       rounded: their values on the grid, float32 [columns, rows].
       before: their values just before they were rounded.
-      scale: of each group, [groups, rows].
+      scale: scale of each group, [groups, rows].
       zero_point: likewise, or `None`.
     """
 
@@ -51,22 +51,22 @@ def round_columns(
 ) -> Columns:
     """Rounds the columns of a matrix in order.
 
-    Of a column `x`, rounded to `y`, all after it lose `(x - y) / upper[i, i] * upper[i]` and gain
-    `x * carried[i]`. Within a block of `size` columns this is done one by one; those after a block
-    are corrected by one product. The time to compile does not depend on how many there are.
+    For a column `x`, rounded to `y`, all later columns lose `(x - y) / upper[i, i] * upper[i]` and
+    gain `x * carried[i]`. Within a block of `size` columns this is done column by column; columns
+    after the block are corrected by one product. The compile time does not depend on their number.
 
     Args:
       w: float32 [columns, rows]; the number of columns is a multiple of `size`.
       upper: float32 [columns, columns], upper triangular: `upper.T @ upper` is the inverse of the
         Hessian.
       carried: strictly upper triangular, or `None`.
-      affine: scales and zero points, [groups, rows]; `None` finds them when the loop comes to a
-        group, of columns that are corrected already: a group is a block then.
-      group: of each column, the index of its group in `affine`.
-      spec: the format and the round mode; without `affine` also how scales are found, of a matrix
-        [columns, rows] of `size` columns, one for each row.
-      size: how many columns make a block.
-      given: values that the columns are rounded to instead, where they are known.
+      affine: scales and zero points, [groups, rows]. `None` computes them when the loop reaches a
+        group, from columns that are corrected already; a group is then a block.
+      group: for each column, the index of its group in `affine`.
+      spec: the format and the round mode. Without `affine`, also how scales are computed, for a
+        matrix [columns, rows] of `size` columns, one for each row.
+      size: number of columns of a block.
+      given: values that the columns are rounded to instead, if they are known.
     """
     count, _ = w.shape
 
@@ -115,14 +115,14 @@ def round_columns(
 
 @jax.custom_batching.sequential_vmap
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a.T @ b`; of several matrices one after another, since a product of a stack may sum
-    in another order than that of one: a matrix has the same codes alone and in a stack.
+    """Returns `a.T @ b`. Several matrices are multiplied one by one, because a stacked product may
+    sum in another order than a single one: a matrix must get the same codes alone and in a stack.
     """
     return jnp.matmul(a.T, b, precision=lax.Precision.HIGHEST)
 
 
 def _scales(w: jax.Array, affine: Affine | None, spec: QSpec, size: int) -> tuple[Any, Any]:
-    """Returns scales and zero points: those given, or room for those that will be found."""
+    """Returns the given scales and zero points, or zeros for those to be computed."""
     if affine is not None:
         return affine.scale, affine.zero_point
     one = jax.eval_shape(partial(spec.calibrator.fit, spec=spec), w[:size])

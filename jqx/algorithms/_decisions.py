@@ -1,5 +1,5 @@
-"""Integers that a function makes of floats, such as the expert that a token goes to. A function
-that runs beside another takes those of that: what stands at one place is of one token in both.
+"""Integers that a function computes from floats, such as the expert of a token. The second of two
+functions that run in parallel takes those of the first, so that rows of both are the same tokens.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from ..transforms._shared import FORMS, Address, followed, is_counted, value_of
 
 
 class Decisions:
-    """Evaluates equations, and tells what they decide; or takes what is decided already.
+    """Evaluates equations and records the integers that they decide, or takes known decisions.
 
     Attributes:
       plan: the plan.
-      made: of each equation that decides, its results, and the order in which a sort puts rows.
+      made: for each equation that decides, its results, and the order in which a sort puts rows.
     """
 
     def __init__(self, plan: Plan, known: Sequence[Any] | None = None):
@@ -44,7 +44,7 @@ class Decisions:
         return results
 
     def _inside(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
-        """Evaluates the equations of the function inside of one."""
+        """Evaluates the equations of the function inside an equation."""
         body, consts = _compat.open_jaxpr(body_of(eqn))
         env = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
 
@@ -57,7 +57,7 @@ class Decisions:
         return list(map(read, body.outvars))
 
     def _taken(self, eqn: Eqn, operands: list[Any], decided: Any) -> list[Any]:
-        """Returns integers as they are decided, and floats of these operands, in the same order."""
+        """Returns the decided integers, and floats from these operands in the same order."""
         first, order = decided
         axis = eqn.params.get("dimension", -1)
         if eqn.primitive.name == "top_k":
@@ -72,13 +72,13 @@ class Decisions:
 
 
 def _is_integer(x: Any) -> bool:
-    """Whether something may be the number of a row; codes of 8 bits and less are values."""
+    """Whether a value may be a row index; codes of 8 bits and less are values."""
     return jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits > 8
 
 
 def _decides(eqn: Eqn) -> bool:
-    """Whether an equation makes integers of something else; of its other results it is known how
-    they follow from these.
+    """Whether an equation computes integers from something else. It must be known how its other
+    results follow from these integers.
     """
     kinds = [_is_integer(x.aval) for x in eqn.outvars]
     of_others = not all(_is_integer(x.aval) for x in eqn.invars)
@@ -87,7 +87,7 @@ def _decides(eqn: Eqn) -> bool:
 
 
 def _decides_inside(eqn: Eqn) -> bool:
-    """Whether an equation decides, or one of the function does that it runs once."""
+    """Whether an equation decides, or one of a function that it runs once."""
     if _decides(eqn):
         return True
     name = eqn.primitive.name
@@ -97,7 +97,7 @@ def _decides_inside(eqn: Eqn) -> bool:
 
 
 def body_of(eqn: Eqn) -> Any:
-    """Returns the one function inside of an equation that runs once on its operands."""
+    """Returns the one function inside an equation that runs once on its operands."""
     entered: list[Any] = []
 
     class Finder:
@@ -108,7 +108,7 @@ def body_of(eqn: Eqn) -> Any:
             return [None] * len(eqn.outvars)
 
         def leave(self, jaxpr: Any, reason: str) -> None:
-            """Of these equations none has such a function."""
+            """No such function: equations of this kind have none."""
 
     FORMS[eqn.primitive.name].track(eqn, [None] * len(eqn.invars), Finder())  # pyright: ignore
     return entered[0]

@@ -1,4 +1,4 @@
-"""Steps over batches in turn, of which the one that has lost least is kept."""
+"""Steps over batches in turn; the state with the least loss is kept."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -8,17 +8,17 @@ import numpy as np
 T = TypeVar("T")
 
 _CHECKS = 8
-"""How often it is looked how much is lost, after the start."""
+"""How often the loss is measured after the start."""
 
 
 class Descent(NamedTuple):
-    """What was found.
+    """The result of a descent.
 
     Attributes:
-      kept: what has lost least.
-      before: what is lost at the start, on some batches the mean.
-      after: by what is kept, likewise.
-      best: after how many steps that was found; 0 is the start.
+      kept: the state with the least loss.
+      before: the loss at the start, the mean over some batches.
+      after: the loss of `kept`, likewise.
+      best: after how many steps it was found; 0 is the start.
     """
 
     kept: Any
@@ -38,21 +38,22 @@ def descended(
     refuse: Callable[[float, int], Exception],
     done: Callable[[], Any] = lambda: None,
 ) -> Descent:
-    """Goes some steps, each by one batch, all of them in each turn.
+    """Takes some steps, each on one batch; each pass uses all batches.
 
     Args:
-      start: where it begins.
-      steps: how many there are.
-      batches: likewise.
-      seed: of the order of the batches.
-      lost: returns what is lost on the batch of a number.
-      moved: returns where a step leads by the batch of a number; its length falls from 1 to 0
-        evenly.
-      refuse: returns the error where the start loses no number, on so many batches.
+      start: the initial state.
+      steps: number of steps.
+      batches: number of batches.
+      seed: seed of the order of the batches.
+      lost: returns the loss on the batch of an index.
+      moved: returns the state after a step on the batch of an index; its length decays from 1 to 0
+        linearly.
+      refuse: returns the error to raise if the loss at the start, on so many batches, is not
+        finite.
       done: is called after each step.
     """
     rng = np.random.default_rng(seed)
-    # That many that looking at them takes no more than half as long as the steps.
+    # So many batches that measuring the loss takes at most half as long as the steps.
     checked = rng.permutation(batches)[: max(steps // (2 * _CHECKS), 1)].tolist()
 
     def mean(found: T) -> float:

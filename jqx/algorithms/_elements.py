@@ -1,5 +1,5 @@
-"""Which elements of a weight a site multiplies by, by their numbers: a few integers where a formula
-tells them.
+"""Which elements of a weight a site multiplies by: their numbers, stored as a few integers if a
+formula describes them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """Numbers of elements, int32, of which parts are taken as of an array.
+    """Numbers of elements, int32, that can be indexed like an array.
 
     Attributes:
       shape: [*steps, *batch, rows, columns].
-      first: the number of the first.
-      strides: by how much numbers grow along each axis; `None` where they do not grow evenly.
-      table: the numbers, where they do not.
+      first: the number of the first element.
+      strides: the increment of numbers along each axis; `None` if increments are not constant.
+      table: the numbers, if increments are not constant.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Elements:
 
     @classmethod
     def of(cls, numbers: Array) -> "Elements":
-        """Returns numbers as a formula, where there is one: so views of a weight have them."""
+        """Returns numbers as a formula, if there is one. There is one for views of a weight."""
         numbers, shape = np.asarray(numbers), np.shape(numbers)
         if not numbers.size:
             return cls(shape, 0, (0,) * len(shape))
@@ -43,7 +43,7 @@ class Elements:
             second = (0,) * axis + (min(1, size - 1),) + (0,) * (len(shape) - axis - 1)
             strides.append(int(numbers[second] - origin))
         found = cls(shape, int(origin), tuple(strides))
-        # Part by part: the whole array is not built a second time.
+        # Part by part, so that the whole array is not built a second time.
         even = all(
             np.array_equal(part, found[here])
             for here, part in zip(
@@ -54,7 +54,7 @@ class Elements:
 
     @property
     def nbytes(self) -> int:
-        """What is held of them."""
+        """The bytes that it holds."""
         return 0 if self.table is None else self.table.nbytes
 
     def __getitem__(self, index: tuple[int, ...]) -> Array:
@@ -72,8 +72,8 @@ class Elements:
 
 
 def elements_of_sites(plan: Plan, call: Call, groups: Sequence[Group]) -> dict[str, Elements]:
-    """Returns which elements of its group each site multiplies by, by the key of its operand. Those
-    of one site after another are made, of shapes alone.
+    """Returns which elements of its group each site multiplies by, by the key of its operand. They
+    are computed site by site, from shapes alone.
     """
     items = {item.address: item for item in contractions(call) if item.address}
     of_path: dict[str | None, Group] = {path: group for group in groups for path in group.sizes}

@@ -1,4 +1,4 @@
-"""Cross-layer equalisation: weights that follow one another get channels of one range."""
+"""Cross-layer equalization: gives the channels of consecutive weights the same range."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,42 +19,45 @@ _STILL = 1e-3
 _MOST = 100
 
 
-@called("algorithms.equalize", "options go by name: jqx.algorithms.equalize(steps=20).")
+@called("algorithms.equalize", "pass options by name: jqx.algorithms.equalize(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Equalize:
-    """Scales channels between weights so that each has one range in the weight that makes it and in
-    those that read it, `sqrt(r1 r2)` for ranges `r1` and `r2`: an algorithm of `jqx.ptq` that
-    changes weights and leaves the function as it is. It is for plans with one scale for all
-    channels of a weight, and needs no data but for what is absorbed.
+    """Scales channels between weights so that each has the same range in the weight that produces
+    it and in those that read it, `sqrt(r1 r2)` for ranges `r1` and `r2`: an algorithm of `jqx.ptq`
+    that changes weights, but not the function.
 
-    Behind a ReLU that is clipped by constants, such as ReLU6, channels are scaled with their clips:
-    these are kept at the sites that read them (`jqx.Quantized.maps`), a minimum for each channel
-    that XLA joins with the ReLU. The clip of the function stays, so factors of such channels are
-    made 1 at most; all of a weight are divided by one number, which one scale does not notice.
+    Use it for plans with one scale for all channels of a weight. It needs no data, except for
+    absorption.
 
-    Where the plan quantizes what a weight is multiplied by, the least value that batches have in a
-    channel is taken from it, if that is more than 0, and its product with the weight is added to
-    the result (bias absorption): a smaller range has a smaller step. That is exact for all values,
-    but not where a convolution pads with zeros, so such sites are left out, and `ragged_dot`.
+    Channels after a ReLU that is clipped by constants, such as ReLU6, are scaled together with
+    their clips. These are applied at the sites that read them (`jqx.Quantized.maps`), as a minimum
+    for each channel that XLA fuses with the ReLU. The clip of the function stays, so factors of
+    such channels must be at most 1. To get there, all factors of a weight are divided by one
+    number, which does not matter if the weight has one scale.
 
-    With one scale for each channel of a weight there is nothing to gain, and activations with one
-    static scale lose. (Measured in EfficientNet-Lite0: agreement falls from 85.6 to 75.0 %.)
+    If the plan quantizes the other operand of a weight, the least value of a channel over batches
+    is subtracted from it, if it is above 0, and its product with the weight is added to the result
+    (bias absorption). A smaller range has a smaller step. This is exact for all values, unless a
+    convolution pads with zeros. Such sites are left out, and so is `ragged_dot`.
 
-    Channels that a gain or a table makes are left as they are: these are not quantized. The report
-    is `Pairs`.
+    With one scale for each channel of a weight nothing is gained, and activations with one static
+    scale lose. (Measured in EfficientNet-Lite0: agreement falls from 85.6 to 75.0 %.)
+
+    Channels that come from a gain or a table are unchanged, because these are not quantized. The
+    report is a `Pairs`.
 
     Attributes:
-      steps: how often all pairs are equalized, one after another, at most; it ends where no factor
-        changes by more than a thousandth.
-      absorb: whether least values are absorbed. In EfficientNet-Lite0 with one scale for each
-        weight and activation, all of 8 bits, that takes agreement from 69.2 to 76.0 %.
+      steps: maximum number of passes over all pairs. It stops when no factor changes by more than a
+        thousandth.
+      absorb: whether least values are absorbed. In EfficientNet-Lite0, with 8 bits and one scale
+        for each weight and activation, that raises agreement from 69.2 to 76.0 %.
 
     Raises:
-      TypeError: `absorb` is no truth value.
-      ValueError: `steps` is no positive integer; when it runs, nothing can be scaled.
+      TypeError: `absorb` is not a bool.
+      ValueError: `steps` is not a positive integer; at run time, nothing can be scaled.
 
-    Source: Nagel et al., arXiv:1906.04721, sections 4.1 and 4.2, with least values that
-    are measured. They take ReLU for ReLU6.
+    Source: Nagel et al., arXiv:1906.04721, sections 4.1 and 4.2, but with measured least values.
+    The paper replaces ReLU6 by ReLU.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -74,10 +77,10 @@ class Equalize:
             isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0,
             error=ValueError,
             function="algorithms.equalize",
-            problem="`steps` is no positive integer.",
+            problem="`steps` is not a positive integer.",
             given=f"steps == {shown(self.steps)}",
             expected="1 or more",
-            mend="leave it out: it ends where nothing changes.",
+            mend="leave it out: it stops when nothing changes.",
         )
         check_flags("algorithms.equalize", absorb=self.absorb)
 
@@ -90,7 +93,7 @@ class Equalize:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled, and what is done at sites."""
+        """Returns the parameters with scaled channels, and the maps that are applied at sites."""
         is_quantized = any(x.path is None and x.spec for s in plan.sites for x in s.operands)
         absorbs = self.absorb and is_quantized
         own = list(batches) if absorbs else [next(iter(batches))]
@@ -107,7 +110,7 @@ class Equalize:
         each = list(zip(inputs, outputs, sizes, strict=True))
 
         def ranges(group: Array) -> tuple[Array, Array]:
-            """Returns the ranges in the weights that make channels of a group, or read them."""
+            """Returns the ranges of a group's channels in weights that produce and read them."""
             own = [x for x in each if np.isin(x[0], group).any() or np.isin(x[1], group).any()]
             now = [x * factors[o][..., :, None] / factors[i][..., None, :] for i, o, x in own]
             read = folds.largest((i, x.max(-2)) for (i, _, _), x in zip(own, now, strict=True))
@@ -133,7 +136,7 @@ class Equalize:
 
 
 def _groups(count: int, inputs: list[Array]) -> list[Array]:
-    """Returns the numbers of factors by the first site that reads them."""
+    """Returns the numbers of factors, grouped by the first site that reads them."""
     left, found = np.ones(count, bool), []
     left[0] = False
     for numbers in inputs:

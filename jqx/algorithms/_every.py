@@ -15,11 +15,11 @@ _EVERY = Policy([Rule(".*", weight="int8", tables=None, optional=True)])
 
 
 class Every(NamedTuple):
-    """What is known of a function.
+    """A function with the plan of all contractions that may be sites.
 
     Attributes:
       own: the plan of its call.
-      plan: that of all that may be a site.
+      plan: the plan of everything that may be a site.
       elements: which elements of its leaf each site multiplies by, by the key of its operand.
       once: addresses of sites whose matrices no other site multiplies by.
       call: the traced function.
@@ -33,14 +33,14 @@ class Every(NamedTuple):
 
 
 def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Every:
-    """Returns the contractions of a function with weights, at its arguments."""
+    """Returns the contractions of a function with weights, traced at its arguments."""
     require_that(
         not plan.splits,
         error=NotImplementedError,
         function=function,
         problem="the plan splits a scan.",
         given="rules that select steps, such as 'layers[0]'",
-        expected="a plan of the function as it is: pairs are found at all sites, quantized or not",
+        expected="a plan of the whole function: pairs are found at all sites, quantized or not",
         mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
     )
     call = trace_call(function, f, plan.parameters, args, {})

@@ -1,5 +1,5 @@
-"""What GPTQ takes from a Hessian: an order of columns, and the triangular factor of its inverse. In
-float64 on the host.
+"""What GPTQ computes from a Hessian: an order of columns, and the triangular factor of its inverse,
+in float64 on the host.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ class Factor(NamedTuple):
     """The inverse of a damped Hessian.
 
     Attributes:
-      upper: upper triangular; `upper.T @ upper` is that inverse.
+      upper: upper triangular; `upper.T @ upper` is the inverse.
       damping: what was added to the diagonal, relative to its mean.
     """
 
@@ -25,8 +25,8 @@ class Factor(NamedTuple):
 
 
 def damped(hessian: Array, damping: float) -> Array:
-    """Returns a Hessian with a multiple of the mean of its diagonal added to it. The diagonal of
-    dead channels, which no input has reached, is 1.
+    """Returns a Hessian plus a multiple of the mean of its diagonal. The diagonal entries of dead
+    channels, which no input reached, are 1.
     """
     found = np.array(hessian)
     np.fill_diagonal(found, _damped(np.diagonal(hessian), damping))
@@ -42,14 +42,14 @@ def _damped(diagonal: Array, damping: float) -> Array:
 def factor(
     hessian: Array, damping: float, most: float = 1.0, order: Array | None = None
 ) -> Factor | None:
-    """Returns the factor of the inverse of a Hessian, damped as little as makes it positive
-    definite: by `damping`, or ten times as much until `most`; `None` where that is not enough.
-    `order` is that of its channels in the factor; `None` leaves them as they are.
+    """Returns the factor of the inverse of a Hessian with the least damping that makes it positive
+    definite: `damping`, then ten times as much each time, up to `most`. `None` if that is not
+    enough. `order` is the order of channels in the factor; `None` keeps it.
     """
     order = np.arange(len(hessian)) if order is None else order
     back = order[::-1]
     while damping <= most:
-        # Each array takes the place of the one before: there is one beside the Hessian.
+        # Each array replaces the one before, so that only one exists besides the Hessian.
         found = hessian.T[np.ix_(back, back)].T
         np.fill_diagonal(found, _damped(np.diagonal(hessian)[order], damping)[::-1])
         try:
@@ -57,7 +57,7 @@ def factor(
         except (linalg().LinAlgError, ValueError):
             damping *= 10
             continue
-        # What is backwards is L L.T: the Hessian is R R.T with R = L[::-1, ::-1], upper triangular.
+        # Reversed, the Hessian is L L.T. So it is R R.T with R = L[::-1, ::-1], upper triangular.
         (invert,) = linalg().get_lapack_funcs(("trtri",), (found,))
         inverse, _ = invert(found, lower=True, overwrite_c=True)
         return Factor(inverse[::-1, ::-1], damping)
@@ -67,9 +67,9 @@ def factor(
 def order_of(hessian: Array, group: Array, order: Order) -> Array:
     """Returns the order in which columns are rounded.
 
-    `activation`: those of the largest inputs first, each in the group that it was in. `groups`:
-    likewise inside of each group, and groups by their largest, a group that is smaller last; so a
-    group stays together (group-aware reordering).
+    `activation`: columns of the largest inputs first; each stays in its group. `groups`: the same
+    inside each group, and groups ordered by their largest input, with a smaller group last, so that
+    each group stays together (group-aware reordering).
     """
     count = len(group)
     if order == "given":
@@ -87,20 +87,20 @@ def order_of(hessian: Array, group: Array, order: Order) -> Array:
 
 
 def carried_over(upper: Array, cross: Array, strength: float) -> Array:
-    """Returns what GPTAQ adds to the columns after a rounded one, from `cross`, the sum of
+    """Returns what GPTAQ adds to the columns after a rounded one. `cross` is the sum of
     `(float - quantized) quantized.T` of inputs.
     """
     return strength * np.triu(cross @ upper.T, 1) @ upper
 
 
 def corrected(w: Array, hessian: Array, cross: Array, strength: float, damping: float) -> Array:
-    """Returns a matrix [rows, columns] that is corrected for inputs that are quantized ones (Arai
-    and Ichikawa, "Quantization Error Propagation", arXiv:2504.09629).
+    """Returns a matrix [rows, columns] corrected for quantized inputs (Arai and Ichikawa,
+    "Quantization Error Propagation", arXiv:2504.09629).
     """
     solved = linalg().solve(damped(hessian, damping), cross.T, assume_a="pos").T
     return w + strength * w @ solved
 
 
 def objective(difference: Array, hessian: Array) -> Array:
-    """Returns `d @ hessian @ d` of each row `d` of a matrix: its squared error over the inputs."""
+    """Returns `d @ hessian @ d` for each row `d`: its squared error over the inputs."""
     return np.einsum("nk,nk->n", difference @ hessian, difference)

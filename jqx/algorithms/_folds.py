@@ -1,4 +1,4 @@
-"""Which factor each element of the parameters takes, where channels are scaled."""
+"""Which factor each element of the parameters takes when channels are scaled."""
 
 import copy
 import dataclasses
@@ -20,10 +20,10 @@ class Pair:
     """Weights that are scaled together.
 
     Attributes:
-      before: what makes the channels: paths of gains, biases and tables, names of sites.
-      after: names of the sites that sum over them.
-      channels: how many factors there are, of all steps of scans together.
-      clipped: whether a constant limits what a site sums over, such as the 6 of ReLU6: then sites
+      before: what produces the channels: paths of gains, biases and tables, names of sites.
+      after: names of the sites that sum over the channels.
+      channels: number of factors, over all steps of scans.
+      clipped: whether a constant limits the inputs of a site, such as the 6 of ReLU6. Then sites
         need a clip for each channel.
     """
 
@@ -34,14 +34,14 @@ class Pair:
 
 
 class Folds(Named):
-    """Which factors the parameters of a function can take, and how.
+    """Which factors the parameters of a function can take.
 
     Attributes:
-      met: the sites that are met, one for each step of the scans around them.
-      numbers: for each label the number of its factor; 0 where that is 1.
-      count: how many factors there are, that of the number 0 among them.
-      is_clipped: by number, whether values with that factor are clipped somewhere: then it is 1 at
-        most.
+      met: the sites, one for each step of the scans around them.
+      numbers: for each label the number of its factor; 0 if the factor is 1.
+      count: number of factors, including number 0.
+      is_clipped: by number, whether values with that factor are clipped somewhere. Then the factor
+        is at most 1.
     """
 
     def __init__(self, plan: Plan, follower: Follower):
@@ -72,14 +72,14 @@ class Folds(Named):
         return self._numbers(met.outputs)
 
     def limits(self, met: Met) -> Array:
-        """Returns what the channels of a site are at most, [*batch, channels]; infinity where they
-        have no factor or are not clipped.
+        """Returns the upper limits of the channels of a site, [*batch, channels]; infinity for
+        channels that have no factor or are not clipped.
         """
         limits = self._limits[np.maximum(met.inputs, FIXED)]
         return np.where(self.inputs(met) > 0, limits, np.inf)
 
     def without_clips(self) -> "Folds":
-        """Returns the same, without factors for what is clipped."""
+        """Returns a copy without factors for clipped values."""
         found = copy.copy(self)
         is_clipped = self.is_clipped[self.numbers]
         labels = np.flatnonzero(is_clipped).tolist()
@@ -96,8 +96,8 @@ class Folds(Named):
         return self._shapes[met.place]
 
     def largest(self, found: Iterable[tuple[Array, Array]]) -> Array:
-        """Returns the largest of some values for each number, 0 where there is none, from pairs of
-        numbers and values.
+        """Returns the largest value for each number, from pairs of numbers and values; 0 for
+        numbers without values.
         """
         most = np.zeros(self.count)
         for numbers, values in found:
@@ -132,7 +132,7 @@ class Folds(Named):
         why = {self.name(met): self.why(met) for met in reversed(self.met)}
         paired = {name for _, consumers, _ in found for name in consumers}
         reasons = {
-            site.name: why.get(site.name, "its weight has another use, or is no plain matrix")
+            site.name: why.get(site.name, "its weight has another use, or is not a plain matrix")
             for site in self.sites
             if site.name not in paired
         }
@@ -142,13 +142,13 @@ class Folds(Named):
     def folded(
         self, params: Any, factors: Array, kept: Callable[[Met], Array] | None = None
     ) -> Any:
-        """Returns parameters that are scaled by factors, by number, so that values between them are
-        and the results of the function are not. In float64, rounded once.
+        """Returns parameters scaled by factors. Values between them are scaled; the results of the
+        function are unchanged. Computed in float64, rounded once.
 
         Args:
           params: the parameters.
-          factors: by number.
-          kept: what the channels of a site are divided by at the site, [*batch, channels].
+          factors: the factors, by number.
+          kept: the divisors that are applied at the site, [*batch, channels].
         """
         given, found = self.leaves(params), {}
 
@@ -171,17 +171,17 @@ class Folds(Named):
         return self.with_leaves(params, given)
 
     def factors(self, function: str, scales: Mapping[str, Any]) -> Array:
-        """Returns factors by number, of what operands are divided by: checked."""
+        """Returns factors by number from the divisors of operands, after checking these."""
         keys = {self.key(met): met.site for met in self.met}
         unknown = sorted(set(scales) - set(keys))
         require_that(
             not unknown,
             error=ValueError,
             function=function,
-            problem="`scales` are of operands that cannot be scaled, or are not there.",
+            problem="`scales` has keys of operands that cannot be scaled or do not exist.",
             given=", ".join(map(repr, unknown[:4])),
             expected=f"some of {', '.join(map(repr, list(keys)[:4]))}",
-            mend="print jqx.algorithms.find_pairs(f, plan)(params, x): it says why.",
+            mend="print jqx.algorithms.find_pairs(f, plan)(params, x): it shows the reasons.",
         )
         found, given_by = np.ones(self.count), [""] * self.count
         for met in self.met:
@@ -198,7 +198,7 @@ class Folds(Named):
                 given=f"shape {own.shape}, from {own.min(initial=np.inf):.4g} to "
                 f"{own.max(initial=-np.inf):.4g}",
                 expected=f"positive numbers of shape {shape}, as jqx.observers.absmax has channels",
-                mend="give what each channel of that operand is divided by, 1 where nothing is.",
+                mend="pass the divisor of each channel of that operand, 1 for no change.",
             )
             numbers, by = self.inputs(met), 1 / own[met.steps]
             require_that(
@@ -209,7 +209,7 @@ class Folds(Named):
                 given=f"{int(np.sum((numbers == 0) & (by != 1)))} channels with a scale, of "
                 f"{numbers.size}, at step {met.steps}: {self.why(met)}",
                 expected="1 where a channel cannot be scaled",
-                mend="set these to 1.",
+                mend="set the scales of these channels to 1.",
             )
             for number, factor in zip(numbers.ravel().tolist(), by.ravel().tolist(), strict=True):
                 known = given_by[number]
@@ -220,7 +220,7 @@ class Folds(Named):
                     problem="`scales` contradict each other.",
                     given=f"{1 / found[number]:.6g} of {known!r} and {1 / factor:.6g} of {key!r}",
                     expected="one scale for a channel that several sites read, or that is repeated",
-                    mend="find one for all: the largest, for example.",
+                    mend="use one scale for all of them, for example the largest.",
                 )
                 if number:
                     found[number], given_by[number] = factor, key

@@ -1,5 +1,5 @@
-"""GPTQ: codes of a weight, chosen one column after another, each of which makes good what those
-before it have cost.
+"""GPTQ: chooses the codes of a weight column by column; later columns compensate for the rounding
+errors of earlier ones.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ._layers import layer_by_layer
 from ._matrices import (
     Matrix,
     Unsupported,
-    alike_of,
+    by_shape,
     matrices_of,
     observers_of,
     settled,
@@ -49,67 +49,71 @@ _CHOICES = {
 }
 
 
-@called("algorithms.gptq", "options go by name, such as jqx.algorithms.gptq(order='activation').")
+@called("algorithms.gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
 @dataclasses.dataclass(frozen=True)
 class Gptq:
     """Chooses the codes of weights by GPTQ: an algorithm of `jqx.ptq` and `jqx.quantize_params`.
 
-    For every matrix that a site multiplies by it minimises the squared error of the product over
-    the inputs, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`: columns are rounded one after
-    another, and those that are left make good what each has cost. A row that ends with more than
-    rounding to nearest costs with the same scales is rounded to nearest, and reported. Any format
-    and granularity of a `QSpec` will do. Activations stay in float while codes are chosen.
+    For every matrix that a site multiplies by, it minimizes the squared error of the product over
+    the inputs, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`. Columns are rounded one by one,
+    and the remaining columns compensate for the error of each. A row whose final error is above
+    that of rounding to nearest with the same scales is rounded to nearest, and reported. All
+    formats and granularities of a `QSpec` are supported. Activations stay in float while codes are
+    chosen.
 
-    Layer by layer, leaves of parameters may be `jqx.interop.Lazy`, of a model larger than memory: a
-    leaf is read for the stage, or the site, that needs it, and dropped before the next. What is
-    chosen lies in files, in the folder of the checkpoint, or in one that goes with the result, and
-    the weights that are returned are lazy: `jqx.save(..., resume=True)` goes on where it was, as
-    their source is a digest of the run. A stack that a scan steps over is read whole in each step:
-    layers of their own take the least. Where several sites share a weight, the function is run once
-    more, before.
+    In the sequential mode, leaves of parameters may be `jqx.interop.Lazy`, for a model larger than
+    memory. A leaf is read for the stage, or the site, that needs it, and dropped before the next.
+    Results are stored in files, in the folder of the checkpoint or in a temporary one that lives as
+    long as the result. The returned weights are lazy; as their source is a digest of the run,
+    `jqx.save(..., resume=True)` continues an interrupted save. A stack that a scan steps over is
+    read whole in each step, so separate layers need the least memory. If several sites share a
+    weight, the function is run once more before.
 
     Attributes:
-      damping: what is added to the diagonal of `H`, relative to its mean; ten times as much where
-        that does not make it positive definite, up to 1. The report says how much it was.
-      order: in which columns are rounded: `"activation"`, those of large inputs first; `"groups"`,
-        likewise inside of each group, and groups by their largest; `"given"`, as they are. None of
-        them leaves a trace in the codes: columns stay where they are. `None` takes `"activation"`,
-        which lost least on the models that were tried, and `"groups"` where these are dynamic.
-      groups: scales are found before the first column is rounded, `"static"`, or those of a group
-        when the loop comes to it, of columns that are corrected already, `"dynamic"`; not with
-        `order="activation"`, and not where scales are quantized in turn (nvfp4).
-      calibrator: finds the scales; `None` takes that of each spec.
-      sequential: whether `jqx.ptq` goes layer after layer, each on inputs that those before it,
-        quantized, have made; else all see float inputs, in one pass.
-      propagation: how a site makes good what its inputs have lost, where it is sequential: `"qep"`
-        corrects the weight for them before, `"gptaq"` each column as it goes; `"none"` does not.
-        Integers that the function makes of floats, such as the expert of a token, are those of
-        the quantized one in both.
-      strength: how much of that, 0 to 1; `None` is .5 for `qep` and .25 for `gptaq`.
-      ill_conditioned: what becomes of a matrix whose `H` no damping makes positive definite, as of
-        NaN inputs: an `"error"`, or it is rounded to nearest, `"round"`, and the report says so.
-      unsupported: what becomes of a weight whose inputs cannot be known, such as a table that is
-        looked up, or one inside of a `shard_map`: likewise.
-      least_inputs: how many inputs a matrix must have been given, for each of its columns; with
-        fewer it is rounded to nearest, and the report shows no damping. An expert that few tokens
-        have reached is chosen by what these have in common: 1 leaves it alone.
-      weight: how much the rows of the inputs count, as that of `jqx.observers.hessian`: a function
-        of what a batch has, such as `lambda tokens: tokens != 0` where 0 is padding; `None` counts
-        all alike.
+      damping: what is added to the diagonal of `H`, relative to its mean. If `H` is not positive
+        definite then, it is raised by factors of ten, up to 1. The report has the final value.
+      order: the order in which columns are rounded. `"activation"` starts with the largest inputs;
+        `"groups"` does so inside each group, and orders groups by their largest input; `"given"`
+        keeps the order. The codes are stored in the original order in any case. `None` takes
+        `"activation"`, which had the least error on the models that were tried, or `"groups"` if
+        `groups` is `"dynamic"`.
+      groups: `"static"` computes all scales before the first column is rounded. `"dynamic"`
+        computes those of a group when the loop reaches it, from columns that are corrected already;
+        not with `order="activation"`, nor for scales that are quantized themselves (nvfp4).
+      calibrator: computes the scales; `None` takes that of each spec.
+      sequential: whether `jqx.ptq` processes layer by layer, each on inputs from the quantized
+        layers before it. Otherwise all layers see float inputs, in one pass.
+      propagation: how a site compensates for the error of its inputs, if `sequential`. `"qep"`
+        corrects the weight before rounding, `"gptaq"` corrects each column during the loop;
+        `"none"` does not. Integers that the function computes from floats, such as the expert of a
+        token, are those of the quantized function in both.
+      strength: how much of that correction is applied, 0 to 1; `None` is .5 for `qep` and .25 for
+        `gptaq`.
+      ill_conditioned: what to do with a matrix whose `H` no damping makes positive definite, for
+        example because of NaN inputs: `"error"` raises, `"round"` rounds to nearest, which the
+        report shows.
+      unsupported: what to do with a weight whose inputs cannot be observed, such as a table that is
+        looked up, or one inside a `shard_map`: likewise.
+      least_inputs: minimum number of inputs of a matrix for each of its columns. With fewer, it is
+        rounded to nearest, and the report shows no damping. An expert that few tokens reach would
+        be fitted to what these have in common by chance; 1 avoids that.
+      weight: weights of the rows of the inputs, as in `jqx.observers.hessian`: a function of the
+        values of a batch, such as `lambda tokens: tokens != 0` if 0 is padding. `None` gives all
+        rows the same weight.
       offload: whether activations of the batches are kept on the host between stages, or, with
-        `"disk"`, in temporary files, where it is sequential; one batch at a time is on the device.
-        It is slower, with the same codes.
-      checkpoint: a folder for what is chosen already. `None` keeps nothing. Where a run of the same
-        function, plan, options, parameters and batches was interrupted, matrices that it has chosen
-        are read from there: on the same devices the result is the same, bit for bit.
+        `"disk"`, in temporary files, if `sequential`. One batch at a time is then on the device.
+        That is slower, with the same codes.
+      checkpoint: a folder for results so far; `None` stores nothing. After an interruption, a run
+        with the same function, plan, options, parameters and batches reads finished matrices from
+        it. On the same devices the result is the same, bit for bit.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: a field is out of range or has no such choice, or fields exclude each other; when
-        it runs, the checkpoint is of another run.
+      TypeError: a field has the wrong type.
+      ValueError: a field is out of range or unknown, or fields exclude each other; at run time, the
+        checkpoint belongs to another run.
 
     Source: Frantar et al., arXiv:2210.17323; `qep`: Arai and Ichikawa, arXiv:2504.09629; `gptaq`:
-    Li et al., arXiv:2504.02692; order by groups: that of GPTQModel.
+    Li et al., arXiv:2504.02692; the order by groups: GPTQModel.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -194,16 +198,16 @@ class Gptq:
 
     @property
     def observers(self) -> Mapping[str, Any]:
-        """What `calibrate_batches` is to record for one pass."""
+        """What `calibrate_batches` must record for one pass."""
         return observers_of(self.weight, self.unsupported)
 
     @property
     def lazy(self) -> bool:
-        """Whether parameters may be read when their site comes."""
+        """Whether parameters may be lazy, and are read when their site is reached."""
         return self.sequential
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
-        """Returns the parameters with codes chosen by statistics of float inputs, in one pass."""
+        """Returns parameters with codes chosen from statistics of float inputs, in one pass."""
         return self._one_pass(plan, params, stats)
 
     def _one_pass(
@@ -221,8 +225,8 @@ class Gptq:
                 if self.unsupported == "error":
                     raise
                 entries.append(unknown(plan, group, leaves[next(iter(group.sizes))].shape))
-            for alike in alike_of(every):
-                given = (lambda alike=alike: alike), stacked(alike), grids, group.whole
+            for same in by_shape(every):
+                given = (lambda same=same: same), stacked(same), grids, group.whole
                 entries.extend(chosen(checkpoint, self, *given))
             codes |= grids.quantized()
         quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)
@@ -237,7 +241,7 @@ class Gptq:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with codes chosen by batches: layer by layer, or in one pass."""
+        """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
         solver, folder = dataclasses.replace(self, offload=False, checkpoint=None), self.checkpoint
         if self.sequential:
             return layer_by_layer(
@@ -246,7 +250,7 @@ class Gptq:
                 plan,
                 params,
                 batches,
-                beside=self.propagation != "none",
+                with_float=self.propagation != "none",
                 offload=self.offload,
                 checkpoint=folder,
                 progress=progress,
@@ -263,13 +267,11 @@ class Gptq:
         return solver._one_pass(plan, params, stats, known)
 
     def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that finds scales."""
+        """Returns a spec with the calibrator that computes scales."""
         return calibrated(spec, self.calibrator)
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns what is to be
-        reported of each.
-        """
+        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
         spec = self.spec_of(weight.spec)
         parts = parted(matrices)
         return [x for part in parts for x in self._solve(part, grids, weight.path, spec)]
@@ -294,7 +296,7 @@ class Gptq:
         if good:
             solvable = [matrices[i] for i in good], stack.of_some(good), [found[i] for i in good]
             rounded[good] = self._rounded(*solvable)
-        nearest = stack.nearest()  # with scales that may have been found on the way
+        nearest = stack.nearest()  # with scales that the loop may have computed
         rounded[bad] = nearest[bad]
         damping = [None if own is None else own.damping for own in found]
         rounded, entries = settled(matrices, path, stack.w, nearest, rounded, damping, start)
@@ -303,7 +305,7 @@ class Gptq:
 
     def _factor(self, hessian: Array, order: Array) -> Factor | None:
         found = factor(hessian, self.damping, order=order)
-        if found is None or self.propagation == "gptaq":  # which needs all of its bits
+        if found is None or self.propagation == "gptaq":  # gptaq needs float64
             return found
         return found._replace(upper=found.upper.astype(np.float32))
 
@@ -331,7 +333,7 @@ class Gptq:
                 "algorithms.gptq",
                 f"the Hessian of {matrix.name} is not positive definite, however it is damped.",
                 given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of "
-                "their products are no numbers",
+                "their products are not finite",
                 expected="inputs without NaN and infinities",
                 mend="calibrate on other batches, or pass ill_conditioned='round'.",
             )

@@ -1,5 +1,5 @@
-"""The grids that weights are rounded to, and the codes that stand on them: for each element a code,
-and no float.
+"""The grids that weights are rounded to, and the codes on them: one code for each element, no
+floats.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Weights that are joined where some site multiplies by them; most often one.
+    """Weights that some site multiplies by after concatenation; in most cases a single one.
 
     Attributes:
       weights: in the order of the plan.
-      sizes: how many elements each has, by path.
+      sizes: number of elements of each, by path.
     """
 
     weights: tuple[Weight, ...]
@@ -47,7 +47,7 @@ class Group:
         return "+".join(self.sizes)
 
     def numbers(self, paths: Sequence[str], elements: Array) -> Array:
-        """Returns numbers of elements of some of the weights as they are among all of them."""
+        """Returns numbers of elements of some of the weights as numbers within the group."""
         if [*paths] == [*self.sizes]:
             return elements
         return renumbered(elements, {path: self.sizes[path] for path in paths}, self.sizes)
@@ -73,11 +73,11 @@ class Part:
     """One weight of a group.
 
     Attributes:
-      path: where it stands among the parameters.
+      path: its path among the parameters.
       x: its values, in float.
-      nearest: its QTensor as rounding to nearest makes it, without codes and scales: of shapes.
-      scale: its scales, where these are quantized in turn; they stay as they are.
-      start: the number of its first element among those of the group.
+      nearest: its QTensor as rounded to nearest, with shapes in place of codes and scales.
+      scale: its scales, if they are quantized themselves; they do not change.
+      start: the number of its first element within the group.
       first: the index of its first scale, likewise.
     """
 
@@ -90,17 +90,17 @@ class Part:
 
     @property
     def elements(self) -> slice:
-        """Its elements among those of the group."""
+        """Its elements within the group."""
         return slice(self.start, self.start + math.prod(self.nearest.shape))
 
     @property
     def scales(self) -> slice:
-        """Its scales among those of the group."""
+        """Its scales within the group."""
         return slice(self.first, self.first + math.prod(self.nearest.groups.scale_shape))
 
     @property
     def sizes(self) -> Array:
-        """How many elements have each scale."""
+        """The number of elements of each scale."""
         groups, found = self.nearest.groups, np.ones(1, int)
         for count, size, scales in zip(groups.shape, groups.sizes, groups.scale_shape, strict=True):
             own = np.full(scales, size)
@@ -124,13 +124,13 @@ class Part:
 
 @dataclasses.dataclass
 class Grids:
-    """Scales, zero points and codes of a group of weights, in NumPy, all as one.
+    """Scales, zero points and codes of a group of weights, in NumPy, concatenated.
 
     Attributes:
-      spec: how values are rounded, which weights that are joined have in common.
+      spec: how values are rounded; the same for all weights of the group.
       parts: the weights.
-      codes: of each element, flat; those of rounding to nearest where none are chosen.
-      scale: of each group of elements, flat, as real numbers.
+      codes: code of each element, flat; from rounding to nearest until others are chosen.
+      scale: scale of each group of elements, flat, dequantized.
       zero_point: likewise, or `None`.
     """
 
@@ -142,7 +142,7 @@ class Grids:
 
     @classmethod
     def of(cls, leaves: Mapping[str, Any], specs: Mapping[str, QSpec]) -> "Grids":
-        """Finds the scales of weights, each by the calibrator of its spec."""
+        """Computes the scales of weights, each by the calibrator of its spec."""
         parts, found = [], []
         start = first = 0
         for path, spec in specs.items():
@@ -164,11 +164,11 @@ class Grids:
     def of_group(
         cls, group: Group, leaves: Mapping[str, Any], spec_of: Callable[[QSpec], QSpec]
     ) -> "Grids":
-        """Returns the grids of weights that are joined."""
+        """Returns the grids of the weights of a group."""
         return cls.of(leaves, {x.path: spec_of(x.spec) for x in group.weights})
 
     def _each(self, places: Array) -> Iterator[tuple[Part, Any]]:
-        """Yields which of some elements are of each weight."""
+        """Yields the part of some elements that belongs to each weight."""
         for part in self.parts:
             if len(self.parts) == 1:
                 yield part, ...
@@ -186,7 +186,7 @@ class Grids:
         return found
 
     def floats(self, places: Array) -> Array:
-        """Returns the values of some elements before they are rounded, float32."""
+        """Returns the values of some elements before rounding, float32."""
         found = np.empty(places.shape, np.float32)
         for part, mine in self._each(places):
             found[mine] = _taken(part.x, places[mine] - np.int32(part.start))
@@ -194,12 +194,12 @@ class Grids:
 
     @functools.cached_property
     def sizes(self) -> Array:
-        """How many elements have each scale."""
+        """The number of elements of each scale."""
         return np.concatenate([part.sizes for part in self.parts])
 
     @property
     def is_plain(self) -> bool:
-        """Whether scales are not quantized in turn."""
+        """Whether scales are not quantized themselves."""
         return all(part.scale is None for part in self.parts)
 
     def at(self, label: Array) -> tuple[Array, Array | None]:
@@ -213,7 +213,7 @@ class Grids:
             self.zero_point[label] = np.asarray(affine.zero_point)
 
     def write(self, places: Array, values: Array) -> None:
-        """Writes the codes of values that stand on the grids."""
+        """Writes the codes of values that are on the grids."""
         spec = self.spec
         self.codes[places] = affine_quantize(
             values,
@@ -224,7 +224,7 @@ class Grids:
         )
 
     def values(self, places: Array) -> Array:
-        """Returns what the codes of some elements stand for, float32."""
+        """Returns the dequantized values of some elements, float32."""
         codes, scales = self.codes[places], self._scales(places)
         found = affine_dequantize(codes, *scales, qtype=self.spec.qtype, dtype=np.float32)
         return np.asarray(found)
@@ -250,7 +250,7 @@ class Grids:
 
 
 def calibrated(spec: QSpec, calibrator: Calibrator | None) -> QSpec:
-    """Returns a spec with a calibrator in the place of its own, where there is one."""
+    """Returns a spec with another calibrator, if one is given."""
     return spec if calibrator is None else dataclasses.replace(spec, calibrator=calibrator)
 
 

@@ -1,4 +1,4 @@
-"""Hadamard matrices: orthogonal, of entries 1 and -1. They spread a value over all channels."""
+"""Hadamard matrices: orthogonal, with entries 1 and -1. They spread a value over all channels."""
 
 import functools
 import math
@@ -9,11 +9,11 @@ from .._checks import require_that
 from ._labels import Array
 
 _MOST = 64
-"""Above it a rotation is made of two smaller ones."""
+"""Larger rotations are Kronecker products of two smaller ones."""
 
 
 def is_order(n: int) -> bool:
-    """Whether a Hadamard matrix of a size is known here."""
+    """Whether a Hadamard matrix of a size is available."""
     return _made(n) is not None
 
 
@@ -21,11 +21,11 @@ def is_order(n: int) -> bool:
 def hadamard(n: int) -> Array:
     """Returns a Hadamard matrix, entries 1 and -1, int8 [n, n].
 
-    Sizes are a power of two times 1 or one of `q + 1` for a prime power `q = 4 k + 3`,
-    `2 (q + 1)` for one of `q = 4 k + 1`, and those that sets of four circulant matrices make.
+    Sizes are a power of two times one of these: 1; `q + 1` for a prime power `q = 4 k + 3`;
+    `2 (q + 1)` for a prime power `q = 4 k + 1`; sizes that four circulant matrices give.
 
     Raises:
-      ValueError: there is none of that size, or none is known here.
+      ValueError: no Hadamard matrix of that size exists, or none is available.
 
     Source: Sylvester 1867; Paley 1933; Goethals and Seidel 1967.
     """
@@ -34,7 +34,7 @@ def hadamard(n: int) -> Array:
         found is not None,
         error=ValueError,
         function="algorithms.rotate",
-        problem="no Hadamard matrix of that size is known.",
+        problem="no Hadamard matrix of that size is available.",
         given=f"{n}",
         expected="1, 2, or a multiple of 4 such as 12, 20, 28, 36 times a power of two",
         mend="rotate blocks of channels: block=64.",
@@ -63,7 +63,7 @@ def _made(n: int) -> Array | None:
 
 
 def _first_kind(n: int) -> Array | None:
-    """Paley's, of a prime power n - 1 = 4 k + 3."""
+    """Paley's first construction, for a prime power n - 1 = 4 k + 3."""
     q = _residues(n - 1)
     if q is None or n % 4:
         return None
@@ -73,7 +73,7 @@ def _first_kind(n: int) -> Array | None:
 
 
 def _second_kind(n: int) -> Array | None:
-    """Paley's, of a prime power n / 2 - 1 = 4 k + 1."""
+    """Paley's second construction, for a prime power n / 2 - 1 = 4 k + 1."""
     q = _residues(n // 2 - 1) if n // 2 % 4 == 2 else None
     if q is None:
         return None
@@ -84,14 +84,14 @@ def _second_kind(n: int) -> Array | None:
 
 
 def _residues(q: int) -> Array | None:
-    """Returns the matrix of `x(a - b)`, `x` 1 of squares and -1 of others, in the field of q
-    elements; `None` where there is no field of odd q.
+    """Returns the matrix of `x(a - b)` in the field of q elements, where `x` is 1 for squares and
+    -1 for others; `None` if there is no field of odd size q.
     """
     p = next((p for p in range(3, q + 1, 2) if q % p == 0), 0)
     power = round(math.log(q, p)) if p else 0
     if not p or p**power != q or any(p % d == 0 for d in range(3, math.isqrt(p) + 1, 2)):
         return None
-    # Elements are polynomials, as digits; products are taken modulo an irreducible one.
+    # Elements are polynomials, stored as digits; products are taken modulo an irreducible one.
     digits = np.array([[i // p**k % p for k in range(power)] for i in range(q)])
     weights = p ** np.arange(power)
     tail = _irreducible(p, power)
@@ -118,7 +118,7 @@ def _irreducible(p: int, n: int) -> Array:
         tail = np.array([code // p**k % p for k in range(n)])
         x = np.eye(n, dtype=int)[1]
         seen, power = set(), np.eye(n, dtype=int)[0]
-        for _ in range(q - 1):  # a root that makes all elements but 0 has an irreducible polynomial
+        for _ in range(q - 1):  # irreducible if its root generates all elements but 0
             power = _times(power, x, tail, p)
             seen.add(tuple(power))
         if len(seen) == q - 1 and tuple(np.zeros(n, int)) not in seen:
@@ -132,15 +132,15 @@ _SETS = {
     29: (28, (2964, 13377, 14668, 14694)),
     43: (7, (29, 44, 69, 11)),
 }
-"""Of some sizes four symmetric circulant matrices, of entries 1 and -1, whose squares add up to the
-identity times four: what generates a group of units, and for each matrix which orbits of it have -1
-in its first row, as bits, in the order of their least elements. Found by search.
+"""For some sizes, four symmetric circulant matrices with entries 1 and -1, whose squares add up to
+four times the identity. Stored as a generator of a group of units, and for each matrix bits that
+say which orbits have -1 in its first row, in the order of their least elements. Found by search.
 """
 
 
 def _four_circulants(n: int) -> Array | None:
-    """Williamson's of four symmetric circulant matrices, in the array of Goethals and Seidel; where
-    n / 4 is three times their size, spread as Cooper and Wallis do.
+    """Williamson's construction from four symmetric circulant matrices, in the array of Goethals
+    and Seidel; if n / 4 is three times their size, spread as by Cooper and Wallis.
     """
     size, times = (n // 12, 3) if n % 12 == 0 and n // 12 in _SETS else (n // 4, 1)
     if size not in _SETS:
@@ -181,8 +181,8 @@ def _circulant(row: Array) -> Array:
 
 @functools.cache
 def factors_of(n: int) -> tuple[int, ...]:
-    """Returns the sizes of Hadamard matrices whose Kronecker product has a size: one, or two that
-    are as near each other as may be; none where there is no such matrix.
+    """Returns the sizes of Hadamard matrices whose Kronecker product has size n: one, or two that
+    are as close to each other as possible; empty if there is no such matrix.
     """
     if n <= _MOST and is_order(n):
         return (n,)
@@ -192,5 +192,5 @@ def factors_of(n: int) -> tuple[int, ...]:
 
 
 def largest_block(n: int) -> int:
-    """Returns the largest divisor of a number of channels that there is a rotation of."""
+    """Returns the largest divisor of a number of channels for which there is a rotation."""
     return next(size for size in range(n, 0, -1) if n % size == 0 and factors_of(size))

@@ -1,4 +1,4 @@
-"""Scales that are kept at sites: of channels that nothing before them can take the scale of."""
+"""Scales that are applied at sites, for channels that no parameter before them can scale."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from ._scaled import Scaled
 
 
 class Kept:
-    """What operands are divided by at their sites, by key: `[*loops, *batch, channels]` of their
-    own axes, one number for all taps of a kernel, and for all experts.
+    """The divisors of operands at their sites, by key: `[*loops, *batch, channels]` on their own
+    axes. All taps of a kernel share one number, and so do all experts.
     """
 
     def __init__(self, folds: Folds):
@@ -25,7 +25,7 @@ class Kept:
         self.scales: dict[str, Array] = {}
 
     def divide(self, mets: Iterable[Met], scale: Array) -> None:
-        """Divides the operand that some sites read by a scale of its channels, where these have no
+        """Divides the operand of some sites by a scale of its channels, for channels without a
         pair.
         """
         for met in mets:
@@ -35,14 +35,14 @@ class Kept:
             found[met.steps] = np.where(is_paired, 1, scale)
 
     def of(self, met: Met) -> Array:
-        """Returns what each channel of a site is divided by, [*batch, channels]."""
+        """Returns the divisor of each channel of a site, [*batch, channels]."""
         key = self._folds.key(met)
         if key not in self.scales:
             return np.ones(met.inputs.shape)
         return spread(met, self.scales[key][met.steps])
 
     def maps(self) -> dict[str, ChannelMap]:
-        """Returns them as maps of sites."""
+        """Returns the divisors as maps of sites."""
         found = self.scales.items()
         return {
             key: ChannelMap(scale=jnp.asarray(1 / x, jnp.float32))
@@ -52,8 +52,8 @@ class Kept:
 
 
 class Unpaired:
-    """Numbers of factors for channels without a pair, behind those that pairs have: one for each
-    channel of each value that sites read.
+    """Numbers of factors for channels without a pair, after those of pairs: one for each channel of
+    each value that sites read.
     """
 
     def __init__(self, scaled: Scaled, observer: Observer, mets: Sequence[Met]):
@@ -76,7 +76,7 @@ class Unpaired:
         return np.where(is_paired, paired, spread(met, self._numbers[id(met)]))
 
     def kept(self, factors: Array) -> Kept:
-        """Returns what is kept at sites, of factors by number."""
+        """Returns what is applied at sites for factors by number."""
         kept = Kept(self._folds)
         for mets, channels in self._values:
             kept.divide(mets, 1 / factors[channels])
@@ -84,7 +84,7 @@ class Unpaired:
 
 
 def read_together(scaled: Scaled, observer: Observer, mets: Iterable[Met]) -> list[list[Met]]:
-    """Returns sites by the value that they read, in its step."""
+    """Groups sites by the value that they read, in its step."""
     together: dict[Any, list[Met]] = {}
     for met in mets:
         value = id(scaled.stats[scaled.name(met, observer)]), met.steps

@@ -1,5 +1,5 @@
-"""What becomes of labels of channels in an equation that holds no site: a rule for each primitive.
-One without a rule fixes what it reads.
+"""How an equation without a site changes labels of channels: a rule for each primitive. A primitive
+without a rule fixes its operands.
 """
 
 import dataclasses
@@ -14,37 +14,37 @@ from .. import _compat
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
-from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, told
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, with_line
 
 Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
 
 
 def moved(eqn: Eqn, operands: Sequence[Any]) -> list[Array]:
-    """Evaluates a view of numbers in the place of values."""
+    """Evaluates a view on numbers in place of values."""
     return [np.asarray(x) for x in _compat.bind(eqn, [jnp.asarray(x) for x in operands])]
 
 
 def _kept(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """What is scaled as its operand is."""
+    """Operations whose result scales like the operand."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return f.stop_at(eqn, values)
     return [Labelled(x.labels, v.aval.shape) for x, v in zip(values, eqn.outvars, strict=False)]
 
 
 def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """Sums and choices: all operands have one factor."""
+    """Sums and choices: all operands have the same factor."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
     if name == "select_n":
-        f.stop(values[0], told(eqn))
+        f.stop(values[0], with_line(eqn))
         values = values[1:]
-    reason = told(eqn, f"{name} with what keeps its values,")
+    reason = with_line(eqn, f"{name} with an unscaled value,")
     if name in ("max", "min", "clamp") and any(isinstance(x, Known) for x in given):
-        reason = told(eqn, f"{name} with a constant")
+        reason = with_line(eqn, f"{name} with a constant")
         clip = _clip_of(name, given)
         if clip is not None and np.all(clip[1] > 0):
             return [f.clipped(values[clip[0]], clip[1])]
         if clip is not None:
-            reason = told(eqn, f"{name} with a constant that is not positive")
+            reason = with_line(eqn, f"{name} with a constant that is not positive")
     labels = np.full((1,) * len(shape), FREE, np.int32)
     for x in values:
         own = x.labels.reshape((1,) * len(shape)) if not x.shape else x.labels
@@ -54,7 +54,7 @@ def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
 
 
 def _clip_of(name: str, given: Sequence[Value]) -> tuple[int, Array] | None:
-    """Returns which operand is limited from above by a constant, and by which."""
+    """Returns which operand a constant limits from above, and the limit."""
     if name == "max" or (name == "clamp" and not _is_free(given[0])):
         return None
     place = 1 if name == "clamp" or isinstance(given[0], Known) else 0
@@ -74,18 +74,18 @@ def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
     if eqn.primitive.name == "div" or (not a.is_fixed and not b.is_fixed):
         is_choice = eqn.primitive.name == "mul"
         why = "the other factor of a product takes it," if is_choice else "a divisor"
-        f.stop(b, told(eqn, why), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
+        f.stop(b, with_line(eqn, why), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
         b = Labelled.fixed(b.shape)
     carries = b if a.is_fixed else a
     shape = eqn.outvars[0].aval.shape
     if len(carries.shape) != len(shape):
-        f.stop(carries, told(eqn))
+        f.stop(carries, with_line(eqn))
         carries = Labelled.fixed(shape)
     return [Labelled.of(carries.labels, shape)]
 
 
 def _compared(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """Signs are those of the operands."""
+    """Signs, which depend only on the signs of the operands."""
     zero = any(isinstance(x, Known) and x.label == FREE for x in given)
     if not zero:
         return f.stop_at(eqn, values)
@@ -93,7 +93,7 @@ def _compared(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> li
 
 
 def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """Sums and maxima over what has one factor."""
+    """Sums and maxima over elements with one factor."""
     (x,) = values
     axes = eqn.params["axes"]
     even = x.even(axes)
@@ -106,7 +106,7 @@ def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> lis
 
 
 def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """Running sums and maxima, and windows, over what has one factor."""
+    """Running sums and maxima, and windows, over elements with one factor."""
     x, p = values[0], eqn.params
     windows = enumerate(p.get("window_dimensions", ()))
     even = x.even([p["axis"]] if "axis" in p else [i for i, n in windows if n > 1])
@@ -116,7 +116,7 @@ def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[
 
 
 def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
-    """What moves elements moves their labels."""
+    """Operations that move elements move their labels."""
     name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
     places = given[starts:]
@@ -129,7 +129,7 @@ def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list
             return f.stop_at(eqn, values)
         if name == "dynamic_update_slice":
             own, other = (x.labels for x in even if x is not None)
-            return [Labelled.of(f.join(own, other, told(eqn)), shapes[0])]
+            return [Labelled.of(f.join(own, other, with_line(eqn)), shapes[0])]
         operands = [x.whole() for x in even if x is not None]
         operands += [np.int32(0) for _ in places]
     else:
@@ -139,12 +139,12 @@ def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list
 
 
 def channels_of(x: Array, shape: Sequence[int], about: ObservedSite) -> Array:
-    """Returns what each channel of an operand has as a site sums over them, [*batch, channels].
+    """Returns a statistic for each channel, as a site sums over them, [*batch, channels].
 
     Args:
-      x: of the rank of the operand, size 1 along an axis where all have the same.
-      shape: that of the operand.
-      about: what an observer is told of it.
+      x: of the rank of the operand, size 1 along an axis whose elements share a value.
+      shape: shape of the operand.
+      about: what observers get to know about it.
     """
     if about.patches is not None:
         axis, groups = about.patches.axes.lhs_spec[1], about.patches.groups
@@ -158,7 +158,7 @@ def channels_of(x: Array, shape: Sequence[int], about: ObservedSite) -> Array:
 
 
 def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
-    """What is looked up in a value."""
+    """A lookup in a value."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     if x.is_fixed:
         return Labelled.fixed(shape, x.why)
@@ -172,10 +172,10 @@ def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
 
 
 def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
-    """A product of values, such as of attention's weights and the values: one takes the factor."""
+    """A product of values, such as attention's weights and values: one takes the factor."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     a, b = values
-    f.stop_clipped(values, told(eqn, "a product of what is clipped"))
+    f.stop_clipped(values, with_line(eqn, "a product of clipped values"))
     if not a.is_fixed and not b.is_fixed:
         return f.stop_at(eqn, [a, b], "a product of two values")[0]
     place = 0 if b.is_fixed else 1
@@ -222,24 +222,24 @@ RULES: dict[str, Rule] = {
 }
 _CLIPPED = {*VIEWED, *_SAME} - {"neg", "abs"} | {"gt", "ge", "lt", "le", "select_n"}
 _CLIPPED |= {"max", "min", "clamp", "reduce_max", "cummax", "reduce_window_max"}
-"""Of values that are clipped these return values with the same clips."""
+"""For clipped values, these return values with the same clips."""
 
 
 def evaluated(
     f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Sequence[Value]
 ) -> Sequence[Labelled]:
-    """Returns the results of an equation that holds neither a site nor a function."""
+    """Returns the results of an equation that has neither a site nor an inner function."""
     name = eqn.primitive.name
     rule = RULES.get(name)
     if all(x.is_fixed for x in values):
         labels = {int(x.labels.item()) for x in values}
         label = FREE if rule is not None and labels == {FREE} else FIXED
-        why = told(eqn) if rule is None else next((x.why for x in values if x.why), "")
+        why = with_line(eqn) if rule is None else next((x.why for x in values if x.why), "")
         return [Labelled.fixed(v.aval.shape, why, label) for v in eqn.outvars]
     if rule is None:
         return f.stop_at(eqn, values)
     if name not in _CLIPPED or (f.has_clips and any(map(_has_infinity, given))):
-        f.stop_clipped(values, told(eqn, f"{name} of what is clipped"))
+        f.stop_clipped(values, with_line(eqn, f"{name} of clipped values"))
     why = next((x.why for x in values if x.is_fixed and x.why), "")
     found = rule(f, eqn, values, given)
     return [dataclasses.replace(x, why=x.why or why) if x.is_fixed else x for x in found]

@@ -1,5 +1,5 @@
-"""Labels of channels: what has one label has one factor. What must have the same factor is joined;
-what cannot have any is fixed, and it is said why.
+"""Labels of channels. Channels with one label have one factor. Labels that must have the same
+factor are joined; labels that cannot have a factor are fixed, with a reason.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from ._scipy import components
 Array = np.ndarray
 
 FREE, FIXED = -1, 0
-"""Labels of zeros and infinities, which any factor leaves as they are; of what has no factor."""
+"""FREE labels zeros and infinities, which no factor changes; FIXED labels values without factor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A value that depends on nothing that is given."""
+    """A value that does not depend on arguments."""
 
     value: Any
 
     @property
     def label(self) -> int:
-        """Whether it may be scaled as others are."""
+        """The label of all its elements: whether they may be scaled."""
         x = np.asarray(self.value)
         is_free = jnp.issubdtype(x.dtype, jnp.inexact) and bool(np.all((x == 0) | np.isinf(x)))
         return FREE if is_free else FIXED
@@ -38,9 +38,9 @@ class Leaf:
     """A parameter, or a view of one.
 
     Attributes:
-      place: which leaf it is.
+      place: the index of the leaf.
       shape: its shape.
-      elements: the numbers of its elements; `None` where sites multiply by it.
+      elements: the numbers of its elements; `None` for weights of sites.
     """
 
     place: int
@@ -53,9 +53,9 @@ class Labelled:
     """Any other value.
 
     Attributes:
-      labels: of its elements, int32, of its rank, size 1 along an axis where all are alike.
-      shape: its own.
-      why: it is fixed, where it is.
+      labels: labels of its elements, int32, of its rank, size 1 along an axis with equal labels.
+      shape: its shape.
+      why: why it is fixed, if it is.
     """
 
     labels: Array
@@ -64,17 +64,17 @@ class Labelled:
 
     @classmethod
     def of(cls, labels: Array, shape: Sequence[int]) -> "Labelled":
-        """Drops what repeats."""
+        """Returns a value, with equal labels along an axis stored once."""
         return cls(narrowed(labels), tuple(shape))
 
     @classmethod
     def fixed(cls, shape: Sequence[int], why: str = "", label: int = FIXED) -> "Labelled":
-        """One that has no factor."""
+        """Returns a value that has no factor."""
         return cls(np.full((1,) * len(shape), label, np.int32), tuple(shape), why)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether nothing of it has a factor."""
+        """Whether no part of it has a factor."""
         return self.labels.size == 1 and self.labels.item() in (FIXED, FREE)
 
     def whole(self) -> Array:
@@ -82,7 +82,7 @@ class Labelled:
         return np.broadcast_to(self.labels, self.shape)
 
     def even(self, axes: Sequence[int]) -> "Labelled | None":
-        """Returns the same, of size 1 along axes; `None` where labels change along them."""
+        """Returns a copy of size 1 along axes; `None` if labels change along them."""
         labels = self.labels
         for axis in axes:
             most = labels.max(axis, keepdims=True)
@@ -96,7 +96,7 @@ Value = Known | Leaf | Labelled
 
 
 def narrowed(x: Array) -> Array:
-    """Returns an array of size 1 along the axes where all is alike."""
+    """Returns an array of size 1 along the axes with equal elements."""
     for axis in range(x.ndim):
         first = x[(slice(None),) * axis + (slice(1),)]
         if x.shape[axis] > 1 and np.all(x == first):
@@ -105,7 +105,7 @@ def narrowed(x: Array) -> Array:
 
 
 def step_of(x: Leaf | Labelled, i: int) -> Value:
-    """Returns what a step of a scan sees of a value."""
+    """Returns the part of a value that a step of a scan reads."""
     if isinstance(x, Leaf):
         return Leaf(x.place, x.shape[1:], None if x.elements is None else x.elements[i])
     return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])
@@ -121,12 +121,12 @@ class Stop:
 
 
 class Labels:
-    """All labels of a function. Values that are clipped have labels of their own, with the factors
-    of those that they had before.
+    """All labels of a function. Clipped values have separate labels, with the factors that they had
+    before the clip.
 
     Args:
-      fixed: which of them are known to have no factor, whatever becomes of products of two values
-        that may have one, and why, as `fixed` of another pass returns it.
+      fixed: labels that are known to have no factor, independent of the choices at products of two
+        values that may both have one, and why; as `fixed` of another pass returns it.
     """
 
     def __init__(self, fixed: "tuple[Array, dict[int, str]] | None" = None):
@@ -138,7 +138,7 @@ class Labels:
 
     @property
     def has_choices(self) -> bool:
-        """Whether there are products of two values of which each might have taken a factor."""
+        """Whether there are products of two values that could both take a factor."""
         return any(stop.is_choice for stop in self._stops)
 
     @property
@@ -147,12 +147,12 @@ class Labels:
         return len(self._clipped) > 0
 
     def new(self, count: int) -> Array:
-        """Returns labels that nothing has."""
+        """Returns labels that are not in use."""
         self._count += count
         return np.arange(self._count - count, self._count, dtype=np.int32)
 
     def made(self, labels: Array, shape: Sequence[int]) -> Labelled:
-        """Returns a value of new labels, but for those that are known as fixed."""
+        """Returns a value with new labels, except those that are known to be fixed."""
         if self._fixed is None:
             return Labelled.of(labels, shape)
         places = self._place(labels)
@@ -161,20 +161,20 @@ class Labels:
         return dataclasses.replace(Labelled.of(own, shape), why=self._why.get(first, ""))
 
     def _place(self, labels: Array) -> Array:
-        """Returns the place of labels among those of values that are not clipped: the same in each
-        pass, whatever is fixed.
+        """Returns the indices of labels among those of values that are not clipped. They are the
+        same in each pass, whatever is fixed.
         """
         return labels - np.searchsorted(self._clipped, labels).astype(np.int32)
 
     def limits(self, labels: Array) -> Array:
-        """Returns what values of these labels are at most, infinity where they are not clipped."""
+        """Returns the upper limits of values of these labels, infinity if they are not clipped."""
         if not self.has_clips:
             return np.full(labels.shape, np.inf)
         place = np.minimum(np.searchsorted(self._clipped, labels), len(self._clipped) - 1)
         return np.where(self._clipped[place] == labels, self._limits[place], np.inf)
 
     def clipped(self, x: Labelled, limit: Array) -> Labelled:
-        """Returns a value that is at most a limit, which is scaled as it is."""
+        """Returns a value clipped at a limit that scales with it."""
         limit = narrowed(limit.reshape(limit.shape or (1,) * len(x.shape)))
         labels, limits = np.broadcast_arrays(x.labels, limit)
         limits = np.minimum(limits, self.limits(labels))
@@ -190,12 +190,12 @@ class Labels:
         return Labelled.of(found, x.shape)
 
     def stop_clipped(self, values: Sequence[Labelled], reason: str) -> None:
-        """Fixes what is clipped."""
+        """Fixes clipped values."""
         for x in values if self.has_clips else ():
             self.stop_labels(x.labels[np.isfinite(self.limits(x.labels))], reason)
 
     def stop(self, x: Labelled, reason: str, is_choice: bool = False) -> None:
-        """Fixes what cannot have a factor."""
+        """Fixes a value that cannot have a factor."""
         self.stop_labels(x.labels, reason, is_choice)
 
     def stop_labels(self, labels: Array, reason: str, is_choice: bool = False) -> None:
@@ -206,13 +206,13 @@ class Labels:
 
     def stop_at(self, eqn: Eqn, values: Sequence[Labelled], reason: str = "") -> list[Labelled]:
         """Fixes the operands of an equation, and returns its results."""
-        why = told(eqn, reason)
+        why = with_line(eqn, reason)
         for x in values:
             self.stop(x, why)
         return [Labelled.fixed(v.aval.shape, why) for v in eqn.outvars]
 
     def join(self, a: Array, b: Array, reason: str) -> Array:
-        """Returns labels of what has the same factors in two values."""
+        """Joins the labels of two values that have the same factors, and returns them."""
         a, b = np.broadcast_arrays(a, b)
         differ = (a != b) & (a != FREE) & (b != FREE)
         if differ.any():
@@ -225,12 +225,12 @@ class Labels:
         return np.where(a == FREE, b, a)
 
     def join_labels(self, a: Array, b: Array) -> None:
-        """Joins labels that may have factors, one by one."""
+        """Joins labels that may have factors, element by element."""
         self._pairs.append((a, b))
 
     def solved(self, choices: bool = True) -> "tuple[Array, dict[int, str]]":
-        """Returns of each label the number of those that have one factor with it, 0 where that is
-        1, and for fixed labels why they are; without `choices` only those that must be.
+        """Returns for each label the number of its factor, 0 if the factor is 1, and for fixed
+        labels the reason. Without `choices`, fixes only labels that must be fixed.
         """
         none = np.empty(0, np.int32)
         a, b = (np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True))
@@ -246,21 +246,21 @@ class Labels:
         numbers = np.cumsum(~is_fixed) * ~is_fixed
         fixed = np.flatnonzero(is_fixed[found])[1:]
         known = zip(fixed.tolist(), self._place(fixed).tolist(), strict=True)
-        told = {x: why.get(int(found[x])) or self._why.get(place, "") for x, place in known}
-        return numbers[found], told
+        reasons = {x: why.get(int(found[x])) or self._why.get(place, "") for x, place in known}
+        return numbers[found], reasons
 
     def _unclipped(self) -> Array:
         """Returns the labels of values that are not clipped."""
         return np.delete(np.arange(self._count), self._clipped)
 
     def fixed(self) -> "tuple[Array, dict[int, str]]":
-        """Returns which labels have no factor whatever is chosen, and why, for another pass."""
+        """Returns labels that have no factor whatever is chosen, and why, for another pass."""
         numbers, why = self.solved(choices=False)
         own = self._unclipped()
         return numbers[own] == 0, {i: why[x] for i, x in enumerate(own.tolist()) if x in why}
 
 
-def told(eqn: Eqn, what: str = "") -> str:
-    """Returns an equation, or something else, with its line, where that is known."""
+def with_line(eqn: Eqn, what: str = "") -> str:
+    """Returns an equation, or a description of it, with its source line, if that is known."""
     line = _compat.line_of(eqn)
     return f"{what or eqn.primitive.name}{f' at {line}' if line else ''}"

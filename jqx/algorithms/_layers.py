@@ -1,5 +1,5 @@
-"""A plan quantized layer after layer: each site sees inputs that those before it have made, with
-their weights quantized.
+"""Quantizes a plan layer by layer: each site sees inputs from the sites before it, whose weights
+are quantized already.
 """
 
 import json
@@ -28,7 +28,7 @@ from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
 from ._grids import Group
 from ._leaves import Leaves
-from ._matrices import Drift, Matrix, alike_of, matrices_of, stacked, unknown
+from ._matrices import Drift, Matrix, by_shape, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._offload import Offload, Where
 from ._once import sites_once
@@ -43,7 +43,7 @@ from ._watch import calibrate_stages
 Array = np.ndarray
 
 _COUNTED = 3
-"""What a value of 2 bytes and how much it counts, a float32, take at most, beside the value."""
+"""Bytes of a 2-byte value and its float32 row weight, relative to the value alone; at most."""
 
 
 def layer_by_layer(
@@ -53,15 +53,15 @@ def layer_by_layer(
     params: Any,
     batches: Iterable[Any],
     *,
-    beside: bool = False,
+    with_float: bool = False,
     offload: Where = False,
     checkpoint: Path | None = None,
     progress: bool = False,
 ) -> Chosen:
-    """Returns the parameters with codes that a solver has chosen site after site.
+    """Returns the parameters with codes that a solver chooses site by site.
 
-    A weight that several sites share, or that a loop uses in all of its steps, is chosen first, by
-    the sum over its uses of float inputs.
+    A weight that several sites share, or that a loop uses in all of its steps, is processed first,
+    with the sum over its uses of float inputs.
 
     Args:
       solver: chooses the codes of matrices.
@@ -69,10 +69,10 @@ def layer_by_layer(
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
-      beside: whether the float function is run too, so that matrices know how inputs drift.
+      with_float: whether to run the float function too, so that the drift of inputs is known.
       offload: whether values of batches are kept on the host, or on disk, between stages.
-      checkpoint: the folder of what is chosen already.
-      progress: whether to show a bar.
+      checkpoint: the folder of the results so far.
+      progress: whether to show a progress bar.
     """
     every, f = list(batches), TracedOnce(f)
     traced = Traced.of(f, plan, params, every, solver.weight, lazy=True)
@@ -91,7 +91,7 @@ def layer_by_layer(
     }
 
     def is_known(site: Site) -> bool:
-        """Whether a site has inputs whose sums are known; if not, that is reported, or an error."""
+        """Whether the sums of inputs of a site are known; if not, reports it or raises."""
         activation = parts[site.address].get("activation")
         is_refused = solver.unsupported == "error"
         return activation is not None and (is_refused or has_rows(activation.about))
@@ -104,11 +104,11 @@ def layer_by_layer(
         weights=bytes_of_weights(plan, first.leaves, first.paths, solver.spec_of)
         + sum(x.nbytes for x in elements.values()),
         statistics=max(
-            *(bytes_of_sums(parts[here]["activation"], beside) for here in once),
+            *(bytes_of_sums(parts[here]["activation"], with_float) for here in once),
             sum(_bytes_of_all(site, parts[site.address]) for site in rest if is_known(site)),
             0,
         ),
-        activations=bytes_of_activations(scopes, 1 + beside)
+        activations=bytes_of_activations(scopes, 1 + with_float)
         * (1 if solver.weight is None else _COUNTED),
         offload=offload,
     )
@@ -146,7 +146,7 @@ def layer_by_layer(
 
     both = current, Leaves(dict(traced.originals))
     keeper = Offload(offload)
-    streams = [Stream(x, keeper) for x in both[: 1 + beside]]
+    streams = [Stream(x, keeper) for x in both[: 1 + with_float]]
     Walk(plan, at_site).go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
@@ -157,18 +157,17 @@ def layer_by_layer(
 
 
 def _check_known(function: str, traced: Traced) -> None:
-    """Raises where a checkpoint could not tell parameters from others."""
+    """Raises if a checkpoint could not identify the parameters."""
     for path, place in traced.places.items():
         leaf = traced.originals[place]
         require_that(
             not isinstance(leaf, Lazy) or leaf.source,
             error=ValueError,
             function=function,
-            problem="the checkpoint cannot tell these parameters from others.",
+            problem="the checkpoint cannot identify these parameters.",
             given=f"the leaf {path!r}, {leaf!r}, without a source",
-            expected="leaves whose `source` says all that their numbers depend on, as those of "
-            "archive.lazy do",
-            mend="give it one, or leave `checkpoint` out.",
+            expected="leaves whose `source` identifies their values, such as those of archive.lazy",
+            mend="give it a source, or leave `checkpoint` out.",
         )
 
 
@@ -178,8 +177,8 @@ def _shelf(
     checkpoint: Checkpoint | None,
     digests: Mapping[str, str] | None,
 ) -> tuple[Shelf, Leaves]:
-    """Returns where grids are, and the parameters as they are at each stage; `digests` are those of
-    lazy ones.
+    """Returns the store of grids, and the parameters as they are at each stage. `digests` are
+    those of lazy parameters.
     """
     leaves = {path: traced.originals[place] for path, place in traced.places.items()}
     if digests is None:
@@ -199,17 +198,17 @@ def _is_weighted(plan: Plan, site: Site) -> bool:
 
 
 def _bytes_of_all(site: Site, parts: Mapping[str, Any]) -> int:
-    """Returns the bytes of the sums of a site, of all steps of its scans."""
+    """Returns the bytes of the sums of a site, over all steps of its scans."""
     if "activation" not in parts:
         return 0
     return bytes_of_sums(parts["activation"]) * math.prod(loop.length for loop in site.loops)
 
 
 class _Weights:
-    """The weights on the way: those that are chosen on their grids, all others in float.
+    """The weights during a run: those with chosen codes on their grids, all others in float.
 
     Attributes:
-      entries: what is to be reported.
+      entries: the entries of the report.
     """
 
     def __init__(
@@ -229,9 +228,9 @@ class _Weights:
         """Chooses the codes of matrices of one shape, and writes their values to the parameters.
 
         Args:
-          matrices: makes them, where they are not known already.
-          where: their places, [matrices, rows, columns].
-          group: whose they are.
+          matrices: returns them; called only if no checkpoint has their codes.
+          where: the numbers of their elements, [matrices, rows, columns].
+          group: the weights that they belong to.
         """
         places = {path: self._places[path] for path in group.sizes}
         leaves = self._current.some([*places.values()])
@@ -251,7 +250,7 @@ class _Weights:
             self._bar.update(len(where))
 
     def leave(self, site: Site, elements: Mapping[str, Elements]) -> None:
-        """Reports the matrices of a site that no batch has reached: they are rounded to nearest."""
+        """Reports the matrices of a site that no batch reached: they are rounded to nearest."""
         known = {(entry.sites, entry.step, entry.at) for entry in self.entries}
         for operand in site.operands:
             if operand.key not in elements:
@@ -284,8 +283,8 @@ def _shared(
     is_lazy: bool,
     progress: bool,
 ) -> Iterable[tuple[list[Matrix], Group]]:
-    """Yields the matrices that are not of a site that runs once, with the sums over their uses;
-    none of a weight that they are not known of.
+    """Yields the matrices of sites that do not run once, with the sums over their uses; none for a
+    weight whose sums are not known.
     """
     if not rest:
         return
@@ -308,5 +307,5 @@ def _shared(
                 raise
             yield [], group
             continue
-        for alike in alike_of(x for x in every if not alone.issuperset(x.sites)):
-            yield alike, group
+        for same in by_shape(x for x in every if not alone.issuperset(x.sites)):
+            yield same, group

@@ -1,4 +1,4 @@
-"""Blocks one after another: how their weights are rounded is learned by what they return."""
+"""Learns the rounding of weights block by block, from the results of each block."""
 
 import dataclasses
 import time
@@ -45,7 +45,7 @@ _FUNCTION = "algorithms.auto_round"
 
 
 class Options(Protocol):
-    """How blocks are learned: those of `auto_round`."""
+    """Options of learning; see `auto_round`."""
 
     @property
     def steps(self) -> int: ...
@@ -63,7 +63,7 @@ class Options(Protocol):
     def seed(self) -> int: ...
 
     def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that finds the first ranges."""
+        """Returns a spec with the calibrator that computes the initial ranges."""
         ...
 
 
@@ -76,15 +76,15 @@ def learned(
     *,
     progress: bool = False,
 ) -> Chosen:
-    """Returns the parameters with codes that are learned block after block.
+    """Returns the parameters with codes that are learned block by block.
 
     Args:
-      options: how.
+      options: the options of learning.
       f: the function.
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
-      progress: whether to show a bar.
+      progress: whether to show a progress bar.
     """
     every = list(batches)
     traced = Traced.of(TracedOnce(f), plan, params, every, options.weight)
@@ -95,9 +95,9 @@ def learned(
         options.blocks is None or any(label != here for here, label in labels.items()),
         error=ValueError,
         function=_FUNCTION,
-        problem="`blocks` finds nothing.",
+        problem="`blocks` matches nothing.",
         given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
-        expected="a pattern that is found in paths of weights",
+        expected="a pattern that matches in paths of weights",
         mend="print the plan: it shows all paths.",
     )
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
@@ -120,12 +120,12 @@ class _Block:
     """A block in one step of the scans around it.
 
     Attributes:
-      stages: as each batch has it, with its scope.
+      stages: its stage and scope for each batch.
       steps: the numbers of the steps.
-      tiles: of its weights.
-      inputs: what it reads, of each batch, as it is kept.
-      targets: what it returns in float, likewise.
-      decided: the integers that it makes of floats.
+      tiles: the tiles of its weights.
+      inputs: its inputs for each batch, as they are kept.
+      targets: its results in float, likewise.
+      decided: the integers that it computes from floats.
     """
 
     stages: list[tuple[Stage, Scope]]
@@ -142,12 +142,12 @@ class _Block:
 
 
 class _Learning(Walk):
-    """Runs blocks with weights in float and learned ones, and learns these.
+    """Runs blocks with weights in float and with learned ones, and learns the latter.
 
     Attributes:
-      current: the leaves of the parameters as they are at each stage, by place.
-      grids: of all weights.
-      entries: what is to be reported.
+      current: the leaves of the parameters as they are at each stage, by index.
+      grids: the grids of all weights.
+      entries: the entries of the report.
       bar: shows how many blocks are done, or `None`.
     """
 
@@ -159,7 +159,7 @@ class _Learning(Walk):
         self.entries: list[BlockReport] = []
         self.bar: Any = None
         self._programs: dict[Any, Any] = {}
-        # What is not learned is rounded already where a block is given its inputs.
+        # Weights that are not learned must be rounded before a block gets its inputs.
         for site in self.plan.sites:
             if site.address not in own:
                 for path in self.plan.weights_in(site):
@@ -185,7 +185,7 @@ class _Learning(Walk):
                 yield site.name, "which no batch has reached"
 
     def _alone(self, *_: Any) -> None:
-        """Blocks have all sites."""
+        """Does nothing: all sites belong to blocks."""
         raise AssertionError
 
     def _block(self, pairs: Pairs, steps: Steps) -> None:
@@ -206,8 +206,8 @@ class _Learning(Walk):
             self.bar.update()
 
     def _learned(self, block: _Block) -> tuple[tuple[float, float, int], list[Shifts]]:
-        """Returns what rounding to nearest loses, the least that was found, after how many steps,
-        and what was learned then.
+        """Returns the loss of rounding to nearest, the least loss, after how many steps it was
+        found, and what was learned then.
         """
         options = self._options
         rate = options.learning_rate or 1 / options.steps
@@ -218,7 +218,7 @@ class _Learning(Walk):
             options.seed,
             lost=lambda found, i: self._call("lost", block, i, found),
             moved=lambda found, i, length: self._call("step", block, i, found, rate * length),
-            refuse=lambda lost, _: Inapplicable(self._no_number(block, lost)),
+            refuse=lambda lost, _: Inapplicable(self._not_finite(block, lost)),
         )
         return (found.before, found.after, found.best), found.kept
 
@@ -251,7 +251,7 @@ class _Learning(Walk):
         return tiles
 
     def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
-        """Runs the block in float, with what it decides on the inputs that it is learned on."""
+        """Runs the block in float, with the integers that it decides on the quantized inputs."""
         block = _Block([], steps, tiles, [], [], [])
         for stage, (own, exact) in pairs:
             read = [own.values[x] for x in stage.reads]
@@ -291,20 +291,20 @@ class _Learning(Walk):
             "a block cannot be differentiated.",
             given=f"{self._name(block)}: {error}",
             expected="no loop of unknown length in a block",
-            mend="name smaller blocks, such as blocks='.*', which takes each weight by itself.",
+            mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
 
-    def _no_number(self, block: _Block, lost: float) -> str:
+    def _not_finite(self, block: _Block, lost: float) -> str:
         return message(
             _FUNCTION,
-            f"what {self._name(block)} loses is no number.",
+            f"the loss of {self._name(block)} is not finite.",
             given=f"a loss of {lost} on {len(block.stages)} batches",
-            expected="results that are finite",
+            expected="finite results",
             mend="learn from other batches.",
         )
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
-        """Returns what is lost on a batch, or a step, compiled once for all that are alike."""
+        """Returns the program of a loss or a step, compiled once for equal blocks."""
         kinds = [(x.place, x.rounding, x.index == tuple(block.steps)) for x in block.tiles]
         key = name, id(stage), tuple(kinds)
         if key in self._programs:

@@ -1,4 +1,4 @@
-"""Rotations that are learned: orthogonal matrices behind which rounding loses less."""
+"""Learned rotations: orthogonal matrices that reduce the rounding error of what they rotate."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,14 @@ from ._descent import descended
 from ._labels import Array
 
 Loss = Callable[[Any, Any], jax.Array]
-"""From what the function returns with rounded activations, and in float, to what is lost."""
+"""Maps the results with rounded activations, and the float results, to the loss."""
 
 Factors = list[tuple[Array, ...]]
-"""Of each rotation: orthogonal matrices, float64 [*loops, n, n], or [n, n] for all steps."""
+"""For each rotation: orthogonal matrices, float64 [*loops, n, n], or [n, n] for all steps."""
 
 
 class Options(Protocol):
-    """How rotations are learned: those of `rotate`."""
+    """Options of learning rotations; see `rotate`."""
 
     @property
     def steps(self) -> int: ...
@@ -40,12 +40,11 @@ class Options(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An operand that is rounded behind a rotation.
+    """An operand that is rounded after a rotation.
 
     Attributes:
       spec: how it is rounded.
-      scale: what its channels are multiplied by before they are rotated, [*loops, *batch,
-        channels].
+      scale: factors of its channels before the rotation, [*loops, *batch, channels].
       loops: the lengths of the loops that it steps with.
     """
 
@@ -61,14 +60,14 @@ class Turn:
     Attributes:
       start: the matrices whose Kronecker product rotates a block of channels, [*loops, n, n], or
         [n, n] for all steps.
-      operands: what is rounded behind it, by key.
+      operands: the operands that are rounded after it, by key.
     """
 
     start: tuple[Array, ...]
     operands: Mapping[str, Operand]
 
     def maps(self, factors: Sequence[Any]) -> dict[str, "Rounded"]:
-        """Returns operands with the error that they have behind a rotation, by key."""
+        """Returns maps that add the rounding error after a rotation to operands, by key."""
         found = {}
         for key, own in self.operands.items():
             each = (jnp.broadcast_to(x, (*own.loops, *x.shape[-2:])) for x in factors)
@@ -80,16 +79,16 @@ class Turn:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rounded(ChannelMap):
-    """Rounds an operand where it is rotated, and turns it back, so that its weight stays as it is.
+    """Rotates an operand, rounds it, and rotates it back, so that its weight need not change.
 
     Attributes:
-      spec: how it is rounded, by a scale of the value at hand, static or not.
+      spec: how it is rounded; the scale is computed from the value, whether static or not.
     """
 
     spec: QSpec | None = dataclasses.field(default=None, metadata={"static": True})
 
     def apply(self, x: jax.Array, channels: Channels) -> jax.Array:
-        """Returns the operand with its error."""
+        """Returns the operand with its rounding error."""
         return jax.checkpoint(self._apply, static_argnums=1)(x, channels)
 
     def _apply(self, x: jax.Array, channels: Channels) -> jax.Array:
@@ -97,7 +96,7 @@ class Rounded(ChannelMap):
         y = super().apply(x.astype(jnp.promote_types(x.dtype, jnp.float32)), channels)
         affine = fit(y, self.spec)
         if not isinstance(affine.scale, jax.Array) or affine.scale.dtype.itemsize == 1:
-            affine = None  # powers of two, and scales that are codes, are constants
+            affine = None  # powers of two, and scales that are codes, have no gradient
         y = fake_quantize_as(y, self.spec, affine)
         y = channels.rotated(y, [jnp.swapaxes(factor, -1, -2) for factor in self.factors])
         back = jnp.where(self.scale == 0, 0, 1 / self.scale)
@@ -115,24 +114,24 @@ def learned(
     *,
     progress: bool = False,
 ) -> tuple[Factors, tuple[float, float]]:
-    """Returns the factors of rotations, and what is lost with those of the start, and with these.
+    """Returns the learned factors of rotations, and the loss with the initial and the learned ones.
 
     Args:
-      function: what errors are said of.
-      options: how.
+      function: name of the function, for errors.
+      options: the options of learning.
       f: the function.
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`.
       turns: the rotations.
-      progress: whether to show a bar.
+      progress: whether to show a progress bar.
     """
     require_that(
         turns,
         error=Inapplicable,
         function=function,
         problem="`steps` has nothing to learn.",
-        given=f"steps == {options.steps}, and a plan that rounds no operand behind a rotation",
+        given=f"steps == {options.steps}, and a plan that rounds no operand after a rotation",
         expected="a plan that quantizes activations that are rotated",
         mend="leave `steps` out.",
     )
@@ -158,9 +157,9 @@ def learned(
     def refuse(lost: float, count: int) -> Exception:
         text = message(
             function,
-            "what rounding behind rotations loses is no number.",
+            "the loss of rounding after rotations is not finite.",
             given=f"a loss of {lost} on {count} batches",
-            expected="results, and a loss of them, that are finite",
+            expected="finite results, and a finite loss of them",
             mend="learn from other batches, or pass loss=.",
         )
         return Inapplicable(text)
@@ -184,7 +183,7 @@ def learned(
 
 
 def relative_error(found: Any, exact: Any) -> jax.Array:
-    """Returns the squared errors of results of floats, relative to their squares, summed."""
+    """Returns the squared errors of float results, relative to their squares, summed."""
     total = jnp.float32(0)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         if jnp.issubdtype(b.dtype, jnp.floating):
@@ -195,13 +194,14 @@ def relative_error(found: Any, exact: Any) -> jax.Array:
 
 
 def moved(q: Array, gradient: Any, angle: float) -> Array:
-    """Returns orthogonal matrices after a step against a gradient, of a length that is an angle:
-    the root mean square of those that planes turn by. They stay orthogonal, for it is the Cayley
-    transform of a skew matrix.
+    """Returns orthogonal matrices after a step against a gradient.
+
+    The length of the step is an angle: the root mean square of the angles by which planes rotate.
+    Matrices stay orthogonal, because the step is the Cayley transform of a skew matrix.
     """
     skew = q.mT @ np.asarray(gradient, np.float64)
     skew = skew - skew.mT
     norm = np.sqrt(np.mean(np.sum(skew**2, axis=-1), axis=-1))[..., None, None]
     half, one = skew * (angle / 2 / np.where(norm > 0, norm, 1)), np.eye(q.shape[-1])
-    # On the host: XLA on CPU has blocked where several systems were solved at once.
+    # On the host: XLA on CPU deadlocked when several systems were solved at once.
     return np.linalg.solve((one + half).mT, (q @ (one - half)).mT).mT

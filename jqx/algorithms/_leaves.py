@@ -1,5 +1,5 @@
-"""The parameters of a function that runs stage after stage: those that are lazy are read when a
-stage, or the choice of their codes, asks for them, and dropped when the next one asks for others.
+"""The parameters of a function that runs stage by stage. Lazy leaves are read when a stage, or the
+choice of their codes, needs them, and dropped when the next one needs others.
 """
 
 from collections.abc import Collection
@@ -12,10 +12,10 @@ from ..tensor._shared import Lazy
 
 
 class Leaves:
-    """The leaves of the parameters, by their place among the operands of the function.
+    """The leaves of the parameters, by their index among the operands of the function.
 
     Args:
-      given: the leaves, as they are at each stage: it is kept, not copied.
+      given: the leaves, as they are at each stage; stored without a copy.
     """
 
     def __init__(self, given: dict[int, Any]):
@@ -23,13 +23,13 @@ class Leaves:
         self._held: dict[int, Any] = {}
 
     def some(self, places: Collection[int]) -> dict[int, Any]:
-        """Returns some of them as arrays, and holds no others of those that are lazy."""
+        """Returns some leaves as arrays, and drops the arrays of all other lazy leaves."""
         self._held = {i: x for i, x in self._held.items() if i in places}
         return {i: self._read(i) for i in sorted(places)}
 
     def write(self, place: int, where: Any, values: Any) -> None:
-        """Writes values to one of them, at some of its elements. Of one that is lazy it is known
-        until others are asked for: it is to be one that knows them itself when it is read again.
+        """Writes values to some elements of a leaf. For a lazy leaf they are kept only until other
+        leaves are read; the source of the leaf must return them when it is read again.
         """
         to = self._held if isinstance(self._given[place], Lazy) else self._given
         to[place] = _written(self._read(place), where, values)
@@ -45,7 +45,7 @@ class Leaves:
 
 @jax.jit
 def _written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns a parameter with other values at some places."""
+    """Returns a parameter with new values at some elements."""
 
     def written(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
         return x.ravel().at[places].set(values.astype(x.dtype)).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""LoftQ: codes and products of two narrow matrices, in turns, so that their sum is the weight."""
+"""LoftQ: codes plus a product of two narrow matrices that together approximate the weight."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -25,25 +25,27 @@ from ._low_rank import (
 _NAME = "algorithms.loftq"
 
 
-@called("algorithms.loftq", "options go by name, such as jqx.algorithms.loftq(rank=64).")
+@called("algorithms.loftq", "pass options by name, such as jqx.algorithms.loftq(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loftq:
-    """Makes of each weight codes and a product of two narrow matrices, so that their sum is near
-    it: an algorithm of `jqx.ptq` that needs no data. In turns, codes are rounded from the weight
-    less the product, and the product is the best of its rank for the weight less what codes stand
-    for; of each weight the best turn is kept. It is where fine-tuning of narrow matrices beside
-    codes begins (QLoRA); `eora` knows the inputs, and loses less without training.
+    """Approximates each weight by codes plus a product of two narrow matrices: an algorithm of
+    `jqx.ptq` that needs no data.
 
-    The product is kept at its site, as that of `eora`, in `quantized.maps`; `jqx.linen.init_lora`
-    and `jqx.nnx.init_lora` make adapters of it, which are trained.
+    It alternates between two steps: codes are rounded from the weight minus the product, and the
+    product is the best of its rank for the weight minus the dequantized codes. For each weight the
+    best round is kept. Use it to start fine-tuning of narrow matrices next to codes (QLoRA). `eora`
+    uses the inputs, and has a smaller error without training.
+
+    The product is stored as a map at its site, like that of `eora`, in `quantized.maps`.
+    `jqx.linen.init_lora` and `jqx.nnx.init_lora` turn it into trainable adapters.
 
     Attributes:
-      rank: of the product; that of the weight where it is less.
-      rounds: how many turns there are; with 1 codes are those of rounding to nearest.
+      rank: rank of the product, at most that of the weight.
+      rounds: number of rounds; with 1, codes are those of rounding to nearest.
 
     Raises:
-      TypeError: an option is not of its kind.
-      ValueError: an option is less than 1; when it runs, no site can have such a product.
+      TypeError: an option has the wrong type.
+      ValueError: an option is less than 1; at run time, no site can have such a product.
 
     Source: Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models",
     arXiv:2310.08659.
@@ -82,7 +84,7 @@ class Loftq:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns parameters of which rounding makes the codes, and what is added at sites."""
+        """Returns parameters that round to the codes, and the products to add at sites."""
         folds, own = compensated(_NAME, f, plan, params, next(iter(batches)))
         of_place: dict[int, list[Met]] = {}
         for met in own:

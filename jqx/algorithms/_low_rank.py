@@ -1,4 +1,4 @@
-"""Low-rank compensation: what codes lose of a weight, as a product of two narrow matrices."""
+"""Low-rank compensation: approximates the error of codes by a product of two narrow matrices."""
 
 import dataclasses
 import re
@@ -23,19 +23,19 @@ from ._pairs import find_pairs
 
 _NAME = "algorithms.eora"
 _LEAST = 1e-10
-"""Part of the largest eigenvalue below which a direction has no inputs."""
+"""Eigenvalues below this part of the largest count as directions without inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compensation:
-    """What a product of two narrow matrices makes good at a site, over all steps of its scans.
+    """The effect of a product of two narrow matrices at a site, over all steps of its scans.
 
     Attributes:
       site: its name.
-      rank: of the product.
+      rank: rank of the product.
       before: the squared error of the product of inputs and codes, per input.
-      after: with the compensation.
-      why: there is none.
+      after: the same with the compensation.
+      why: why there is no compensation.
     """
 
     site: str
@@ -56,25 +56,27 @@ class CompensationReport(Printed, tuple[Compensation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.eora", "options go by name, such as jqx.algorithms.eora(rank=64).")
+@called("algorithms.eora", "pass options by name, such as jqx.algorithms.eora(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eora:
-    """Adds to each product with a quantized weight a product of two narrow matrices, `(x a) b`,
-    that makes good most of what codes lose, by the squared error over batches: an algorithm of
-    `jqx.ptq`, for codes that are chosen. It is the best of its rank: the singular vectors of the
-    lost weight in the space where inputs are white.
+    """Adds a product of two narrow matrices, `(x a) b`, to each product with a quantized weight. It
+    compensates for most of the quantization error, measured by the squared error over batches: an
+    algorithm of `jqx.ptq` that runs after codes are chosen.
 
-    It is kept at the site (`jqx.Quantized.maps`), in float: `rank * (inputs + outputs)` numbers,
-    and as many multiplications a row. Convolutions, experts and lookups have none; the report says
-    so.
+    It is the best product of its rank: it comes from the singular vectors of the error of the
+    weight, in the space where inputs are white.
+
+    It is added at the site (`jqx.Quantized.maps`), in float: `rank * (inputs + outputs)` numbers,
+    and as many multiplications for each row. Convolutions, experts and lookups are not supported;
+    the report lists them.
 
     Attributes:
-      rank: of the product; that of the weight where it is less.
-      weight: how much rows count, as that of `jqx.observers.hessian`.
+      rank: rank of the product, at most that of the weight.
+      weight: weights of the rows, as in `jqx.observers.hessian`.
 
     Raises:
-      TypeError: an option is not of its kind.
-      ValueError: `rank` is less than 1; when it runs, no site can have a compensation.
+      TypeError: an option has the wrong type.
+      ValueError: `rank` is less than 1; at run time, no site can have a compensation.
 
     Source: Liu et al., arXiv:2410.21271 (EoRA); Zhang et al., arXiv:2410.06040 (QERA).
 
@@ -100,7 +102,7 @@ class Eora:
             problem="`rank` is not positive.",
             given=f"rank == {self.rank}",
             expected="1 or more",
-            mend="leave it out: 32 is that of the paper for 4 bits.",
+            mend="leave it out: the default is 32, as in the paper for 4 bits.",
         )
         check_weight(_NAME, self.weight)
 
@@ -115,7 +117,7 @@ class Eora:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the codes as they are, and what is added at sites."""
+        """Returns the same codes, and the products to add at sites."""
         batches = list(batches)
         folds, own = compensated(_NAME, f, plan, params, batches[0])
         sites = folds.sites
@@ -133,7 +135,7 @@ class Eora:
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
             parts.setdefault(folds.site(met).output_key, []).append((met, a, b))
         maps = {key: in_steps(each) for key, each in parts.items()}
-        why = "its weight has another use, or it is no plain product"
+        why = "its weight has another use, or it is not a plain product"
         report = CompensationReport(
             Compensation(x.name, maps[x.output_key].a.shape[-1], *errors[x.name].tolist())
             if x.name in errors
@@ -143,8 +145,8 @@ class Eora:
         return Chosen(codes, report, maps, real_of(folds, params, parts.values()))
 
     def _solved(self, lost: Array, products: Array) -> tuple[Array, Array, Array]:
-        """Returns two matrices [*batch, channels, rank] and [*batch, rank, rows], and the squared
-        error before and after, of what a weight [*batch, rows, channels] has lost.
+        """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] that approximate the
+        error of a weight, [*batch, rows, channels], and the squared error before and after.
         """
         values, vectors = np.linalg.eigh(np.asarray(products, np.float64))
         values = np.where(values > _LEAST * values[..., -1:], values, 0)
@@ -160,8 +162,10 @@ eora = Eora
 
 
 def narrow(x: Array, rank: int) -> tuple[Array, Array, Array]:
-    """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] whose product is the best
-    of its rank, transposed, of one [*batch, rows, channels], and the singular values of that.
+    """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] and singular values.
+
+    Their product is the best approximation of its rank of the transpose of `x`,
+    [*batch, rows, channels]. The singular values are those of the product.
     """
     u, s, v = np.linalg.svd(x, full_matrices=False)
     rank = min(rank, s.shape[-1])
@@ -185,20 +189,20 @@ def compensated(
         function=function,
         problem="no site can have a compensation.",
         given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
-        expected="a product of an activation and a weight that is quantized and its own",
+        expected="a product of an activation and a quantized weight with no other use",
         mend="leave this algorithm out.",
     )
     return folds, own
 
 
 class _Lost:
-    """What codes lose of weights."""
+    """The quantization errors of weights."""
 
     def __init__(self, folds: Folds, params: Any, real: Any):
         self._exact, self._real = folds.leaves(params), folds.leaves(real)
 
     def of(self, met: Met) -> Array:
-        """Returns it of a site in one step, float64 [*batch, rows, channels]."""
+        """Returns the error of a site's weight in one step, float64 [*batch, rows, channels]."""
         exact, real = (
             np.asarray(leaves[met.place]).ravel()[met.elements].astype(np.float64)
             for leaves in (self._exact, self._real)
@@ -207,7 +211,7 @@ class _Lost:
 
 
 def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Met, Array, Array]]]) -> Any:
-    """Returns parameters that are less by the products that are added at sites."""
+    """Returns parameters minus the products that are added at sites."""
     leaves = folds.leaves(params)
     for own in parts:
         for part in own:
@@ -217,7 +221,7 @@ def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Met, Array, Ar
 
 
 def without(leaf: Any, parts: list[tuple[Met, Array, Array]]) -> jnp.ndarray:
-    """Returns a weight less the products of narrow matrices."""
+    """Returns a weight minus the products of narrow matrices."""
     found = np.array(leaf, np.float64)
     for met, a, b in parts:
         found.reshape(-1)[met.elements] -= np.swapaxes(a @ b, -1, -2)
@@ -225,7 +229,7 @@ def without(leaf: Any, parts: list[tuple[Met, Array, Array]]) -> jnp.ndarray:
 
 
 def in_steps(parts: list[tuple[Met, Array, Array]]) -> LowRank:
-    """Returns the compensation of a site, of all steps of the scans around it."""
+    """Returns the compensation of a site over all steps of the surrounding scans."""
     loops = tuple(loop.length for loop in parts[0][0].site.loops)
     a, b = (np.zeros((*loops, *parts[0][i].shape), np.float32) for i in (1, 2))
     for met, own_a, own_b in parts:

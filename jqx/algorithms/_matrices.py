@@ -20,22 +20,22 @@ from ._report import MatrixReport, name_of
 Array = np.ndarray
 
 Unsupported = Literal["error", "round"]
-"""What becomes of a weight whose inputs cannot be known."""
+"""What to do with a weight whose inputs cannot be observed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix that sites multiply by, and what was observed of its inputs.
+    """A matrix that sites multiply by, with statistics of its inputs.
 
     Attributes:
       sites: their names.
       step: the number of the step in each scan over the weight around the site, such as a layer.
-      at: which of several matrices that are multiplied by at once, such as an expert or a group of
-        a convolution; `()` where there is one.
-      places: for each entry the element of the weight that it is, [rows, columns].
+      at: the index among matrices that are multiplied by at once, such as an expert or a group of
+        a convolution; `()` if there is only one.
+      places: for each entry the number of its element of the weight, [rows, columns].
       hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
-      rows: how many inputs were seen.
-      drift: how the inputs differ from those of the float function, where that is known.
+      rows: number of inputs.
+      drift: how the inputs differ from those of the float function, if that is known.
     """
 
     sites: tuple[str, ...]
@@ -48,12 +48,12 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
         return name_of(self.sites, (*self.step, *self.at))
 
     def loss(self, w: Array, rounded: Array) -> Array:
         """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
-        on the inputs as they are, against `w` on those of the float function.
+        on the actual inputs, relative to `w` on those of the float function.
         """
         lost = w - rounded
         error = objective(lost, self.hessian)
@@ -67,7 +67,7 @@ class Drift(NamedTuple):
     """How inputs differ from those of the float function, `d = float - quantized`.
 
     Attributes:
-      cross: sum of `d x^T`, `x` the quantized ones, float64 [columns, columns].
+      cross: sum of `d x^T`, where `x` are the quantized inputs, float64 [columns, columns].
       own: sum of `d d^T`.
     """
 
@@ -77,7 +77,7 @@ class Drift(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WhereKnown(Hessian):
-    """The Hessian of what has one: sites whose rows are not those of their operand have none."""
+    """The Hessian of sites that have one, which are those whose rows are rows of their operand."""
 
     def looks_at(self, site: ObservedSite) -> bool:
         return super().looks_at(site) and has_rows(site)
@@ -87,13 +87,13 @@ class _WhereKnown(Hessian):
 
 
 def observers_of(weight: Weight | None, unsupported: Unsupported) -> Mapping[str, Any]:
-    """Returns what is recorded of all sites, for `matrices_of`."""
+    """Returns what must be recorded for all sites, for `matrices_of`."""
     observed = hessian if unsupported == "error" else _WhereKnown()
     return {".*": (observed(weight=weight), places)}
 
 
 def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any]) -> list[Matrix]:
-    """Returns the matrices of weights: of sites that multiply by the same elements one, with the
+    """Returns the matrices of weights. Sites that multiply by the same elements share one, with the
     sum of their Hessians.
     """
     found: dict[bytes, Matrix] = {}
@@ -135,17 +135,17 @@ def settled(
     damping: Sequence[float | None],
     start: float,
 ) -> tuple[Array, list[MatrixReport]]:
-    """Returns matrices as they are rounded, a row to nearest where that loses less, and what is to
-    be reported of each.
+    """Returns rounded matrices, with rows rounded to nearest where that has a smaller error, and
+    the report of each.
 
     Args:
-      matrices: of one shape.
-      path: of their weight.
+      matrices: matrices of one shape.
+      path: path of their weight.
       w: their values, [matrices, rows, columns].
-      nearest: rounded to nearest.
-      rounded: as they were chosen.
-      damping: of the Hessian of each.
-      start: when this began, by `time.perf_counter`.
+      nearest: the values rounded to nearest.
+      rounded: the values as they were chosen.
+      damping: damping of the Hessian of each.
+      start: the start time, from `time.perf_counter`.
     """
     lost = [
         (matrix.loss(x, y), matrix.loss(x, z))
@@ -174,7 +174,7 @@ def settled(
 
 
 def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
-    """Returns what is reported of weights whose matrices are not known: rounded to nearest."""
+    """Returns the report of weights whose matrices are not known: rounded to nearest."""
     sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
     return MatrixReport(
@@ -183,12 +183,12 @@ def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
 
 
 def stacked(matrices: Sequence[Matrix]) -> Array:
-    """Returns the places of matrices of one shape, [matrices, rows, columns]."""
+    """Returns the element numbers of matrices of one shape, [matrices, rows, columns]."""
     return np.stack([matrix.places for matrix in matrices])
 
 
-def alike_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
-    """Returns matrices by shape."""
+def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """Groups matrices by shape."""
     found: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in matrices:
         found.setdefault(matrix.places.shape, []).append(matrix)
@@ -199,20 +199,20 @@ def _refusal(function: str, site: Site) -> NotImplementedError:
     return NotImplementedError(
         message(
             function,
-            f"nothing is known of the inputs of {site.name!r}.",
+            f"the inputs of {site.name!r} were not observed.",
             given=f"the weight {site.path!r} in a {site.op}",
-            expected="a product of an activation and a weight, each element of which stands at a "
-            "known place, not inside of a shard_map; statistics of jqx.observers.hessian and "
+            expected="a product of an activation and a weight whose elements can be located, not "
+            "inside a shard_map; statistics of jqx.observers.hessian and "
             "jqx.observers.places",
-            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); in "
-            "the place of a shard_map, jit over sharded arrays while codes are chosen; or let a "
-            "rule leave that site in float.",
+            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
+            "replace a shard_map by jit over sharded arrays while codes are chosen; or add a "
+            "rule that leaves that site in float.",
         )
     )
 
 
 def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
-    """Raises where two matrices have some elements in common."""
+    """Raises if two matrices share some of their elements."""
     if not matrices:  # in a scan of no steps
         return
     elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
@@ -224,6 +224,6 @@ def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
             f"sites multiply by the weight {path!r} in different ways.",
             given=", ".join(matrix.name for matrix in matrices[:4]),
             expected="sites that contract the same axes of it, or have no element in common",
-            mend="give it a rule of its own that leaves it in float.",
+            mend="add a rule that leaves it in float.",
         )
     )

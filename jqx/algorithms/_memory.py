@@ -1,4 +1,4 @@
-"""What a run takes, known before it runs: of shapes alone."""
+"""The memory of a run, computed before it starts, from shapes alone."""
 
 import dataclasses
 import math
@@ -20,18 +20,18 @@ from ._stages import Operands, Scope, Stage
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a run takes; what is computed inside of one stage comes on top.
+    """The bytes that a run needs, without the temporaries inside a stage.
 
     Attributes:
-      weights: the parameters, in float; of those that are quantized a copy as they are at each
-        stage, and on the host their codes, scales and zero points, and the places of their elements
-        where a site sees these through more than views. Where some are lazy: the arrays among
-        them, and of one weight, of the largest, all of that.
-      statistics: the sums of products of the inputs of one site, of the one that has most, or of
-        all those that are chosen together before the others.
-      activations: what lives between stages of all batches, at most; those of the float function
-        among it, where it is run beside.
-      offload: whether they are on the host, or on `"disk"`, but for those of one batch.
+      weights: the parameters, in float. For quantized ones also a copy as they are at each stage,
+        and on the host their codes, scales and zero points, and the numbers of their elements if a
+        site sees them through more than views. If some are lazy: the arrays among them, and all of
+        this for the largest weight only.
+      statistics: the sums of products of the inputs of one site, the one with the most, or of all
+        sites whose weights are chosen together before the others.
+      activations: the largest total of values of all batches that live between stages, including
+        those of the float function if it runs too.
+      offload: whether these are on the host, or on `"disk"`, except those of one batch.
     """
 
     weights: int
@@ -53,7 +53,7 @@ def bytes_of_weights(
     paths: Iterable[str | None],
     spec_of: Callable[[QSpec], QSpec],
 ) -> int:
-    """Returns the bytes of parameters, and of what is held of those that are quantized."""
+    """Returns the bytes of parameters, and of what is stored for quantized ones."""
     held, once = 0, [0]
     named = [(leaf, path) for leaf, path in zip(leaves, paths, strict=True) if path is not None]
     is_lazy = any(isinstance(leaf, Lazy) for leaf, _ in named)
@@ -62,7 +62,7 @@ def bytes_of_weights(
         kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if weight is not None:
             codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
-            # A copy; codes, scales as real numbers, zero points; scales that are quantized in turn.
+            # A copy; codes, dequantized scales, zero points; scales that are quantized themselves.
             kept = codes.scale if isinstance(codes.scale, QTensor) else None
             own = bytes_of((kind, codes.values, codes.zero_point, kept))
             own += 4 * math.prod(codes.groups.scale_shape)
@@ -72,19 +72,19 @@ def bytes_of_weights(
     return held + max(once)
 
 
-def bytes_of_sums(part: Any, beside: bool = False) -> int:
-    """Returns the bytes of sums of products of the inputs of a site in one step of its scans: in
-    float64, and of one batch in float32.
+def bytes_of_sums(part: Any, with_float: bool = False) -> int:
+    """Returns the bytes of the sums of products of the inputs of a site in one step of its scans:
+    in float64, and for one batch in float32.
     """
     one = jax.eval_shape(lambda: hessian.empty(part.kind, part.about)).products
-    return math.prod(one.shape) * (8 + 4) * (3 if beside else 1)
+    return math.prod(one.shape) * (8 + 4) * (3 if with_float else 1)
 
 
 def bytes_of_activations(scopes: Sequence[Scope], streams: int) -> int:
-    """Returns the bytes of values of batches that live between stages, at most.
+    """Returns the largest total bytes of values of batches that live between stages.
 
     Args:
-      scopes: that of each batch.
+      scopes: the scope of each batch.
       streams: how many times each is run.
     """
     known = {id(scope): list(_moments(scope, frozenset())) for scope in scopes}
@@ -95,17 +95,17 @@ def bytes_of_activations(scopes: Sequence[Scope], streams: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """Bytes of one batch: before or after a stage, at most, and how many more while it runs."""
+    """Bytes of one batch: the most before or after a stage, and the additional ones during it."""
 
     held: int
     more: int = 0
 
-    def beside(self, count: int) -> "_Moment":
+    def plus(self, count: int) -> "_Moment":
         return _Moment(self.held + count, self.more)
 
 
 def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
-    """Yields for each stage what lives; values `shared` are counted by the scope around."""
+    """Yields the live bytes of each stage; the outer scope counts values in `shared`."""
 
     def total(atoms: Iterable[Any]) -> int:
         return sum(bytes_of(x.aval) for x in {*atoms} - shared)
@@ -120,13 +120,13 @@ def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
         else:
             inside = _scanned if stage.kind == "scan" else _entered
             for moment in inside(scope, stage, kept | shared):
-                yield moment.beside(total(kept))
+                yield moment.plus(total(kept))
             yield _Moment(after)
         alive = kept | given
 
 
 def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
-    """Yields the same of the function inside of an equation; of branches what they have most."""
+    """Yields the same for the function inside an equation; for branches the largest of them."""
     (eqn,) = stage.eqns
     if stage.kind == "inline":
         inner, operands = scope.entered(stage)
@@ -142,7 +142,7 @@ def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
 
 
 def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
-    """Yields the same of one step of a scan, with the results of all, and of what these become."""
+    """Yields the same for one step of a scan, plus the results of all steps and their stack."""
     (eqn,) = stage.eqns
     inner, operands = scope.stepped(stage)
     consts, count = _compat.scan_counts(eqn)
@@ -153,8 +153,8 @@ def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
     rows = sum(bytes_of(x.aval) for x in eqn.outvars[count:])
     last = rows // max(eqn.params["length"], 1)
     for moment in _moments(inner, once):
-        yield moment.beside(held + rows - last)
-    # Each column of rows becomes one array while the rows are there.
+        yield moment.plus(held + rows - last)
+    # Each column of rows becomes one array while the rows still exist.
     yield _Moment(held + rows + sum(bytes_of(x.aval) for x in carried), rows)
 
 

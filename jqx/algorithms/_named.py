@@ -1,4 +1,4 @@
-"""The sites and the parameters of a function, by the names that a plan has for them."""
+"""The sites and the parameters of a function, by their names in a plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from ..transforms._shared import Site, Weight, is_array
 
 
 class Step(Protocol):
-    """A site in one step of the scans around it, and which leaf its weight is."""
+    """A site in one step of the scans around it, and the index of the leaf of its weight."""
 
     @property
     def site(self) -> Site: ...
@@ -24,7 +24,7 @@ class Named:
 
     Args:
       plan: a plan of the function.
-      names: of each leaf of its arguments, `None` where it is no parameter.
+      names: the name of each leaf of its arguments, `None` if it is not a parameter.
     """
 
     def __init__(self, plan: Plan, names: Sequence[str | None]):
@@ -34,12 +34,12 @@ class Named:
 
     @property
     def sites(self) -> list[Site]:
-        """The sites of the plan of a weight and something else."""
+        """The sites of the plan that multiply a weight by something else."""
         kinds = {True, False}
         return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
 
     def site(self, met: Step) -> Site:
-        """The site of the plan; of one that the plan leaves in float, that of the plan of all."""
+        """The site of the plan; for one that the plan leaves in float, that of the full plan."""
         return self.plan.site_at(met.site.address) or met.site
 
     def key(self, met: Step) -> str:
@@ -51,22 +51,22 @@ class Named:
         return self.site(met).name
 
     def weight(self, met: Step) -> Weight | None:
-        """Returns the weight of a site, where the plan quantizes it."""
+        """Returns the weight of a site if the plan quantizes it."""
         return self.plan.weight_at(self.names[met.place])
 
     def leaves(self, params: Any) -> dict[int, Any]:
-        """Returns the leaves of parameters by place, as `Met.place` names them."""
+        """Returns the leaves of parameters by index, as in `Met.place`."""
         leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
         return dict(zip(self._places, leaves, strict=True))
 
     def _trees(self, params: Any) -> list[Any]:
-        """Returns the parameters of each position, in the order of these."""
+        """Returns the parameters of each position, in the order of the positions."""
         if isinstance(self.plan.params, int):
             return [params]
         return [params[i] for i in np.argsort(self.plan.params)]
 
     def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
-        """Returns parameters with other leaves."""
+        """Returns parameters with some leaves replaced."""
         rest = (leaves[place] for place in self._places)
         trees = [
             jax.tree.map(lambda x: next(rest) if is_array(x) else x, tree)

@@ -1,4 +1,4 @@
-"""Rounding to nearest: said outright, where `ptq` would choose an algorithm by itself."""
+"""Rounding to nearest, for when `ptq` should not choose an algorithm itself."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,10 +10,10 @@ from ..transforms import Plan
 @called("algorithms.nearest", "it has no options: jqx.algorithms.nearest().")
 @dataclasses.dataclass(frozen=True)
 class Nearest:
-    """Rounds weights to nearest, and changes nothing else: an algorithm of `jqx.ptq`, which without
-    one takes what measured best for the plan.
+    """Rounds weights to nearest, and changes nothing else: an algorithm of `jqx.ptq`. Without an
+    algorithm, `jqx.ptq` takes the one that measured best for the plan.
 
-    It reads batches only where activations have static scales.
+    It reads batches only if activations have static scales.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -26,7 +26,7 @@ class Nearest:
     lazy: ClassVar[bool] = True
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
-        """Returns the parameters as they are; what is not chosen is rounded."""
+        """Returns the parameters unchanged; weights without chosen codes are rounded later."""
         return params
 
 

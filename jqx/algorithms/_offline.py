@@ -1,5 +1,5 @@
-"""Which blocks of channels are rotated in the weights, and what is done at run time where a weight
-cannot take a rotation.
+"""Chooses which blocks of channels are rotated in the weights, and what is done at run time if a
+weight cannot take a rotation.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ class Offline:
       streams: the function.
       blocks: all blocks of channels.
       rotated: for each kind of blocks, whether it is rotated.
-      edges: contractions and lookups whose weight cannot take a rotation: it is done there.
-      tied: leaves that are tables and weights, rotated once for both.
-      why: for kinds that are not rotated, the reason.
+      edges: contractions and lookups whose weight cannot take a rotation, so that their operand or
+        result is rotated at run time.
+      tied: leaves that are both tables and weights, rotated once for both.
+      why: why kinds of blocks are not rotated.
     """
 
     streams: Streams
@@ -50,7 +51,7 @@ class Offline:
         return list({(x.place, x.elements.first): x for x in own}.values())
 
     def sizes(self, labels: Array) -> Array:
-        """Returns for each channel the size of its block, 0 where it is not rotated."""
+        """Returns for each channel the size of its block, 0 if it is not rotated."""
         kinds = self.kinds(labels)
         return np.where(self.rotated[kinds], self.blocks.sizes[kinds], 0)
 
@@ -63,8 +64,8 @@ class Offline:
         return bool(labels.size) and bool(np.all(self.sizes(labels) > 0))
 
     def is_shared(self, read: Read) -> bool:
-        """Whether the weight of a contraction has another use, so that it cannot be rotated, or is
-        rotated with that.
+        """Whether the weight of a contraction has another use, so that it cannot be rotated, or
+        only together with that use.
         """
         looked_up = {x.table.place for x in self.streams.lookups}
         if read.place in self.tied and self.is_whole(read.inputs):
@@ -75,22 +76,22 @@ class Offline:
         """Returns why some channels of a contraction are not rotated in weights."""
         labels = read.inputs
         for label in np.unique(labels[self.sizes(labels) == 0]).tolist():
-            told = self.why.get(int(self.blocks.kinds[label])) if label > FIXED else None
-            told = told or self.blocks.why.get(label)
-            if told:
-                return told
+            reason = self.why.get(int(self.blocks.kinds[label])) if label > FIXED else None
+            reason = reason or self.blocks.why.get(label)
+            if reason:
+                return reason
         return read.why or "it is an argument, or made of one"
 
 
 def found_in(
     streams: Streams, is_planned: Callable[[Read], bool], fits: Callable[[int], bool]
 ) -> Offline:
-    """Returns what can be rotated, and saves products at run time.
+    """Finds what can be rotated in weights and saves products at run time.
 
     Args:
       streams: the function.
-      is_planned: whether a contraction is rotated at run time otherwise.
-      fits: whether blocks of so many channels can be rotated.
+      is_planned: whether a contraction would otherwise be rotated at run time.
+      fits: whether blocks of a number of channels can be rotated.
     """
     edges, tied = _edges(streams)
     blocks = streams.turns.solved()
@@ -107,7 +108,10 @@ def found_in(
                 why.setdefault(kind, reason)
 
     fit = np.array([size > 1 and fits(int(size)) for size in blocks.sizes])
-    drop(np.flatnonzero(~fit), "its channels that are rotated alike are no multiple of `block`")
+    drop(
+        np.flatnonzero(~fit),
+        "its number of channels that rotate alike is not a multiple of `block`",
+    )
     while True:
         before = rotated.sum()
         for kinds in _uneven(edges, blocks, rotated):
@@ -124,16 +128,16 @@ def found_in(
 
 
 def why_at_run_time(found: Offline, edge: Edge) -> str:
-    """Returns why an edge is one."""
+    """Returns why an edge is rotated at run time."""
     streams = found.streams
     if isinstance(edge, Read) and edge.places is None:
-        return "its weight has another use, or is no plain matrix"
+        return "its weight has another use, or is not a plain matrix"
     uses = streams.unseen | streams.elsewhere
     if edge.place in uses:
         return f"its weight has another use: {uses[edge.place]}"
     if isinstance(edge, Read):
         return "its weight is a table that is looked up"
-    return "its table is a weight, too, behind a gain"
+    return "its table is also a weight, after a gain"
 
 
 def _kinds(blocks: Blocks, labels: Array) -> Array:
@@ -141,8 +145,8 @@ def _kinds(blocks: Blocks, labels: Array) -> Array:
 
 
 def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
-    """Returns the contractions and lookups that cannot take a rotation in their weight, and the
-    tables that take one for all their uses.
+    """Returns the contractions and lookups whose weight cannot take a rotation, and the tables that
+    take one rotation for all their uses.
     """
     turns, elsewhere = streams.turns, streams.unseen | streams.elsewhere
     tables = {x.table.place: x for x in streams.lookups}
@@ -164,7 +168,7 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
             edges.append(read)
             if read.order is not None:
                 turns.stop(read.inputs, "a weight that cannot be rotated, summed in another order")
-            turns.stop(read.outputs, "its weight has another use, or is no plain matrix")
+            turns.stop(read.outputs, "its weight has another use, or is not a plain matrix")
     for lookup in streams.lookups:
         place = lookup.table.place
         shared = any(x.place == place for x in streams.reads) and place not in tied
@@ -177,7 +181,7 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
 
 
 def _is_alike(read: Read, lookup: Lookup) -> bool:
-    """Whether a contraction sums over what a lookup takes: the rows of one table."""
+    """Whether a contraction sums over the axis that a lookup returns: the rows of one table."""
     if read.places is None or read.gains is not None or read.inputs.ndim > 1:
         return False
     own = read.elements
@@ -199,13 +203,13 @@ def _uneven(edges: Sequence[Edge], blocks: Blocks, rotated: Array) -> Iterator[A
 def _same_gains(
     gains: Sequence[tuple[Array, Array]], rotated: Array, drop: Callable[[Array, str], None]
 ) -> None:
-    """Drops kinds of blocks whose gains are those of channels that are not rotated."""
+    """Drops kinds of blocks whose gains belong to channels that are not rotated."""
     if not gains:
         return
     gain, kinds = (np.concatenate(x) for x in zip(*gains, strict=True))
     kept = np.zeros(int(gain.max()) + 1, bool)
     kept[gain[~rotated[kinds]]] = True
-    drop(kinds[kept[gain]], "its gain is that of a value that cannot be rotated")
+    drop(kinds[kept[gain]], "its gain belongs to a value that cannot be rotated")
 
 
 def _products(
@@ -215,8 +219,8 @@ def _products(
     rotated: Array,
     is_planned: Callable[[Read], bool],
 ) -> tuple[Array, Array]:
-    """Returns for each kind of blocks how many values need no rotation at run time, and how many
-    need one because of it.
+    """Returns for each kind of blocks how many values no longer need a rotation at run time, and
+    how many need one because of it.
     """
     saved, spent = np.zeros(len(rotated), int), np.zeros(len(rotated), int)
     seen: set[object] = set()

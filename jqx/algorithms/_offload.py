@@ -1,4 +1,4 @@
-"""Where values of batches are between stages: on the devices, on the host, or in files."""
+"""Where values of batches are kept between stages: on the devices, on the host, or in files."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from ..transforms._shared import is_counted
 Where = bool | Literal["disk"]
 
 _LEAST = 1 << 16
-"""Of fewer bytes than so many no file is made: they are kept on the host."""
+"""Smaller arrays are kept on the host and not in a file."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class OnHost:
 
     Attributes:
       values: its values.
-      sharding: how it goes back to the devices; `None` leaves that to JAX.
+      sharding: their sharding on the devices; `None` leaves it to JAX.
     """
 
     values: np.ndarray
@@ -36,12 +36,12 @@ class OnHost:
 
 
 class OnDisk:
-    """An array that is kept in a file, which goes when nothing holds this.
+    """An array that is kept in a file, which is deleted together with this object.
 
     Args:
-      path: of the file.
-      values: what is written to it.
-      sharding: how it goes back to the devices; `None` leaves that to JAX.
+      path: path of the file.
+      values: the array to write.
+      sharding: its sharding on the devices; `None` leaves it to JAX.
     """
 
     def __init__(self, path: str, values: np.ndarray, sharding: Any):
@@ -51,7 +51,7 @@ class OnDisk:
 
     @property
     def values(self) -> np.ndarray:
-        """Its values, which are read for this."""
+        """Its values, read from the file at each access."""
         dtype, shape = self._kind
         return np.fromfile(self._path, np.uint8).view(dtype).reshape(shape)
 
@@ -62,7 +62,7 @@ def _remove(path: str) -> None:
 
 
 def check_offload(function: str, where: Any) -> None:
-    """Raises where it is no place."""
+    """Raises if `offload` has no such value."""
     require_that(
         isinstance(where, bool) or where == "disk",
         error=ValueError,
@@ -70,7 +70,7 @@ def check_offload(function: str, where: Any) -> None:
         problem="`offload` is unknown.",
         given=f"offload == {shown(where)}",
         expected="False, True or 'disk'",
-        mend="pass False for values that stay on the devices, True for the host, 'disk' for files.",
+        mend="pass False to keep values on the devices, True for the host, 'disk' for files.",
     )
 
 
@@ -78,7 +78,7 @@ class Offload:
     """Keeps values of batches.
 
     Args:
-      where: whether on the host, or in files of a temporary folder, which goes with this.
+      where: on the host, or in files of a temporary folder, which is deleted with this object.
     """
 
     def __init__(self, where: Where):
@@ -89,7 +89,7 @@ class Offload:
         return tempfile.TemporaryDirectory(prefix="jqx-", ignore_cleanup_errors=True)
 
     def kept(self, x: Any) -> Any:
-        """Returns a value as it is kept. Keys of random numbers stay where they are."""
+        """Returns a value as it is kept. Random keys stay on the devices."""
         if is_counted(x):
             return jax.tree.map(self.kept, x)
         is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
@@ -103,7 +103,7 @@ class Offload:
 
 
 def on_device(x: Any) -> Any:
-    """Returns a value that was kept, on the device."""
+    """Returns a kept value, on the device."""
     if is_counted(x):
         return jax.tree.map(on_device, x)
     return jax.device_put(x.values, x.sharding) if isinstance(x, (OnHost, OnDisk)) else x

@@ -1,4 +1,4 @@
-"""Which sites run once for each part of their weight: they are quantized where they stand."""
+"""Finds sites that run once for each part of their weight: these are quantized in place."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def sites_once(
     plan: Plan, groups: Sequence[Group], jaxpr: Any, elements: Mapping[str, Elements]
 ) -> set[Address]:
     """Returns the addresses of the sites that run once for each part of their weight: all scans
-    around step over it, and no other site multiplies by the same elements.
+    around them step over it, and no other site multiplies by the same elements.
     """
     alone = {site.address: site.address for site in plan.sites}
     return apart(plan, groups, elements, alone) & {*bodies_of(plan, jaxpr)}
@@ -36,7 +36,7 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
 
 
 def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
-    """Returns the sites that a walk over stages comes to, each with the scans around it."""
+    """Returns the sites that a walk over stages reaches, each with the scans around it."""
     return {site.address: scans for site, scans, _ in _reached(plan, jaxpr)}
 
 
@@ -73,8 +73,8 @@ def apart(
     elements: Mapping[str, Elements],
     labels: Mapping[Address, Any],
 ) -> set[Address]:
-    """Returns the addresses of the sites that share no element of their weight with one of another
-    label.
+    """Returns the addresses of the sites whose weight shares no element with that of a site of
+    another label.
     """
     found: set[Address] = set()
     for group in groups:

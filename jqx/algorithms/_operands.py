@@ -1,5 +1,5 @@
-"""What is known of each channel that a site sums over, by channel of its operand: all taps of a
-kernel, and all experts, read the same one.
+"""Statistics of channels that a site sums over, by channel of its operand. All taps of a kernel,
+and all experts, read the same channel of an operand.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from ._labels import Array
 
 
 def most(met: Met, x: Array) -> Array:
-    """Returns the largest of what each channel of a site has, by channel of its operand."""
+    """Returns the maximum over the channels of a site, by channel of its operand."""
     if met.about.patches is not None:
         taps = int(np.prod(met.about.patches.kernel))
         return x.reshape(-1, taps).max(-1)
@@ -17,12 +17,12 @@ def most(met: Met, x: Array) -> Array:
 
 
 def least(met: Met, x: Array) -> Array:
-    """Returns the least, likewise."""
+    """Returns the minimum, likewise."""
     return -most(met, -x)
 
 
 def spread(met: Met, own: Array) -> Array:
-    """Returns what each channel of an operand has, for each channel of a site."""
+    """Returns a statistic of the channels of an operand for each channel of a site."""
     if met.about.patches is not None:
         taps = int(np.prod(met.about.patches.kernel))
         return np.repeat(own, taps).reshape(met.inputs.shape)

@@ -1,4 +1,4 @@
-"""Random orthogonal matrices, of float64 on the host: of Hadamard where there is one."""
+"""Random orthogonal matrices, float64 on the host: Hadamard matrices where available."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ._labels import Array
 
 @dataclasses.dataclass(frozen=True)
 class Orthogonal:
-    """A matrix `Q`: signs, and the Kronecker product of some matrices on blocks of so many
-    channels, one after another.
+    """A matrix `Q`: signs, then a Kronecker product of matrices for each block of as many channels
+    as it has rows.
 
     Attributes:
-      signs: of all channels, 1 or -1.
+      signs: signs of all channels, 1 or -1.
       factors: square matrices.
     """
 
@@ -26,12 +26,12 @@ class Orthogonal:
 
     @classmethod
     def hadamard(cls, count: int, sizes: Sequence[int], seed: int) -> "Orthogonal":
-        """Returns one of Hadamard matrices of some sizes, with random signs."""
+        """Returns a product of Hadamard matrices of some sizes, with random signs."""
         return cls(signs_of(count, seed), tuple(map(orthogonal, sizes)))
 
     @classmethod
     def any(cls, count: int, seed: int) -> "Orthogonal":
-        """Returns one that mixes all channels: a random one where no Hadamard matrix is known."""
+        """Returns a matrix that mixes all channels; random if no Hadamard matrix is available."""
         if sizes := factors_of(count):
             return cls.hadamard(count, sizes, seed)
         q, r = np.linalg.qr(np.random.default_rng((seed, count)).normal(size=(count, count)))
@@ -43,9 +43,7 @@ class Orthogonal:
         return tuple(map(len, self.factors))
 
     def times(self, x: Array) -> Array:
-        """Returns `x Q`, along the last axis of an array, of which each so many channels are
-        rotated.
-        """
+        """Returns `x Q` along the last axis of an array, for each block of channels."""
         parts = x.reshape(*x.shape[:-1], -1, len(self.signs)) * self.signs
         blocks = parts.reshape(*x.shape[:-1], -1, *self.sizes)
         for i, factor in enumerate(self.factors):
@@ -66,7 +64,7 @@ class Orthogonal:
         )
 
     def inverse(self, gain: Array, loops: Sequence[int]) -> tuple[ChannelMap, ChannelMap]:
-        """Returns what turns a value back, and multiplies it by a gain then.
+        """Returns a map that rotates a value back, and one that multiplies it by a gain after that.
 
         Args:
           gain: [*loops, *batch, channels].
@@ -80,7 +78,7 @@ class Orthogonal:
 
 
 def signs_of(count: int, seed: int) -> Array:
-    """Returns random signs of so many channels."""
+    """Returns random signs for a number of channels."""
     return np.random.default_rng((seed, count)).choice(np.array([-1.0, 1.0]), count)
 
 

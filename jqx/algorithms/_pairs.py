@@ -1,5 +1,5 @@
-"""Pairs: what can be scaled in the weights before a site, channel by channel, and taken back in its
-own weight, so that the function stays as it is. Found in the dataflow of any function.
+"""Pairs: channels that can be scaled in the weights before a site and in its own weight, so that
+the function does not change. They are found in the dataflow of any function.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class Pairs(Printed):
 
     Attributes:
       pairs: one for each set of weights that are scaled together.
-      reasons: for each site of the plan that is in none why it is not, by name.
-      kept: names of the sites where an algorithm has kept scales of channels without a pair.
+      reasons: why other sites of the plan are in no pair, by name.
+      kept: names of sites where an algorithm applies scales of channels without a pair.
       folds: which element takes which factor.
     """
 
@@ -57,42 +57,42 @@ class Pairs(Printed):
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
     def keeping(self, keys: Iterable[str]) -> "Pairs":
-        """Returns the same, of which scales are kept at the sites of these operands."""
+        """Returns a copy that lists the sites of these operands as keeping scales."""
         names = frozenset(key.rsplit(":", 1)[0] for key in keys)
         return dataclasses.replace(self, kept=names)
 
     def without_clips(self) -> "Pairs":
-        """Returns the same without the pairs that are clipped."""
+        """Returns a copy without clipped pairs."""
         folds = self.folds.without_clips()
         return Pairs(*folds.pairs(), folds=folds) if self.folds.is_clipped.any() else self
 
     def refuse(self, function: str) -> NoReturn:
-        """Raises where there is nothing to scale, and says why."""
+        """Raises an error that says why there is nothing to scale."""
         raise Inapplicable(
             message(
                 function,
                 "no weight of the plan has channels that can be scaled.",
                 given="; ".join(f"{name}: {why}" for name, why in [*self.reasons.items()][:4]),
-                expected="a site behind a norm, or behind another weight and what commutes with "
+                expected="a site after a norm, or after another weight and operations that commute "
                 "scales",
                 mend="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
-                "tells of all sites.",
+                "lists all sites.",
             )
         )
 
     def fold(self, params: Any, scales: Mapping[str, Any]) -> Any:
-        """Returns parameters of the same function whose sites see operands divided by scales.
+        """Returns parameters of the same function whose sites get operands divided by scales.
 
         Args:
-          params: the parameters that the pairs were found with, or others of their shapes, in
-            float; a tuple where there are several positions of them.
-          scales: of some sites, by the key of the operand that is no weight: positive numbers
-            `[*loops, *batch, channels]`, as `jqx.observers.absmax` has channels.
+          params: the parameters that the pairs were found with, or others of the same shapes, in
+            float; a tuple if there are several positions.
+          scales: scales of some sites, by the key of the operand that is not a weight: positive
+            numbers `[*loops, *batch, channels]`, with channels as in `jqx.observers.absmax`.
 
         Raises:
-          ValueError: a key is unknown, a scale has another shape or is not positive, a channel that
-            has no pair has one, sites that share a channel have different ones, or a channel is
-            clipped, which takes `fold_with_maps`.
+          ValueError: a key is unknown, a scale has the wrong shape or is not positive, a channel
+            without a pair has a scale, sites that share a channel have different scales, or a
+            channel is clipped, which needs `fold_with_maps`.
         """
         factors = self.folds.factors("algorithms.find_pairs", scales)
         clips = clips_of(self.folds, factors)
@@ -100,7 +100,7 @@ class Pairs(Printed):
             not clips,
             error=ValueError,
             function="algorithms.find_pairs",
-            problem="parameters alone cannot take `scales`: channels are clipped by a constant.",
+            problem="parameters alone cannot take `scales`: a constant clips some channels.",
             given=f"scales other than 1 of channels of {', '.join(sorted(clips)[:4])}",
             expected="scales of pairs that are not clipped",
             mend="call params, maps = pairs.fold_with_maps(params, scales), and "
@@ -111,17 +111,16 @@ class Pairs(Printed):
     def fold_with_maps(
         self, params: Any, scales: Mapping[str, Any]
     ) -> tuple[Any, dict[str, ChannelMap]]:
-        """Returns parameters whose sites see operands divided by scales, and the maps with which
-        the function is the same, of pairs that are clipped too: `jqx.map_channels(f, plan, maps)`
-        of these parameters is `f` of the old ones.
+        """Returns parameters whose sites get operands divided by scales, and maps. Supports clipped
+        pairs: `jqx.map_channels(f, plan, maps)` of the new parameters is `f` of the old ones.
 
-        The clip of the function stays where it is. Of channels that are divided by `s`, the clip at
-        their sites is `limit / s`; so `s` is 1 or more.
+        The clip of the function stays in place. Channels that are divided by `s` are clipped at
+        their sites to `limit / s`, so `s` must be at least 1.
 
         Args:
           params: as in `fold`.
-          scales: as in `fold`; 1 or more where channels are clipped. One factor for all channels of
-            a pair changes nothing in how its weights round, so any scales can be made such.
+          scales: as in `fold`; at least 1 for clipped channels. A common factor of all channels of
+            a pair does not change how its weights round, so any scales can be brought to that.
 
         Raises:
           ValueError: as in `fold`, or a clipped channel is divided by less than 1.
@@ -144,34 +143,35 @@ class Pairs(Printed):
 def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
     """Finds which channels of a function can be scaled, and what must be scaled with them.
 
-    A site multiplies an operand by a weight and sums over channels. Where the operand is divided by
-    a positive number for each channel, and the rows of the weight are multiplied by it, the product
-    is the same. What made the operand can take the division: the output axis of a weight before
-    it, a bias, the gain of a norm, a table. It can where all on the way commutes with a factor per
-    channel: views, sums of which all members take part, products with what has no factor, ReLU,
-    attention's weighted sums of values, of which heads that share keys and values share factors.
-    It cannot where a nonlinear function is on the way, a norm over the channels, a result of the
-    function, or another use of a weight. Scans are gone through step by step.
+    A site multiplies an operand by a weight and sums over channels. The product does not change if
+    each channel of the operand is divided by a positive number, and the rows of the weight are
+    multiplied by it. The division can be folded into what produces the operand: the output axis of
+    a weight before it, a bias, the gain of a norm, or a table. That requires that all operations in
+    between commute with a factor for each channel. These do: views, sums if all their terms are
+    scaled, products with values that have no factor, ReLU, and attention's weighted sums of values,
+    where heads that share keys and values share factors. These do not: a nonlinear function, a norm
+    over the channels, a result of the function, or another use of a weight. Scans are followed step
+    by step.
 
-    A ReLU that is clipped by positive constants, such as ReLU6, commutes with scales whose clips
-    are scaled too: such pairs are "clipped" in the table, and take `Pairs.fold_with_maps`. From the
-    clip to the sites there may be views, maxima and choices alone: a mean, or a sum with something
-    else, is not clipped where its members are.
+    A ReLU that is clipped by positive constants, such as ReLU6, commutes with scales if its clips
+    are scaled too. Such pairs are marked "clipped" in the table, and need `Pairs.fold_with_maps`.
+    Between the clip and the sites only views, maxima and choices are allowed: a mean, or a sum with
+    another value, is not clipped even if its terms are.
 
-    Nothing is registered by architecture: pairs are found in the traced function.
+    No architecture is registered: pairs are found in the traced function.
 
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`; all sites of the function take part, quantized or not.
+      plan: a `Plan`; all sites of the function are considered, quantized or not.
 
     Returns:
       A function of the arguments of `f` that returns `Pairs`.
 
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
+      TypeError: `f` is not a function or `plan` is not a plan.
       ValueError: the plan was made for another function.
 
-    Source: what such scales are for: Nagel et al., arXiv:1906.04721; Xiao et al., arXiv:2211.10438;
+    Source: uses of such scales: Nagel et al., arXiv:1906.04721; Xiao et al., arXiv:2211.10438;
     Lin et al., arXiv:2306.00978.
 
     Example:

@@ -1,4 +1,4 @@
-"""Products of two activations that are rotated on both sides, such as queries and keys."""
+"""Products of two activations, such as queries and keys, with both operands rotated."""
 
 import math
 import re
@@ -16,14 +16,14 @@ from ._orthogonal import Orthogonal
 def rotated_products(
     function: str, every: Every, pattern: str, seed: int
 ) -> dict[str, tuple[int, dict[str, ChannelMap]]]:
-    """Returns for the name of each product how many channels it sums over, and the rotation of both
-    operands, by key: `(x Q) (y Q)' = x y'`.
+    """Returns for the name of each product the number of channels that it sums over, and the
+    rotation of both operands, by key: `(x Q) (y Q)' = x y'`.
 
     Args:
-      function: what errors are said of.
+      function: name of the function, for errors.
       every: the function.
-      pattern: a regular expression of names of sites, matched in full.
-      seed: of the rotations.
+      pattern: a regular expression for names of sites, matched in full.
+      seed: seed of the rotations.
     """
     sites = [x for x in every.own.sites if re.fullmatch(pattern, x.name)]
     fits = [x for x in sites if _is_product(x)]
@@ -32,12 +32,12 @@ def rotated_products(
         fits and not wrong,
         error=ValueError,
         function=function,
-        problem="`products` names no products of two activations."
+        problem="`products` matches no product of two activations."
         if not fits
-        else "`products` names something else, too.",
+        else "`products` also matches other sites.",
         given=f"products == {pattern!r}, which matches {', '.join(wrong[:4]) or 'no site'}",
         expected=f"names of such sites of the plan: {_some(every.own)}",
-        mend="add a rule for them to the policy, without weight=, or name others.",
+        mend="add a rule for them to the policy, without weight=, or match other names.",
     )
     items, found = {item.address: item for item in contractions(every.call)}, {}
     for site in fits:

@@ -1,4 +1,4 @@
-"""Compiled programs: stages that compute the same, such as those of layers, are one."""
+"""Compiled programs: equal stages, such as those of layers, share one program."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +11,14 @@ from .. import _compat
 from .._heap import give_back
 
 _PLACED = ("dynamic_slice", "dynamic_update_slice")
-"""Primitives that read or write at a place, such as that of a layer in a cache."""
+"""Primitives that read or write at an index, such as that of a layer in a cache."""
 
 
 class Programs:
-    """Functions of arrays, compiled once for all that are traced to one text with the same
-    constants, but for places that are read or written at: these are arguments. What they are traced
-    to lives as long as this, so no two have objects of one address.
+    """Functions of arrays, compiled once for all functions that trace to the same text with the
+    same constants. Indices that are read or written at may differ: they become arguments.
+
+    Traced functions live as long as this object, so that no two objects in them share an address.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Programs:
         self._compiled: dict[Any, Any] = {}
 
     def call(self, key: Any, f: Callable[..., Any], *given: Any) -> Any:
-        """Returns what a function returns, compiled; `key` names it, and lives as long as this."""
+        """Calls a function, compiled. `key` identifies it, and lives as long as this object."""
         flat, tree = jax.tree.flatten(given)
         at = key, tree, tuple(map(_compat.type_of, flat))
         is_new = at not in self._called
@@ -34,7 +35,7 @@ class Programs:
         program, numbers, out = self._called[at]
         results = program(numbers, *flat)
         if is_new:
-            give_back()  # what compilers have freed
+            give_back()  # memory that compilers freed
         return jax.tree.unflatten(out, results)
 
     def _compile(
@@ -60,14 +61,14 @@ class Programs:
 
 
 def _places(eqn: _compat.Eqn) -> list[Any]:
-    """Returns the literals of an equation that may say where it reads or writes: integers."""
+    """Returns the integer literals of an equation that may say where it reads or writes."""
     if eqn.primitive.name not in _PLACED and not _compat.is_jit(eqn):
         return []
     return [x for x in eqn.invars if _compat.is_literal(x) and _is_place(x.aval)]
 
 
 def _is_place(kind: Any) -> bool:
-    """Whether it is a number that JAX takes for one of the same type where Python gives it."""
+    """Whether a literal is a number to which JAX gives the same type if Python passes it."""
     return kind.shape == () and kind.dtype == np.int32
 
 
@@ -80,7 +81,7 @@ def _program(jaxpr: Any, consts: Sequence[Any], numbers: Sequence[Any], *given: 
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], *given: Any, numbers: int = 0) -> list[Any]:
-    """Evaluates a jaxpr; the first of the arguments stand for the places in it."""
+    """Evaluates a jaxpr; the first arguments replace the indices in it."""
     places, rest = iter(given[:numbers]), given[numbers:]
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *rest), strict=True))
 

@@ -1,4 +1,4 @@
-"""Where the channels of a value meet a weight: contractions and lookups."""
+"""Contractions and lookups: where the channels of a value meet a weight."""
 
 import dataclasses
 import math
@@ -21,20 +21,20 @@ class Read:
     """A contraction of a rotated value with a weight, in one step of the scans around it.
 
     Attributes:
-      site: the site, of the plan of all that may be one.
+      site: the site, of the plan of everything that may be a site.
       steps: the numbers of the steps.
-      place: which leaf its weight is; -1 where it is none.
-      places: which elements of it its matrices are, of all steps; `None` where it has another use,
-        or is no plain matrix.
+      place: the index of the leaf of its weight; -1 if it is not a leaf.
+      places: which elements of the leaf its matrices hold, over all steps; `None` if the leaf has
+        another use, or is not a plain matrix.
       inputs: labels of channels, [*batch, channels], in the order of the axes of the operand.
-      order: their places in the order in which the site sums; `None` where it is that one.
-      outputs: labels of rows, [*batch, rows]; where it cannot take rotations none.
-      gains: labels of the gains of channels, [*batch, channels], 0 where there is none; or `None`.
-      value: what stands for the operand: contractions of one value have the same object.
-      about: what an observer is told of the operand.
-      steps_of_places: the numbers of the steps by which `places` go.
-      is_site: whether it is one of the plan of all; else its weight is looked up, too.
-      why: its operand is not rotated, as far as it is known.
+      order: their positions in the order in which the site sums; `None` if that is the same.
+      outputs: labels of rows, [*batch, rows]; empty if it cannot take rotations.
+      gains: labels of the gains of channels, [*batch, channels], 0 if there is none; or `None`.
+      value: identifies the operand: contractions of one value have the same object.
+      about: what observers get to know about the operand.
+      steps_of_places: the numbers of the steps that `places` depend on.
+      is_site: whether it is a site of the full plan; otherwise its weight is also looked up.
+      why: why its operand is not rotated, if known.
     """
 
     site: Site
@@ -53,29 +53,29 @@ class Read:
 
     @property
     def address(self) -> Address:
-        """Where it is."""
+        """The address of the contraction."""
         return self.site.address
 
     @property
     def labels(self) -> Array:
-        """Labels of what is turned back where its weight cannot take a rotation."""
+        """Labels of what is rotated back if its weight cannot take a rotation."""
         return self.inputs
 
     @property
     def elements(self) -> Array:
-        """Numbers of elements of its matrices, [*batch, rows, channels]; made anew."""
+        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
         found = self.summed
         return found if self.order is None else found[..., self.order]
 
     @property
     def summed(self) -> Array:
-        """The same, channels in the order in which the site sums over them."""
+        """The same, with channels in the order in which the site sums over them."""
         assert self.places is not None
         return self.places[self.steps_of_places]
 
     @property
     def channels(self) -> int:
-        """How many channels there are, of all groups of a convolution one's."""
+        """The number of channels; for a convolution, those of one group."""
         assert self.places is not None
         patches = self.about.patches
         return self.places.shape[-1] // (1 if patches is None else math.prod(patches.kernel))
@@ -86,10 +86,10 @@ class Lookup:
     """A lookup of rows of a parameter.
 
     Attributes:
-      address: where it is.
+      address: the address of the lookup.
       steps: the numbers of the steps of scans around it.
       table: the parameter.
-      made: labels of what is looked up.
+      made: labels of the result.
     """
 
     address: Address
@@ -99,17 +99,17 @@ class Lookup:
 
     @property
     def place(self) -> int:
-        """Which leaf the parameter is."""
+        """The index of the leaf of the parameter."""
         return self.table.place
 
     @property
     def labels(self) -> Array:
-        """Labels of what is rotated where the table cannot take a rotation."""
+        """Labels of what is rotated if the table cannot take a rotation."""
         return self.made
 
 
 class Channels(NamedTuple):
-    """Channels that a site sums over: labels, their order, and labels of gains, as `Read`."""
+    """Channels that a site sums over: labels, their order, and labels of gains, as in `Read`."""
 
     inputs: Array
     order: Array | None
@@ -145,8 +145,8 @@ def channels_at(turns: Turns, x: Turned, about: ObservedSite, name: str) -> Chan
 
 
 def read_of_table(turns: Turns, item: Any, x: Turned, leaf: Parameter, steps: Steps) -> Read | None:
-    """Returns the product of a value and a parameter, such as a table that is the head, too; `None`
-    where the parameter is no plain matrix.
+    """Returns the product of a value and a parameter, such as a table that is also the head; `None`
+    if the parameter is not a plain matrix.
     """
     places = [i for i, origin in enumerate(item.origins) if origin is not None]
     if leaf.elements is None or leaf.is_scaled or leaf.offset or x.is_squared or len(places) != 1:

@@ -1,4 +1,4 @@
-"""What an algorithm reports of the matrices of weights, and of blocks."""
+"""Reports of algorithms on the matrices of weights, and on blocks."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,30 +9,30 @@ from ._memory import Memory
 
 
 def name_of(sites: Sequence[str], step: Sequence[int]) -> str:
-    """Returns what reports call the matrix of some sites, at an index of a stack."""
+    """Returns the name that reports use for the matrix of some sites, at an index of a stack."""
     index = f"[{', '.join(map(str, step))}]" if step else ""
     return f"{' and '.join(sites)}{index}"
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixReport:
-    """One matrix.
+    """The report of one matrix.
 
     Attributes:
-      sites: the names of those that multiply by it.
+      sites: the names of the sites that multiply by it.
       step: the number of the step in each scan over the weight around the site, such as a layer.
-      at: which of several matrices that are multiplied by at once, such as an expert or a group of
-        a convolution; `()` where there is one.
-      path: of the weight.
+      at: the index among matrices that are multiplied by at once, such as an expert or a group of
+        a convolution; `()` if there is only one.
+      path: path of the weight.
       shape: (rows, columns): what the product keeps and what it sums over.
       before: the objective of rounding to nearest with the same scales, per input.
-      after: that of the codes chosen.
-      damping: what was added to the diagonal of the Hessian, relative to its mean; `None` where no
+      after: that of the chosen codes.
+      damping: what was added to the diagonal of the Hessian, relative to its mean; `None` if no
         damping made it positive definite, and the matrix was rounded to nearest.
-      inputs: how many inputs were seen.
-      dead: how many columns no input has reached.
-      kept: how many rows are rounded to nearest, since that is less bad.
-      seconds: how long it took.
+      inputs: number of inputs.
+      dead: number of columns that no input reached.
+      kept: number of rows that are rounded to nearest, because that has a smaller error.
+      seconds: run time.
     """
 
     sites: tuple[str, ...]
@@ -50,12 +50,12 @@ class MatrixReport:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         return name_of(self.sites, (*self.step, *self.at))
 
     @property
     def layer(self) -> str:
-        """What the table calls it together with those that are multiplied by at once."""
+        """Its name in the table, shared with the matrices that are multiplied by at once."""
         return name_of(self.sites, self.step)
 
 
@@ -66,12 +66,12 @@ _HEAD = ("matrix", "shape", "before", "after", "damping", "inputs", "dead", "kep
 class AlgorithmReport(Tabular, Sequence[MatrixReport]):
     """The entries of all matrices, in the order in which they were quantized.
 
-    It prints as a table, in which matrices that are multiplied by at once are one line: the largest
-    damping, the least and the most inputs, and sums of all else.
+    It prints as a table. Matrices that are multiplied by at once share one line, with the largest
+    damping, the least and the most inputs, and sums of everything else.
 
     Attributes:
-      entries: of each matrix one.
-      memory: what the run took, as it was known before; `None` for one pass.
+      entries: one for each matrix.
+      memory: the memory of the run, as estimated before it; `None` for one pass.
     """
 
     entries: tuple[MatrixReport, ...]
@@ -118,16 +118,16 @@ def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
-    """One block.
+    """The report of one block.
 
     Attributes:
       sites: the names of its sites.
       step: the number of the step in each scan around it, such as a layer.
-      before: what rounding to nearest loses: of each result of the block the squared error relative
-        to its squares, summed; over batches the mean.
-      after: what is lost in the end.
-      best: after how many steps that was found; 0 is rounding to nearest.
-      seconds: how long it took.
+      before: the loss of rounding to nearest: the squared error of each result of the block,
+        relative to its squares, summed; the mean over batches.
+      after: the final loss.
+      best: the number of steps after which it was found; 0 is rounding to nearest.
+      seconds: run time.
     """
 
     sites: tuple[str, ...]
@@ -143,7 +143,7 @@ class BlocksReport(Printed, Sequence[BlockReport]):
     """The entries of all blocks, in the order in which they were learned. Prints as a table.
 
     Attributes:
-      entries: of each block one.
+      entries: one for each block.
       nearest: the names of sites whose weights were rounded to nearest, with the reason.
     """
 

@@ -1,4 +1,4 @@
-"""Rotations: channels are mixed by an orthogonal matrix, so that no value stands out."""
+"""Rotations: mix channels by an orthogonal matrix, which removes outliers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -30,11 +30,12 @@ class Rotation:
 
     Attributes:
       site: its name.
-      channels: how many there are.
+      channels: number of channels.
       factors: sizes of the Hadamard matrices whose Kronecker product rotates a block of channels;
-        none where the site is left as it is.
-      why: it is left as it is, or is rotated at run time.
-      offline: whether what makes its operand is rotated: then nothing is computed at run time.
+        empty if the site is not rotated.
+      why: why it is not rotated, or is rotated at run time.
+      offline: whether the parameters that produce its operand are rotated. Then nothing is computed
+        at run time.
     """
 
     site: str
@@ -48,11 +49,11 @@ class RotationReport(Printed, tuple[Rotation, ...]):
     """The sites of a plan, and how they are rotated. Prints as a table.
 
     Attributes:
-      edges: operands that are turned back at run time, and lookups that are rotated, by key, with
-        the reason: the ends of what is rotated offline where a weight cannot take it.
-      gains: parameters that became 1, because the weights behind them are multiplied by them.
-      lost: where rotations were learned, what is lost with those that it began with, and with the
-        ones that were kept; `None` where they were not.
+      edges: operands that are rotated back at run time, and lookups that are rotated, by key, with
+        the reason. At these ends of what is rotated offline, a weight cannot take the rotation.
+      gains: parameters that became 1, because they were multiplied into the weights after them.
+      lost: if rotations were learned, the loss with the initial ones and with the final ones;
+        otherwise `None`.
     """
 
     edges: Mapping[str, str] = MappingProxyType({})
@@ -76,65 +77,69 @@ class RotationReport(Printed, tuple[Rotation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.rotate", "options go by name, such as jqx.algorithms.rotate(block=32).")
+@called("algorithms.rotate", "pass options by name, such as jqx.algorithms.rotate(block=32).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotate:
-    """Multiplies what goes into each contraction by a random Hadamard matrix, and its weight by the
-    inverse: an algorithm of `jqx.ptq` that changes weights. The function stays as it is. Each
-    channel becomes a mean of all, with signs, so outliers are spread: for plans that quantize
-    activations to few bits.
+    """Multiplies the input of each contraction by a random Hadamard matrix, and its weight by the
+    inverse: an algorithm of `jqx.ptq` that changes weights, but not the function.
+
+    Each rotated channel is a signed mean of all channels, which spreads outliers. Use it for plans
+    that quantize activations to few bits.
 
     The inverse is folded into the weights. The rotation itself is computed at run time, as two
-    products with small matrices (`jqx.Quantized.maps`): for n channels some 2 sqrt(n)
-    multiplications each, where the contraction takes one for each row of its weight. Sites that
-    read one value share it.
+    products with small matrices (`jqx.Quantized.maps`). For n channels these need about 2 sqrt(n)
+    multiplications each; the contraction needs one for each row of its weight. Sites that read the
+    same value share the rotation.
 
-    With `offline` what makes an operand is rotated instead, where that is possible: the output axes
-    of weights, biases, tables. That is found in the function, not in a registry of architectures:
-    what is added to one residual stream is rotated alike, the gains of RMS norms become 1 and go
-    into the weights behind them, and values of attention are rotated head by head. A table that is
-    the head, too, stays as it is where a gain stands before the head: the stream is rotated behind
-    the lookup, and turned back before the head, where the gain is kept. All other sites are rotated
-    at run time. The report says of each site which it is, and why.
+    With `offline`, the parameters that produce an operand are rotated instead, if possible: the
+    output axes of weights, biases, tables. They are found in the function, not in a registry of
+    architectures. All values that are added to one residual stream get the same rotation. The gains
+    of RMS norms are multiplied into the weights after them and become 1. Values of attention are
+    rotated head by head. A table that is also the head is not rotated if there is a gain before the
+    head: the stream is rotated after the lookup, and rotated back before the head, where the gain
+    stays. All other sites are rotated at run time. The report says which is done at each site, and
+    why.
 
-    Fewer products remain, but gains no longer hold back what stands out in the stream before it is
-    mixed: weights that are rounded to nearest may lose more. Let GPTQ follow, and measure both. (In
-    SmolLM2 two channels stand out: in 4 bits the error is larger with `offline`, after GPTQ, too.)
+    This saves products at run time, but gains no longer damp the outliers of the stream before it
+    is mixed, so weights that are rounded to nearest may lose more. Run GPTQ after it, and measure
+    both. (SmolLM2 has two outlier channels: in 4 bits its error is larger with `offline`, also
+    after GPTQ.)
 
-    With `steps` the matrices are learned, where activations are quantized behind them: by gradients
-    of what the function loses when these are rounded, weights in float, since what rounds them
-    follows. Each step takes one batch, and turns the matrices by the Cayley transform, so that they
-    stay orthogonal; what has lost least is kept, the matrices of Hadamard among it. At run time the
-    small matrices are learned, of each value and each step of a scan; with `offline` one full
-    matrix for each number of channels. Memory is that of a gradient of the function: let its
-    layers be under `jax.checkpoint`. Of deep models the loss is rough: a rounded value changes all
-    that follow. Take large batches, and look at `report.lost`; on SmolLM2 it has gained nothing.
+    With `steps`, the matrices are learned for quantized activations, by gradients of the loss of
+    the function with rounded activations. Weights stay in float, because they are rounded later.
+    Each step takes one batch, and rotates the matrices by the Cayley transform, so that they stay
+    orthogonal. The matrices with the least loss are kept; the initial Hadamard matrices are
+    candidates. At run time the small matrices are learned, for each value and each step of a scan.
+    With `offline`, one full matrix is learned for each number of channels. The memory is that of a
+    gradient of the function: put its layers under `jax.checkpoint`. The loss of deep models is
+    rough, because a rounded value changes all later ones. Use large batches, and look at
+    `report.lost`; on SmolLM2 learning gained nothing.
 
     Attributes:
-      block: how many channels are mixed, a divisor of those of a site: that of the groups of the
-        scheme for formats such as MXFP4, which a rotation of all channels harms. `None` mixes all,
-        or the largest part of them that there is a Hadamard matrix for.
-      seed: of the random signs; channels of one number have the same.
-      offline: whether weights take rotations on both sides, where they can; numbers of channels
-        without a Hadamard matrix are mixed by a random orthogonal one there.
+      block: number of channels that are mixed, a divisor of the channels of a site. Use the group
+        size of the scheme for formats such as MXFP4, which a rotation of all channels harms. `None`
+        mixes all channels, or the largest part for which there is a Hadamard matrix.
+      seed: seed of the random signs; equal numbers of channels have the same signs.
+      offline: whether weights on both sides take rotations, if they can. Numbers of channels
+        without a Hadamard matrix are then mixed by a random orthogonal matrix.
       products: regular expression of the names of sites that multiply two activations, matched in
-        full, such as queries and keys (R3 of SpinQuant): both operands are rotated at run time, by
-        one matrix, which leaves the product as it is. For plans that quantize them. A product with
+        full, such as queries and keys (R3 of SpinQuant). Both operands are rotated at run time by
+        one matrix, which does not change the product. For plans that quantize them. A product with
         values sums over tokens: leave it out.
-      steps: how many there are to learn; 0 learns nothing.
-      learning_rate: by how much the first step turns, in radians, the root mean square over planes;
-        it falls to 0 evenly.
-      loss: a function of what the function returns with rounded activations, and of what it returns
-        in float, to a scalar, such as the divergence of two distributions. `None`: the squared
-        error of each result of floats, relative to its squares, summed.
+      steps: number of learning steps; 0 learns nothing.
+      learning_rate: angle of the first step, in radians, the root mean square over planes; it
+        decays to 0 linearly.
+      loss: a function of the results with rounded activations and of the results in float, which
+        returns a scalar, such as the divergence of two distributions. `None`: the squared error of
+        each float result, relative to its squares, summed.
 
     Raises:
-      TypeError: `block`, `seed` or `steps` is no integer, `offline` no truth value, `products` no
-        text, `learning_rate` no number, or `loss` no function.
+      TypeError: `block`, `seed` or `steps` is not an integer, `offline` is not a bool, `products`
+        is not a string, `learning_rate` is not a number, or `loss` is not a function.
       ValueError: `block` is less than 2, or there is no Hadamard matrix of its size; `products` is
-        no regular expression; `steps` is below 0, or `learning_rate` not above 0; when it runs, a
-        site has channels that are not a multiple of `block`, `products` names no such site or
-        another one, no site can be rotated, or `steps` has nothing to learn.
+        not a regular expression; `steps` is below 0, or `learning_rate` is not above 0. At run
+        time, the channels of a site are not a multiple of `block`, `products` matches no such site
+        or another kind of site, no site can be rotated, or `steps` has nothing to learn.
 
     Source: Ashkboos et al., arXiv:2404.00456; Liu et al., arXiv:2405.16406 (the stream and the
     values: its R1 and R2; learned rotations); blocks: Egiazarian et al., arXiv:2509.23202.
@@ -172,10 +177,10 @@ class Rotate:
             block > 1 and factors_of(block),
             error=ValueError,
             function=_NAME,
-            problem="there is no Hadamard matrix of the size of `block`.",
+            problem="there is no Hadamard matrix of size `block`.",
             given=f"block == {block}",
             expected="2, or a multiple of 4 such as 12, 16, 20, 32, 64 or 128",
-            mend="leave it out: then the largest possible is taken.",
+            mend="leave it out to use the largest possible size.",
         )
 
     def rewrite(
@@ -187,7 +192,7 @@ class Rotate:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels rotated, and what is done at sites."""
+        """Returns the parameters with rotated channels, and the maps that are applied at sites."""
         given = arguments_of(plan, params, next(iter(batches)))
         every = every_site(_NAME, f, plan, given)
         own, streams = every.own, Streams(every)
@@ -222,7 +227,7 @@ class Rotate:
                 maps[key] = rotations.map_of(read)
             why = found.reason(read) if self.offline and row.factors else row.why
             rows.setdefault(row.site, dataclasses.replace(row, why=why))
-        why = "its weight has another use, or is no plain matrix"
+        why = "its weight has another use, or is not a plain matrix"
         every_row = [rows.get(x.name, Rotation(x.name, 0, (), why)) for x in named.sites]
         if self.products is not None:
             products = rotated_products(_NAME, every, self.products, self.seed)
@@ -235,7 +240,7 @@ class Rotate:
         return Chosen(turned.params(), report, maps)
 
     def _check_learning(self) -> None:
-        """Checks how rotations are learned."""
+        """Checks the options of learning."""
         steps, rate = check_integer(_NAME, "steps", self.steps), self.learning_rate
         is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
         for name, fits, error, expected in (
@@ -248,7 +253,7 @@ class Rotate:
                 fits,
                 error=error,
                 function=_NAME,
-                problem=f"`{name}` does not fit.",
+                problem=f"`{name}` is not valid.",
                 given=f"{name} == {shown(getattr(self, name))}",
                 expected=expected,
                 mend="leave it out for the default.",
@@ -263,7 +268,7 @@ rotate = Rotate
 
 
 def _offline(named: Named, found: Offline, rotations: Rotations, read: Read) -> Rotation:
-    """Returns how the operand of a site is rotated already."""
+    """Returns the entry of a site whose operand is rotated already."""
     sizes = rotations.of_size(int(found.sizes(read.inputs).max())).sizes
     return Rotation(named.name(read), read.channels, sizes, offline=True)
 

@@ -1,4 +1,4 @@
-"""Which matrix rotates which value: one of each size in weights, one for each value at run time."""
+"""The rotation of each value: one for each size in weights, one for each value at run time."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ class Rotations:
     """Which matrix rotates which value.
 
     Attributes:
-      function: what errors are said of.
+      function: name of the function, for errors.
       named: names of sites.
-      block: how many channels are mixed; `None` for as many as can be.
-      seed: of random signs.
-      learned: factors that take the place of those of Hadamard: [*loops, n, n] by the key of an
-        operand, [n, n] by the size of a block that weights take.
+      block: number of channels that are mixed; `None` for as many as possible.
+      seed: seed of the random signs.
+      learned: factors that replace Hadamard matrices: [*loops, n, n] by the key of an operand,
+        [n, n] by the size of a block that weights take.
     """
 
     function: str
@@ -41,7 +41,7 @@ class Rotations:
     learned: Mapping[str | int, tuple[Array, ...]] = dataclasses.field(default_factory=dict)
 
     def of_size(self, size: int) -> Orthogonal:
-        """Returns the rotation of a block of so many channels that weights take."""
+        """Returns the rotation that weights take for blocks of a number of channels."""
         if self.block is None:
             found = Orthogonal.any(size, self.seed)
         else:
@@ -49,7 +49,7 @@ class Rotations:
         return dataclasses.replace(found, factors=self.learned.get(size, found.factors))
 
     def of_read(self, read: Read) -> Orthogonal | None:
-        """Returns the rotation of an operand at run time, in its step; `None` where there is no
+        """Returns the rotation of an operand at run time, in its step; `None` if there is no
         Hadamard matrix.
         """
         found, key = self._start(read), self.named.key(read)
@@ -71,7 +71,7 @@ class Rotations:
     def turns(
         self, found: Offline, turned: TurnedParams, reads: Iterable[Read], at_run_time: set[str]
     ) -> dict[tuple[str | int, ...], Turn]:
-        """Returns what can be learned, by what `learned` knows it as.
+        """Returns the rotations that can be learned, by their key in `learned`.
 
         Args:
           found: what weights take.
@@ -97,7 +97,7 @@ class Rotations:
         return {name: turn for name, turn in turns.items() if turn.operands}
 
     def _turn_of_value(self, reads: Mapping[str, Read]) -> Turn:
-        """Returns the rotation of a value that some sites read, at run time."""
+        """Returns the run-time rotation of a value that some sites read."""
         one = next(iter(reads.values()))
         first, loops = self._start(one), _loops(one)
         if first is None:
@@ -113,8 +113,8 @@ class Rotations:
     def _turn_of_size(
         self, size: int, found: Offline, turned: TurnedParams, reads: Mapping[str, list[Read]]
     ) -> Turn:
-        """Returns the rotation of all blocks of a size that weights take, as one matrix: there it
-        costs nothing. Gains are in the weights behind it.
+        """Returns the rotation of all blocks of a size that weights take, as one full matrix, which
+        costs nothing there. Gains are in the weights after it.
         """
         start, operands = self.of_size(size), {}
         for key, every in reads.items():
@@ -128,21 +128,21 @@ class Rotations:
         return Turn((functools.reduce(np.kron, start.factors),), operands)
 
     def with_learned(self, names: Iterable[tuple[str | int, ...]], factors: Factors) -> "Rotations":
-        """Returns the same with factors that were learned."""
+        """Returns a copy with learned factors."""
         known = {key: x for name, x in zip(names, factors, strict=True) for key in name}
         return dataclasses.replace(self, learned=known)
 
     def _spec(self, read: Read) -> Any:
-        """Returns how the operand of a site is rounded, `None` where it is not."""
+        """Returns how the operand of a site is rounded; `None` if it is not rounded."""
         return next(x.spec for x in self.named.site(read).operands if x.path is None)
 
     def _start(self, read: Read) -> Orthogonal | None:
-        """Returns the rotation of Hadamard of an operand at run time."""
+        """Returns the initial rotation of an operand at run time, of Hadamard matrices."""
         sizes = self._sizes(self.named.name(read), read.channels)
         return Orthogonal.hadamard(read.channels, sizes, self.seed) if sizes else None
 
     def _sizes(self, name: str, count: int) -> tuple[int, ...]:
-        """Returns the sizes of the factors of the rotation of so many channels."""
+        """Returns the sizes of the factors of a rotation of a number of channels."""
         if self.block is None:
             block = largest_block(count)
             return factors_of(block) if block > 1 else ()
@@ -152,7 +152,7 @@ class Rotations:
             function=self.function,
             problem="`block` does not divide the channels of a site.",
             given=f"block == {self.block}, and {count} channels at {name!r}",
-            expected="a divisor",
+            expected="a divisor of the number of channels",
             mend="leave `block` out, pass a smaller one, or leave that site in float.",
         )
         return factors_of(self.block)
@@ -164,8 +164,8 @@ def _loops(read: Read) -> tuple[int, ...]:
 
 
 def _shape(read: Read) -> tuple[int, ...]:
-    """Returns the shape of the channels of an operand, [*batch, channels]: of all groups of a
-    convolution.
+    """Returns the shape of the channels of an operand, [*batch, channels]; for a convolution, of
+    all groups.
     """
     groups = 1 if read.about.patches is None else read.about.patches.groups
     stack = read.inputs.shape[:-1] if read.site.op == "dot_general" else ()

@@ -1,5 +1,5 @@
-"""What algorithms on pairs have in common: the pairs of a function, and what is known of each
-channel.
+"""The common part of algorithms that scale channels: the pairs of a function, and statistics of
+channels.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Scaled:
     """A function whose channels are scaled.
 
     Attributes:
-      pairs: what can be.
-      met: the sites whose weight the plan quantizes, in each step: all, or those of which some
-        channels can be scaled.
-      weights: their weights as floats, by place, flat.
-      stats: what observers have recorded of their operands.
+      pairs: the channels that can be scaled.
+      met: the sites whose weight the plan quantizes, in each step: all of them, or those with
+        channels that can be scaled.
+      weights: their weights as floats, by leaf, flat.
+      stats: what observers recorded of their operands.
     """
 
     pairs: Pairs
@@ -50,8 +50,8 @@ class Scaled:
         every: bool = False,
         clipped: bool = False,
     ) -> "Scaled":
-        """Finds the pairs of a function, and observes their sites on batches; with `every` those
-        of all sites that the plan quantizes the weight of, with `clipped` those of clipped pairs.
+        """Finds the pairs of a function, and observes their sites on batches. With `every`,
+        observes all sites whose weight the plan quantizes; with `clipped`, also clipped pairs.
         """
         pairs = find_pairs(f, plan)(*arguments_of(plan, params, batches[0]))
         pairs = pairs if clipped else pairs.without_clips()
@@ -75,15 +75,15 @@ class Scaled:
         return self.pairs.folds
 
     def name(self, met: Met, observer: Observer) -> str:
-        """Returns what the statistics of the operand of a site are called."""
+        """Returns the key of the statistics of the operand of a site."""
         return f"{self.folds.key(met)}@{observer}"
 
     def spec_of_operand(self, met: Met) -> QSpec | None:
-        """Returns how the plan quantizes what a site multiplies its weight by."""
+        """Returns how the plan quantizes the other operand of a site."""
         return next(x.spec for x in self.folds.site(met).operands if x.path is None)
 
     def observed(self, met: Met, observer: Observer) -> Any:
-        """Returns what an observer has recorded of the operand of a site, in its step."""
+        """Returns what an observer recorded of the operand of a site, in its step."""
         found = self.stats[self.name(met, observer)]
         return type(found)(*(np.asarray(x)[met.steps] for x in found))
 
@@ -94,10 +94,10 @@ class Scaled:
         return channels_of(x, met.shape, met.about)
 
     def largest_weights(self) -> Array:
-        """Returns the largest magnitude of what multiplies each channel, by number."""
+        """Returns the largest weight of each channel, in magnitude, by number."""
         folds = self.folds
         return folds.largest((folds.inputs(x), self.largest_weight(x)) for x in self.met)
 
     def largest_weight(self, met: Met) -> Array:
-        """Returns the largest magnitude of what multiplies each channel of a site."""
+        """Returns the largest weight of each channel of a site, in magnitude."""
         return np.abs(self.weights[met.place][met.elements]).max(-2)

@@ -1,4 +1,4 @@
-"""SciPy, imported when an algorithm first needs it, which keeps `import jqx` short."""
+"""SciPy, imported at first use, which keeps `import jqx` fast."""
 
 import functools
 import importlib
@@ -14,8 +14,8 @@ def linalg() -> Any:
 
 
 def components(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the number of the connected component of each of `count` vertices, where edges are
-    between `a[i]` and `b[i]`.
+    """Returns the number of the connected component of each of `count` vertices, in the graph with
+    edges between `a[i]` and `b[i]`.
     """
     sparse = importlib.import_module("scipy.sparse")
     graphs = importlib.import_module("scipy.sparse.csgraph")

@@ -1,5 +1,5 @@
-"""Layer after layer: the weights of each site are chosen by inputs that those before it, quantized,
-have made.
+"""Layer-by-layer runs: the weights of each site are chosen from inputs that the quantized layers
+before it produce.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from ._stages import Scope, Stage, Steps
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The function run with parameters of its own.
+    """One run of the function, with its own parameters.
 
     Attributes:
-      params: their leaves: as they are at each stage.
+      params: their leaves, as they are at each stage.
       offload: keeps values of batches between stages.
     """
 
@@ -36,7 +36,7 @@ class Frame:
     Attributes:
       scope: the scope.
       stream: the stream.
-      values: of the batch, by variable, as they are kept.
+      values: values of the batch, by variable, as they are kept.
     """
 
     def __init__(self, scope: Scope, stream: Stream, values: Mapping[Any, Any]):
@@ -44,7 +44,7 @@ class Frame:
         self.values = {var: stream.offload.kept(x) for var, x in values.items()}
 
     def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
-        """Returns values as they are kept: of the batch, or made of parameters."""
+        """Returns values as they are kept: values of the batch, or computed from parameters."""
         own = [x for x in atoms if not self.scope.is_of_batch(x)]
         leaves = self.stream.params.some(self.scope.needs(own)) if own else {}
         made = iter(self.scope.values(own, leaves, steps) if own else ())
@@ -56,27 +56,27 @@ class Frame:
         steps: Steps,
         decided: Sequence[Any] | None = None,
         *,
-        tells: bool = False,
+        records: bool = False,
     ) -> list[Any]:
-        """Runs a stage that holds no site, and returns what it decides, where it `tells`."""
+        """Runs a stage without sites. Returns what it decides, if `records`."""
         if not stage.eqns:
             return []
         given = [on_device(self.values[x]) for x in stage.reads]
         leaves = self.stream.params.some(self.scope.read_by(stage))
-        results, made = self.scope.run(stage, leaves, steps, given, decided, tells)
-        jax.block_until_ready(results)  # what batches take on the way is not there at once
+        results, made = self.scope.run(stage, leaves, steps, given, decided, records)
+        jax.block_until_ready(results)  # temporaries of several batches must not coexist
         self.put(stage, results)
         return made
 
     def enter(self, stage: Stage, branch: int | None = None) -> "Frame":
-        """Returns the frame of the function inside of an equation, or of a branch of it."""
+        """Returns the frame of the function inside an equation, or of a branch of it."""
         scope, operands = self.scope.entered(stage, branch)
         inner = Frame(scope, self.stream, {var: self.values[x] for var, x in operands.items()})
         self.drop(stage)
         return inner
 
     def results(self, steps: Steps) -> list[Any]:
-        """Returns the results of the scope, all of whose stages have run."""
+        """Returns the results of the scope after all its stages have run."""
         return self.read(self.scope.jaxpr.outvars, steps)
 
     def leave(self, stage: Stage, results: Sequence[Any]) -> None:
@@ -85,12 +85,12 @@ class Frame:
         self.put(stage, [named[var] for var in stage.gives])
 
     def put(self, stage: Stage, results: Sequence[Any]) -> None:
-        """Keeps what others read of the results of a stage, and drops what nothing reads now."""
+        """Keeps the results of a stage that others read, and drops values with no more readers."""
         self.values.update(zip(stage.gives, map(self.stream.offload.kept, results), strict=True))
         self.drop(stage)
 
     def drop(self, stage: Stage) -> None:
-        """Drops what nothing reads after a stage."""
+        """Drops values that nothing reads after a stage."""
         for var in stage.last:
             self.values.pop(var, None)
 
@@ -99,23 +99,25 @@ Batch = Sequence[Frame]
 """One batch in one scope: its frame in each stream."""
 
 Inputs = list[list[Any]]
-"""What a site reads beside its weight, of each batch, as it is kept: the activation, and sizes of
-groups."""
+"""The operands of a site other than its weight, for each batch, as they are kept: the activation,
+and sizes of groups.
+"""
 
 Solve = Callable[[Site, Steps, list[Inputs]], None]
-"""Chooses the weight of a site in one step, by its inputs in each stream, and writes it to the
-parameters of the first."""
+"""Chooses the weight of a site in one step from its inputs in each stream, and writes it to the
+parameters of the first stream.
+"""
 
 Pairs = list[tuple[Stage, Batch]]
-"""A stage as each batch has it: of one function, traced for batches of any size."""
+"""A stage for each batch: of one function, traced for batches of any size."""
 
 
 class Walk:
-    """Runs a function stage after stage, each on all batches and in all streams.
+    """Runs a function stage by stage, each on all batches and in all streams.
 
     Attributes:
       plan: the plan.
-      solve: is called at each site.
+      solve: called at each site.
     """
 
     def __init__(self, plan: Plan, solve: Solve):
@@ -135,7 +137,7 @@ class Walk:
 
     def _run(self, pairs: Pairs, steps: Steps) -> None:
         for stage, (first, *others) in pairs:
-            decided = first.run(stage, steps, tells=bool(others))
+            decided = first.run(stage, steps, records=bool(others))
             for frame in others:
                 frame.run(stage, steps, decided)
 
@@ -156,11 +158,11 @@ class Walk:
         for frame in pairs[0][1]:
             frame.stream.params.some(())
         self.solve(site, steps, streams)
-        del streams  # a batch's inputs go when its product is made
+        del streams  # the inputs of a batch are freed when its product is done
         self._run(pairs, steps)
 
     def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:
-        """Runs the function inside of an equation, or a branch of it."""
+        """Runs the function inside an equation, or a branch of it."""
         inner = [[frame.enter(stage, branch) for frame in batch] for stage, batch in pairs]
         self.go(inner, steps)
         for (stage, batch), frames in zip(pairs, inner, strict=True):
@@ -168,7 +170,7 @@ class Walk:
                 frame.leave(stage, own.results(steps))
 
     def _branch(self, pairs: Pairs, steps: Steps) -> None:
-        """Takes the branch that the first stream takes, in all of them."""
+        """Runs the branch that the first stream takes, in all streams."""
         taken: dict[int, Pairs] = {}
         for stage, batch in pairs:
             (eqn,) = stage.eqns
@@ -231,7 +233,7 @@ class Scan:
         self._rows.append(row)
 
     def leave(self) -> None:
-        """Hands the results to the frame around."""
+        """Passes the results to the surrounding frame."""
         (eqn,) = self.stage.eqns
         rows = self._rows[::-1] if eqn.params["reverse"] else self._rows
         columns = (_stacked(list(map(on_device, x))) for x in zip(*rows, strict=True))
@@ -241,5 +243,5 @@ class Scan:
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """Returns the values of all steps, along a new axis in front."""
+    """Stacks the values of all steps along a new leading axis."""
     return jax.tree.map(lambda *x: jnp.stack(x), *alike(rows))

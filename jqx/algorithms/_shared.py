@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one, and that users do not need."""
 
 from ._hadamard import factors_of as factors_of
 from ._hadamard import hadamard as hadamard

@@ -1,5 +1,5 @@
-"""Where the grids of weights are: in memory, or, of weights that are lazy, in files, each from the
-moment at which its first codes are chosen.
+"""Where the grids of weights are stored: in memory, or, for lazy weights, in files from the moment
+their first codes are chosen.
 """
 
 import dataclasses
@@ -23,35 +23,35 @@ Array = np.ndarray
 
 
 class Shelf(Protocol):
-    """Grids of groups of weights, rounded to nearest where nothing else is chosen."""
+    """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
 
     def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
-        """Returns the grids of a group, given its weights as arrays, by path: in float where
-        nothing is chosen.
+        """Returns the grids of a group. `leaves` are its weights as arrays, by path, in float for
+        weights without chosen codes.
         """
         ...
 
     def put(self, group: Group, grids: Grids, where: Array) -> None:
-        """Takes them back; the codes of elements `where` are chosen now."""
+        """Stores grids; the codes of elements `where` are chosen now."""
         ...
 
     def quantized(self) -> dict[str, Any]:
-        """Returns what has become of each weight, by path."""
+        """Returns each weight with its codes, by path."""
         ...
 
 
 class InMemory:
-    """Grids that are all made at once, and held."""
+    """Grids that are all computed at the start, and held in memory."""
 
     def __init__(self, grids: Mapping[str, Grids]):
         self._grids = grids
 
     def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
-        """Returns those of a group."""
+        """Returns the grids of a group."""
         return self._grids[group.path]
 
     def put(self, group: Group, grids: Grids, where: Array) -> None:
-        """They are here."""
+        """Does nothing: the grids are in memory already."""
 
     def quantized(self) -> dict[str, QTensor]:
         """Returns the codes of each weight, by path."""
@@ -59,14 +59,14 @@ class InMemory:
 
 
 class InFiles:
-    """Grids of which those that something is chosen of are files, and the others are not there.
+    """Grids with chosen codes are in files; all others are computed when needed.
 
     Args:
-      folder: for the files; `None` makes one, that lives as long as what reads from it.
+      folder: for the files; `None` creates one that lives as long as whatever reads from it.
       groups: the weights.
-      leaves: these, by path.
-      spec_of: returns the spec by whose calibrator scales are found.
-      source: says all that codes depend on; an empty string where that is not known.
+      leaves: the weights, by path.
+      spec_of: returns the spec with the calibrator that computes scales.
+      source: identifies everything that codes depend on; empty if that is not known.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class InFiles:
         self._kinds: dict[str, Grids] = {}
 
     def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
-        """Reads those of a group, or makes them."""
+        """Reads the grids of a group, or computes them."""
         if group.path in self._kinds:
             return self._load(group, leaves)[0]
         return Grids.of_group(group, leaves, self._spec_of)
 
     def put(self, group: Group, grids: Grids, where: Array) -> None:
-        """Writes them to their file."""
+        """Writes grids to their file."""
         chosen = np.zeros(grids.codes.size, bool)
         if group.path in self._kinds:
             chosen = self._load(group, {})[1]
@@ -117,8 +117,8 @@ class InFiles:
         give_back()
 
     def values(self, path: str) -> jax.Array:
-        """Returns a weight as it is now: in float, with what its codes stand for where they are
-        chosen.
+        """Returns a weight as it is now: in float, with dequantized values for elements whose codes
+        are chosen.
         """
         group, x = self._groups[path], read(self._leaves[path])
         if group.path not in self._kinds:
@@ -131,13 +131,13 @@ class InFiles:
         return jnp.asarray(found.reshape(x.shape))
 
     def current(self, path: str) -> Lazy:
-        """Returns a weight as it is when it is read."""
+        """Returns a lazy leaf that reads the weight as it is at that time."""
         x = self._leaves[path]
         return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), partial(self.values, path))
 
     def quantized(self) -> dict[str, Lazy]:
-        """Returns the codes of each weight, by path, to be read from their files; those of which
-        nothing is chosen are rounded to nearest when they are read.
+        """Returns the codes of each weight, by path, as lazy leaves that read the files. Weights
+        without chosen codes are rounded to nearest when they are read.
         """
         found = {}
         for path, group in self._groups.items():
@@ -158,7 +158,7 @@ class InFiles:
         return os.path.join(self._folder, f"weight-{self._numbers[group.path]:06}.npz")
 
     def _load(self, group: Group, leaves: Mapping[str, Any]) -> tuple[Grids, Array]:
-        """Returns what a file has: grids, and which elements are chosen."""
+        """Returns the contents of a file: grids, and which elements have chosen codes."""
         kind = self._kinds[group.path]
         with np.load(self._path(group), allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
@@ -178,7 +178,7 @@ class InFiles:
 
 
 def _without(grids: Grids) -> Grids:
-    """Returns grids without their arrays: of shapes alone."""
+    """Returns grids with shapes in place of arrays."""
     parts = tuple(
         dataclasses.replace(part, x=None, scale=jax.tree.map(_kind, part.scale))
         for part in grids.parts
@@ -192,5 +192,5 @@ def _kind(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _bare(x: Array) -> Array:
-    """Returns an array as files know it: of other dtypes than NumPy's own the bytes."""
+    """Returns an array that files support: bytes for dtypes that are not NumPy's own."""
     return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")

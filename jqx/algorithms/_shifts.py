@@ -1,4 +1,4 @@
-"""Shifts before rounding, and factors of ranges: what is learned by signs of gradients."""
+"""Shifts before rounding, and factors of ranges, which are learned by signed gradient descent."""
 
 from typing import Any, NamedTuple
 
@@ -10,17 +10,17 @@ from ..gradients import straight_through
 from ._tiles import Given, Rounding
 
 _LEAST = 0.05
-"""What a range may shrink to, relative to what it was."""
+"""The smallest range, relative to the initial one."""
 
 
 class Shifts(NamedTuple):
-    """What is learned of a tile.
+    """The learned values of a tile.
 
     Attributes:
       shift: what is added to each number before it is rounded, in steps of the grid.
-      low: what the lower end of each range is multiplied by; `None` where there is one scale for
-        both ends, or ranges stay.
-      high: the upper end, or both; `None` where ranges stay.
+      low: factor of the lower end of each range; `None` if both ends share one scale, or ranges are
+        not learned.
+      high: factor of the upper end, or of both; `None` if ranges are not learned.
     """
 
     shift: jax.Array
@@ -29,15 +29,15 @@ class Shifts(NamedTuple):
 
 
 def nearest(rounding: Rounding, given: Given, ranges: bool) -> Shifts:
-    """Returns what rounds to nearest; `ranges` says whether these may be learned."""
+    """Returns the values that round to nearest; `ranges` says whether ranges may be learned."""
     high = jnp.ones_like(given.scale) if ranges and rounding.ranges else None
     low = None if given.zero_point is None else high
     return Shifts(jnp.zeros_like(given.x), low, high)
 
 
 def rounded(rounding: Rounding, given: Given, found: Shifts) -> tuple[jax.Array, Affine]:
-    """Returns the numbers of a tile as they are rounded, whose gradient passes that by, and their
-    scales and zero points.
+    """Returns the rounded numbers of a tile, with the gradient of the identity for rounding, and
+    their scales and zero points.
     """
     affine = _affine(rounding, given, found)
     exact = rounding.in_steps(given.x, affine)
@@ -48,7 +48,7 @@ def rounded(rounding: Rounding, given: Given, found: Shifts) -> tuple[jax.Array,
 
 
 def moved(found: list[Shifts], slope: Any, rate: jax.Array) -> list[Shifts]:
-    """Returns what is learned after a step of a length against the signs of a gradient."""
+    """Returns learned values after a step of a given length against the signs of a gradient."""
 
     def limited(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else jnp.clip(x, _LEAST, 1)

@@ -1,4 +1,4 @@
-"""SmoothQuant: channels of activations are divided where they are large, weights multiplied."""
+"""SmoothQuant: divides large channels of activations, and multiplies the weights accordingly."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -19,36 +19,39 @@ from ._operands import most
 from ._scaled import Scaled
 
 _LEAST = 1e-5
-"""Below it a magnitude is none."""
+"""Magnitudes below it count as zero."""
 
 _STATIC, _DYNAMIC = 0.85, 0.5
 
 
-@called("algorithms.smooth_quant", "options go by name: jqx.algorithms.smooth_quant(strength=.8).")
+@called(
+    "algorithms.smooth_quant", "pass options by name: jqx.algorithms.smooth_quant(strength=.8)."
+)
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant:
-    """Divides channels of activations by `a**strength / w**(1 - strength)`, `a` the largest
-    magnitude that batches have there and `w` that of the weights, and multiplies the weights by it:
-    an algorithm of `jqx.ptq` that changes weights and leaves the function as it is.
+    """Divides channels of activations by `a**strength / w**(1 - strength)`, and multiplies the
+    weights by it. Here `a` is the largest magnitude of a channel over batches, and `w` that of its
+    weights. This is an algorithm of `jqx.ptq` that changes weights, but not the function.
 
-    The division is folded into what makes the channels, as `find_pairs` finds it. Where channels
-    have no pair it is kept at the site, if the plan quantizes what the weight is multiplied by: a
-    product that XLA joins with the quantization, one for all sites that read the value. The report,
-    `Pairs`, says which, and why. It is for plans that quantize activations.
+    The division is folded into the parameters that produce the channels, as `find_pairs` finds
+    them. If channels have no pair, the division is done at the site at run time, if the plan
+    quantizes the other operand of the weight. It is one product for all sites that read the value,
+    and XLA fuses it with the quantization. The report, a `Pairs`, says where, and why. Use it for
+    plans that quantize activations.
 
     Attributes:
-      strength: 0 leaves weights with one largest magnitude for all channels, 1 activations; `None`
-        is 0.85 where the plan has static scales for what weights are multiplied by, and else 0.5.
-        (Measured in SmolLM2 and in all-MiniLM-L6-v2: static scales lose least from 0.8 to 0.9,
-        dynamic ones from 0.5 to 0.7.)
-      keep: whether scales are kept at sites where nothing takes them; without it such channels are
-        left as they are, and nothing is computed at run time that was not before.
-      weight: how much the rows of the inputs count, as that of `jqx.observers.absmax`: those of
-        weight 0 are left out.
+      strength: 0 makes the largest magnitudes of all channels equal in the weights, 1 in the
+        activations. `None` is 0.85 if the plan has static scales for activations, and 0.5
+        otherwise. (Measured in SmolLM2 and in all-MiniLM-L6-v2: static scales lose least from 0.8
+        to 0.9, dynamic ones from 0.5 to 0.7.)
+      keep: whether scales may be applied at sites at run time. If not, channels without a pair are
+        unchanged, and the function does no additional work at run time.
+      weight: weights of the rows of the inputs, as in `jqx.observers.absmax`; rows of weight 0 are
+        ignored.
 
     Raises:
-      TypeError: `keep` is no truth value, or `weight` no function.
-      ValueError: `strength` is out of range; when it runs, nothing can be scaled.
+      TypeError: `keep` is not a bool, or `weight` is not a function.
+      ValueError: `strength` is out of range; at run time, nothing can be scaled.
 
     Source: Xiao et al., arXiv:2211.10438.
 
@@ -75,7 +78,7 @@ class SmoothQuant:
             problem="`strength` is out of range.",
             given=f"strength == {shown(self.strength)}",
             expected="a number from 0 to 1",
-            mend="leave it out: then the plan decides.",
+            mend="leave it out: the default depends on the plan.",
         )
         check_flags("algorithms.smooth_quant", keep=self.keep)
         check_weight("algorithms.smooth_quant", self.weight)
@@ -89,7 +92,7 @@ class SmoothQuant:
         *,
         progress: bool = True,
     ) -> Chosen:
-        """Returns the parameters with their channels scaled, and what is kept at sites."""
+        """Returns parameters with scaled channels, and the scales that are applied at sites."""
         observer = absmax(weight=self.weight)
         given = f, plan, params, list(batches), (observer,), progress
         scaled = Scaled.of("algorithms.smooth_quant", *given, every=self.keep)
@@ -112,7 +115,7 @@ smooth_quant = SmoothQuant
 
 
 def _strength(scaled: Scaled) -> float:
-    """Returns what loses least for the plan."""
+    """Returns the strength with the least error for the kind of plan."""
     specs = [spec for met in scaled.met if (spec := scaled.spec_of_operand(met)) is not None]
     return _STATIC if any(not spec.dynamic for spec in specs) else _DYNAMIC
 
@@ -132,7 +135,7 @@ def _kept(
 
 
 def _scale(strength: float, a: Array, w: Array) -> Array:
-    """Returns what channels are divided by; 1 where nothing is known of one."""
+    """Returns the divisors of channels; 1 for channels without statistics."""
     known = (a > _LEAST) & (w > _LEAST)
     a, w = np.where(known, a, 1), np.where(known, w, 1)
     return a**strength / w ** (1 - strength)

@@ -1,4 +1,4 @@
-"""Matrices of one shape, rounded together: one loop over their columns, on the device."""
+"""Matrices of one shape that are rounded together: one loop over their columns, on the device."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from ._matrices import Matrix, stacked
 Array = np.ndarray
 
 _MOST = 2**28
-"""Bytes that the loop over the columns of several matrices reads, at most."""
+"""Maximum number of bytes that the loop over the columns of several matrices reads."""
 
 
 def parted(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
-    """Yields matrices of one shape, as many at once as there is room for, at least one."""
+    """Splits matrices of one shape into parts that fit into memory, of at least one matrix each."""
     rows, columns = matrices[0].places.shape
     count = max(_MOST // (4 * columns * (columns + rows)), 1)
     for start in range(0, len(matrices), count):
@@ -35,14 +35,14 @@ def parted(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices that are to be rounded, [matrices, rows, columns].
+    """Matrices to round, [matrices, rows, columns].
 
     Attributes:
-      places: for each entry the element of the weight that it is.
+      places: for each entry the number of its element of the weight.
       w: their values, float32.
-      label: of each the index of its scale.
-      order: of columns, [matrices, columns].
-      columns: of each column the number of its group, likewise.
+      label: for each entry the index of its scale.
+      order: the order of columns, [matrices, columns].
+      columns: for each column the number of its group, likewise.
       grids: scales and zero points, by index.
       spec: how values are rounded.
     """
@@ -57,7 +57,7 @@ class Stack:
 
     @classmethod
     def of(cls, matrices: Sequence[Matrix], grids: Grids, spec: QSpec, order: Order) -> "Stack":
-        """Reads matrices of a weight."""
+        """Collects matrices of a weight."""
         places = stacked(matrices)
         label = grids.label(places)
         columns = np.stack([_groups(own) for own in label])
@@ -75,12 +75,12 @@ class Stack:
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in own})
 
     def nearest(self) -> Array:
-        """Returns the matrices rounded to nearest with the scales as they are."""
+        """Returns the matrices rounded to nearest with the current scales."""
         scale, zero_point = self.grids.at(self.label)
         return np.array(_nearest(self.w, scale, zero_point, spec=self.spec))
 
     def static(self, w: Array, upper: list[Array], carried: list[Array] | None) -> Array:
-        """Returns the matrices with their columns rounded, with the scales as they are."""
+        """Returns the matrices with rounded columns, with the current scales."""
         size = min(BLOCK, w.shape[-1])
         more = -w.shape[-1] % size
         label = np.pad(self._ordered(self.label), ((0, 0), (0, more), (0, 0)), mode="edge")
@@ -88,8 +88,8 @@ class Stack:
         return self._run(w, upper, carried, size, affine)[0]
 
     def dynamic(self, w: Array, upper: list[Array], carried: list[Array] | None) -> Array:
-        """Returns the matrices with their columns rounded, with scales that are found on the way,
-        and writes these.
+        """Returns the matrices with rounded columns. Scales are computed during the loop and
+        written to the grids.
         """
         runs = np.take_along_axis(self.columns, self.order, 1)
         first = np.diff(runs, prepend=-1) != 0
@@ -108,10 +108,10 @@ class Stack:
             and bool(np.all(own[ranks] == self.grids.sizes[ranks])),
             error=ValueError,
             function="algorithms.gptq",
-            problem="these scales cannot be found on the way.",
+            problem="scales of this granularity cannot be computed during the loop.",
             given=f"{self.spec} of {rows} rows, {len(starts)} groups of "
             f"{sorted({*sizes.tolist()})} columns",
-            expected="groups of one size, of which each row has a scale of its own, in float or a "
+            expected="groups of one size, with a separate scale for each row, in float or a "
             "power of two",
             mend="pass groups='static'.",
         )
@@ -122,7 +122,7 @@ class Stack:
         return rounded
 
     def _ordered(self, x: Array) -> Array:
-        """Returns matrices with their columns first, in the order in which they are rounded."""
+        """Returns matrices with the columns first, in the order in which they are rounded."""
         return np.take_along_axis(x, self.order[:, None], 2).swapaxes(1, 2)
 
     def _run(
@@ -134,14 +134,14 @@ class Stack:
         affine: Affine | None,
         spec: QSpec | None = None,
     ) -> tuple[Array, Affine]:
-        """Runs the loop on whole blocks: columns of zeros are added behind."""
+        """Runs the loop on whole blocks: columns of zeros are appended."""
         count = w.shape[-1]
         more = -count % size
         also = None if carried is None else _widened(carried, more)
         group = None if affine is None else np.arange(count + more, dtype=np.int32)
         found = _round_each(
             jnp.asarray(np.pad(self._ordered(w), ((0, 0), (0, more), (0, 0)))),
-            jnp.asarray(_widened(upper, more, 1)),  # no copy of it stays on the host
+            jnp.asarray(_widened(upper, more, 1)),  # no copy of it remains on the host
             also,
             affine,
             group,
@@ -155,10 +155,10 @@ class Stack:
 
 
 def _groups(label: Array) -> Array:
-    """Returns of each column of a matrix the number of its group: columns of the same scales."""
+    """Returns for each column of a matrix the number of its group: columns with the same scales."""
     first = label[:1]
     if np.array_equal(label, label[:, :1] + (first - first[0, 0])):
-        label = first  # rows differ by what all columns share: one tells them apart
+        label = first  # the column part of labels is the same in each row, so one row is enough
     _, first, group = np.unique(label, axis=1, return_index=True, return_inverse=True)
     rank = np.empty(len(first), int)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -166,8 +166,8 @@ def _groups(label: Array) -> Array:
 
 
 def _widened(each: Sequence[Array], more: int, diagonal: float = 0) -> Array:
-    """Returns matrices as one array in float32, with more rows and columns of zeros but for their
-    diagonal.
+    """Returns matrices as one float32 array with additional rows and columns, which are zero except
+    on the diagonal.
     """
     size = len(each[0])
     wide = np.zeros((len(each), size + more, size + more), np.float32)
@@ -189,7 +189,7 @@ def _round_each(
     spec: QSpec,
     size: int,
 ) -> Columns:
-    """Rounds the columns of each matrix; `group` is that of all."""
+    """Rounds the columns of each matrix; all share `group`."""
 
     def one(w: Any, upper: Any, carried: Any, affine: Any) -> Columns:
         return round_columns(w, upper, carried, affine, group, spec=spec, size=size)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""A traced function as stages that the host runs one after another, each on all batches: what is
-between the sites is jitted, scans over weights are taken step by step, branches batch by batch.
+"""A traced function as stages that the host runs one by one, each on all batches. Equations between
+sites are jitted, scans over weights run step by step, branches batch by batch.
 
-Values that depend on parameters alone are not kept: every stage computes them anew from the
-parameters as they are then, so it sees the weights that are quantized already.
+Values that depend on parameters alone are not kept. Every stage recomputes them from the current
+parameters, so it sees the weights that are quantized already.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from ._decisions import Decisions, body_of
 from ._programs import Programs
 
 Params = Mapping[int, Any]
-"""The leaves of the parameters, by their place among the operands of the jaxpr; some `Replaced`,
-where a function is traced.
+"""The leaves of the parameters, by their index among the operands of the jaxpr; some are `Replaced`
+when a function is traced.
 """
 
 Steps = tuple[Any, ...]
-"""The number of the step in each scan around that the host steps through, from the outermost."""
+"""The step number of each surrounding scan that the host steps through, outermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is run at once.
+    """Equations that run at once.
 
     Attributes:
       kind: `run` for equations that are jitted together, `block` for those of a block; `site`,
-        `inline`, `scan` or `branch` for one equation.
+        `inline`, `scan` or `branch` for a single equation.
       eqns: the equations.
-      inside: the addresses of those that are sites, or hold some.
+      inside: the addresses of those that are sites, or have some inside.
       reads: the values of batches that it reads, each once.
       gives: the values of batches that it defines and others read.
-      last: those that nothing reads after it.
+      last: the values that nothing reads after it.
     """
 
     kind: str
@@ -60,12 +60,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where an operand of an inner jaxpr comes from, that depends on parameters alone.
+    """The origin of an operand of an inner jaxpr that depends on parameters alone.
 
     Attributes:
-      scope: the scope around, or `None` for a leaf of the parameters.
-      atom: what it is there, or the place of the leaf.
-      stepped: whether it is one step of that.
+      scope: the surrounding scope, or `None` for a leaf of the parameters.
+      atom: the value in that scope, or the index of the leaf.
+      stepped: whether the operand is one step of it.
     """
 
     scope: "Scope | None"
@@ -78,11 +78,11 @@ class Replaced:
     """A leaf of the parameters with other values at an index of its first axes.
 
     Attributes:
-      leaf: as it was.
-      values: the others.
-      own: which of these count; `None` where all do.
-      index: where they stand.
-      stepped: whether the index is that of the steps of scans around.
+      leaf: the original leaf.
+      values: the new values.
+      own: which of these are used; `None` for all.
+      index: where they are.
+      stepped: whether the index consists of the steps of surrounding scans.
     """
 
     leaf: jax.Array
@@ -103,20 +103,20 @@ class Replaced:
         return lax.dynamic_update_slice(self.leaf, values.reshape(*more, *values.shape), start)
 
     def step(self, depth: int) -> jax.Array | None:
-        """Returns what a scan over it sees in this step, without making the whole; `None` where
-        that takes more than the values.
+        """Returns the part that a scan over it reads in this step, without building the whole leaf;
+        `None` if that needs more than the values.
         """
         alone = self.stepped and self.own is None and (depth, len(self.index)) == (1, 1)
         return self.values.astype(self.leaf.dtype) if alone else None
 
 
 class Scope:
-    """A jaxpr with what its operands are: values of batches, or made of parameters alone.
+    """A jaxpr whose operands are known to be values of batches or made of parameters alone.
 
     Attributes:
       jaxpr: an open jaxpr.
-      depth: how many scans around it the host steps through.
-      stages: what is run, in order.
+      depth: number of surrounding scans that the host steps through.
+      stages: the stages, in order.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Scope:
         return not _compat.is_literal(atom) and not any(atom in those for those in known)
 
     def _staged(self, address: Address) -> list[Stage]:
-        # Before, between and behind the others a stage of what is jitted, empty or not: functions
-        # that were traced for other batches have as many stages.
+        # Before, between and after the others stands a stage of jitted equations, empty or not, so
+        # that functions traced for other batches have the same number of stages.
         groups: list[Group] = [("run", [], ())]
         for here, eqn, marked in addressed(self.jaxpr, address):
             if not any(map(self.is_of_batch, eqn.invars)) and not eqn.effects:
@@ -181,7 +181,7 @@ class Scope:
         return stages[::-1]
 
     def _kind(self, eqn: Eqn, here: Address) -> str:
-        """Returns how an equation is run that is a site, or may hold some."""
+        """Returns how to run an equation that is a site, or may have some inside."""
         name, site = eqn.primitive.name, self.plan.site_at(here)
         if site is not None:
             return "site" if self.own(site) else "run"
@@ -195,7 +195,7 @@ class Scope:
         return "run" if name in ("while", "shard_map") else "inline"
 
     def _label(self, kind: str, here: Address) -> Any:
-        """Returns the block that an equation is part of as a whole; `None` where there is none."""
+        """Returns the block that an equation belongs to as a whole; `None` if there is none."""
         n = len(here)
         sites = [x for x in self.plan.sites if x.address[:n] == here and self.own(x)]
         labels = {self._blocks[x.address] for x in sites}
@@ -204,7 +204,7 @@ class Scope:
         return labels.pop() if is_whole else None
 
     def read(self, atom: Any, params: Params, steps: Steps, memo: dict[Any, Any]) -> Any:
-        """Returns a value that is made of parameters alone; traceable."""
+        """Returns a value that depends on parameters alone; traceable."""
         found = self._read(atom, params, steps, memo)
         return found.whole() if isinstance(found, Replaced) else found
 
@@ -240,7 +240,7 @@ class Scope:
         return lax.dynamic_index_in_dim(value, steps[self.depth - 1], keepdims=False)
 
     def needs(self, atoms: Sequence[Any]) -> frozenset[int]:
-        """Returns the places of the leaves that values are made of, those of batches aside."""
+        """Returns the indices of the leaves that values depend on, ignoring values of batches."""
         return frozenset().union(*map(self._needs, atoms))
 
     def _needs(self, atom: Any) -> frozenset[int]:
@@ -257,7 +257,7 @@ class Scope:
         return self._leaves[atom]
 
     def read_by(self, stage: Stage) -> frozenset[int]:
-        """Returns the places of the leaves that a stage reads."""
+        """Returns the indices of the leaves that a stage reads."""
         return self.needs([x for eqn in stage.eqns for x in eqn.invars])
 
     def run(
@@ -267,12 +267,12 @@ class Scope:
         steps: Steps,
         given: Sequence[Any],
         decided: Sequence[Any] | None = None,
-        tells: bool = False,
+        records: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Runs a stage that is no site and holds none, on the values of one batch that it reads,
-        and on the leaves that it needs, at least.
+        """Runs a stage without sites on the values of one batch that it reads. `params` must hold
+        at least the leaves that it needs.
 
-        Returns its results, and, where it `tells`, what it has decided.
+        Returns its results, and, if `records`, what it decided.
         """
 
         def evaluate(
@@ -280,7 +280,7 @@ class Scope:
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, given, strict=True)), {}
             decisions = Decisions(self.plan, decided)
-            alone = decided is None and not tells
+            alone = decided is None and not records
             results_of = partial(followed, self.plan) if alone else decisions.evaluate
 
             def read(atom: Any) -> Any:
@@ -294,11 +294,11 @@ class Scope:
 
         if any(isinstance(x, Replaced) for x in params.values()):
             return evaluate(params, steps, list(given), decided)
-        key = "run", id(stage), tells
+        key = "run", id(stage), records
         return self._programs.call(key, evaluate, params, steps, list(given), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
-        """Returns values that are made of parameters alone."""
+        """Returns values that depend on parameters alone."""
 
         def evaluate(params: Params, steps: Steps) -> list[Any]:
             memo: dict[Any, Any] = {}
@@ -308,8 +308,8 @@ class Scope:
         return self._programs.call(("values", id(self), own), evaluate, params, steps)
 
     def entered(self, stage: Stage, branch: int | None = None) -> "tuple[Scope, Operands]":
-        """Returns the scope of the function inside of an equation, or of a branch of it, and which
-        of its operands are values of batches: what they are here.
+        """Returns the scope of the function inside an equation, or of a branch of it, and its
+        operands that are values of batches, with the values here that they come from.
         """
         (eqn,) = stage.eqns
         if branch is None:
@@ -317,7 +317,7 @@ class Scope:
         return self._inside(stage, eqn.params["branches"][branch], eqn.invars[1:], (branch,))
 
     def stepped(self, stage: Stage) -> "tuple[Scope, Operands]":
-        """Returns the same of a scan that the host steps through. What it carries is of batches."""
+        """Returns the same for a scan that the host steps through. Its carry depends on batches."""
         (eqn,) = stage.eqns
         consts, count = _compat.scan_counts(eqn)
         first = consts + count
@@ -353,8 +353,9 @@ class Scope:
 
 
 Operands = Mapping[Any, Any]
-"""By operands of a function inside of an equation that are values of batches, those of the equation
-that they are."""
+"""Maps operands of a function inside an equation that are values of batches to the operands of the
+equation that they come from.
+"""
 
 
 def whole(
@@ -371,9 +372,9 @@ def whole(
       plan: the plan.
       call: the call.
       own: says which sites are stages, or parts of blocks, by their address.
-      blocks: of each such site what it is part of.
-      programs: those of other calls.
-      returns: whether results are of use, such as logits; else nothing is run after the last site.
+      blocks: for each such site the block that it belongs to.
+      programs: the programs of other calls.
+      returns: whether results are needed, such as logits; if not, nothing runs after the last site.
     """
     sources = {
         var: Source(None, place)

@@ -1,9 +1,9 @@
-"""Which channels of a function can be rotated, and what must be rotated with them: labels of
-channels are passed through the traced function (`_turns.py`).
+"""Finds which channels of a function can be rotated, and what must be rotated with them, by passing
+labels of channels through the traced function (`_turns.py`).
 
-A value is rotated where it is `x Q`, `x` what it was. Weights take `Q` at their output axes, and
-its inverse where they sum over channels; so do biases and tables. Root mean squares are the same of
-both. A gain behind a norm goes into the weights that read it.
+A rotated value is `x Q`, where `x` is the original. Weights take `Q` at their output axes, and its
+inverse where they sum over channels; biases and tables take `Q` too. The root mean square does not
+change. A gain after a norm is multiplied into the weights that read it.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from ._channels import Table, names_of
 from ._elements import Elements
 from ._every import Every
 from ._label_rules import VIEWED, moved
-from ._labels import FREE, Array, Known, narrowed, told
+from ._labels import FREE, Array, Known, narrowed, with_line
 from ._reads import Lookup, Read, channels_at, read_of_table
 from ._stages import Steps
 from ._turn_rules import RULES, gathered, product, scaled, stop_at, varies_of
@@ -46,11 +46,11 @@ class Streams(Walk):
     Attributes:
       reads: contractions with weights.
       lookups: lookups in parameters.
-      gains: labels of gains, and of the channels that are multiplied by them.
+      gains: labels of gains, and of the channels that they multiply.
       offsets: by leaf, what is added to a gain.
       starts: by leaf, the label of its first element.
       elsewhere: leaves that cannot be changed, and why.
-      unseen: leaves of which only a part is used, and why that matters.
+      unseen: leaves that are only partly used, and why that matters.
     """
 
     def __init__(self, every: Every):
@@ -92,10 +92,10 @@ class Streams(Walk):
         self._find_other_uses()
 
     def _find_other_uses(self) -> None:
-        """Stops what would be rotated by changing a parameter that has another use."""
+        """Stops rotations that would change a parameter with another use."""
         for place, used in self._used.items():
-            if not used.all():  # what a call of other shapes may see
-                self.unseen.setdefault(place, "a part of it is not seen here")
+            if not used.all():  # a call with other shapes may use the rest
+                self.unseen.setdefault(place, "a part of it is not used here")
         for place in {x.table.place for x in self.lookups} & set(self.starts):
             self.elsewhere.setdefault(place, "rows of it are looked up")
         for place in {x.place for x in self.reads} & set(self.starts):
@@ -110,13 +110,13 @@ class Streams(Walk):
                 self.turns.stop(labels, f"its gain {self.names[place]} has another use")
 
     def elements_of(self, labels: Array) -> tuple[int, Array]:
-        """Returns which leaf has some labels, and which of its elements."""
+        """Returns the leaf of some labels, and the numbers of their elements."""
         own = (x for x in self.starts.items() if 0 <= labels.flat[0] - x[1] < self.sizes[x[0]])
         place, start = next(own)
         return place, labels - start
 
     def turned(self, x: Any, use: str) -> Turned:
-        """Returns a value with labels; each element of a parameter has its own."""
+        """Returns a value with labels; each element of a parameter has a label."""
         if isinstance(x, Turned):
             return x
         if isinstance(x, Known):
@@ -158,7 +158,7 @@ class Streams(Walk):
         found = self._of_parameters(eqn, given)
         if found is not None:
             return found
-        values = [self.turned(x, told(eqn)) for x in given]
+        values = [self.turned(x, with_line(eqn)) for x in given]
         if all(x.is_plain for x in values):
             shapes = [v.aval.shape for v in eqn.outvars]
             varies, why = varies_of(eqn, values), next((x.why for x in values if x.why), "")
@@ -170,7 +170,7 @@ class Streams(Walk):
 
     def _of_parameters(self, eqn: Eqn, given: Sequence[Any]) -> Sequence[Any] | None:
         """Returns the results of views of parameters, of `1 + gain`, and of products with them;
-        `None` where parameters are values as others.
+        `None` if the parameters must be treated as other values.
         """
         name, own = eqn.primitive.name, [x for x in given if isinstance(x, Parameter)]
         if len({x.place for x in own}) != 1 or not jnp.issubdtype(
@@ -194,7 +194,7 @@ class Streams(Walk):
                 by = float(value.flat[0]) * (1 if name == "add" else -1)
                 return [dataclasses.replace(x, shape=shape, offset=x.offset + by)]
         if name == "mul" or (name == "div" and given[0] is x):
-            factor = self.turned(other, told(eqn))
+            factor = self.turned(other, with_line(eqn))
             if factor.is_plain:
                 varies = x.varies | factor.varies
                 return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
@@ -227,8 +227,8 @@ class Streams(Walk):
         """Returns a value with its channels multiplied by a gain."""
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
-            return stop_at(self.turns, eqn, [x], "two gains, or one of squares,")[0]
-        scaled(self.turns, x, gain.varies, told(eqn, "a factor for each channel,"))
+            return stop_at(self.turns, eqn, [x], "two gains, or a gain of squares,")[0]
+        scaled(self.turns, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]
         self.turns.stop(found, "it is a gain")
@@ -248,7 +248,7 @@ class Streams(Walk):
             return self._gather(eqn, given, here, steps)
         if name == "dot_general" and self._skipped(eqn, given, here, steps):
             return Turned.plain(eqn.outvars[0].aval.shape)
-        values = [self.turned(x, told(eqn)) for x in given]
+        values = [self.turned(x, with_line(eqn)) for x in given]
         if name == "dot_general" and not all(x.is_plain for x in values):
             return product(self.turns, eqn, values)
         return stop_at(self.turns, eqn, values)[0]
@@ -262,7 +262,7 @@ class Streams(Walk):
         own, about = site.operands[1 - place], parts[place].about
         x, leaf = self.turned(given[place], site.name), given[1 - place]
         if x.is_squared or (about.patches is not None and about.patches.groups > 1):
-            self.turns.stop(x.labels, told(eqn, "a square or groups of channels"))
+            self.turns.stop(x.labels, with_line(eqn, "a square or groups of channels"))
             x = Turned.plain(x.shape)
         inputs, order, gains = channels_at(self.turns, x, about, site.name)
         known = self._elements.get(own.key) if isinstance(leaf, Parameter) else None
@@ -280,21 +280,21 @@ class Streams(Walk):
         more = {"steps_of_places": steps, "why": x.why}
         read = Read(site, steps, where, known, inputs, order, outputs, gains, x, about, **more)
         self.reads.append(read)
-        if site.op == "ragged_dot":  # a row goes to any of the matrices
+        if site.op == "ragged_dot":  # a row may go to any of the matrices
             for other in outputs[1:]:
-                self.turns.join(outputs[0], other, told(eqn))
+                self.turns.join(outputs[0], other, with_line(eqn))
             outputs = outputs[0]
         return Turned.of(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
 
     def _skipped(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> bool:
-        """Adds a product with a parameter that is no site of the plan of all, such as a table that
-        is the head, too; returns whether this is one.
+        """Adds a product with a parameter that is not a site of the full plan, such as a table that
+        is also the head. Returns whether the equation is one.
         """
         item = self.items.get(here)
         places = [i for i, x in enumerate(given) if isinstance(x, Parameter)]
         if item is None or len(places) != 1:
             return False
-        x = self.turned(given[1 - places[0]], told(eqn))
+        x = self.turned(given[1 - places[0]], with_line(eqn))
         read = read_of_table(self.turns, item, x, given[places[0]], steps)
         if read is not None:
             self.reads.append(read)
@@ -316,13 +316,13 @@ class Streams(Walk):
                 table = Table(source.place, Elements.of(known), labels)
                 self.lookups.append(Lookup(here, steps, table, labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                columns = numbers.offset_dims[-1]  # before it is an axis of 1, in a vmap
+                columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
                 return Turned.of(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.turns, eqn, self.turned(source, told(eqn)), indices)
+        return gathered(self.turns, eqn, self.turned(source, with_line(eqn)), indices)
 
     def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
-        """Stops what is given to a form that is not gone through."""
-        values = [self.turned(x, told(eqn)) for x in given]
+        """Stops rotations of the operands of an equation that is not entered."""
+        values = [self.turned(x, with_line(eqn)) for x in given]
         return list(stop_at(self.turns, eqn, values, reason))
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
@@ -333,7 +333,7 @@ class Streams(Walk):
     def _one(self, each: Sequence[Turned], labels: Sequence[Array], reason: str) -> Turned:
         if not all(x.is_bare for x in each):
             for own in labels:
-                self.turns.stop(own, f"{reason} behind a gain")
+                self.turns.stop(own, f"{reason} after a gain")
         found = labels[0]
         for own in labels[1:]:
             found = self.turns.join(found, own, reason)
@@ -349,12 +349,12 @@ class Streams(Walk):
             return Turned.plain(whole)
         if not all(x.is_bare for x in each):
             for x in each:
-                self.turns.stop(x.labels, "a result of a scan behind a gain")
+                self.turns.stop(x.labels, "a result of a scan after a gain")
         shape = np.broadcast_shapes(*(x.labels.shape for x in each))
         return Turned.of(np.stack([np.broadcast_to(x.labels, shape) for x in each]), whole)
 
     def empty(self, shape: Sequence[int]) -> Any:
-        """Returns what is in no step."""
+        """Returns a result of a scan without steps."""
         return Turned.plain(shape)
 
     def step_of(self, x: Any, i: int) -> Any:

@@ -1,4 +1,4 @@
-"""Sums over batches of what a site reads, as GPTQ needs them."""
+"""Sums over batches of products of the inputs of a site, which GPTQ needs."""
 
 import dataclasses
 import weakref
@@ -20,22 +20,22 @@ Array = np.ndarray
 
 
 class Sums:
-    """Sums of products of inputs: once for sites that read the same ones one after another."""
+    """Sums of products of inputs, computed once for consecutive sites with the same inputs."""
 
     def __init__(self) -> None:
         self._last: tuple[list[Any], Any, Any] | None = None
 
     def sums(self, streams: list[Inputs], about: Any) -> Any:
         """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, where there are any, and how many rows there were, of each matrix.
+        from float inputs, if there are any, and the number of rows, for each matrix.
         """
         kind, arrays = dataclasses.replace(about, path=""), jax.tree.leaves(streams)
         counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
-        about = about if counts else kind  # one program for all sites that are alike
+        about = about if counts else kind  # one program for all equal sites
         if self._last is not None and kind == self._last[1] and _same(self._last[0], arrays):
             return self._last[2]
         self._last = None
-        # Of one batch after another, so that no more than one is on the device.
+        # Batch by batch, so that only one is on the device.
         own, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
         total, drift, rows = None, None, 0
         for x in own:
@@ -44,18 +44,18 @@ class Sums:
             for exact in floats:
                 both = _drift(next(exact)[0], *x, about=about)
                 drift = Drift(*map(_added, drift or (None, None), both))
-        # What nothing else holds is not kept for this.
+        # Arrays that nothing else holds are not kept for this.
         self._last = list(map(weakref.ref, arrays)), kind, (total, drift, rows)
         return self._last[2]
 
 
 def _same(known: Sequence[Any], arrays: Sequence[Any]) -> bool:
-    """Whether arrays are the very ones that are known."""
+    """Whether arrays are the same objects as the known ones."""
     return len(known) == len(arrays) and all(a() is b for a, b in zip(known, arrays, strict=True))
 
 
 def _added(total: Array | None, part: jax.Array) -> Array:
-    """Returns a sum with what one batch gives, in float64."""
+    """Adds the part of one batch to a sum, in float64."""
     if total is None:
         return np.array(part, np.float64)
     total += np.asarray(part)
@@ -64,17 +64,17 @@ def _added(total: Array | None, part: jax.Array) -> Array:
 
 @partial(jax.jit, static_argnames="about")
 def _observed(x: Any, sizes: Any = None, *, about: Any) -> HessianStats:
-    return hessian.observe(value_of(x), _told(about, x, sizes))
+    return hessian.observe(value_of(x), _with_rows(about, x, sizes))
 
 
 @partial(jax.jit, static_argnames="about")
 def _drift(exact: Any, x: Any, sizes: Any = None, *, about: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns what `Drift` holds, of one batch."""
-    lost, site = value_of(exact) - value_of(x), _told(about, x, sizes)
+    """Returns the contents of `Drift` for one batch."""
+    lost, site = value_of(exact) - value_of(x), _with_rows(about, x, sizes)
     return gram(lost, value_of(x), site), gram(lost, lost, site)
 
 
-def _told(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
-    """Returns what an observer is told of an operand, and of how much its rows count."""
+def _with_rows(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
+    """Returns the site with sizes of groups and weights of rows, for observers."""
     counts = count_operand("algorithms.gptq", about.path, x) if is_counted(x) else None
     return dataclasses.replace(about, sizes=value_of(sizes), weights=counts)

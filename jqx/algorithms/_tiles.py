@@ -1,4 +1,4 @@
-"""Parts of weights whose rounding is learned, and the grids that they are rounded to."""
+"""Parts of weights whose rounding is learned, and their grids."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,10 +21,10 @@ class Given(NamedTuple):
     """The numbers of a tile.
 
     Attributes:
-      x: as they are in float, float32.
-      scale: of each group of them, as real numbers, float32.
+      x: the float values, float32.
+      scale: scale of each group, dequantized, float32.
       zero_point: likewise, or `None`.
-      own: which of the numbers are learned; `None` where all are.
+      own: which of the numbers are learned; `None` for all.
     """
 
     x: jax.Array
@@ -38,8 +38,8 @@ class InSteps(NamedTuple):
 
     Attributes:
       x: the numbers.
-      zero: the zero points, which broadcast to them.
-      scale: the scales, which do so too.
+      zero: the zero points, which broadcast to the numbers.
+      scale: the scales, likewise.
     """
 
     x: jax.Array
@@ -52,11 +52,11 @@ class Rounding:
     """How a tile is rounded.
 
     Attributes:
-      spec: of the weight.
+      spec: spec of the weight.
       groups: which of its numbers share a scale.
-      scale: the dtype that scales are kept in.
-      ranges: whether it may have other scales and zero points: those that it has are its own, and
-        real numbers and integers.
+      scale: the dtype in which scales are stored.
+      ranges: whether scales and zero points may change. That requires that no other tile shares
+        them, and that scales are floats and zero points integers.
     """
 
     spec: QSpec
@@ -70,7 +70,7 @@ class Rounding:
         return format_of(self.spec.qtype)
 
     def in_steps(self, x: jax.Array, affine: Affine) -> InSteps:
-        """Returns numbers in units of their scales. Those of a scale of 0 are 0."""
+        """Returns numbers in units of their scales. Numbers with scale 0 are 0."""
         scale = self.groups.split_scale(affine.scale)
         zero = jnp.zeros_like(scale)
         if affine.zero_point is not None:
@@ -79,16 +79,16 @@ class Rounding:
         return InSteps(exact, zero, scale)
 
     def clipped(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """Returns numbers in units of their scales, within the range of the format."""
+        """Clips numbers, in units of their scales, to the range of the format."""
         return jnp.clip(x, self.form.low - zero, self.form.high - zero)
 
     def on_grid(self, x: jax.Array, zero: jax.Array, mode: RoundMode | None = None) -> jax.Array:
-        """Rounds numbers in units of their scales, which are within the range."""
+        """Rounds numbers, in units of their scales and within the range."""
         return self.form.round(x + zero, mode or self.spec.rounding) - zero
 
     def step(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """Returns how far the neighbours on the grid of each number are apart; 0 on the grid, where
-        it is not even.
+        """Returns the distance of the two grid points around each number; 0 for numbers on a grid
+        with uneven steps.
         """
         if isinstance(self.form, Integer):
             return jnp.ones_like(x)
@@ -97,7 +97,7 @@ class Rounding:
         return up - down
 
     def kept(self, scale: jax.Array) -> jax.Array:
-        """Returns scales as they are kept, with the gradient of the identity."""
+        """Returns scales as they are stored, with the gradient of the identity."""
         return straight_through(scale.astype(self.scale).astype(np.float32), scale)
 
 
@@ -106,11 +106,11 @@ class Tile:
     """The part of a weight that a block multiplies by: all of it, or one index of its first axes.
 
     Attributes:
-      place: of the weight among the operands of the function.
-      index: of its first axes.
-      numbers: of its elements that are learned, among those of their group of weights.
-      labels: of its scales, likewise.
-      grids: of that group.
+      place: the index of the weight among the operands of the function.
+      index: the index of its first axes.
+      numbers: the numbers of its learned elements within their group of weights.
+      labels: the indices of its scales, likewise.
+      grids: the grids of that group.
       given: its numbers.
       rounding: how it is rounded.
     """
@@ -125,7 +125,7 @@ class Tile:
 
     @classmethod
     def of(cls, place: int, grids: Grids, part: Part, numbers: Array) -> "Tile":
-        """Returns the smallest tile that has some elements of a weight."""
+        """Returns the smallest tile that holds some elements of a weight."""
         kind = part.nearest
         shape, groups = tuple(kind.shape), kind.groups
         local = np.unique(numbers) - part.start
@@ -152,7 +152,7 @@ class Tile:
         return cls(place, index, elements[mask] + part.start, labels, grids, given, rounding)
 
     def write(self, values: Array, affine: Affine) -> None:
-        """Writes numbers on the grid of some scales to the grids of the weight."""
+        """Writes numbers on the grid with given scales to the grids of the weight."""
         if self.rounding.ranges:
             self.grids.put(self.labels, affine)
         own = self.given.own

@@ -1,4 +1,4 @@
-"""A function as it is traced for batches, with the weights that its plan quantizes."""
+"""A function traced for batches, with the weights that its plan quantizes."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ from ._stages import Scope, whole
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function as it is traced for batches.
+    """A function traced for batches.
 
     Attributes:
       plan: the plan.
-      calls: of each batch.
-      originals: the leaves of the parameters, by their place among the operands.
-      places: where they stand, by path.
+      calls: the call of each batch.
+      originals: the leaves of the parameters, by their index among the operands.
+      places: these indices, by path.
       groups: the weights.
       elements: which of their elements each site multiplies by, by the key of its operand.
     """
@@ -56,12 +56,12 @@ class Traced:
         *,
         lazy: bool = False,
     ) -> "Traced":
-        """Traces a function; `weight` says how much the rows of batches count, and `lazy` that
-        leaves may be `Lazy`.
+        """Traces a function. `weight` returns the weights of the rows of batches; `lazy` allows
+        `Lazy` leaves.
         """
         calls = calls_of(f, plan, params, batches, weight, lazy=lazy)
         first = calls[0]
-        as_plan("ptq", plan, first, plan.parameters)  # its sites are the plan's
+        as_plan("ptq", plan, first, plan.parameters)  # checks that its sites are the plan's
         places = {path: i for i, path in enumerate(first.paths) if path is not None}
         originals = {i: first.leaves[i] for i in places.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in places.items()})
@@ -74,7 +74,7 @@ class Traced:
         return {group.path: Grids.of_group(group, leaves, spec_of) for group in self.groups}
 
     def group_of(self, path: str) -> Group:
-        """Returns the weights that one is joined with."""
+        """Returns the group of a weight."""
         return next(x for x in self.groups if path in x.sizes)
 
     def scopes(
@@ -84,7 +84,7 @@ class Traced:
         *,
         returns: bool = True,
     ) -> list[Scope]:
-        """Returns the scope of each call; calls of one kind have one. See `whole`."""
+        """Returns the scope of each call; equal calls share one. See `whole`."""
         found: dict[int, Scope] = {}
         programs = Programs()
         for call in self.calls:
@@ -94,7 +94,7 @@ class Traced:
         return [found[id(call.jaxpr)] for call in self.calls]
 
     def frames(self, scopes: Sequence[Scope], streams: Sequence[Stream]) -> list[list[Frame]]:
-        """Returns each batch in all streams, before anything has run."""
+        """Returns each batch in all streams, before any stage has run."""
         frames = []
         for call, scope in zip(self.calls, scopes, strict=True):
             given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
@@ -112,8 +112,8 @@ def calls_of(
     *,
     lazy: bool = False,
 ) -> list[Call]:
-    """Returns a function as it is traced for each batch; with a weight it is said of the values of
-    a batch how much they count. Numbers among the parameters are read, where leaves may be `lazy`.
+    """Returns a function traced for each batch. With a weight, the values of a batch carry the
+    weights of their rows. Numbers among the parameters are read if leaves may be `lazy`.
     """
     found = []
     for batch in batches:

@@ -1,5 +1,5 @@
-"""What becomes of rotations of channels in an equation that holds no site: a rule for each
-primitive. One without a rule stops what it reads.
+"""How an equation without a site changes rotations of channels: a rule for each primitive. A
+primitive without a rule stops rotations of its operands.
 """
 
 import dataclasses
@@ -13,22 +13,22 @@ import numpy as np
 from .._compat import Eqn
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
 from ._label_rules import VIEWED, moved
-from ._labels import FIXED, FREE, Array, Known, told
+from ._labels import FIXED, FREE, Array, Known, with_line
 from ._turns import Axes, Turned, Turns, axes_of
 
 Rule = Callable[[Turns, Eqn, Sequence[Turned], Sequence[Any]], Sequence[Turned]]
 
 
 def stop_at(f: Turns, eqn: Eqn, values: Sequence[Turned], reason: str = "") -> list[Turned]:
-    """Says that operands of an equation cannot be rotated, and returns its results."""
-    why = told(eqn, reason)
+    """Marks operands of an equation as not rotatable, and returns its results."""
+    why = with_line(eqn, reason)
     for x in values:
         f.stop(x.labels, why)
     return [Turned.plain(v.aval.shape, why=why) for v in eqn.outvars]
 
 
 def scaled(f: Turns, x: Turned, varies: Axes, reason: str) -> None:
-    """Cuts the blocks of a value that is multiplied by what varies along some axes."""
+    """Cuts the blocks of a value at factors that vary along some axes."""
     axes = [axis for axis in sorted(varies) if x.labels.shape[axis] > 1]
     if axes:
         rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
@@ -37,8 +37,8 @@ def scaled(f: Turns, x: Turned, varies: Axes, reason: str) -> None:
 
 
 def _together(f: Turns, x: Turned, axes: Sequence[int], reason: str) -> Turned | None:
-    """Returns a value of size 1 along axes that are summed over, such as experts: all along them is
-    rotated alike. `None` where that are channels of one block.
+    """Returns a value of size 1 along axes that are summed over, such as experts: all elements
+    along them get the same rotation. `None` if they are channels of one block.
     """
     labels = x.labels
     if x.gains is not None and any(x.gains.shape[axis] > 1 for axis in axes):
@@ -54,36 +54,36 @@ def _together(f: Turns, x: Turned, axes: Sequence[int], reason: str) -> Turned |
 
 
 def _kept(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """What is linear in each element alike."""
+    """Operations that apply the same linear function to each element."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return stop_at(f, eqn, values)
     return values
 
 
 def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """Sums and choices: all operands have one rotation."""
+    """Sums and choices: all operands have the same rotation."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
-    reason = told(eqn, f"{name} with what cannot be rotated,")
+    reason = with_line(eqn, f"{name} with a value that cannot be rotated,")
     labels = np.full((1,) * len(shape), FREE, np.int32)
     which, values = (values[:1], values[1:]) if name == "select_n" else ((), values)
     if not all(x.is_bare for x in values):
-        return stop_at(f, eqn, values, f"{name} behind a gain")
+        return stop_at(f, eqn, values, f"{name} after a gain")
     for x in values:
         labels = f.join(labels, _ranked(x, len(shape)).labels, reason)
     found = Turned.of(labels, shape)
     for x in which:
-        f.stop(x.labels, told(eqn))
-        scaled(f, found, x.varies, told(eqn, "a choice for each channel"))
+        f.stop(x.labels, with_line(eqn))
+        scaled(f, found, x.varies, with_line(eqn, "a choice for each channel"))
     return [found]
 
 
 def _ranked(x: Turned, rank: int) -> Turned:
-    """Returns a value, of a scalar one of the rank of what it meets."""
+    """Returns a value; a scalar gets the rank of the other operand."""
     return x if len(x.shape) == rank else Turned(x.labels.reshape((1,) * rank), (1,) * rank)
 
 
 def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """Products with what does not vary along the channels, and squares."""
+    """Products with factors that do not vary along the channels, and squares."""
     shape = eqn.outvars[0].aval.shape
     a, b = (_ranked(x, len(shape)) for x in values)
     if eqn.invars[0] is eqn.invars[1] and eqn.primitive.name == "mul":
@@ -92,7 +92,7 @@ def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
         a, b = b, a
     if not b.is_plain:
         return stop_at(f, eqn, [a, b])
-    scaled(f, a, b.varies, told(eqn, "a factor for each channel,"))
+    scaled(f, a, b.varies, with_line(eqn, "a factor for each channel,"))
     return [dataclasses.replace(a, shape=shape)]
 
 
@@ -104,10 +104,10 @@ def _squared(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequen
 
 
 def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """Sums: of squares over whole blocks, of all else over what is rotated alike."""
+    """Sums: of squares over whole blocks, of other values over elements with one rotation."""
     (x,), axes, shape = values, eqn.params["axes"], eqn.outvars[0].aval.shape
     if not x.is_squared:
-        even = _together(f, x, axes, told(eqn, "a sum with what cannot be rotated,"))
+        even = _together(f, x, axes, with_line(eqn, "a sum with a value that cannot be rotated,"))
         if even is None:
             return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
         gains = None if even.gains is None else np.squeeze(even.gains, tuple(axes))
@@ -115,12 +115,12 @@ def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
     rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
     rows = x.labels.transpose(*rest, *axes)
     rows = rows.reshape(*rows.shape[: len(rest)], -1)
-    f.cut_runs(rows, told(eqn, "a sum of squares"))
+    f.cut_runs(rows, with_line(eqn, "a sum of squares"))
     return [Turned.plain(shape)]
 
 
 def _along(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """Running sums over what is rotated alike."""
+    """Running sums over elements with one rotation."""
     even = values[0].even([eqn.params["axis"]])
     if even is None or not even.is_bare:
         return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
@@ -128,14 +128,14 @@ def _along(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
 
 
 def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
-    """What moves elements moves their labels."""
+    """Operations that move elements move their labels."""
     name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
     values, places = values[:starts], given[starts:]
     if any(x.is_squared for x in values):
         return stop_at(f, eqn, values)
     if any(x.gains is not None for x in values) and (len(values) > 1 or places):
-        return stop_at(f, eqn, values, f"{name} behind a gain")
+        return stop_at(f, eqn, values, f"{name} after a gain")
     if not all(isinstance(x, Known) for x in places):
         sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else values[1].shape
         axes = [i for i, n in enumerate(values[0].shape) if sizes[i] < n]
@@ -143,7 +143,7 @@ def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
         if len(even) < len(values):
             return stop_at(f, eqn, values, f"{name} of channels")
         if name == "dynamic_update_slice":
-            reason = told(eqn, "it is written to what cannot be rotated,")
+            reason = with_line(eqn, "it is written to a value that cannot be rotated,")
             return [Turned.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
         values, places = even, [Known(np.int32(0)) for _ in places]
     after = [x.value for x in places]
@@ -155,7 +155,7 @@ def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
 
 
 def gathered(f: Turns, eqn: Eqn, x: Turned, indices: Any) -> Turned:
-    """What is looked up in a value."""
+    """A lookup in a value."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
     if x.is_plain:
@@ -167,20 +167,22 @@ def gathered(f: Turns, eqn: Eqn, x: Turned, indices: Any) -> Turned:
 
 
 def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
-    """A product of values: of attention's shares and values, or of two that are rotated alike."""
+    """A product of values: of attention weights and values, or of two with the same rotation."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     if not all(x.is_bare for x in values):
-        return stop_at(f, eqn, values, "a product behind a gain")[0]
+        return stop_at(f, eqn, values, "a product after a gain")[0]
     if not any(x.is_plain for x in values):
         return _inner(f, eqn, values, axes)
     place = 0 if values[1].is_plain else 1
     x, other, own = values[place], values[1 - place], axes[place]
-    even = _together(f, x, own.contracted, told(eqn, "a sum with what cannot be rotated,"))
+    even = _together(
+        f, x, own.contracted, with_line(eqn, "a sum with a value that cannot be rotated,")
+    )
     if even is None:
         return stop_at(f, eqn, [x], "a sum over channels")[0]
     pairs = zip(own.batch, axes[1 - place].batch, strict=True)
     varies = frozenset(i for i, j in pairs if j in other.varies)
-    scaled(f, even, varies, told(eqn, "a factor for each channel,"))
+    scaled(f, even, varies, with_line(eqn, "a factor for each channel,"))
     free = [axis for axis in own.kept if axis not in own.batch]
     labels = even.labels.transpose(*own.batch, *free, *own.contracted)
     labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
@@ -191,7 +193,7 @@ def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
 
 
 def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
-    """Inner products stay as they are where both vectors are rotated alike."""
+    """Inner products, which do not change if both vectors are rotated by one matrix."""
     rows = []
     for x, own in zip(values, axes, strict=True):
         free = [axis for axis in own.kept if axis not in own.batch]
@@ -202,13 +204,13 @@ def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
         labels = np.squeeze(even.labels.transpose(*free, *order), summed)
         whole = np.broadcast_to(labels, [x.shape[axis] for axis in order])
         rows.append(whole.reshape(*whole.shape[: len(own.batch)], -1))
-        f.cut_runs(rows[-1], told(eqn, "a product of two values"))
-    f.join(rows[0], rows[1], told(eqn, "a product with what cannot be rotated,"))
+        f.cut_runs(rows[-1], with_line(eqn, "a product of two values"))
+    f.join(rows[0], rows[1], with_line(eqn, "a product with a value that cannot be rotated,"))
     return Turned.plain(eqn.outvars[0].aval.shape)
 
 
 def varies_of(eqn: Eqn, values: Sequence[Turned]) -> list[Axes]:
-    """Returns the axes along which results vary that are made of what is not rotated."""
+    """Returns the axes along which results vary, for operands that are not rotated."""
     name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     if name in _ELEMENTWISE:
         return [frozenset[int]().union(*(x.varies for x in values))]
@@ -230,7 +232,7 @@ def varies_of(eqn: Eqn, values: Sequence[Turned]) -> list[Axes]:
 
 
 def _reshaped(varies: Axes, shape: Sequence[int], to: Sequence[int]) -> Axes:
-    """Returns the axes along which a value varies behind a reshape."""
+    """Returns the axes along which a value varies after a reshape."""
     found, i, j = set(), 0, 0
     while i < len(shape) and j < len(to):
         a, b, first, other = shape[i], to[j], i, j

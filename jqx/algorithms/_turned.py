@@ -1,4 +1,4 @@
-"""Parameters and maps of a function whose channels are rotated."""
+"""Parameters and maps of a function with rotated channels."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _SIDES = "lhs", "rhs"
 
 
 class TurnedParams:
-    """Parameters whose channels are rotated, in float64, rounded once."""
+    """Parameters with rotated channels, computed in float64 and rounded once."""
 
     def __init__(self, named: Named, params: Any):
         self._named, self._params = named, params
@@ -28,7 +28,7 @@ class TurnedParams:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """The gains that weights take."""
+        """The gains that are multiplied into weights."""
         return tuple(self._folded)
 
     def read(self, read: Read, matrix: Orthogonal) -> None:
@@ -36,7 +36,7 @@ class TurnedParams:
         self._change(read.place, read.summed, -1, matrix.times, read.channels)
 
     def offline(self, found: Offline, matrix: Callable[[int], Orthogonal]) -> None:
-        """Rotates all that is rotated in weights; the gains that these take become 1."""
+        """Rotates everything that is rotated in weights. Gains that weights take become 1."""
         streams = found.streams
 
         def turned(place: int, elements: Array, labels: Array, axis: int) -> None:
@@ -68,7 +68,7 @@ class TurnedParams:
                 self._folded[self._named.names[place]] = None
 
     def gains(self, found: Offline, labels: Array) -> Array:
-        """Returns what gains multiply by, before they become 1."""
+        """Returns the factors of gains, before they become 1."""
         by = np.ones(labels.shape)
         if np.any(labels > FIXED):
             own = labels > FIXED
@@ -85,7 +85,7 @@ class TurnedParams:
     def _change(
         self, place: int, elements: Array, axis: int, to: Callable[[Array], Array], count: int
     ) -> None:
-        """Changes the vectors of so many channels along an axis; taps are the fastest."""
+        """Changes vectors of a number of channels along an axis; taps vary fastest."""
         flat = self._flat(place)
         moved = np.moveaxis(elements, axis, -1)
         w = flat[moved].reshape(*moved.shape[:-1], count, -1)
@@ -102,7 +102,7 @@ class TurnedParams:
 
 
 def _rotated(w: Array, sizes: Array, matrix: Callable[[int], Orthogonal]) -> Array:
-    """Returns vectors of which blocks of channels are rotated, of their sizes."""
+    """Returns vectors whose blocks of channels are rotated, by block size."""
     w = np.array(w)
     for size in set(np.unique(sizes).tolist()) - {0}:
         own = np.flatnonzero(sizes == size)
@@ -116,8 +116,8 @@ def maps_of(
     matrix: Callable[[int], Orthogonal],
     gains: Callable[[Offline, Array], Array],
 ) -> dict[str, tuple[ChannelMap, ...]]:
-    """Returns what is done at run time, by key: lookups are rotated, and operands of weights that
-    cannot take a rotation turned back.
+    """Returns the maps at run time, by key: lookups are rotated, and operands of weights that
+    cannot take a rotation are rotated back.
     """
     by_address: dict[Any, list[Edge]] = {}
     for edge in found.edges:

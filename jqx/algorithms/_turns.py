@@ -1,6 +1,6 @@
 """Blocks of channels that one orthogonal matrix can rotate. Labels number channels; those of a
-block follow one another. Blocks are cut where their channels are treated differently, joined where
-they take the same rotation, and stopped where they can take none; it is said why.
+block are consecutive. Blocks are cut where their channels are treated differently, joined
+where they take the same rotation, and stopped, with a reason, where they can take none.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ def axes_of(shape: Sequence[int]) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter, or a view of one, or what it is multiplied to.
+    """A parameter, or a view of one, possibly multiplied by a value.
 
     Attributes:
-      place: which leaf it is.
+      place: the index of the leaf.
       shape: its shape.
-      elements: the numbers of its elements, of its rank, size 1 where all are alike; `None` where
-        sites multiply by it.
+      elements: the numbers of its elements, of its rank, size 1 along axes with equal numbers;
+        `None` for weights of sites.
       offset: what is added to it, as in `1 + gain`.
-      is_scaled: whether it is multiplied by something, before the offset is added or after.
-      varies: the axes along which that varies.
+      is_scaled: whether it is multiplied by a value, before or after the offset is added.
+      varies: the axes along which that value varies.
     """
 
     place: int
@@ -43,15 +43,15 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """Any other value that depends on what is given.
+    """Any other value that depends on arguments.
 
     Attributes:
-      labels: of its elements, int32, of its rank, size 1 where all are alike.
-      shape: its own.
-      gains: elements of parameters that its channels are multiplied by, as labels; or `None`.
+      labels: labels of its elements, int32, of its rank, size 1 along axes with equal labels.
+      shape: its shape.
+      gains: elements of parameters that multiply its channels, as labels; or `None`.
       is_squared: whether it is the square of the value that has these labels.
-      varies: where nothing of it is rotated, the axes along which it may vary.
-      why: nothing of it is rotated, as far as it is known.
+      varies: if no part of it is rotated, the axes along which it may vary.
+      why: why no part of it is rotated, if known.
     """
 
     labels: Array
@@ -63,21 +63,21 @@ class Turned:
 
     @classmethod
     def plain(cls, shape: Sequence[int], varies: Axes | None = None, why: str = "") -> "Turned":
-        """One of which nothing is rotated."""
+        """Returns a value that is not rotated."""
         shape = tuple(shape)
         own = axes_of(shape) if varies is None else varies & axes_of(shape)
         return cls(np.full((1,) * len(shape), FIXED, np.int32), shape, varies=own, why=why)
 
     @classmethod
     def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> "Turned":
-        """Drops what repeats."""
+        """Returns a value, with equal labels along an axis stored once."""
         found = cls(narrowed(labels), tuple(shape), None if gains is None else narrowed(gains))
         is_fixed = found.labels.size == 1 and found.labels.item() == FIXED
         return cls.plain(shape) if is_fixed else found
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing of it is rotated."""
+        """Whether no part of it is rotated."""
         return self.labels.size == 1 and self.labels.item() in (FIXED, FREE)
 
     @property
@@ -90,7 +90,7 @@ class Turned:
         return np.broadcast_to(x, self.shape)
 
     def even(self, axes: Iterable[int]) -> "Turned | None":
-        """Returns the same, of size 1 along axes; `None` where it changes along them."""
+        """Returns a copy of size 1 along axes; `None` if it changes along them."""
         labels = self.labels
         for axis in axes:
             most = labels.max(axis, keepdims=True)
@@ -107,10 +107,10 @@ class Blocks:
     """The blocks of all labels.
 
     Attributes:
-      kinds: of each label, the number of the rotation of its block, 0 where there can be none.
-      places: of each label, its place in its block.
-      sizes: of each rotation, how many channels it has.
-      why: for labels that cannot be rotated, the reason, as far as it is known.
+      kinds: for each label, the number of the rotation of its block, 0 if there is none.
+      places: for each label, its position in its block.
+      sizes: for each rotation, its number of channels.
+      why: for labels that cannot be rotated, the reason, if known.
     """
 
     kinds: Array
@@ -129,7 +129,7 @@ class Turns:
         self._stops: list[tuple[Array, str]] = []
 
     def new(self, *shape: int) -> Array:
-        """Returns labels that nothing has; the last axis is a block."""
+        """Returns labels that are not in use; the last axis is a block."""
         count = int(np.prod(shape))
         labels = np.arange(self._count, self._count + count, dtype=np.int32).reshape(shape)
         self._count += count
@@ -138,13 +138,13 @@ class Turns:
         return labels
 
     def stop(self, labels: Array, reason: str) -> None:
-        """Says that some labels cannot be rotated."""
+        """Marks labels as not rotatable."""
         labels = np.unique(labels)
         if np.any(labels > FIXED):
             self._stops.append((labels[labels > FIXED], reason))
 
     def cut_runs(self, labels: Array, reason: str) -> None:
-        """Cuts blocks where labels along the last axis do not follow one another."""
+        """Cuts blocks where labels along the last axis are not consecutive."""
         rows = labels.reshape(-1, labels.shape[-1])
         rows = np.pad(rows, ((0, 0), (1, 1)), constant_values=FREE - 1)
         a, b = rows[:, :-1], rows[:, 1:]
@@ -166,7 +166,7 @@ class Turns:
             self._cuts.append((np.unique(labels), reason))
 
     def join(self, a: Array, b: Array, reason: str) -> Array:
-        """Returns labels of what has the same rotations in two values."""
+        """Joins the labels of two values that have the same rotations, and returns them."""
         a, b = np.broadcast_arrays(a, b)
         differ = (a != b) & (a != FREE) & (b != FREE)
         if differ.any():
@@ -176,7 +176,7 @@ class Turns:
         return np.where(a == FREE, b, a)
 
     def solved(self) -> Blocks:
-        """Returns the largest blocks that all agree with."""
+        """Returns the largest blocks that satisfy all constraints."""
         none = np.empty(0, np.int32)
         pairs = [np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True)]
         together = components(self._count, pairs[0], pairs[1])
@@ -202,21 +202,21 @@ class Turns:
             already[labels] = True
         fixed = own < 2
         fixed[[kinds[FIXED], *why]] = True
-        told = {i: why.get(int(kinds[i]), "") for i in np.flatnonzero(fixed[kinds])[1:].tolist()}
+        reasons = {i: why.get(int(kinds[i]), "") for i in np.flatnonzero(fixed[kinds])[1:].tolist()}
         numbers = np.cumsum(~fixed) * ~fixed
-        return Blocks(numbers[kinds], places, np.append(0, own[~fixed]), told)
+        return Blocks(numbers[kinds], places, np.append(0, own[~fixed]), reasons)
 
 
 def _blocks(cut: Array) -> tuple[Array, Array, Array]:
-    """Returns for each label its block and its place in it, and the sizes of blocks."""
+    """Returns for each label its block and its position in it, and the sizes of blocks."""
     starts = np.flatnonzero(cut[:-1])
     block = np.cumsum(cut[:-1]) - 1
     return block, np.arange(len(block)) - starts[block], np.diff(np.append(starts, len(block)))
 
 
 def _refine(cut: Array, together: Array, pairs: Sequence[Array]) -> bool:
-    """Cuts where labels that are joined differ in their blocks, or in their places in them; returns
-    whether something was cut.
+    """Cuts where joined labels have different blocks, or positions in them. Returns whether it cut
+    anything.
     """
     before, count = cut.sum(), int(together.max()) + 1
     first, last = np.zeros(count, bool), np.zeros(count, bool)

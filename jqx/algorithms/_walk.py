@@ -1,5 +1,5 @@
-"""Going through a traced function with something else in the place of its values: step by step
-through scans, into both branches, and into all functions that are called once.
+"""Walks through a traced function with other objects in place of its values: step by step through
+scans, into both branches, and into all functions that are called once.
 """
 
 from collections.abc import Sequence
@@ -11,32 +11,32 @@ from .. import _compat
 from .._compat import Eqn
 from ..transforms._shared import FORMS, Address, addressed
 from ._decisions import body_of
-from ._labels import Known, told
+from ._labels import Known, with_line
 from ._stages import Steps
 
 _MOST = 256
-"""Steps of a scan that are gone through, where it does not step over parameters."""
+"""Number of steps to follow in a scan that does not step over parameters."""
 
 
 class Walk:
-    """Goes through a jaxpr. A subclass says what becomes of values; what depends on nothing that is
-    given is `Known`, and is computed.
+    """Walks through a jaxpr. Subclasses define what happens to values. Values that do not depend on
+    arguments are `Known`, and are computed.
     """
 
     def evaluate(self, eqn: Eqn, given: list[Any], here: Address, steps: Steps) -> Sequence[Any]:
-        """Returns the results of an equation that is no form."""
+        """Returns the results of an equation without inner functions."""
         raise NotImplementedError
 
     def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
-        """Returns the results of an equation that is not gone through."""
+        """Returns the results of an equation that is not entered."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
-        """Returns one value for those of several branches."""
+        """Joins the values of several branches into one."""
         raise NotImplementedError
 
     def stacked(self, rows: Sequence[Any]) -> Any:
-        """Returns one value for those of all steps of a scan, which are not all known."""
+        """Joins the values of all steps of a scan into one; not all of them are known."""
         raise NotImplementedError
 
     def empty(self, shape: Sequence[int]) -> Any:
@@ -44,7 +44,7 @@ class Walk:
         raise NotImplementedError
 
     def step_of(self, x: Any, i: int) -> Any:
-        """Returns what a step of a scan sees of a value that is not known."""
+        """Returns the part of a value that a step of a scan reads; the value is not known."""
         raise NotImplementedError
 
     def is_parameter(self, x: Any) -> bool:
@@ -92,7 +92,7 @@ class Walk:
             ]
             if isinstance(index, Known):
                 return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
-            reason = told(eqn)
+            reason = with_line(eqn)
             return [self.joined(x, reason) for x in zip(*branches, strict=True)]
         if name in ("while", "shard_map"):
             return self.stopped(eqn, given)

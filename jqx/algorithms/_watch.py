@@ -1,4 +1,4 @@
-"""Calibration stage after stage: of a function whose leaves are read when a stage needs them."""
+"""Calibration stage by stage, for functions whose leaves are read when a stage needs them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -48,9 +48,9 @@ def calibrate_stages(
     weight: Weight | None = None,
     progress: bool = True,
 ) -> Stats:
-    """Returns the statistics of `calibrate_batches`, of parameters that may be `Lazy`. Each stage
-    is run on all batches before the next, and reads the leaves that it needs: activations are those
-    of `calibrate_batches` but for the rounding of what is fused otherwise.
+    """Returns the statistics of `calibrate_batches` for parameters that may be `Lazy`. Each stage
+    runs on all batches before the next one, and reads the leaves that it needs. Activations are
+    those of `calibrate_batches`, except for rounding where XLA fuses differently.
 
     Args:
       f: the function.
@@ -58,12 +58,12 @@ def calibrate_stages(
       params: its parameters.
       batches: as in `calibrate_batches`; all are held.
       observers: as in `calibrate_batches`.
-      weight: the one that all observers have, where they have one.
-      progress: whether to show a bar.
+      weight: the weight that all observers share, if they have one.
+      progress: whether to show a progress bar.
 
     Raises:
-      NotImplementedError: a site that is observed is inside of a loop that is no scan, or of a
-        `shard_map`, which is run as a whole.
+      NotImplementedError: an observed site is inside a loop other than a scan, or a `shard_map`,
+        which runs as a whole.
     """
     every, f = list(batches), TracedOnce(f)
     traced = Traced.of(f, plan, dequantize_params(params), every, weight, lazy=True)
@@ -75,13 +75,13 @@ def calibrate_stages(
         not beyond,
         error=NotImplementedError,
         function="ptq",
-        problem="the inputs of a site are not seen between stages, and parameters are not read "
-        "yet.",
+        problem="the inputs of a site cannot be observed between stages, and its parameters are "
+        "lazy.",
         given=f"{[site.name for site in beyond[:4]]}, inside of a while loop or a shard_map, with "
         "a static scale, or a weight that is used more than once",
-        expected="sites in the function itself, in scans, in branches or in functions inside",
-        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), let these sites have "
-        "dynamic scales, or let a rule leave such a weight in float.",
+        expected="sites in the function itself, or inside scans, branches or called functions",
+        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
+        "dynamic scales, or add a rule that leaves such a weight in float.",
     )
     needed = any(x.part.place < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
@@ -98,7 +98,7 @@ def calibrate_stages(
 
 
 class _Watch(Walk):
-    """Runs a function stage after stage, and records what its sites read and return."""
+    """Runs a function stage by stage, and records the operands and results of its sites."""
 
     def __init__(
         self, plan: Plan, entries: Entries, scans: dict[Address, tuple[Address, ...]], bar: Any
@@ -131,14 +131,14 @@ class _Watch(Walk):
         loops = {loop.address for loop in entry.site.loops}
         around = zip(self._scans[entry.site.address], steps, strict=True)
         at = tuple(int(step) for address, step in around if address in loops)
-        about = replace(entry.part.about, path="")  # one program for all sites that are alike
+        about = replace(entry.part.about, path="")  # one program for all equal sites
         seen = jnp.asarray(value_of(x)), sizes, weights
         own = _observed(*seen, observer=entry.observer, about=about)
         seen = self._seen[entry.key]
         seen[at] = _merged(seen[at], own, observer=entry.observer) if at in seen else own
 
     def stats_of(self, entry: Entry) -> Any:
-        """Returns what was recorded, with an axis in front for each scan over the weight."""
+        """Returns the recorded statistics, with a leading axis for each scan over the weight."""
         lengths, seen = tuple(loop.length for loop in entry.site.loops), self._seen[entry.key]
         each = [seen[at] if at in seen else entry.empty() for at in np.ndindex(lengths)]
         if not lengths:

@@ -1,4 +1,4 @@
-"""Keys or values of attention as codes, beside factors that leave products with them.
+"""Keys or values of attention as codes and factors that can be taken out of the products.
 
 sum_w q[w] (c[l, w] - z[w]) s[w]  =  sum_w (q[w] s[w]) c[l, w]  -  sum_w (q[w] s[w]) z[w]
 sum_w q[w] (c[l, w] - z[l]) s[l]  =  (sum_w q[w] c[l, w]  -  z[l] sum_w q[w]) s[l]
@@ -19,13 +19,13 @@ LENGTH, HEADS, WIDTH = 1, 2, 3
 
 
 class Cached(NamedTuple):
-    """Numbers `(codes - zero) * scale`, where axes are batch, length, heads, width.
+    """Numbers `(codes - zero) * scale` on the axes batch, length, heads, width.
 
     Attributes:
-      codes: [B, L, H, W], of a dtype whose elements are the numbers that they stand for.
+      codes: [B, L, H, W], of a dtype whose elements are the numbers themselves.
       of_token: scale of each token, [B, L, H, 1] or [B, L, 1, 1]; `None` is 1.
       of_channel: scale of each channel, [B, 1, H or 1, W or 1]; `None` is 1.
-      zero: for each token or for each channel, as the scale, or one; `None` is 0.
+      zero: one for each token or each channel, like the scale, or a single one; `None` is 0.
     """
 
     codes: jax.Array
@@ -35,20 +35,20 @@ class Cached(NamedTuple):
 
     @property
     def zero_of_token(self) -> jax.Array | None:
-        """Zero points that a scale for each token multiplies, [B, L, H or 1, 1]."""
+        """Zero points that go with scales for each token, [B, L, H or 1, 1]."""
         return None if self.of_token is None else self.zero
 
     @property
     def zero_of_channel(self) -> jax.Array | None:
-        """Zero points beside scales for each channel, [B, 1, H or 1, W or 1]."""
+        """Zero points that go with scales for each channel, [B, 1, H or 1, W or 1]."""
         return self.zero if self.of_token is None else None
 
 
 def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
-    """Returns keys or values, an array of floats or a QTensor, in factors of a float dtype.
+    """Returns keys or values, given as a float array or a QTensor, as codes and float factors.
 
-    Where a scale is neither one for each token nor one for each channel, or codes are no numbers,
-    they are made real.
+    Dequantizes them if scales are neither for each token nor for each channel, or if codes are not
+    numbers.
     """
     if not isinstance(x, QTensor):
         return Cached(as_real(function, argument, x))
@@ -56,7 +56,7 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
         x.offset is None and x.order is None,
         error=ValueError,
         function=function,
-        problem=f"`{argument}` have a float offset, or a permuted axis.",
+        problem=f"`{argument}` have a float offset or a permuted axis.",
         given=repr(x),
         expected="codes with a scale, and zero points",
         mend=f"pass {argument}.dequantize().",

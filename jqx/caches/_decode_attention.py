@@ -27,38 +27,38 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Returns attention of one new token of each sequence over all tokens that a cache has of it.
+    """Returns attention of one new token of each sequence over all cached tokens of the sequence.
 
-    Scales are multiplied where they are few: those for each token with the products of queries and
-    keys, and with the parts that values have in the mean; those for each channel with the query and
-    with the result. With such scales the cache is read as the codes that it has.
+    Scales are applied to small arrays. Those for each token multiply the products of queries and
+    keys, and the weights of the values. Those for each channel multiply the query and the result.
+    With such scales the cache is read as codes, without dequantizing it.
 
     Args:
       q: queries, floats [batch, heads, width].
       keys: floats or a QTensor [batch, length, kv_heads, width], with scales for each token, for
-        each channel, or one; with others, such as those in blocks along both, they are made real
-        first. `heads` is a multiple of `kv_heads`, each of which serves as many neighbours. The
-        token of `q` is among them.
+        each channel, or a single one. With other scales, such as those of blocks along both axes,
+        keys are dequantized first. `heads` is a multiple of `kv_heads`; each of these serves
+        `heads / kv_heads` consecutive heads of `q`. The keys include the token of `q`.
       values: floats or a QTensor [batch, length, kv_heads, value_width], likewise.
-      lengths: how many tokens each sequence has, integers [batch]; those behind are not looked at.
-      window: how many of the last tokens are looked at; `None` is all.
-      scale: of the products of queries and keys; `None` is `1 / sqrt(width)`.
+      lengths: number of tokens of each sequence, integers [batch]; later tokens are ignored.
+      window: how many of the last tokens are attended to; `None` means all.
+      scale: factor of the products of queries and keys; `None` means `1 / sqrt(width)`.
 
     Returns:
       [batch, heads, value_width], of the dtype of `q`; zeros for sequences without tokens. Sums and
       the softmax are float32 (float64 for float64 queries).
 
     Raises:
-      TypeError: `q`, `keys` or `values` are not floats, `lengths` not integers, `window` no
-        integer, or `scale` no number.
+      TypeError: `q`, `keys` or `values` are not floats, `lengths` are not integers, `window` is not
+        an integer, or `scale` is not a number.
       ValueError: shapes do not fit, `window` is not positive, or a QTensor has an offset or a
         permuted axis.
 
-    Gradient: by JAX, of `q`, of floats, and of scales; none of codes. It takes the form that is
-      without kernels.
-    NaN and infinities: what is not looked at changes nothing, not even NaN. A NaN that is makes the
-      result of its sequence NaN, of the heads that it serves; on a TPU one among codes of values
-      may do so for all heads.
+    Gradient: by JAX, for `q`, for floats and for scales; none for codes. It uses the form without
+      kernels.
+    NaN and infinities: tokens that are ignored do not change the result, even if they are NaN. A
+      NaN in other tokens makes the result of its sequence NaN, for the heads that it serves. On a
+      TPU, a NaN among codes of values may do so for all heads.
     Source: the softmax of parts of a sequence: Dao et al., arXiv:2205.14135.
 
     Example:
@@ -88,7 +88,7 @@ def decode_attention(
             problem="`window` is not positive.",
             given=f"window == {window}",
             expected="1 or more",
-            mend="pass how many tokens are looked at.",
+            mend="pass how many of the last tokens are attended to.",
         )
         window = int(window)
     if 0 in own.codes.shape or 0 in other.codes.shape:
@@ -98,12 +98,12 @@ def decode_attention(
 
 
 _CALLS: dict[str, Callable[..., jax.Array]] = {}
-"""Attention with its scale and window, by the name of the jitted function that computes it."""
+"""Maps the name of the jitted function that computes attention to its scale and window."""
 
 
 @functools.cache
 def _named(kernel: str, scale: float, window: int | None) -> Callable[..., jax.Array]:
-    """Returns attention as a jitted function, which tells itself in a jaxpr."""
+    """Returns attention as a jitted function that can be recognized by its name in a jaxpr."""
 
     def run(q: jax.Array, keys: Cached, values: Cached, lengths: jax.Array) -> jax.Array:
         stops = jnp.clip(lengths.astype(jnp.int32), 0, keys.codes.shape[1])
@@ -116,14 +116,14 @@ def _named(kernel: str, scale: float, window: int | None) -> Callable[..., jax.A
 
 
 def attention_named(name: str) -> Callable[..., jax.Array] | None:
-    """Returns `decode_attention` of queries, keys, values and lengths as a jitted function of that
-    name computes it; `None` where it is another one.
+    """Returns the attention that a jitted function of this name computes: a function of queries,
+    keys, values and lengths. `None` if the name is not one of `decode_attention`.
     """
     return _CALLS.get(name)
 
 
 def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Returns the lengths, after checking that all shapes fit."""
+    """Checks that all shapes fit, and returns the lengths."""
     name = "decode_attention"
     fits = q.ndim == 3 and keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3]
     fits = fits and (q.shape[0], q.shape[2]) == (keys.shape[0], keys.shape[3])
@@ -141,10 +141,10 @@ def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Arra
         jnp.issubdtype(lengths.dtype, jnp.integer),
         error=TypeError,
         function=name,
-        problem="`lengths` are no integers.",
+        problem="`lengths` are not integers.",
         given=f"lengths.dtype == {lengths.dtype.name}",
         expected="integers, such as int32",
-        mend="pass how many tokens each sequence has.",
+        mend="pass the number of tokens of each sequence.",
     )
     require_that(
         lengths.shape == q.shape[:1],
@@ -164,15 +164,15 @@ def _scale_of(scale: Any, width: int) -> float:
         scale is None or (number and not isinstance(scale, bool)),
         error=TypeError,
         function="decode_attention",
-        problem="`scale` is no number.",
+        problem="`scale` is not a number.",
         given=f"scale == {shown(scale)}",
         expected="a Python number, or None",
-        mend="multiply q by it, and pass scale=1.",
+        mend="multiply q by the array, and pass scale=1.",
     )
     return max(width, 1) ** -0.5 if scale is None else float(scale)
 
 
 def _kernel_of(keys: Any, values: Any) -> str:
-    """Returns the kernel that both are laid out for: `"tpu"`, `"gpu"`, or an empty string."""
+    """Returns the kernel that both are packed for: `"tpu"`, `"gpu"`, or an empty string."""
     kernel = kernel_of(keys)
     return kernel if kernel == kernel_of(values) else ""

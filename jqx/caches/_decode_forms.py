@@ -1,4 +1,4 @@
-"""How attention of one query is computed: plainly, or by a kernel, with the derivative of that."""
+"""The ways to compute attention of one query: plain JAX, or a kernel with the plain derivative."""
 
 import functools
 from collections.abc import Callable
@@ -17,11 +17,11 @@ KERNELS = {"tpu": decode_attention_tpu, "gpu": decode_attention_gpu}
 _PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 _FITS = {"tpu": fits_tpu, "gpu": fits_gpu}
 _DTYPES = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""What kernels read."""
+"""The dtypes that kernels read."""
 
 
 def is_taken(kernel: str, keys: Cached, values: Cached) -> bool:
-    """Whether a kernel takes such a cache."""
+    """Whether a kernel supports such a cache."""
     return (
         kernel in KERNELS
         and all(x.codes.dtype in _DTYPES for x in (keys, values))
@@ -31,7 +31,7 @@ def is_taken(kernel: str, keys: Cached, values: Cached) -> bool:
 
 @functools.cache
 def attention(kernel: str, scale: float, window: int | None) -> Callable[..., jax.Array]:
-    """Returns attention of queries over keys and values, from starts to stops."""
+    """Returns attention of queries over the keys and values from starts to stops."""
     plain = functools.partial(plain_attention, scale=scale)
     if not kernel:
         return plain
@@ -50,7 +50,9 @@ def attention(kernel: str, scale: float, window: int | None) -> Callable[..., ja
 
 
 def _over_batches(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns attention that `vmap` makes more sequences of, or, over one cache, a loop."""
+    """Adds a rule for `vmap`: it adds sequences to the batch, or loops over queries if the cache is
+    shared.
+    """
     function = custom_vmap(attention)
 
     @function.def_vmap
@@ -85,8 +87,10 @@ def kernel_attention(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Runs a kernel; scales for each channel are multiplied before and behind it. A zero point of a
-    channel adds as much to the products with all keys, which a softmax does not see.
+    """Runs a kernel. Applies scales for each channel before and after it.
+
+    Zero points of channels of keys are ignored: they add the same number to the products with all
+    keys, which does not change the softmax.
     """
     rows = q if q.dtype == jnp.bfloat16 else q.astype(jnp.float32)
     if keys.of_channel is not None:
@@ -116,7 +120,7 @@ def kernel_attention(
 
 
 def _of_queries(parameter: jax.Array, codes: jax.Array, queries: int) -> jax.Array:
-    """Returns what belongs to channels of a cache beside its queries, [B, queries, W or 1]."""
+    """Returns parameters of the channels of a cache for each query, [B, queries, W or 1]."""
     heads = codes.shape[2]
     own = jnp.broadcast_to(parameter[:, 0], (codes.shape[0], heads, parameter.shape[3]))
     return jnp.repeat(own, queries // heads, axis=1)

@@ -1,9 +1,9 @@
-"""Attention of one query over a cache, on any platform: on CPU tile by tile of its tokens.
+"""Attention of one query over a cache, on any platform: on CPU in tiles of tokens.
 
-XLA on CPU widens codes in memory before it multiplies, so that it gets a tile at a time; elsewhere
-it widens them as it reads, but would copy the cache for a loop. The softmax has a running maximum:
-what was summed is scaled down where a later tile has a larger product. It is no part of the result,
-nor of its derivative.
+XLA on CPU converts codes to floats in memory before it multiplies, so it gets one tile at a time.
+Elsewhere XLA converts codes as it reads them, but would copy the cache for a loop. The softmax uses
+a running maximum: sums are scaled down when a later tile has a larger product. Neither the result
+nor its derivative depends on that maximum.
 """
 
 import functools
@@ -17,16 +17,16 @@ from .. import _compat
 from ._cached import LENGTH, Cached
 
 TOKENS = 1024
-"""Of a tile."""
+"""Number of tokens of a tile."""
 
 
 class _Sums(NamedTuple):
-    """What is known of some tokens, for each query: [B, H, G, 1], mixed [B, H, G, V].
+    """Partial results over some tokens, for each query: [B, H, G, 1], `mixed` [B, H, G, V].
 
     Attributes:
       most: the largest product.
-      total: the sum of all weights, which are exponentials of products less the largest.
-      mixed: the sum of values, weighted.
+      total: the sum of all weights, which are exponentials of products minus the largest.
+      mixed: the weighted sum of values.
     """
 
     most: jax.Array
@@ -62,17 +62,17 @@ def _attention(
     scale: float,
     size: int,
 ) -> jax.Array:
-    """Goes through a cache in tiles of some tokens."""
+    """Processes a cache in tiles of tokens."""
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     batch, length, heads, _ = keys.codes.shape
     rows = q.astype(wide).reshape(batch, heads, -1, q.shape[2]) * scale
     if keys.of_channel is not None:
-        rows = rows * _beside_queries(keys.of_channel, wide)
+        rows = rows * _for_queries(keys.of_channel, wide)
     tiles = -(-length // size)
 
     def add(sums: _Sums, first: Any) -> tuple[_Sums, None]:
-        """Adds a tile; the last one begins where it is whole, and what was before does not count
-        again.
+        """Adds a tile. The last tile is shifted back so that it is whole; tokens that were added
+        before are masked.
         """
         begin = jnp.minimum(first, length - size)
         place = (begin + jnp.arange(size, dtype=jnp.int32))[None]
@@ -97,10 +97,10 @@ def _attention(
         sums, _ = lax.scan(jax.checkpoint(add), sums, firsts)
     mixed = sums.mixed / jnp.where(sums.total == 0, 1, sums.total)
     if values.zero_of_channel is not None:
-        zero = _beside_queries(values.zero_of_channel, wide)
+        zero = _for_queries(values.zero_of_channel, wide)
         mixed = jnp.where((starts < stops)[:, None, None, None], mixed - zero, 0)
     if values.of_channel is not None:
-        mixed = mixed * _beside_queries(values.of_channel, wide)
+        mixed = mixed * _for_queries(values.of_channel, wide)
     return mixed.reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
@@ -112,7 +112,7 @@ def _added(
     has_begun: jax.Array,
     sums: _Sums,
 ) -> _Sums:
-    """Adds a tile, of whose tokens some count: [B, T]."""
+    """Adds a tile; only tokens of a mask [B, T] count."""
     wide = rows.dtype
     einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -129,7 +129,7 @@ def _added(
     if keys.zero_of_token is not None:
         products = products - rows.sum(3, keepdims=True) * of_tokens(keys.zero_of_token)
     if keys.zero_of_channel is not None:
-        zero = _beside_queries(keys.zero_of_channel, wide)
+        zero = _for_queries(keys.zero_of_channel, wide)
         products = products - (rows * zero).sum(3, keepdims=True)
     if keys.of_token is not None:
         products = products * of_tokens(keys.of_token)
@@ -157,6 +157,6 @@ def _tile(x: Cached, begin: Any, size: int) -> Cached:
     return jax.tree.map(of, x)
 
 
-def _beside_queries(parameter: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what belongs to channels, [B, 1, H, W], as [B, H, 1, W]."""
+def _for_queries(parameter: jax.Array, dtype: Any) -> jax.Array:
+    """Returns parameters of channels, [B, 1, H, W], as [B, H, 1, W]."""
     return parameter[:, 0, :, None].astype(dtype)

@@ -1,4 +1,4 @@
-"""Groups of numbers as codes of few bits between the least and the largest of them."""
+"""Groups of numbers as codes of few bits between the minimum and the maximum of each group."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..numerics._shared import pack_bits, unpack_bits
 
 _PARTS = {4: (1.0,), 2: (1.0, 0.9, 0.8, 0.7)}
-"""Which parts of the range of a group are tried, by bits."""
+"""The parts of the range of a group that are tried, by bits."""
 
 
 class Groups(NamedTuple):
@@ -16,8 +16,8 @@ class Groups(NamedTuple):
 
     Attributes:
       codes: uint8 [..., size * bits / 8], packed.
-      low: of code 0, float16 [...].
-      step: between two codes, float16 [...]; 0 where all of a group are alike.
+      low: the number of code 0, float16 [...].
+      step: the distance of two codes, float16 [...]; 0 if all numbers of a group are equal.
     """
 
     codes: jax.Array
@@ -26,20 +26,21 @@ class Groups(NamedTuple):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], bits: int) -> "Groups":
-        """Returns groups of zeros; the last axis is that of a group."""
+        """Returns groups of zeros; the last axis of `shape` is that of a group."""
         *lead, size = shape
         low = jnp.zeros(lead, jnp.float16)
         return cls(jnp.zeros((*lead, size * bits // 8), jnp.uint8), low, low)
 
     @classmethod
     def of(cls, x: jax.Array, bits: int) -> "Groups":
-        """Rounds groups along the last axis to nearest, ties to even: between the least and the
-        largest, or a part of that range where this loses less. A NaN, an infinity, or a number that
-        float16 has not, makes all of its group NaN.
+        """Quantizes groups along the last axis, rounding to nearest, ties to even.
+
+        Codes span the range from the minimum to the maximum, or a part of it if that loses less. A
+        NaN, an infinity, or a number beyond the range of float16 makes its whole group NaN.
         """
         real = x.astype(jnp.float32)
         low, high = real.min(-1), real.max(-1)
-        # XLA on CPU may lose a NaN in the least and the largest of vectors.
+        # XLA on CPU may lose a NaN in the minimum and maximum of vectors.
         low = jnp.where(jnp.isnan(real).any(-1), jnp.nan, low)
         found, lost = None, jnp.inf
         for part in _PARTS[bits]:
@@ -72,7 +73,7 @@ class Groups(NamedTuple):
         return low + step * codes.astype(jnp.float32)
 
     def put(self, groups: "Groups", places: jax.Array, axis: int) -> "Groups":
-        """Writes groups at places along an axis; those out of bounds are dropped."""
+        """Writes groups at positions along an axis; drops those out of bounds."""
 
         def put(own: jax.Array, other: jax.Array) -> jax.Array:
             index = (slice(None),) * axis + (places,)

@@ -24,23 +24,23 @@ _GROUP, _TAIL, _FIRST = 16, 32, 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The keys and values that attention has seen, in few bits: a pytree, for `jit`, `scan` and
-    `vmap`. Made by `KVCache.empty`, changed by `append`, read by `attend`.
+    """A quantized cache of the keys and values of attention: a pytree, for `jit`, `scan` and
+    `vmap`. `KVCache.empty` makes one, `append` adds tokens, `attend` computes attention.
 
-    In `"int4"` and `"int2"` keys have a least value and a step (float16) for each channel and 16
-    tokens, values for each token and 16 channels: keys have channels of large values, values have
-    not. The last 16 to 31 tokens stay in float, and the first 4, which attention looks at from
-    everywhere. In `"fp8"` each value is one of `float8_e4m3fn` times a scale for its head. Keys are
-    quantized as they are given: give them with their rotary embedding.
+    In `"int4"` and `"int2"`, keys have a minimum and a step (float16) for each channel and 16
+    tokens; values have them for each token and 16 channels. Keys have channels of large values,
+    values do not. The last 16 to 31 tokens stay in float. So do the first 4, which all later tokens
+    attend to. In `"fp8"`, each value is a `float8_e4m3fn` number times a scale for its head. Keys
+    are quantized as they are given: apply the rotary embedding before.
 
     Attributes:
       key_codes: codes of keys.
       value_codes: codes of values.
       first: keys and values of the first tokens, in float, [2, batch, 4, heads, width].
       tail: those of the last ones, [2, batch, 32, heads, width]; both hold no tokens in `"fp8"`.
-      length: how many tokens there are, int32.
+      length: number of tokens, int32.
       format: `"int4"`, `"int2"` or `"fp8"`.
-      capacity: how many tokens there can be.
+      capacity: maximum number of tokens.
 
     Source: Liu et al., arXiv:2402.02750 (KIVI); the first tokens: Xiao et al., arXiv:2309.17453.
 
@@ -82,19 +82,19 @@ class KVCache:
         """Returns a cache of no tokens.
 
         Args:
-          batch: how many sequences, all of one length.
-          length: how many tokens there is room for.
-          heads: of keys and values.
-          width: of a head.
+          batch: number of sequences, all of one length.
+          length: capacity in tokens.
+          heads: number of heads of keys and values.
+          width: size of a head.
           format: `"int4"`, `"int2"` or `"fp8"`.
-          dtype: of what stays in float.
-          scales: of keys and of values in `"fp8"`, one for each head: arrays [heads] or numbers;
-            `None` is 1.
+          dtype: dtype of the tokens that stay in float.
+          scales: scales of keys and of values in `"fp8"`, one for each head: arrays [heads] or
+            numbers; `None` is 1.
 
         Raises:
-          TypeError: a size is no integer, or `dtype` is not of floats.
-          ValueError: a size is not positive, `format` is unknown, `width` has a part of a group of
-            16 channels, or `scales` are given without use or do not fit.
+          TypeError: a size is not an integer, or `dtype` is not floating point.
+          ValueError: a size is not positive, `format` is unknown, `width` does not fit groups of 16
+            channels, or `scales` have the wrong shape or are given for a format other than `"fp8"`.
         """
         name = "KVCache.empty"
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
@@ -106,7 +106,7 @@ class KVCache:
                 problem=f"`{field}` is not positive.",
                 given=f"{field} == {value}",
                 expected="1 or more",
-                mend="pass the sizes of keys.",
+                mend="pass the sizes of the keys.",
             )
         check_format(name, "format", format)
         dtype = as_dtype(name, "dtype", dtype)
@@ -121,9 +121,9 @@ class KVCache:
             scales is None,
             error=ValueError,
             function=name,
-            problem="`scales` have no use.",
+            problem="this format does not use `scales`.",
             given=f"format == {format!r}",
-            expected="scales for 'fp8' alone: others have those of their groups",
+            expected="scales for 'fp8' only: other formats have scales of groups",
             mend="leave scales out.",
         )
         bits, own = _BITS[format], min(width, _GROUP)
@@ -131,7 +131,7 @@ class KVCache:
             width % own == 0 and own * bits % 8 == 0,
             error=ValueError,
             function=name,
-            problem="`width` is no multiple of the size of a group.",
+            problem="`width` is not a multiple of the group size.",
             given=f"width == {width}",
             expected=f"a multiple of {_GROUP}, or less: a multiple of {8 // bits}",
             mend="pad the heads with zeros, or use format='fp8'.",
@@ -144,15 +144,15 @@ class KVCache:
 
     @called("KVCache.append", "pass keys and values: cache.append(keys, values).")
     def append(self, keys: jax.Array, values: jax.Array) -> "KVCache":
-        """Returns the cache with tokens behind those that it has.
+        """Returns the cache with new tokens after the ones that it holds.
 
         Args:
-          keys: [batch, tokens, heads, width], of floats.
+          keys: [batch, tokens, heads, width], floating point.
           values: likewise.
 
         Raises:
-          ValueError: shapes differ from those of the cache, or there is no room; where the length
-            is traced, that cannot be seen: then whatever is read is NaN.
+          ValueError: shapes differ from those of the cache, or there is no room. If the length is
+            traced, missing room cannot be detected: reading the cache then returns NaN.
         """
         name = "KVCache.append"
         batch, _, heads, width = self.tail.shape[1:]
@@ -165,17 +165,17 @@ class KVCache:
                 function=name,
                 problem=f"`{field}` does not fit the cache.",
                 given=f"shape {shape}",
-                expected=f"[{batch}, tokens, {heads}, {width}], both alike",
-                mend="give keys and values of new tokens, not of all.",
+                expected=f"[{batch}, tokens, {heads}, {width}], the same for both",
+                mend="pass the keys and values of new tokens, not of all tokens.",
             )
         count = keys.shape[1]
         if _compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
             text = message(
                 name,
-                "there is no room.",
+                "the cache is full.",
                 given=f"{int(self.length)} tokens, and {count} new ones",
                 expected=f"{self.capacity} at most",
-                mend="make the cache longer: KVCache.empty(length=...).",
+                mend="make a longer cache: KVCache.empty(length=...).",
             )
             raise ValueError(text)
         new = jnp.stack([jnp.asarray(keys), jnp.asarray(values)]).astype(self.tail.dtype)
@@ -191,11 +191,11 @@ class KVCache:
 
     @property
     def _start(self) -> jax.Array:
-        """The place of the first token of the tail: how many tokens are read as codes."""
+        """The position of the first token of the tail: how many tokens are read as codes."""
         return jnp.maximum(self.length - (_TAIL - _GROUP), 0) // _GROUP * _GROUP
 
     def _grouped(self, new: jax.Array, count: int, length: jax.Array) -> "KVCache":
-        """Writes tokens to the tail, and groups that leave it to the codes."""
+        """Writes tokens to the tail, and moves groups that leave it to the codes."""
         done = dataclasses.replace(self, length=length)
         padding = [(0, 0)] * 5
         padding[2] = (0, count + _TAIL)
@@ -209,11 +209,11 @@ class KVCache:
         leaving = self._without_first(both)[:, :, : most * _GROUP]
         keys, values = lax.cond(
             moved > 0, self._written, lambda _: self._codes, leaving
-        )  # those that stay are written too, where others leave: the tail is read in their place
+        )  # groups that stay in the tail may be written too: reads take the tail in their place
         return dataclasses.replace(done, key_codes=keys, value_codes=values, first=first, tail=tail)
 
     def _written(self, tokens: jax.Array) -> tuple[Groups, Groups]:
-        """Returns the codes with those of the first tokens of the tail."""
+        """Returns the codes with new codes for the first tokens of the tail."""
         bits, own = _BITS[self.format], self.value_codes.codes.shape[-2]
         count = tokens.shape[2] // _GROUP
         keys, values = tokens.reshape(2, tokens.shape[1], count, _GROUP, *tokens.shape[3:])
@@ -223,8 +223,8 @@ class KVCache:
         return self.key_codes.put(keys, places, 1), self.value_codes.put(values, places, 1)
 
     def _without_first(self, tokens: jax.Array) -> jax.Array:
-        """Returns tokens behind those that have codes; those that are kept in float are the one
-        behind them, so that they do not widen the range of their group.
+        """Returns tokens that follow those with codes. Tokens that are kept in float are replaced
+        by the token after them, so that they do not widen the range of their group.
         """
         places = self._start + jnp.arange(tokens.shape[2], dtype=jnp.int32)
         is_first = (places < _FIRST)[None, None, :, None, None]
@@ -232,9 +232,7 @@ class KVCache:
 
     @property
     def keys(self) -> jax.Array:
-        """What the codes of keys stand for, [batch, capacity, heads, width]; 0 behind the last
-        token.
-        """
+        """The keys in float, [batch, capacity, heads, width]; 0 after the last token."""
         if self.format == "fp8":
             return self._read(self.key_codes.real(self.tail.dtype))
         x = self.key_codes.values(_BITS[self.format], _GROUP)
@@ -242,15 +240,15 @@ class KVCache:
 
     @property
     def values(self) -> jax.Array:
-        """What the codes of values stand for, likewise."""
+        """The values in float, likewise."""
         if self.format == "fp8":
             return self._read(self.value_codes.real(self.tail.dtype))
         x = self.value_codes.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
         return self._read(self._in_float(x.reshape(*x.shape[:-2], -1), 1))
 
     def _in_float(self, x: jax.Array, place: int) -> jax.Array:
-        """Returns all tokens, of groups [batch, groups, 16, heads, width]: the first and the last
-        as they were given.
+        """Returns all tokens from groups [batch, groups, 16, heads, width]; the first and the last
+        ones are exact.
         """
         tokens = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.tail.dtype)
         tokens = jnp.pad(tokens, ((0, 0), (0, _TAIL), (0, 0), (0, 0)))
@@ -268,13 +266,13 @@ class KVCache:
         """Returns causal attention of the last tokens over all of the cache.
 
         Args:
-          queries: of the last tokens, [batch, tokens, heads, width]; heads are a multiple of those
-            of the cache, of which each serves as many neighbours.
-          scale: of products; `None` is `1 / sqrt(width)`.
+          queries: queries of the last tokens, [batch, tokens, heads, width]. Their heads are a
+            multiple of those of the cache; each of these serves as many consecutive heads.
+          scale: factor of the products; `None` means `1 / sqrt(width)`.
 
         Returns:
-          [batch, tokens, heads, width], of the dtype of the queries; NaN for queries of more tokens
-          than there are.
+          [batch, tokens, heads, width], of the dtype of the queries; NaN if there are queries of
+          more tokens than the cache holds.
 
         Raises:
           ValueError: shapes do not fit.
@@ -288,7 +286,7 @@ class KVCache:
             problem="`queries` do not fit the cache.",
             given=f"shape {shape}",
             expected=f"[{batch}, tokens, a multiple of {heads}, {width}]",
-            mend="give the queries of the tokens that were appended last.",
+            mend="pass the queries of the tokens that were appended last.",
         )
         places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
         seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
@@ -303,14 +301,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its arrays take."""
+        """The size of its arrays in bytes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def __repr__(self) -> str:
         return f"KVCache({self.format}, {self._filled()}, {self.nbytes:,} bytes)"
 
     def _filled(self) -> str:
-        """Returns how many tokens of how many there are, in words."""
+        """Returns a phrase: how many tokens of how many the cache holds."""
         length = int(self.length) if _compat.is_concrete(self.length) else "?"
         return f"{length} of {self.capacity} tokens"
 
@@ -330,7 +328,7 @@ class KVCache:
 
 
 def check_format(function: str, argument: str, format: Any) -> None:
-    """Checks the name of a format of caches."""
+    """Checks the name of a cache format."""
     require_that(
         isinstance(format, str) and format in _FORMATS,
         error=ValueError,
@@ -360,13 +358,13 @@ class _Scaled:
             problem="`scales` do not fit the heads.",
             given=f"a scale of shape {own.shape}",
             expected=f"a number, or an array of shape ({shape[2]},)",
-            mend="give one for each head of keys, and of values.",
+            mend="pass one scale for each head of keys, and one for each head of values.",
         )
         own = jnp.broadcast_to(own, (shape[2],)).reshape(1, 1, -1, 1)
         return cls(jnp.zeros(shape, jnp.float8_e4m3fn), own)
 
     def put(self, x: jax.Array, place: jax.Array) -> "_Scaled":
-        """Writes tokens, rounded; beyond the largest number of fp8 they are that."""
+        """Writes tokens, rounded; saturates at the largest number of fp8."""
         most = float(jnp.finfo(jnp.float8_e4m3fn).max)
         codes = jnp.clip(x.astype(jnp.float32) / self.scale, -most, most)
         codes = codes.astype(jnp.float8_e4m3fn)

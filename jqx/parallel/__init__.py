@@ -1,5 +1,5 @@
-"""Many devices: shardings of quantized parameters, and collectives of `jax.lax` that send codes in
-place of floats, for use inside `jax.shard_map`.
+"""Several devices: shardings of quantized parameters, and collectives for use inside
+`jax.shard_map` that send codes instead of floats.
 """
 
 from ._all_reduce import all_reduce as all_reduce

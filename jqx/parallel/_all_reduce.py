@@ -1,4 +1,4 @@
-"""`all_reduce`: the sum of arrays of all devices, for all of them."""
+"""`all_reduce`: the sum of the arrays of all devices, on every device."""
 
 import dataclasses
 from typing import Any
@@ -28,50 +28,53 @@ def all_reduce(
     error: ArrayLike | None = None,
     backward: QSpec | str | None = None,
 ) -> Any:
-    """Returns `jax.lax.psum(x, axis_name)`, with codes sent in place of floats.
+    """Returns `jax.lax.psum(x, axis_name)`, but sends codes instead of floats.
 
-    Each device adds up one part of the arrays, and sends the sum to all others: an element is
-    rounded twice, once as a summand and once as a sum. What a device has of its own is rounded too,
-    so all end with the same bits. One device alone rounds as many would.
+    Each device sums one part of the arrays, and sends that sum to all others. Each element is
+    rounded twice, once as a summand and once as a sum. A device also rounds its own part, so the
+    result has the same bits on all devices. A single device rounds as several would.
 
     Args:
       x: array of any shape, float16, bfloat16 or float32, of the same shape on each device.
-      axis_name: an axis of the mesh of the `jax.shard_map` around, or a tuple of them.
-      spec: a `QSpec` or a scheme such as `"int8:group=256"`: a format, and `jqx.per_group(size)`,
-        runs of so many elements of what is sent to one device, the last filled up with zeros, or
-        `jqx.per_tensor()`, one scale for each message. Scales are found from the values, and sent
-        beside the codes in float32 (in a block format, in its scale format).
-      form: `"two_phase"`, or `"ring"`, where sums go from device to device and are rounded at each;
-        the sums are then gathered by `jax.lax.all_gather`, which sends codes on as they are.
+      axis_name: an axis of the mesh of the surrounding `jax.shard_map`, or a tuple of axes.
+      spec: a `QSpec` or a scheme such as `"int8:group=256"`. It has a format and a granularity.
+        With `jqx.per_group(size)`, groups are runs of `size` elements of the message to one device;
+        the last group is padded with zeros. With `jqx.per_tensor()`, each message has one scale.
+        Scales are computed from the values, and sent with the codes in float32 (for a block format,
+        in its scale format).
+      form: `"two_phase"`, or `"ring"`, where sums pass from device to device and are rounded at
+        each. The sums are then gathered by `jax.lax.all_gather`, which does not change the codes.
       hadamard: whether each group is multiplied by a Hadamard matrix with fixed random signs, which
-        spreads large values, and the sum by its inverse; for formats of few bits.
-      key: a key from `jax.random.key(...)`, a new one for each call, the same on all devices:
-        rounding is stochastic, to one of the two numbers beside, on each device and in each phase
-        on its own, and the mean of the result is the exact sum. `None` rounds as `spec` says.
-      error: what earlier calls have lost, float32 of the shape of `x`, on each device its own; it
-        begins with zeros. It is added to `x`, and what this call loses is returned. What is lost of
-        sums is with the device that has rounded them. What a result of 16 bits loses is not kept.
+        spreads large values, and the sum by its inverse. For formats of few bits.
+      key: a key from `jax.random.key(...)`, a new one for each call, the same on all devices.
+        Rounding is then stochastic, to one of the two nearest numbers, independent for each device
+        and phase. The mean of the result is the exact sum. `None` rounds as `spec` says.
+      error: the rounding error of earlier calls, float32 of the shape of `x`, one array for each
+        device; start with zeros. It is added to `x`, and the error of this call is returned. The
+        error of a sum stays on the device that rounded it. The error of converting the result to 16
+        bits is not kept.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
-      The sum, of shape and dtype of `x`, added in float32. The same on all devices, and known to be
-      so: `out_specs=P()` takes it. With `error`, the pair of it and the new error.
+      The sum, with the shape and dtype of `x`, added in float32. JAX knows that it is the same on
+      all devices, so `out_specs=P()` accepts it. With `error`, the pair of the sum and the new
+      error.
 
     Raises:
       NameError: there is no such axis.
-      TypeError: `x` or `error` has another dtype, `spec` is no spec, `key` no key, or `hadamard` no
-        truth value.
-      ValueError: the granularity is another one; the shape of `error`; the form is unknown; there
-        is no Hadamard matrix of the size of a group; `key` beside a spec that clips.
+      TypeError: `x` or `error` has another dtype, `spec` is not a spec, `key` is not a key, or
+        `hadamard` is not a bool.
+      ValueError: the granularity is not supported, `error` has another shape, the form is unknown,
+        there is no Hadamard matrix of the group size, or `key` is given with a spec that clips.
 
-    Gradient: of `x` as that of `jax.lax.psum`, rounding being the identity: with `check_vma=True`
-      the cotangent itself, which is sent nowhere; else the sum of the cotangents, sent as codes by
-      this function, with `backward` and a key made of `key`. None of `key` and `error`. In a
-      `jax.vmap` with an axis name, gradients are taken inside of it.
-    NaN and infinities: make the sum NaN in all of their group.
+    Gradient: for `x` as that of `jax.lax.psum`; rounding counts as the identity. With
+      `check_vma=True` it is the cotangent itself, and nothing is sent. Otherwise it is the sum of
+      the cotangents, sent as codes by this function, with `backward` and a key derived from `key`.
+      None for `key` and `error`. In a `jax.vmap` with an axis name, take gradients inside of it.
+    NaN and infinities: make the sum NaN in their whole group.
     Bytes: int8 in groups of 256 sends a quarter of float32, int4 an eighth, scales included. XLA on
-      CPU widens int4 to bytes and float8 to float16 on the way; TPUs and GPUs do not, but for int4
-      in groups of an odd size, which a GPU sends as bytes in two phases.
+      CPU widens int4 to bytes and float8 to float16 to send them. TPUs and GPUs do not, except that
+      a GPU sends int4 in groups of an odd size as bytes in the two-phase form.
     Source: ZeRO++, arXiv:2306.10209; EQuARX, arXiv:2506.17615; QuIP#, arXiv:2402.04396, for
       Hadamard; error feedback: arXiv:1901.09847.
 
@@ -115,7 +118,7 @@ class AllReduce(Collective):
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         if self.checked_axes:
             return _compat.vary(cotangent, self.checked_axes)
-        return perform(dataclasses.replace(self, **self.turned), cotangent, None, key)
+        return perform(dataclasses.replace(self, **self.transposed), cotangent, None, key)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
         to = "invarying" if self.checked_axes else "varying"

@@ -1,4 +1,4 @@
-"""`all_to_all`: each device sends a part of its array to each other one."""
+"""`all_to_all`: each device sends a part of its array to every other device."""
 
 import dataclasses
 from functools import partial
@@ -32,34 +32,34 @@ def all_to_all(
     error: ArrayLike | None = None,
     backward: QSpec | str | None = None,
 ) -> Any:
-    """Returns `jax.lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)`, with codes
-    sent in place of floats.
+    """Returns `jax.lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)`, but sends
+    codes instead of floats.
 
-    Each element is rounded once, those that stay with their device included.
+    Each element is rounded once, including those that stay on their device.
 
     Args:
       x: array of one axis or more, float16, bfloat16 or float32, of the same shape on each device.
-      axis_name: an axis of the mesh of the `jax.shard_map` around, or a tuple of them.
-      split_axis: the axis of `x` along which it is cut, a part for each device.
-      concat_axis: the axis of the result along which parts are put side by side.
+      axis_name: an axis of the mesh of the surrounding `jax.shard_map`, or a tuple of axes.
+      split_axis: the axis of `x` that is split into one part for each device.
+      concat_axis: the axis of the result along which the parts are concatenated.
       spec: as for `jqx.parallel.all_reduce`; the part for one device is a message.
-      tiled: whether both are axes of `x` and of the result; else `split_axis` is as long as there
-        are devices, and goes, and `concat_axis` is a new one.
+      tiled: whether both are axes of `x` and of the result. Otherwise `split_axis` has one element
+        for each device and is removed, and `concat_axis` is a new axis.
       hadamard: whether groups are rotated, as for `all_reduce`.
       key: for stochastic rounding, as for `all_reduce`; `None` rounds to nearest.
-      error: what earlier calls have lost, as for `all_reduce`.
+      error: the rounding error of earlier calls, as for `all_reduce`.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
-      The parts that came in, of the dtype of `x`. With `error`, the pair of it and the new error.
+      The received parts, of the dtype of `x`. With `error`, the pair of it and the new error.
 
     Raises:
-      NameError, TypeError, ValueError: as `all_reduce`; an axis is none, or there is not a part for
-        each device.
+      NameError, TypeError, ValueError: as `all_reduce`; also if an axis is not valid, or cannot be
+        split into one part for each device.
 
-    Gradient: of `x`, rounding being the identity: the cotangents sent back, by this function with
-      its axes swapped, with `backward` and a key made of `key`. None of `key` and `error`.
-    NaN and infinities: make their group NaN.
+    Gradient: for `x`, with rounding as the identity: the cotangents sent back by this function with
+      its axes swapped, with `backward` and a key derived from `key`. None for `key` and `error`.
+    NaN and infinities: make their whole group NaN.
     Source: ZeRO++, arXiv:2306.10209.
 
     Example:
@@ -103,5 +103,5 @@ class AllToAll(Collective):
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         axes = {"split_axis": self.concat_axis, "concat_axis": self.split_axis}
-        back = dataclasses.replace(self, **self.turned, **axes)
+        back = dataclasses.replace(self, **self.transposed, **axes)
         return perform(back, cotangent, None, key)

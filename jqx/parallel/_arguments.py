@@ -1,4 +1,4 @@
-"""What the collectives are given, checked where they are traced."""
+"""Checks of the arguments of collectives, at trace time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,13 +29,13 @@ from ._wire import Wire
 
 
 def array_of(function: str, x: ArrayLike) -> jax.Array:
-    """Returns what is sent, an array of floats of up to 32 bits."""
+    """Returns the array to send, after checking that it holds floats of at most 32 bits."""
     x = as_real(function, "x", x)
     require_that(
         x.dtype != jnp.float64,
         error=TypeError,
         function=function,
-        problem="sums are float32: they do not hold float64.",
+        problem="sums are computed in float32, which cannot hold float64.",
         given="x.dtype == float64",
         expected="float16, bfloat16 or float32",
         mend="convert it: x.astype(jnp.float32).",
@@ -44,15 +44,15 @@ def array_of(function: str, x: ArrayLike) -> jax.Array:
 
 
 def count_of(function: str, axis_name: Any) -> int:
-    """Returns how many devices there are along an axis."""
+    """Returns the number of devices along an axis."""
     try:
         return lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError):
         text = message(
             function,
-            "`axis_name` names no axis here.",
+            "`axis_name` is not an axis here.",
             given=f"axis_name == {shown(axis_name)}",
-            expected="an axis of the mesh of the jax.shard_map around, or a tuple of them",
+            expected="an axis of the mesh of the surrounding jax.shard_map, or a tuple of axes",
             mend="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
         )
         raise NameError(text) from None
@@ -65,7 +65,7 @@ def wires_of(
     hadamard: bool,
     key: jax.Array | None,
 ) -> dict[str, Wire]:
-    """Returns how messages are sent, and those of the cotangent."""
+    """Returns how messages are sent, and how those of the cotangent are."""
     check_flags(function, hadamard=hadamard)
     _check_key(function, key)
     wire = back = _wire_of(function, "spec", spec, hadamard, key is not None)
@@ -79,12 +79,12 @@ def error_of(function: str, error: ArrayLike | None, x: jax.Array) -> jax.Array 
     if error is None:
         return None
     error = as_array(function, "error", error)
-    mend = "begin with error=jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
+    mend = "start with error=jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
     require_that(
         error.shape == x.shape,
         error=ValueError,
         function=function,
-        problem="`error` has not the shape of `x`.",
+        problem="`error` does not have the shape of `x`.",
         given=f"error.shape == {error.shape}",
         expected=f"shape {x.shape}",
         mend=mend,
@@ -94,7 +94,7 @@ def error_of(function: str, error: ArrayLike | None, x: jax.Array) -> jax.Array 
 
 
 def check_form(function: str, form: Any) -> None:
-    """Checks the name of a way to add up."""
+    """Checks the name of the form of a sum."""
     require_that(
         isinstance(form, str) and form in SUMS,
         error=ValueError,
@@ -113,29 +113,29 @@ def axis_of(function: str, argument: str, axis: Any, rank: int) -> int:
         -rank <= found < rank,
         error=ValueError,
         function=function,
-        problem=f"`{argument}` is no axis.",
+        problem=f"`{argument}` is not a valid axis.",
         given=f"{argument} == {found}, for {rank} axes",
         expected=f"an integer in [{-rank}, {rank - 1}]" if rank else "an array of one axis or more",
-        mend="name an axis that there is.",
+        mend="pass an axis that the array has.",
     )
     return found % rank
 
 
 def check_parts(function: str, argument: str, length: int, count: int, tiled: bool) -> None:
-    """Checks that an axis has a part for each device."""
+    """Checks that an axis can be split into one part for each device."""
     require_that(
         length % count == 0 if tiled else length == count,
         error=ValueError,
         function=function,
-        problem=f"the axis `{argument}` does not fit the devices.",
-        given=f"{length} elements along it for {count} devices",
+        problem=f"the length of axis `{argument}` does not fit the number of devices.",
+        given=f"{length} elements for {count} devices",
         expected=f"a multiple of {count}" if tiled else f"{count}; with tiled=True a multiple",
         mend="pad the array along it" if tiled else "pass tiled=True, or reshape the array.",
     )
 
 
 def pairs_of(function: str, perm: Any, count: int) -> tuple[tuple[int, int], ...]:
-    """Returns who sends to whom, after checking that nobody sends or receives twice."""
+    """Returns (source, destination) pairs, after checking that no device occurs twice as either."""
     given = perm if isinstance(perm, Sequence) else (perm,)
     pairs = tuple(tuple(p) if isinstance(p, Sequence) else (p,) for p in given)
     ends = [[end for pair in pairs for end in pair[i : i + 1]] for i in (0, 1)]
@@ -145,7 +145,7 @@ def pairs_of(function: str, perm: Any, count: int) -> tuple[tuple[int, int], ...
         and all(len(set(side)) == len(side) for side in ends),
         error=ValueError,
         function=function,
-        problem="`perm` says not who sends to whom.",
+        problem="`perm` is not a list of (source, destination) pairs.",
         given=f"perm == {shown(perm)}",
         expected=f"pairs (source, destination) of integers in [0, {count}), each source and each "
         "destination once",
@@ -165,17 +165,17 @@ def _wire_of(
         function=function,
         problem="scales belong to messages, which have no axes.",
         given=f"`{argument}` with granularity {granularity}",
-        expected="jqx.per_group(size), runs of a message, or jqx.per_tensor(), one scale for each",
+        expected="jqx.per_group(size), runs of a message, or jqx.per_tensor(), one scale a message",
         mend=f"pass for example jqx.QSpec({form.name!r}, jqx.per_group(256)).",
     )
     require_that(
         form.low < 0 < form.high or not spec.symmetric,
         error=ValueError,
         function=function,
-        problem=f"{form.name} has no numbers of either sign.",
+        problem=f"{form.name} does not have both negative and positive numbers.",
         given=f"{argument} == {spec}",
         expected="a format with negative and positive numbers, or a zero point",
-        mend="pass int8, or symmetric=False where there are zero points.",
+        mend="pass int8, or symmetric=False if the format can have zero points.",
     )
     if stochastic:
         clips = not spec.symmetric or spec.calibrator != absmax or isinstance(form, Block)
@@ -183,9 +183,9 @@ def _wire_of(
             not clips,
             error=ValueError,
             function=function,
-            problem="rounding is not without bias where values are clipped.",
+            problem="stochastic rounding is biased if values are clipped.",
             given=f"a key, and {argument} == {spec}",
-            expected="a symmetric spec with the calibrator absmax, in no block format",
+            expected="a symmetric spec with the calibrator absmax, and not in a block format",
             mend="drop key, or symmetric=False and calibrator=.",
         )
     if hadamard:
@@ -194,7 +194,7 @@ def _wire_of(
             known,
             error=ValueError,
             function=function,
-            problem="there is no Hadamard matrix for the groups.",
+            problem="there is no Hadamard matrix of the group size.",
             given=f"hadamard=True, and {argument} with granularity {granularity}",
             expected="jqx.per_group(size), size a power of two, or 4 n for most n",
             mend="pass jqx.per_group(256), or hadamard=False.",
@@ -210,7 +210,7 @@ def _check_key(function: str, key: Any) -> None:
         typed and key.shape == (),
         error=TypeError,
         function=function,
-        problem="`key` is no random key.",
+        problem="`key` is not a random key.",
         given=f"keys of shape {key.shape}" if typed else f"key == {shown(key)}",
         expected="one key from jax.random.key(...), or None to round to nearest",
         mend="pass key=jax.random.key(0), a new one for each step.",

@@ -1,7 +1,7 @@
-"""A collective: what it sends, what is lost by that, and how a cotangent goes back.
+"""The base class of collectives: what is sent, the rounding error, and the cotangent.
 
-The loss of a device is its own to keep. Added to what it sends next, it makes the sum of many steps
-as exact as one step: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
+Each device keeps its own rounding error, and adds it to what it sends next. The sum of many steps
+is then as exact as one step: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
 Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv:1901.09847.
 """
 
@@ -23,12 +23,12 @@ AxisName = Any
 
 @dataclasses.dataclass(frozen=True)
 class Collective(abc.ABC):
-    """A collective along an axis, linear but for rounding.
+    """A collective along an axis, linear except for rounding.
 
     Attributes:
-      axis_name: of the mesh.
+      axis_name: the axis of the mesh.
       wire: how its messages are sent.
-      back: how those of the cotangent are.
+      back: how messages of the cotangent are sent.
     """
 
     axis_name: AxisName
@@ -37,34 +37,34 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def run(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns the result for float32 `x`, float32, and what was lost of `x`, of its shape.
+        """Returns the result for float32 `x`, float32, and the rounding error of `x`, in its shape.
 
-        `key` is one of this device alone.
+        `key` differs between devices.
         """
 
     @abc.abstractmethod
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns the cotangent of `x`, from that of the result; `key` is that of all devices."""
+        """Returns the cotangent of `x` from that of the result; all devices have the same `key`."""
 
     @property
     def size(self) -> int:
-        """How many devices take part."""
+        """The number of devices that take part."""
         return lax.axis_size(self.axis_name)
 
     @property
     def index(self) -> jax.Array:
-        """The place of this device, int32."""
+        """The index of this device, int32."""
         return lax.axis_index(self.axis_name)
 
     @property
     def checked_axes(self) -> frozenset[str]:
-        """The axes of the mesh along which JAX tells arrays that vary from those that do not: none
-        with `check_vma=False`, nor in a vmap.
+        """The axes of the mesh along which JAX tracks which arrays vary. Empty with
+        `check_vma=False` and in a vmap.
         """
         return _compat.varies_along(self.index)
 
     @property
-    def turned(self) -> dict[str, Wire]:
+    def transposed(self) -> dict[str, Wire]:
         """The wires of the transposed collective."""
         return {"wire": self.back, "back": self.wire}
 
@@ -98,7 +98,7 @@ def _backward(
     collective: Collective, key: jax.Array | None, cotangents: Any
 ) -> tuple[jax.Array, None, None]:
     cotangent = cotangents[0] if isinstance(cotangents, tuple) else cotangents
-    # No index of a device: what is drawn backward is not what was drawn forward.
+    # The key does not depend on the device index: backward draws differ from the forward ones.
     other = None if key is None else jax.random.fold_in(key, 2**32 - 1)
     return collective.pull_back(cotangent, other), None, None
 

@@ -1,4 +1,4 @@
-"""`all_gather` and `reduce_scatter`, each of which is the transpose of the other."""
+"""`all_gather` and `reduce_scatter`, which are the transposes of each other."""
 
 import dataclasses
 from functools import partial
@@ -31,35 +31,35 @@ def all_gather(
     error: ArrayLike | None = None,
     backward: QSpec | str | None = None,
 ) -> Any:
-    """Returns `jax.lax.all_gather(x, axis_name, axis=axis, tiled=tiled)`, with codes sent in place
+    """Returns `jax.lax.all_gather(x, axis_name, axis=axis, tiled=tiled)`, but sends codes instead
     of floats.
 
-    Each element is rounded once, by the device that has it, which takes the rounded one as well:
-    all end with the same bits.
+    Each element is rounded once, by the device that holds it. That device uses the rounded value
+    too, so the result has the same bits on all devices.
 
     Args:
       x: array of any shape, float16, bfloat16 or float32.
-      axis_name: an axis of the mesh of the `jax.shard_map` around, or a tuple of them.
+      axis_name: an axis of the mesh of the surrounding `jax.shard_map`, or a tuple of axes.
       spec: as for `jqx.parallel.all_reduce`; `x` is one message.
-      axis: where the arrays of the devices are put side by side: an axis of the result.
-      tiled: whether it is an axis of `x` too; else it is a new one.
-      form: `"two_phase"`, which is `jax.lax.all_gather`, or `"ring"`, where codes go from device to
-        device as they are. The bits are the same; the sum of the cotangents has this form as well.
+      axis: the axis of the result along which the arrays of the devices are concatenated.
+      tiled: whether `axis` is an axis of `x` too. Otherwise it is a new axis.
+      form: `"two_phase"`, which is `jax.lax.all_gather`, or `"ring"`, where codes pass unchanged
+        from device to device. The bits are the same. The sum of the cotangents has this form too.
       hadamard: whether groups are rotated, as for `all_reduce`.
       key: for stochastic rounding, as for `all_reduce`; `None` rounds to nearest.
-      error: what earlier calls have lost of what this device sends, as for `all_reduce`.
+      error: the rounding error of earlier calls for what this device sends, as for `all_reduce`.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
-      The arrays of all devices, of the dtype of `x`. As that of `jax.lax.all_gather`, JAX takes it
-      for one that varies. With `error`, the pair of it and the new error.
+      The arrays of all devices, of the dtype of `x`. As with `jax.lax.all_gather`, JAX assumes that
+      it varies between devices. With `error`, the pair of it and the new error.
 
     Raises:
-      NameError, TypeError, ValueError: as `all_reduce`; `axis` is no axis of the result.
+      NameError, TypeError, ValueError: as `all_reduce`; also if the result has no such `axis`.
 
-    Gradient: of `x`, rounding being the identity: `reduce_scatter` of the cotangents, with
-      `backward` and a key made of `key`. None of `key` and `error`.
-    NaN and infinities: make their group NaN.
+    Gradient: for `x`, with rounding as the identity: `reduce_scatter` of the cotangents, with
+      `backward` and a key derived from `key`. None for `key` and `error`.
+    NaN and infinities: make their whole group NaN.
     Source: ZeRO++, arXiv:2306.10209, for weights and, backward, gradients.
 
     Example:
@@ -98,22 +98,22 @@ def reduce_scatter(
     error: ArrayLike | None = None,
     backward: QSpec | str | None = None,
 ) -> Any:
-    """Returns `jax.lax.psum_scatter(x, axis_name, ...)`, with codes sent in place of floats.
+    """Returns `jax.lax.psum_scatter(x, axis_name, ...)`, but sends codes instead of floats.
 
-    Each device gets its part of the sum. Each summand is rounded once, the part that stays with its
-    device included; in a ring, sums are rounded at each device that they leave.
+    Each device gets its part of the sum. Each summand is rounded once, including the part that
+    stays on its device. In a ring, each device rounds the sum before it passes it on.
 
     Args:
       x: array of one axis or more, float16, bfloat16 or float32, of the same shape on each device.
-      axis_name: an axis of the mesh of the `jax.shard_map` around, or a tuple of them.
+      axis_name: an axis of the mesh of the surrounding `jax.shard_map`, or a tuple of axes.
       spec: as for `jqx.parallel.all_reduce`; the part of `x` for one device is a message.
-      scatter_dimension: the axis along which the sum is parted.
-      tiled: whether it stays, and is as much shorter as there are devices; else it is as long as
-        there are devices, and goes.
+      scatter_dimension: the axis along which the sum is split.
+      tiled: whether that axis is kept, and divided by the number of devices in length. Otherwise it
+        has one element for each device and is removed.
       form: `"two_phase"` or `"ring"`, as for `all_reduce`.
       hadamard: whether groups are rotated, as for `all_reduce`.
       key: for stochastic rounding, as for `all_reduce`; `None` rounds to nearest.
-      error: what earlier calls have lost, as for `all_reduce`.
+      error: the rounding error of earlier calls, as for `all_reduce`.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
@@ -121,12 +121,12 @@ def reduce_scatter(
       the new error.
 
     Raises:
-      NameError, TypeError, ValueError: as `all_reduce`; `scatter_dimension` is no axis of `x`, or
-        there is not a part for each device.
+      NameError, TypeError, ValueError: as `all_reduce`; also if `scatter_dimension` is not an axis
+        of `x`, or cannot be split into one part for each device.
 
-    Gradient: of `x`, rounding being the identity: `all_gather` of the cotangents, with `backward`
-      and a key made of `key`. None of `key` and `error`.
-    NaN and infinities: make the sum NaN in all of their group.
+    Gradient: for `x`, with rounding as the identity: `all_gather` of the cotangents, with
+      `backward` and a key derived from `key`. None for `key` and `error`.
+    NaN and infinities: make the sum NaN in their whole group.
     Source: ZeRO++, arXiv:2306.10209.
 
     Example:
@@ -154,7 +154,7 @@ _GATHERS = {"two_phase": to_all, "ring": to_all_in_ring}
 
 @dataclasses.dataclass(frozen=True)
 class _AlongAxis(Collective):
-    """What both have in common: where pieces lie, and the form of a sum."""
+    """What both have in common: the axis of the pieces, and the form of a sum."""
 
     axis: int
     tiled: bool
@@ -162,7 +162,7 @@ class _AlongAxis(Collective):
 
     def _transposed(self, kind: type[Collective]) -> Collective:
         along = {"axis": self.axis, "tiled": self.tiled, "form": self.form}
-        return kind(self.axis_name, **self.turned, **along)
+        return kind(self.axis_name, **self.transposed, **along)
 
 
 class AllGather(_AlongAxis):

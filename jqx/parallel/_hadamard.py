@@ -1,8 +1,8 @@
-"""Groups times a Hadamard matrix, which spreads what is large over all elements of a group.
+"""Groups times a Hadamard matrix, which spreads large values over all elements of a group.
 
     rotated(g) = (signs * g) H / sqrt(size)
 
-With fixed random signs, so that a group of one value, or of one row of H, is spread as well.
+The signs are random but fixed, so that a group with a single value, or one row of H, is spread too.
 
 Source: Tseng et al., "QuIP#", arXiv:2402.04396; Ashkboos et al., "QuaRot", arXiv:2404.00456.
 """
@@ -18,12 +18,12 @@ from jax import lax
 from ..algorithms._shared import factors_of, hadamard, is_order, signs_of
 
 _MOST = 256
-"""Above it a matrix is the Kronecker product of two smaller ones."""
+"""Larger matrices are Kronecker products of two smaller ones."""
 
 
 @functools.cache
 def sizes_of(size: int) -> tuple[int, ...]:
-    """Returns the sizes of the matrices that a group is multiplied by; none where none is known."""
+    """Returns the sizes of the factors of a group's matrix; empty if no matrix is known."""
     return (size,) if size <= _MOST and is_order(size) else factors_of(size)
 
 

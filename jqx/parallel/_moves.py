@@ -1,4 +1,4 @@
-"""How leaves of messages, [messages, ...], go from device to device."""
+"""Moves of the leaves of messages, [messages, ...], between devices."""
 
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ from jax import lax
 def to_each(leaf: jax.Array, axis_name: Any) -> jax.Array:
     """Sends each device its message: [devices, ...] to [devices, ...].
 
-    XLA on GPUs (jaxlib 0.10.2) widens codes of four bits to a byte each in this collective alone:
-    there pairs are sent as the bytes that they are in memory, which no kernel has to make.
+    XLA on GPUs (jaxlib 0.10.2) widens 4-bit codes to a byte each in this collective alone. There,
+    pairs of codes are sent as the bytes that they occupy in memory, which needs no kernel.
     """
     move = partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
     if leaf.dtype.name not in ("int4", "uint4") or leaf.shape[-1] % 2:
@@ -27,16 +27,16 @@ def to_each(leaf: jax.Array, axis_name: Any) -> jax.Array:
 
 
 def to_next(leaf: jax.Array, axis_name: Any) -> jax.Array:
-    """Sends all to the next device of a ring."""
+    """Sends everything to the next device of a ring."""
     count = lax.axis_size(axis_name)
     return lax.ppermute(leaf, axis_name, [(i, (i + 1) % count) for i in range(count)])
 
 
 def unrolled(count: int) -> int:
-    """Returns how many hops of a ring stand one after another: up to 16 make no loop.
+    """Returns how many hops of a ring are unrolled. Up to 16 hops make no loop.
 
-    So compilers schedule them among all else. XLA on CPU (jaxlib 0.10.2) also mixes up what devices
-    send in a loop and beside it, in programs of many collectives.
+    Compilers can then schedule the hops together with other work. XLA on CPU (jaxlib 0.10.2) also
+    confuses what devices send in a loop and outside of it, in programs of many collectives.
     """
     return max(1, min(count - 1, 16))
 
@@ -47,7 +47,7 @@ def to_all(leaf: jax.Array, axis_name: Any) -> jax.Array:
 
 
 def to_all_in_ring(leaf: jax.Array, axis_name: Any) -> jax.Array:
-    """`to_all`, where each device sends on what came in, as it is."""
+    """`to_all`, where each device passes on what it received, unchanged."""
     count, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
 
     def hop(held: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:

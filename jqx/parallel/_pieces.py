@@ -1,6 +1,7 @@
-"""An array cut along an axis into pieces, one for each device, and put together again.
+"""An array split along an axis into one piece for each device, and joined again.
 
-As in `jax.lax`: tiled, an axis is cut in parts, and parts are joined; else it goes, and is made.
+As in `jax.lax`: with `tiled`, an axis is split into parts, and parts are concatenated. Otherwise
+the axis is removed, or added.
 """
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 
 def cut(x: jax.Array, axis: int, count: int, tiled: bool) -> jax.Array:
-    """Returns [count, *piece]."""
+    """Returns the pieces, [count, *piece]."""
     if tiled:
         shape = x.shape
         x = x.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
@@ -16,7 +17,7 @@ def cut(x: jax.Array, axis: int, count: int, tiled: bool) -> jax.Array:
 
 
 def joined(pieces: jax.Array, axis: int, tiled: bool) -> jax.Array:
-    """Returns pieces, [count, *piece], side by side along an axis."""
+    """Returns pieces, [count, *piece], joined along an axis."""
     x = jnp.moveaxis(pieces, 0, axis)
     if tiled:
         shape = x.shape

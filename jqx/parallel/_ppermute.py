@@ -1,4 +1,4 @@
-"""`ppermute`: some devices send their array to another one each."""
+"""`ppermute`: some devices each send their array to one other device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,29 +26,30 @@ def ppermute(
     error: ArrayLike | None = None,
     backward: QSpec | str | None = None,
 ) -> Any:
-    """Returns `jax.lax.ppermute(x, axis_name, perm)`, with codes sent in place of floats.
+    """Returns `jax.lax.ppermute(x, axis_name, perm)`, but sends codes instead of floats.
 
     Args:
       x: array of any shape, float16, bfloat16 or float32, of the same shape on each device.
-      axis_name: an axis of the mesh of the `jax.shard_map` around, or a tuple of them.
+      axis_name: an axis of the mesh of the surrounding `jax.shard_map`, or a tuple of axes.
       perm: pairs (source, destination), each source and each destination once.
       spec: as for `jqx.parallel.all_reduce`; `x` is one message.
       hadamard: whether groups are rotated, as for `all_reduce`.
       key: for stochastic rounding, as for `all_reduce`; `None` rounds to nearest.
-      error: what earlier calls have lost, as for `all_reduce`; of devices that send nothing too, as
-        if they did.
+      error: the rounding error of earlier calls, as for `all_reduce`. Devices that send nothing
+        have an error too, as if they did.
       backward: the spec of the cotangent; `None` means `spec`.
 
     Returns:
-      What came in, of shape and dtype of `x`; zeros where nothing did. With `error`, the pair of it
-      and the new error.
+      The received array, with the shape and dtype of `x`; zeros on devices that receive nothing.
+      With `error`, the pair of it and the new error.
 
     Raises:
-      NameError, TypeError, ValueError: as `all_reduce`; `perm` is no list of such pairs.
+      NameError, TypeError, ValueError: as `all_reduce`; also if `perm` is not a list of such pairs.
 
-    Gradient: of `x`, rounding being the identity: the cotangents sent back, by this function with
-      the inverse of `perm`, with `backward` and a key made of `key`. None of `key` and `error`.
-    NaN and infinities: make their group NaN.
+    Gradient: for `x`, with rounding as the identity: the cotangents sent back by this function with
+      the inverse of `perm`, with `backward` and a key derived from `key`. None for `key` and
+      `error`.
+    NaN and infinities: make their whole group NaN.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -78,7 +79,7 @@ class PPermute(Collective):
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
         inverse = tuple((destination, source) for source, destination in self.perm)
-        back = dataclasses.replace(self, **self.turned, perm=inverse)
+        back = dataclasses.replace(self, **self.transposed, perm=inverse)
         return perform(back, cotangent, None, key)
 
     def _move(self, leaf: jax.Array) -> jax.Array:

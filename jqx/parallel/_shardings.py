@@ -1,4 +1,4 @@
-"""Shardings of a model's parameters, for the QTensors that a plan makes of them."""
+"""Shardings of the parameters of a model, for the QTensors that a plan makes of them."""
 
 from typing import Any
 
@@ -12,35 +12,34 @@ from ..transforms._shared import floats_of, of_params
 
 @called("parallel.shardings", "pass for example jqx.parallel.shardings(specs, plan, mesh=mesh).")
 def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | None = None) -> Any:
-    """Returns where quantized parameters lie: the shardings of a model's floats, with a QTensor of
-    shardings in the place of each weight that is quantized.
+    """Returns the shardings of quantized parameters, from the shardings of a model's floats.
 
-    A scale, and a zero point, is partitioned as its values are, and whole on every device along an
-    axis whose elements share it. Where rows and weights are on the same devices (FSDP), compilers
-    gather weights with scales in blocks as floats, unless `convert` is told to gather codes and
-    scales, by `gather_axes` and the `shardings` of the floats. What this returns is a tree such as
-    `jax.jit(in_shardings=)`, `jax.device_put` and, of PartitionSpecs, `jax.shard_map(in_specs=)`
-    take.
+    In place of each quantized weight stands a QTensor of shardings. A scale or zero point is
+    partitioned like its values. Along an axis whose elements share it, it is whole on every device.
+    If rows and weights are on the same devices (FSDP), compilers gather weights with scales in
+    blocks as floats, unless `convert` gathers codes and scales: pass it `gather_axes` and the
+    `shardings` of the floats. `jax.jit(in_shardings=)`, `jax.device_put` and, for PartitionSpecs,
+    `jax.shard_map(in_specs=)` accept the result.
 
     Args:
       tree: the parameters that the plan was made for, with a `jax.sharding.NamedSharding` or a
-        `jax.sharding.PartitionSpec` in the place of each array; `None` where nothing is said. Of
-        Flax's logical axes its own functions make it: `flax.linen.logical_to_mesh_sharding`,
-        `flax.nnx.get_named_sharding`. A tuple where the weights stand in several arguments.
-      plan: from `make_plan`; or the quantized parameters themselves, abstract ones too, for any
-        layout that they have.
-      mesh: makes NamedShardings of PartitionSpecs. `None` leaves these; how many parts there are
-        is then that of the mesh around, see `jax.set_mesh`.
-      target: for which weights are laid out, as in `quantize_params`; only with a plan.
+        `jax.sharding.PartitionSpec` in place of each array; `None` if it is not specified. For
+        Flax's logical axes, `flax.linen.logical_to_mesh_sharding` and
+        `flax.nnx.get_named_sharding` make it. A tuple if several arguments hold weights.
+      plan: from `make_plan`; or the quantized parameters themselves, abstract ones too, in any
+        layout.
+      mesh: turns PartitionSpecs into NamedShardings. With `None` PartitionSpecs are kept, and the
+        number of parts is that of the surrounding mesh, see `jax.set_mesh`.
+      target: the platform whose weight layout is used, as in `quantize_params`; only with a plan.
 
     Returns:
       The tree with QTensors, and Segments, of shardings.
 
     Raises:
-      TypeError: a leaf is no sharding.
+      TypeError: a leaf is not a sharding.
       ValueError: elements that share a scale, or the codes of a byte, would be on two devices; an
-        axis does not divide; the mesh is not known; the tree does not fit the plan; or `target`
-        stands beside quantized parameters.
+        axis cannot be divided evenly; the mesh is unknown; the tree does not fit the plan; or
+        `target` is given with quantized parameters.
 
     Gradient: none.
 
@@ -62,7 +61,7 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
             target is None,
             error=ValueError,
             function="parallel.shardings",
-            problem="`target` has no use: quantized parameters lie as they lie.",
+            problem="`target` is not used: quantized parameters keep their layout.",
             given=f"target == {target!r}, and no plan",
             expected="target=None",
             mend="leave it out, or pass the plan.",

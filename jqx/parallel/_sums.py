@@ -1,13 +1,13 @@
-"""Two ways to add up messages of all devices, each at the device that it is for.
+"""Two ways to sum the messages of all devices, each on the device that it is for.
 
-    two phases   each device sends each other one its message; what comes in is added up
-    ring         a sum goes round, and takes up the message of each device that it passes
+    two phases   each device sends a message to every other; the receiver adds them up
+    ring         a partial sum passes from device to device; each adds its message
 
-Codes are sent in either, and floats are added, in float32. The ring rounds a sum at every device
-that it passes, so its error grows with their number; it needs memory for one message in flight.
+Both send codes, and add in float32. The ring rounds a sum at every device that it passes, so its
+error grows with their number. It needs memory for one message in flight.
 
-Source: ZeRO++ (Wang et al., arXiv:2306.10209) for the exchange of all with all; EQuARX (Ahmed et
-al., arXiv:2506.17615) for the ring that quantizes anew at each hop.
+Source: ZeRO++ (Wang et al., arXiv:2306.10209) for the all-to-all exchange; EQuARX (Ahmed et al.,
+arXiv:2506.17615) for the ring that quantizes again at each hop.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from ._moves import to_each, to_next, unrolled
 from ._wire import Wire
 
 Sum = Callable[[Wire, jax.Array, Any, jax.Array | None], tuple[jax.Array, jax.Array]]
-"""From [devices, groups, size], a message for each device, to the sum of those for this device,
-[1, groups, size], and what was lost of what this device sent, by whom it was for.
+"""From [devices, groups, size], a message for each device, to the sum of the messages for this
+device, [1, groups, size], and the rounding error of what this device sent, by receiver.
 """
 
 
 def sum_of_exchanged(
     wire: Wire, groups: jax.Array, axis_name: Any, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `Sum`; what a device sends to itself is rounded as well."""
+    """See `Sum`. What a device sends to itself is rounded as well."""
     received, lost = wire.exchange(groups, partial(to_each, axis_name=axis_name), key)
     return received.sum(axis=0, keepdims=True), lost
 
@@ -38,7 +38,7 @@ def sum_of_exchanged(
 def sum_in_ring(
     wire: Wire, groups: jax.Array, axis_name: Any, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `Sum`; the sum for a device starts at the next one, and ends with its own message."""
+    """See `Sum`. The sum for a device starts at the next device, and ends with its own message."""
     count, index = len(groups), lax.axis_index(axis_name)
 
     def message(hops: jax.Array | int) -> jax.Array:

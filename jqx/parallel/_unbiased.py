@@ -1,4 +1,4 @@
-"""Stochastic rounding to the numbers of any format: one of the two beside, right on average."""
+"""Stochastic rounding to a neighbouring number of any format, without bias."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from ..tensor._shared import rounded_to
 
 
 def rounded(x: jax.Array, scale: jax.Array, spec: QSpec, key: jax.Array) -> jax.Array:
-    """Returns numbers of the format times the scale of each group, whose mean over keys is `x`.
+    """Returns numbers of the format times the scale of each group; their mean over keys is `x`.
 
     Args:
       x: float32, any shape.
       scale: of a calibrator that clips nothing; broadcasts to `x`.
-      spec: a symmetric one; its estimator has no say.
+      spec: a symmetric one; its gradient estimator is not used.
       key: a key, a new one for each call.
     """
     below, above = (

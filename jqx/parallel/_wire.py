@@ -1,4 +1,4 @@
-"""What is sent: messages in groups, rotated or not, as a QTensor; and what is lost by that."""
+"""How messages are sent: in groups, possibly rotated, as a QTensor; and the error of that."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from ._hadamard import rotated, rotated_back
 from ._unbiased import rounded
 
 Move = Callable[[jax.Array], jax.Array]
-"""Sends one leaf of messages, [sent, ...], and returns what comes in, [received, ...]."""
+"""Sends one leaf of messages, [sent, ...], and returns what is received, [received, ...]."""
 
-_AS_THEY_ARE = ("int4", "uint4")
-"""Dtypes below a byte that compilers send as such; codes of others are packed into bytes."""
+_SENT_UNCHANGED = ("int4", "uint4")
+"""Dtypes below a byte that compilers send unchanged; codes of others are packed into bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Wire:
     hadamard: bool
 
     def groups(self, pieces: jax.Array) -> jax.Array:
-        """Returns messages as they are quantized.
+        """Returns messages in groups, as they are quantized.
 
         Args:
           pieces: float32 [messages, ...].
 
         Returns:
-          [messages, groups, size]: runs of each message, the last filled up with zeros.
+          [messages, groups, size]: runs of each message; the last is padded with zeros.
         """
         count, *shape = pieces.shape
         length = math.prod(shape)
@@ -50,7 +50,7 @@ class Wire:
         return rotated(groups) if self.hadamard else groups
 
     def pieces(self, groups: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """Inverts `groups`: returns messages of a shape, [messages, *shape]."""
+        """Inverts `groups`: returns messages [messages, *shape]."""
         groups = rotated_back(groups) if self.hadamard else groups
         flat = groups.reshape(len(groups), math.prod(groups.shape[1:]))
         return flat[:, : math.prod(shape)].reshape(len(flat), *shape)
@@ -58,12 +58,12 @@ class Wire:
     def exchange(
         self, groups: jax.Array, move: Move, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Sends messages, and returns those that come in and what each sent one has lost."""
+        """Sends messages; returns those received, and the rounding error of those sent."""
         q = self._quantized(groups, key)
         return jax.tree.map(move, q).dequantize(), groups - q.dequantize()
 
     def _size(self, length: int) -> int:
-        """Returns the size of groups of a message; there is no use in one that is longer."""
+        """Returns the group size for a message, at most its length unless the size is fixed."""
         granularity, length = self.spec.granularity, max(length, 1)
         if not isinstance(granularity, PerGroup):
             return length
@@ -81,5 +81,5 @@ class Wire:
         if key is not None:
             assert affine is not None
             groups = rounded(groups, affine.scale, spec, key)
-        packed = form.bits < 8 and form.storage.name not in _AS_THEY_ARE
+        packed = form.bits < 8 and form.storage.name not in _SENT_UNCHANGED
         return QTensor.quantize(groups, spec, affine, pack=2 if packed else None)

@@ -1,4 +1,4 @@
-"""The one call: from a function and its weights to a quantized one, which files hold."""
+"""One call that turns a function and its weights into a quantized function, which files store."""
 
 from ..transforms._shared import Algorithm as Algorithm
 from ._ptq import ptq as ptq

@@ -1,4 +1,4 @@
-"""What `ptq` does with weights where no algorithm is given: what measured best for such a plan."""
+"""The default algorithm of `ptq`: what measured best for plans of the given formats."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from ..transforms._shared import Inapplicable, Site, as_chosen, trace_call
 from ._late_folders import algorithms, shared_algorithms
 
 Effort = Literal["seconds", "minutes", "hours"]
-"""How long an algorithm may take that is chosen for a plan, of a model of some ten million weights
-on a few cores.
+"""How long an automatically chosen algorithm may take. The scale is a model of about ten million
+weights on a few cores.
 """
 
 _FEW_BITS = 4
 _NUMBERED = r"^.*?\d+"
-"""Finds what paths of weights have up to their first number: the same in all of a layer."""
+"""Matches the part of a weight's path up to its first number. All weights of one layer share it."""
 
 _GPTQ: dict[str, Any] = {
     "damping": 0.05,
@@ -33,7 +33,7 @@ _GPTQ: dict[str, Any] = {
 
 
 def check_effort(function: str, effort: Any, algorithm: Any) -> None:
-    """Checks that an effort is one, and that no algorithm stands beside it."""
+    """Checks that an effort is valid, and that no algorithm is given with it."""
     require_that(
         effort is None or effort in get_args(Effort),
         error=ValueError,
@@ -49,20 +49,20 @@ def check_effort(function: str, effort: Any, algorithm: Any) -> None:
         function=function,
         problem="`effort` and `algorithm` exclude each other.",
         given=f"effort == {effort!r} and {described(algorithm)}",
-        expected="an algorithm, or how long the one that the plan calls for may take",
+        expected="an algorithm, or the time that the default algorithm may take",
         mend="leave one of them out.",
     )
 
 
 @dataclasses.dataclass
 class Choice:
-    """What is done with the weights of a plan.
+    """The algorithm for the weights of a plan.
 
     Attributes:
-      algorithm: which algorithm.
-      effort: at which it was chosen; `None` where the user has named it.
-      instead: what chooses codes where the function is beyond the algorithm.
-      notes: what it leaves out, and why.
+      algorithm: the algorithm.
+      effort: the effort at which it was chosen; `None` if the user named the algorithm.
+      instead: the fallback that chooses codes if `algorithm` does not support the function.
+      notes: which parts were left out, and why.
     """
 
     algorithm: Any
@@ -72,12 +72,14 @@ class Choice:
 
     @property
     def reads_batches(self) -> bool:
-        """Whether it looks at all batches."""
+        """Whether the algorithm reads all batches."""
         return self.algorithm != algorithms.nearest()
 
     def attempt(self, part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a part of the algorithm returns, as `Chosen`. Where nobody has named it, and
-        it has nothing to do in the function, or does not know it: `None`, and a note.
+        """Runs a part of the algorithm and returns its result as `Chosen`.
+
+        If the user did not name the algorithm, and the part does not apply to the function or does
+        not support it, adds a note and returns `None`.
         """
         try:
             return as_chosen(run(*args, **kwargs))
@@ -88,7 +90,7 @@ class Choice:
             return None
 
     def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what chooses codes by the function and batches, or what is tried instead."""
+        """Returns the result of `rounding`, or of the fallback if it does not apply."""
         chosen = self.attempt(rounding, rounding.run, *args, **kwargs)
         if chosen is None and self.instead is not None:
             self.notes.append(f"{described(self.instead)} in its place")
@@ -101,7 +103,7 @@ class Choice:
 
 
 def default_of(plan: Plan, effort: Effort) -> Choice:
-    """Returns what measured best for the formats of a plan, whatever its batches are."""
+    """Returns the algorithm that measured best for the formats of a plan, for any batches."""
     pairs = [pair for site in plan.sites if (pair := _specs(plan, site)) is not None]
     read = [spec for _, spec in pairs if spec is not None]
     few = [_form(spec) for spec in read if _form(spec).bits <= _FEW_BITS]
@@ -127,15 +129,17 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
 def fitted(
     choice: Choice, f: Callable[..., Any], plan: Plan, args: Sequence[Any], batches: int
 ) -> Choice:
-    """Returns a choice, without what looks at inputs where there are fewer of them than channels at
-    every site: what these have in common by chance is not to choose codes.
+    """Returns a choice without the parts that depend on inputs, if there are too few inputs.
+
+    There are too few if every site has fewer inputs than channels. Chance correlations between so
+    few inputs would decide the codes.
 
     Args:
-      choice: for the plan.
+      choice: the choice for the plan.
       f: the function.
       plan: the plan.
-      args: of the function, with the first batch.
-      batches: how many there are.
+      args: arguments of the function, with the first batch.
+      batches: number of batches.
     """
     call = trace_call("ptq", f, plan.parameters, args, {}, lazy=True)
     once, most = shared_algorithms.bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
@@ -158,19 +162,21 @@ def fitted(
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Returns algorithms as one."""
+    """Combines algorithms into one."""
     if len(parts) > 1:
         return algorithms.chain(*parts)
     return parts[0] if parts else algorithms.nearest()
 
 
 _KEPT = ("checkpoint", "offload")
-"""Options of algorithms that say where they keep things."""
+"""Options of algorithms that say where intermediate values are kept."""
 
 
 def described(algorithm: Any) -> str:
-    """Returns an algorithm as it is called, with the options that are not its defaults, but for
-    those that say where it keeps things: codes, and files of them, do not depend on these.
+    """Returns the call that makes an algorithm, with the options that differ from the defaults.
+
+    Leaves out the options that say where intermediate values are kept. Codes, and files that hold
+    them, do not depend on these.
     """
     parts = getattr(algorithm, "algorithms", None)
     if parts is not None:
@@ -187,15 +193,17 @@ def described(algorithm: Any) -> str:
 
 
 def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:
-    """Returns the specs of the weight of a site and of what it is multiplied by."""
+    """Returns the specs of the weight of a site and of the other operand."""
     weights = [x for operand in site.operands if (x := plan.weight_at(operand.path)) is not None]
     others = [operand for operand in site.operands if operand.path is None]
     return (weights[0].spec, others[0].spec) if weights and others else None
 
 
 def _is_smoothed(spec: QSpec, few_in_weights: bool) -> bool:
-    """Whether outliers of activations are to go into weights. Beside scales for each token they
-    stand better there than in weights of few bits.
+    """Whether to move outliers of activations into the weights.
+
+    If activations have scales for each token, their outliers do less harm there than in weights of
+    few bits.
     """
     return isinstance(_form(spec), Integer) and not (spec.dynamic and few_in_weights)
 

@@ -1,4 +1,4 @@
-"""`ptq`: plan, calibrate, quantize and lay out, in one call."""
+"""`ptq`: plan, calibrate, quantize and pack weights, in one call."""
 
 import dataclasses
 import itertools
@@ -51,7 +51,7 @@ from ._mapped import Mapped, check_whole
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
-"""What `target=` takes; `None` is the backend of JAX, and `False` leaves layouts alone."""
+"""Values of `target=`: `None` is the default backend of JAX; `False` does not change layouts."""
 
 
 @overload
@@ -92,45 +92,47 @@ def ptq(
 ) -> Callable[[Any, Iterable[Any]], Quantized]:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
 
-    It plans, calibrates where activations have static scales or the algorithm asks for statistics,
-    finds the scales, quantizes the weights and lays them out; `make_plan`, `calibrate_batches`,
-    `affines`, `quantize_params`, `convert` and `pack_for` are its steps, each of which may be taken
-    alone. `jqx.save` writes what it returns. For modules of Flax there are `jqx.linen.ptq` and
-    `jqx.nnx.ptq`.
+    It makes a plan, calibrates if activations have static scales or the algorithm needs
+    statistics, computes the scales, quantizes the weights and packs them for the target. The steps
+    are `make_plan`, `calibrate_batches`, `affines`, `quantize_params`, `convert` and `pack_for`;
+    each can be called on its own. `jqx.save` writes the result. For Flax modules, use
+    `jqx.linen.ptq` and `jqx.nnx.ptq`.
 
     Args:
       f: a function of arrays and pytrees of arrays.
       policy: what is quantized, and how, such as `jqx.presets.w8a8()`.
-      algorithm: chooses the codes of weights, see `jqx.Algorithm`, such as
-        `jqx.algorithms.nearest()`, which rounds them. `None` takes what measured best for formats
-        such as those of the plan: `report.codes` says what.
-      effort: how long that may take, of a model of some ten million weights on a few cores:
-        `"seconds"` (also `None`), `"minutes"` or `"hours"`.
+      algorithm: chooses the codes of the weights, see `jqx.Algorithm`. For example,
+        `jqx.algorithms.nearest()` rounds to nearest. `None` takes the algorithm that measured best
+        for the formats of the plan; `report.codes` names it.
+      effort: how long the default algorithm may take, for a model of about ten million weights on
+        a few cores: `"seconds"` (also `None`), `"minutes"` or `"hours"`.
       params: position, or positions, of the arguments of `f` that hold weights.
-      names: of weights, as in `make_plan`.
-      target: `"cpu"`, `"gpu"` or `"tpu"`, for which weights are laid out; `None` means
-        `jax.default_backend()`, and `False` leaves them as files keep them.
-      progress: whether to show a bar, as in `calibrate_batches`.
+      names: names of weights, as in `make_plan`.
+      target: `"cpu"`, `"gpu"` or `"tpu"`: the platform whose weight layout is used. `None` means
+        `jax.default_backend()`. `False` keeps the layout that files use.
+      progress: whether to show a progress bar, as in `calibrate_batches`.
 
     Returns:
-      A function of the parameters (a tuple where there are several positions) and of batches: each
-      a tuple of the other arguments of `f`, or a lone one. The first is planned with; the others
-      are read only where there is something to calibrate. It returns a `Quantized`.
+      A function of the parameters (a tuple if there are several positions) and of batches, which
+      returns a `Quantized`. Each batch is a tuple of the other arguments of `f`, or the one other
+      argument. The plan is made with the first batch. The other batches are read only if something
+      is calibrated.
 
-      Leaves of parameters may be `jqx.interop.Lazy`, as of a model that is larger than memory,
-      where the algorithm is `nearest()`, `gptq()` or `adaround()`: each is read when it is needed,
-      and dropped. Static scales are found stage after stage, on all batches. Weights that are
-      returned are lazy too: `jqx.save` reads them one after another. The report reads each once.
+      Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
+      the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
+      and then dropped. Static scales are computed stage by stage, on all batches. The returned
+      weights are lazy too: `jqx.save` reads them one at a time. The report reads each once.
 
-      Parameters may hold QTensors that the policy leaves alone, such as those of a checkpoint: they
-      are what they were. Algorithms see them as floats, which takes the memory of these.
+      Parameters may hold QTensors that the policy does not quantize, such as those of a checkpoint.
+      They are returned unchanged. Algorithms see their float values, which take the memory of
+      floats.
 
     Raises:
-      TypeError: `f` is no function, `policy` no `Policy`, `batches` is no list of batches, or a
-        leaf is `Lazy` where arrays are needed.
-      ValueError: there is no batch, `target` or `effort` is unknown, `effort` stands beside an
-        algorithm, or a step refuses what it is given.
-      NotImplementedError: an algorithm that is named changes a weight that is quantized already.
+      TypeError: `f` is not a function, `policy` is not a `Policy`, `batches` is not a list of
+        batches, or a leaf is `Lazy` where arrays are needed.
+      ValueError: there is no batch, `target` or `effort` is unknown, both `effort` and `algorithm`
+        are given, or a step rejects its input.
+      NotImplementedError: a named algorithm changes a weight that is quantized already.
 
     Gradient: none; weights are codes.
 
@@ -179,8 +181,8 @@ def ptq(
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
-    """What algorithms have made of a function: the weights in float, their codes, the scales of
-    activations, what is done at sites, and what they report.
+    """The results of algorithms: float weights, their codes, scales of activations, maps at sites,
+    and reports.
     """
 
     values: Any
@@ -193,7 +195,7 @@ class _Done:
 def _carried_out(
     choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], progress: bool
 ) -> _Done:
-    """Runs algorithms: those that rewrite weights, what chooses codes, and what corrects these."""
+    """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     rewrites, rounding, corrections = parts_of(choice.algorithm)
     plan, run = mapped.plan, hasattr(rounding, "run")
     observers = None if run else observers_of(rounding)
@@ -251,7 +253,7 @@ def _carried_out(
 
 
 def _with_given(given: Any, floats: Any, codes: Any) -> Any:
-    """Returns parameters with the QTensors that were given, which algorithms saw as floats.
+    """Puts the given QTensors, which algorithms saw as floats, back into the parameters.
 
     Raises:
       NotImplementedError: an algorithm has changed one of them.
@@ -267,7 +269,8 @@ def _with_given(given: Any, floats: Any, codes: Any) -> Any:
             function="ptq",
             problem="the algorithm changes a weight that is quantized already.",
             given=f"{keystr(path, simple=True, separator='/')!r}: {own!r}",
-            expected="one that leaves it as it is, such as jqx.algorithms.nearest() or gptq()",
+            expected="an algorithm that does not change it, such as jqx.algorithms.nearest() or "
+            "gptq()",
             mend="pass another algorithm, or the weight in float: jqx.dequantize_params(params).",
         )
         return own
@@ -276,7 +279,7 @@ def _with_given(given: Any, floats: Any, codes: Any) -> Any:
 
 
 def _checked(plan: Plan, chosen: Any) -> Any:
-    """Returns parameters with every planned weight as a QTensor of the plan; floats are rounded."""
+    """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
     rounded = quantize_params(dequantize_params(chosen), plan)
     return picked("ptq", chosen, rounded)
 
@@ -289,7 +292,7 @@ def quantized_of(
     inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:
-    """Returns a quantized function with its weights, laid out for a target."""
+    """Returns a quantized function with its weights, packed for a target."""
     plan = mapped.plan
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = mapped.converted(scales)
@@ -297,7 +300,7 @@ def quantized_of(
 
 
 def target_of(function: str, target: Target) -> str | Literal[False]:
-    """Returns the target that is meant, after checking that there are layouts for it."""
+    """Returns the target, with `None` resolved, after checking that it has layouts."""
     meant = jax.default_backend() if target is None else target
     if meant is False or (isinstance(meant, str) and meant in TARGETS):
         return meant
@@ -310,13 +313,13 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
             "`target` is unknown.",
             given=given,
             expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-            mend="pass one of these; target=False leaves weights as files keep them.",
+            mend="pass one of these; target=False keeps the layout that files use.",
         )
     )
 
 
 def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Returns the first batch, and all of them, that one among them."""
+    """Returns the first batch, and all batches including the first."""
     if isinstance(batches, (list, tuple)) and batches:
         return batches[0], batches
     every = iter(batches)
@@ -326,8 +329,8 @@ def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         error=ValueError,
         function="ptq",
         problem="there is no batch.",
-        given="an empty `batches`, or a generator that was used up",
+        given="an empty `batches`, or an exhausted generator",
         expected="one batch or more",
-        mend="pass a list, or make the generator anew.",
+        mend="pass a list, or create the generator again.",
     )
     return found[0], itertools.chain(found, every)

@@ -23,24 +23,25 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized(Generic[P, R]):
-    """A quantized function, its weights, and all that made it.
+    """A quantized function with its weights, plan, scales and report.
 
-    `quantized(*batch)` is `quantized.function(quantized.params, *batch)`: for a first look. To run
-    it often, compile the function: `jax.jit(quantized.function)(quantized.params, *batch)`. (Of
-    weights that it closes over, as in `jax.jit(quantized)`, a compiled function keeps a copy.)
+    `quantized(*batch)` is `quantized.function(quantized.params, *batch)`, for a first look. To run
+    it often, compile the function: `jax.jit(quantized.function)(quantized.params, *batch)`. Do not
+    compile `quantized` itself: `jax.jit(quantized)` stores a copy of the weights as constants.
 
     Attributes:
-      function: on integers; the weights stand where the float function takes them.
-      params: weights as QTensors, laid out for the target; the other parameters as they were.
+      function: the quantized function. It takes the weights at the same position as the float
+        function.
+      params: weights as QTensors, packed for the target. Other parameters are unchanged.
       plan: which contractions are quantized, and how.
-      affines: scales of activations, by key; empty where none is static.
+      affines: scales of activations, by key; empty if none is static.
       report: error and size of each weight. Prints as a table.
-      inputs: the first batch, a tuple with `jax.ShapeDtypeStruct` in the place of arrays: files
-        keep it, so that a function is checked when it is bound; `None` leaves that to its first
-        call.
-      details: what the algorithm has reported, of each matrix for instance; files do not keep it.
-      maps: what is done with channels at sites, where an algorithm wants that: the function is that
-        of `jqx.map_channels(f, plan, maps)`.
+      inputs: the first batch, a tuple with `jax.ShapeDtypeStruct` in place of arrays. Files store
+        it, so that a function is checked when it is bound. With `None` the function is checked at
+        its first call.
+      details: what the algorithm reports, for instance for each matrix. Files do not store it.
+      maps: the channel maps that an algorithm adds at sites. If there are any, the function is
+        that of `jqx.map_channels(f, plan, maps)`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -63,7 +64,7 @@ class Quantized(Generic[P, R]):
     maps: Maps = dataclasses.field(default_factory=dict)
 
     def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
-        """Returns the result of the function on its weights, and on the other arguments."""
+        """Returns the result of the function on its weights and the other arguments."""
         function: Callable[..., R] = self.function
         return function(*arguments_of(self.plan, self.params, batch), **kwargs)
 
@@ -112,12 +113,12 @@ class Quantized(Generic[P, R]):
 
 
 def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns arguments with `jax.ShapeDtypeStruct` in the place of arrays."""
+    """Returns arguments with `jax.ShapeDtypeStruct` in place of arrays."""
     return jax.tree.map(lambda x: jax.eval_shape(lambda: x) if is_array(x) else x, inputs)
 
 
 def summary(plan: Plan, report: "diagnostics.Report") -> str:
-    """Returns in a line what was quantized, and what it saves."""
+    """Returns a one-line summary: what was quantized, and how many bytes that saves."""
     count = len(plan.sites) + len(plan.skipped)
     before, after = report.bytes_before, report.bytes_after
     return (

@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one, and that users do not need."""
 
 from ._defaults import Effort as Effort
 from ._defaults import check_effort as check_effort

@@ -1,4 +1,4 @@
-"""Unbound: what `jqx.load` returns of a quantized function, whose function no file holds."""
+"""`Unbound`: what `jqx.load` returns for a quantized function. Files do not store the function."""
 
 import dataclasses
 from collections import Counter
@@ -29,19 +29,19 @@ from ._quantized import Quantized, summary
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unbound:
-    """A quantized function that was loaded from a file: all but the function, which `bind` takes.
+    """A quantized function loaded from a file, without the function itself, which `bind` takes.
 
     Attributes:
-      params: weights as QTensors, laid out plainly, and the other parameters. Where `structured` is
-        false, a dict of the leaves by their paths.
-      plan: see `jqx.Quantized`, as all below.
+      params: weights as QTensors, in the default layout, and the other parameters. If `structured`
+        is false, a dict of the leaves by their paths.
+      plan: as in `jqx.Quantized`; so are all attributes below but `structured`.
       affines: scales of activations, by key.
       report: error and size of each weight.
-      inputs: shapes and dtypes of the first batch; `None` where files do not hold its containers,
-        or what is in them.
-      structured: whether `params` has the containers that the function takes: files hold dicts,
-        lists and tuples of arrays, and of other pytrees the leaves that are arrays.
-      maps: of channels at sites.
+      inputs: shapes and dtypes of the first batch; `None` if files cannot store its containers or
+        their contents.
+      structured: whether `params` has the containers that the function takes. Files store dicts,
+        lists and tuples of arrays. Of other pytrees they store only the leaves that are arrays.
+      maps: channel maps at sites.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -65,20 +65,20 @@ class Unbound:
     def bind(
         self, f: Callable[..., R], like: Any = None, *, target: Target = None
     ) -> Quantized[..., R]:
-        """Returns the quantized function of `f`: the one that was saved, bit for bit.
+        """Returns the quantized function of `f`: the same as the saved one, bit for bit.
 
         Args:
-          f: the function that was quantized, or another of the same parameters and contractions:
-            the fingerprint of the plan is checked.
-          like: parameters of the structure that `f` takes, float, quantized or
-            `jax.ShapeDtypeStruct`, such as `jax.eval_shape(init, key)`; all that are no arrays are
-            taken from it. Needed where `structured` is false.
-          target: for which weights are laid out, as in `jqx.ptq`.
+          f: the function that was quantized, or another one with the same parameters and
+            contractions. The fingerprint of the plan is checked.
+          like: parameters with the structure that `f` takes: float, quantized or
+            `jax.ShapeDtypeStruct`, such as `jax.eval_shape(init, key)`. Leaves that are not arrays
+            are taken from it. Required if `structured` is false.
+          target: the platform whose weight layout is used, as in `jqx.ptq`.
 
         Raises:
-          TypeError: `f` is no function.
-          ValueError: `f` or `like` is not what was quantized, `like` is needed, or `target` is
-            unknown.
+          TypeError: `f` is not a function.
+          ValueError: `f` or `like` does not match what was quantized, `like` is required, or
+            `target` is unknown.
         """
         check_whole("bind", f)
         meant = target_of("bind", target)
@@ -100,13 +100,13 @@ class Unbound:
         return self.report.table().to_html(repr(self))
 
     def _filled(self, like: Any) -> Any:
-        """Returns the parameters in the structure of others."""
+        """Returns the parameters in the structure of `like`."""
         if like is None:
             text = message(
                 "bind",
                 "the file does not hold the structure of the parameters.",
                 given=f"{len(self.params)} leaves by path, and no `like`",
-                expected="parameters of the structure that f takes, of any values; arrays may be "
+                expected="parameters with the structure that f takes, of any values; arrays may be "
                 "jax.ShapeDtypeStruct",
                 mend="pass it: jqx.load(path).bind(f, like=params).",
             )
@@ -123,16 +123,16 @@ class Unbound:
             not differ,
             error=ValueError,
             function="bind",
-            problem="`like` has not the parameters of the file.",
+            problem="`like` does not match the parameters in the file.",
             given=f"{first!r}: {_kind(wanted.get(first))}",
             expected=f"{first!r}: {_kind(own.get(first))}",
-            mend="pass parameters of the structure that was quantized, of any values.",
+            mend="pass parameters with the structure that was quantized, of any values.",
         )
         return tree.unflatten([own[_name(keys)] if is_array(x) else x for keys, x in flat])
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree that are arrays, QTensors whole, by path."""
+    """Returns the arrays and QTensors of a pytree, by path."""
     flat, _ = tree_flatten_with_path(tree, is_leaf=is_quantized)
     named = [(_name(keys), leaf) for keys, leaf in flat if is_array(leaf)]
     twice = [path for path, n in Counter(path for path, _ in named).items() if n > 1]
@@ -140,10 +140,10 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
         not twice,
         error=ValueError,
         function="save",
-        problem="two parameters have one path.",
+        problem="two parameters have the same path.",
         given=f"{', '.join(map(repr, twice[:4]))} more than once",
         expected="parameters whose key paths, joined by '/', differ",
-        mend="rename one: a key that holds '/' reads like a key inside of another.",
+        mend="rename one: a key that contains '/' looks like a key inside another key.",
     )
     return dict(named)
 

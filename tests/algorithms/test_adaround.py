@@ -92,7 +92,7 @@ def test_it_goes_through_convolutions_scans_and_checkpoints(tmp_path):
     again = quantize(checkpoint=tmp_path / "run", offload=True)
     same = jax.tree.map(jnp.array_equal, found.params, again.params)
     assert all(jax.tree.leaves(same))
-    with pytest.raises(ValueError, match=r"\.adaround: the checkpoint is of another"):
+    with pytest.raises(ValueError, match=r"\.adaround: the checkpoint belongs to another"):
         ptq(f, INT3, adaround(steps=100, checkpoint=tmp_path / "run"), PARAMS)
 
 

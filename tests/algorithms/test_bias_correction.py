@@ -295,7 +295,7 @@ def test_it_is_the_last_of_a_chain():
 def test_what_means_nothing_is_refused():
     for make, error, fact in (
         (lambda: bias_correction(weight=3), TypeError, "`weight`"),
-        (lambda: chain(bias_correction(), gptq()), ValueError, "not in order"),
+        (lambda: chain(bias_correction(), gptq()), ValueError, "in the wrong order"),
     ):
         with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*to mend:"):
             make()

@@ -103,7 +103,7 @@ def test_images_pass_clips_of_every_form(form):
     # "head", with the factors of both members.
     expected = {"depthwise": "expand b1", "project": "depthwise b2"}
     assert found == expected and all(x.clipped and x.channels == D for x in pairs)
-    assert "add of what is clipped" in pairs.reasons["head:dot_general"]
+    assert "add of clipped values" in pairs.reasons["head:dot_general"]
     assert ", clipped" in str(pairs)
 
 
@@ -171,13 +171,13 @@ REFUSED = {
     "min with a constant that is not positive": lambda p, x: jnp.minimum(x @ p["a"], -6.0) @ p["b"],
     "clamp with a constant": lambda p, x: lax.clamp(-1.0, x @ p["a"], 6.0) @ p["b"],
     "max with a constant": lambda p, x: jnp.maximum(x @ p["a"], -6.0) @ p["b"],
-    "min with what keeps its values": lambda p, x: jnp.minimum(x @ p["a"], x.max()) @ p["b"],
-    "reduce_sum of what is clipped": behind(lambda h, x: h.mean(0, keepdims=True)),
-    "neg of what is clipped": behind(lambda h, x: -h),
-    "mul of what is clipped": behind(lambda h, x: h * 0.5),
-    "add of what is clipped": behind(lambda h, x: h + h[::-1]),
-    "a product of what is clipped": behind(lambda h, x: jnp.tanh(x) @ h[:D]),
-    "select_n of what is clipped": behind(lambda h, x: jnp.where(x > 9, jnp.inf, h)),
+    "min with an unscaled value": lambda p, x: jnp.minimum(x @ p["a"], x.max()) @ p["b"],
+    "reduce_sum of clipped values": behind(lambda h, x: h.mean(0, keepdims=True)),
+    "neg of clipped values": behind(lambda h, x: -h),
+    "mul of clipped values": behind(lambda h, x: h * 0.5),
+    "add of clipped values": behind(lambda h, x: h + h[::-1]),
+    "a product of clipped values": behind(lambda h, x: jnp.tanh(x) @ h[:D]),
+    "select_n of clipped values": behind(lambda h, x: jnp.where(x > 9, jnp.inf, h)),
     "where one is clipped and another not": behind(
         lambda h, x: jnp.where(x > 0, h, jnp.minimum(h, 3.0))
     ),

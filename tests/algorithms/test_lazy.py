@@ -367,7 +367,7 @@ def test_a_checkpoint_needs_sources():
         return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), lambda: x)
 
     params = jax.tree.map(bare, PARAMS)
-    with pytest.raises(ValueError, match=r"cannot tell(.|\n)+'layer0/[bw]'(.|\n)+to mend:"):
+    with pytest.raises(ValueError, match=r"cannot identify(.|\n)+'layer0/[bw]'(.|\n)+to mend:"):
         quantized(f, params, BATCHES, gptq(checkpoint="/tmp/never-there"))
     found = quantized(f, params, BATCHES, gptq())
     assert not any(x.source for x in jax.tree.leaves(found.params))

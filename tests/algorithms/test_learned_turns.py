@@ -154,13 +154,13 @@ def test_what_means_nothing_is_refused():
     nan = lambda a, b: jnp.float32(jnp.nan)  # noqa: E731
     weights = jqx.Policy({".*": "int4"})
     cases = (
-        (lambda: rotate(steps=-1), ValueError, "`steps` does not fit.*0, which learns nothing"),
+        (lambda: rotate(steps=-1), ValueError, "`steps` is not valid.*0, which learns nothing"),
         (lambda: rotate(steps=1.5), TypeError, "`steps`"),
-        (lambda: rotate(learning_rate=0), ValueError, "`learning_rate` does not fit"),
-        (lambda: rotate(learning_rate="1"), TypeError, "`learning_rate` does not fit"),
-        (lambda: rotate(loss=3), TypeError, "`loss` does not fit.*a function, or None"),
+        (lambda: rotate(learning_rate=0), ValueError, "`learning_rate` is not valid"),
+        (lambda: rotate(learning_rate="1"), TypeError, "`learning_rate` is not valid"),
+        (lambda: rotate(loss=3), TypeError, "`loss` is not valid.*a function, or None"),
         (lambda: rewritten(rotate(steps=2), policy=weights), ValueError, "nothing to learn"),
-        (lambda: rewritten(rotate(steps=2, loss=nan)), ValueError, "is no number"),
+        (lambda: rewritten(rotate(steps=2, loss=nan)), ValueError, "is not finite"),
     )
     for make, error, fact in cases:
         with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.rotate: .*{fact}.*to mend:"):

@@ -53,7 +53,7 @@ def test_the_error_is_that_of_the_best_matrix_of_its_rank():
     assert [(x.site.split(":")[0], x.rank) for x in found.details] == [
         *(("up", 4), ("down", 4), ("kernel", 0), ("stack", 4)),
     ]
-    assert "no plain product" in str(found.details)
+    assert "not a plain product" in str(found.details)
     # Of the first layer by NumPy: inputs, what is lost, and its singular values.
     x = np.concatenate(BATCHES).astype(np.float64)
     codes = np.asarray(found.params["up"].dequantize(), np.float64)[0]

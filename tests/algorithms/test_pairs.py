@@ -290,7 +290,7 @@ CASES = {
     in_a_loop: {"b": ("a", 6)},
     in_many_steps: "a scan of 300 steps",
     while_it_holds: "while",
-    a_part_of_a_gain: "a part of it is not seen here",
+    a_part_of_a_gain: "a part of it is not used here",
     with_a_constant: "max with a constant",
     in_between: "it is a result of the function",
     joined: {"c b": ("a c", 6)},

@@ -253,7 +253,7 @@ def test_lite0():
     assert (len(pairs), len(sites), sum(x.clipped for x in pairs)) == (39, 48, 32)
     assert {short(x): why.split(" at ")[0] for x, why in pairs.reasons.items()} == {
         "conv_stem": "it is an argument",
-        "fc": "reduce_sum of what is clipped",
+        "fc": "reduce_sum of clipped values",
     }
     assert where(offline) == [*(f"blocks/{i}/expand_conv" for i in range(1, 16)), "conv_head"]
 

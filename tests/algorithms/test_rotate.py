@@ -160,7 +160,7 @@ def test_queries_and_keys_are_rotated_alike():
     assert lost(rotate(products="scores:dot_general")) < 0.5 * lost(rotate())
     for pattern, error, fact in (
         ("mixed:.*", ValueError, "which matches no site"),
-        (".*", ValueError, "names something else, too(.|\n)+'scores:dot_general'"),
+        (".*", ValueError, "also matches other sites(.|\n)+'scores:dot_general'"),
         ("(", ValueError, "no regular expression"),
         (3, TypeError, "`products`"),
     ):

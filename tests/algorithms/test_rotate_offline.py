@@ -161,7 +161,7 @@ def test_a_tied_table_behind_a_gain_stays_and_the_stream_is_turned_there():
     assert np.all(found["norm"] == 1)
     assert len(maps) == 3 and set(report.edges) < set(maps)
     (head, lookup) = report.edges
-    assert "looked up" in report.edges[head] and "behind a gain" in report.edges[lookup]
+    assert "looked up" in report.edges[head] and "after a gain" in report.edges[lookup]
     assert all(f"run time  {key} (" in str(report) for key in report.edges)
 
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_rotated_says_why():
     image = on_device(RNG.normal(size=(2, 3, WIDTH)), jnp.float32)
     cases = [
         (mean_first, PROMPT, "head", "reduce_sum over channels"),
-        (norm_last, PROMPT, "head", "add behind a gain"),
+        (norm_last, PROMPT, "head", "add after a gain"),
         (nonlinear, PROMPT, "head", "^sin at "),
         (returned, PROMPT, "head", "it is a result of the function"),
         (shared_gain, PROMPT, "head", "its gain norm has another use"),
@@ -328,7 +328,7 @@ def test_blocks_and_flags():
     _, report, _ = rewritten(llama, parameters(), PROMPT, block=4)
     assert where(report) == ([x for x in OFFLINE if x != "out"], ["out", "down"])
     assert {x.factors for x in report} == {(4,)}
-    assert "no multiple of `block`" in str(report)
+    assert "not a multiple of `block`" in str(report)
     message = r"(?s)jqx\.algorithms\.rotate: .*`offline`.*to mend:"
     with pytest.raises(TypeError, match=message):
         rotate(offline=1)

@@ -279,7 +279,7 @@ def test_what_means_nothing_is_refused():
         (lambda: awq(clip=1), TypeError, "truth value"),
         (lambda: awq(keep=None), TypeError, "`keep`"),
         (lambda: chain(), ValueError, "there is none"),
-        (lambda: chain(gptq(), awq()), ValueError, "not in order"),
+        (lambda: chain(gptq(), awq()), ValueError, "in the wrong order"),
         (lambda: chain(3), TypeError, "argument 0"),
         (lambda: chain(chain(awq())), TypeError, "argument 0"),
     )

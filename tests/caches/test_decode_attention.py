@@ -340,11 +340,11 @@ GOOD = (jnp.zeros((2, 4, 8)), jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), 
         ({0: jnp.zeros((2, 3, 8))}, {}, ValueError, "do not fit each other"),
         ({0: jnp.zeros((2, 1, 4, 8))}, {}, ValueError, "do not fit each other"),
         ({2: jnp.zeros((2, 5, 2, 8))}, {}, ValueError, "do not fit each other"),
-        ({3: jnp.ones(2)}, {}, TypeError, "`lengths` are no integers"),
+        ({3: jnp.ones(2)}, {}, TypeError, "`lengths` are not integers"),
         ({3: np.ones((2, 1), int)}, {}, ValueError, "`lengths` do not fit the batch"),
         ({}, {"window": 0}, ValueError, "`window` is not positive"),
         ({}, {"window": 1.5}, TypeError, "`window` must be an integer"),
-        ({}, {"scale": "1"}, TypeError, "`scale` is no number"),
+        ({}, {"scale": "1"}, TypeError, "`scale` is not a number"),
         ({}, {"size": 1}, TypeError, "unexpected keyword argument 'size'"),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_permuted_cache_is_refused():
     keys = quantized(GOOD[1], Case(axes=ONE))
     order = jnp.arange(8, dtype=jnp.int32).reshape(1, 1, 1, 8)
     turned = jqx.QTensor(keys.values, keys.scale, qtype=jnp.int8, order=order)
-    with pytest.raises(ValueError, match="`values` have a float offset, or a permuted axis"):
+    with pytest.raises(ValueError, match="`values` have a float offset or a permuted axis"):
         jqx.decode_attention(GOOD[0], keys, turned, GOOD[3])
 
 

@@ -207,7 +207,7 @@ def test_without_room_nothing_is_lost_silently():
     token = normal(BATCH, 1, HEADS, WIDTH)
     for format in (*BITS, "fp8"):
         full = filled(empty(format, length=32), *[normal(BATCH, 32, HEADS, WIDTH)] * 2, [32])
-        with pytest.raises(ValueError, match=r"(?s)KVCache\.append: there is no room.*to mend:"):
+        with pytest.raises(ValueError, match=r"(?s)KVCache\.append: the cache is full.*to mend:"):
             full.append(token, token)
         assert not np.isnan(full.attend(token)).any()
         more = jax.jit(jqx.KVCache.append)(full, token, token)
@@ -220,9 +220,9 @@ def test_what_does_not_fit_is_refused():
         (lambda: empty("int3"), ValueError, "unknown"),
         (lambda: empty("int4", length=0), ValueError, "`length` is not positive"),
         (lambda: empty("int4", heads=2.5), TypeError, "`heads`"),
-        (lambda: empty("int4", width=24), ValueError, "multiple of the size of a group"),
+        (lambda: empty("int4", width=24), ValueError, "multiple of the group size"),
         (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),
-        (lambda: empty("int4", scales=(1, 1)), ValueError, "no use"),
+        (lambda: empty("int4", scales=(1, 1)), ValueError, "does not use"),
         (lambda: empty("fp8", scales=(jnp.ones(2), 1)), ValueError, "do not fit the heads"),
         (lambda: cache.append(token[0], token[0]), ValueError, "`keys` does not fit"),
         (lambda: cache.append(token, token[:, :0]), ValueError, "`values` does not fit"),

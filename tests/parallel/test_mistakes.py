@@ -85,7 +85,7 @@ MISTAKES = {
     "an axis": (
         lambda: on_four(lambda x: parallel.all_gather(x, "i", INT8, axis=2, tiled=True)),
         ValueError,
-        "name an axis",
+        "pass an axis",
     ),
     "an axis of floats": (
         lambda: on_four(lambda x: parallel.all_gather(x, "i", INT8, axis=1.0)),

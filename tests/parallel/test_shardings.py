@@ -213,7 +213,7 @@ ERRORS = {
             {"w": P()}, {"w": block_of(8, {})}, mesh=mesh, target="cpu"
         ),
         ValueError,
-        "`target` has no use",
+        "`target` is not used",
         "target=None",
     ),
     "tree": (

@@ -94,7 +94,8 @@ def test_a_backend_without_layouts_is_named(monkeypatch):
 def test_parameters_of_one_path_cannot_be_saved():
     """Names tell them apart in a plan, and not in a file."""
     params = {"c": {"d": jnp.ones(8)}, "c/d": jnp.ones(8)}
-    with pytest.raises(ValueError, match=r"(?s)two parameters have one path.+'c/d' more than once"):
+    match = r"(?s)two parameters have the same path.+'c/d' more than once"
+    with pytest.raises(ValueError, match=match):
         leaves_by_path(params)
 
 
