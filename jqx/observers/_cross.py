@@ -21,6 +21,7 @@ BOTH = "jqx.observers.cross"
 class CrossStats(NamedTuple):
     """Sums of products of channels. `x` is an input of the quantized function, and `d` is the input
     of the float function minus `x`. Shapes are those of `HessianStats`.
+
     Attributes:
       products: sum over the rows of `d[i] * x[j]`, float32.
       quantized: sum over the rows of `x[i] * x[j]`, float32.

@@ -200,7 +200,7 @@ ERRORS = {
         lambda mesh: jqx.parallel.shardings({"w": P("data")}, {"w": block_of(8, {})}),
         ValueError,
         "the mesh whose axes 'w' is partitioned along is not known",
-        "a mesh: it says how many parts there are",
+        "a mesh, which has the number of partitions",
     ),
     "no sharding": (
         lambda mesh: jqx.parallel.shardings({"w": "data"}, {"w": block_of(8, {})}, mesh=mesh),
