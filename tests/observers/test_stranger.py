@@ -302,7 +302,7 @@ def test_mistakes_are_errors_in_four_parts():
         ({".*": Gram}, TypeError, ["observers['.*']", "type"]),
         ({".*": (GRAM, None)}, TypeError, ["observers['.*']"]),
         ({".*": ()}, ValueError, ["records nothing"]),
-        ({"(": GRAM}, ValueError, ["no regular expression", "'('"]),
+        ({"(": GRAM}, ValueError, ["not a regular expression", "'('"]),
         ({"c": GRAM}, ValueError, ["matches no site", "'a'", "'table'"]),
         ({"b": GRAM}, ValueError, ["matches no site", "skipped", "leaves it in float"]),
         ({".*": GRAM, "table": GRAM}, ValueError, ["'gram'", "records no operand", "'table'"]),
