@@ -117,7 +117,7 @@ class Policy:
     def _repr_html_(self) -> str:
         rows = [(str(i), rule.path, rule.described()) for i, rule in enumerate(self.rules)]
         footer = "The first rule that matches a contraction decides; what none matches is float."
-        head = "rule", "path", "what becomes of it"
+        head = "rule", "path", "quantization"
         return Table(head, tuple(rows), footer, texts=3).to_html("Policy")
 
 

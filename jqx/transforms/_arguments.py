@@ -81,7 +81,7 @@ def check_stats(function: str, argument: str, stats: Any) -> None:
     if isinstance(first, Affine):
         given, mend = "a dict of scales, from jqx.affines", "pass what jqx.calibrate returned."
     elif isinstance(stats, tuple) and len(stats) == 2 and isinstance(stats[1], Mapping):
-        given = "a pair of which the second is a dict: what a function from jqx.calibrate returns"
+        given = "a pair whose second part is a dict, as a function from jqx.calibrate returns"
         mend = "take the second: out, stats = jqx.calibrate(f, plan)(params, x)."
     elif isinstance(stats, (list, tuple)):
         mend = "merge them first: jqx.merge_stats(plan, a, b), or jqx.calibrate_batches."

@@ -83,7 +83,7 @@ def calibrate_batches(
     valued = {pattern: given for pattern, given in each if given}
     arrays, filled = arrays_of(params)
     if quantized is not None:
-        arrays = _beside(arrays, jax.tree.structure(params), quantized)
+        arrays = _stacked(arrays, jax.tree.structure(params), quantized)
 
     def one(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
@@ -124,7 +124,7 @@ def calibrate_batches(
     return found.stats | elements_of(f, plan, params, first, where)
 
 
-def _beside(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
+def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
     """Returns float parameters and dequantized ones, stacked along a new leading axis."""
     found, other = jax.tree.flatten(dequantize_params(quantized))
     own = [x for x in found if is_array(x)]

@@ -135,10 +135,10 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
         return Chosen(choice, f"rule {place} leaves {it} in float", may_take=real)
     if not all(map(_is_float, operands)):
         names = " and ".join(dtype.name for dtype in operands)
-        return Chosen(choice, f"operands are {names}, not real")
+        return Chosen(choice, f"operands are {names}, not floats")
     if integers:
         name = dtypes[integers[0]].name
-        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not of floats")
+        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not a float")
     specs = tuple(weight if origin else None for origin in item.origins)
     return Chosen(choice, None, specs=specs, may_take=True)
 

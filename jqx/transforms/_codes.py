@@ -82,7 +82,7 @@ class Codes:
             if name == "scatter":
                 return self._indexed(eqn, known, scope)
             if sum(map(bool, known)) > 1:
-                self._mixes(eqn, known, "is selected beside others", scope)
+                self._mixes(eqn, known, "is selected among others", scope)
             return [_NONE.union(*known)]
         self.escapes.append(Escape(_NONE.union(*known), how, eqn, scope))
         return nothing
@@ -106,7 +106,7 @@ class Codes:
         each = [self.follow(body, given, scope) for body in _compat.sub_jaxprs(eqn)]
         results = [_NONE.union(*results) for results in zip(*each, strict=True)]
         if name in ("cond", "shard_map"):
-            self._mixes(eqn, results, f"is returned by `{name}` in a format of its own", scope)
+            self._mixes(eqn, results, f"is returned by `{name}` in its own format", scope)
         return results
 
     def _mixes(self, eqn: Eqn, held: Sequence[Paths], how: str, scope: str) -> None:

@@ -129,8 +129,8 @@ def _product(
             item.origins, item.family.kept(item.eqn), item.eqn.invars, strict=False
         )
     ]
-    tells = item.op == "dot_general" and last[0] != last[1]
-    return _Product(leaves[int(weight.path)], parts[0], last[side] if tells else side == 0)
+    is_known = item.op == "dot_general" and last[0] != last[1]
+    return _Product(leaves[int(weight.path)], parts[0], last[side] if is_known else side == 0)
 
 
 def _contracts_last(

@@ -42,7 +42,7 @@ def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
         return ()
     codes, returned = followed(call, set(rest))
     why = dict.fromkeys(returned, "f returns it")
-    why |= dict.fromkeys(codes.contracted, "only what a loop or branch makes of it is multiplied")
+    why |= dict.fromkeys(codes.contracted, "only a result of a loop or branch on it is multiplied")
     only = "computes with it: only what a contraction itself multiplies is quantized"
     for escape in reversed(codes.escapes):
         why |= dict.fromkeys(escape.paths, f"`{escape.eqn.primitive.name}` {only}")

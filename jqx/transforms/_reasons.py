@@ -57,7 +57,7 @@ class Source:
             known = sorted(self.weights)
             names = " and ".join(map(repr, known[:3]))
             names += f" and {len(known) - 3} more" if len(known) > 3 else ""
-            by = f"`{self.through}`, which is no view" if self.through else "more than views"
+            by = f"`{self.through}`, which is not a view" if self.through else "more than views"
             return f"an operand is computed from {names} by {by}: compute it outside of f"
         if self.closure:
             return "an operand is closed over by f: pass weights in an argument that params= names"

@@ -65,10 +65,10 @@ def with_codes(codes: Any, real: Callable[[], jax.Array], operands: Any) -> Any:
     """Returns the result of an operation on operands: only its codes, or, if an operand has float
     values with its codes, both. `real` computes the result in float, and gives the gradient.
     """
-    beside = [x for x in operands if isinstance(x, Trainable)]
-    if not beside or not isinstance(codes, QTensor):
+    trainable = [x for x in operands if isinstance(x, Trainable)]
+    if not trainable or not isinstance(codes, QTensor):
         return codes
-    is_state = any(x.is_state for x in beside)
+    is_state = any(x.is_state for x in trainable)
     return Trainable(codes, straight_through(codes.dequantize(), real()), is_state)
 
 
