@@ -109,7 +109,7 @@ def quantize_params(
             not weights or not is_whole(abstract(leaf)),
             error=ValueError,
             function="quantize_params",
-            problem=f"the weight {name!r} is already quantized.",
+            problem=f"the weight {name!r} is quantized already.",
             given=repr(leaf) if is_whole(leaf) else "",
             expected="a float array",
             mend="pass the float parameters.",

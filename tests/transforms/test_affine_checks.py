@@ -34,8 +34,8 @@ WRONG = {
         ValueError,
         "`zero_point` does not fit `scale`",
     ),
-    "too few axes": (Affine(jnp.full((1,), 0.02), None), ValueError, "not the axes"),
-    "no axes": (Affine(jnp.float32(0.02), None), ValueError, "not the axes"),
+    "too few axes": (Affine(jnp.full((1,), 0.02), None), ValueError, "does not have the axes"),
+    "no axes": (Affine(jnp.float32(0.02), None), ValueError, "does not have the axes"),
     "a scale per contracted index": (
         Affine(jnp.full((1, 16), 0.02), None),
         ValueError,

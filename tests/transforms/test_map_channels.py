@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: jqx.map_channels(f, plan, {key: jqx.ChannelMap(factors=(jnp.ones((2, 3, 3)),))})(
             params, x), ValueError, "a size that divides 4"),
         (lambda: jqx.map_channels(f, plan, {"v:dot_general~0:rhs": good})(params, x),
-         ValueError, "of a weight"),
+         ValueError, "for a weight"),
         (lambda: jqx.map_channels(f, plan, {key: jqx.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))})(
             params, x), ValueError, "does not step"),
         (lambda: jqx.map_channels(f, plan, {key: jqx.LowRank(

@@ -417,8 +417,8 @@ def test_bad_state_is_refused():
     spec = jqx.QSpec(jnp.int8, jqx.per_token())
     cases = [
         ({"K": spec}, ValueError, "'K' matches no leaf"),
-        ({"k": spec, ".*k": spec}, ValueError, "'.*k' matches no leaf that an earlier"),
-        ({".*": spec}, TypeError, "'index' is no array of floats"),
+        ({"k": spec, ".*k": spec}, ValueError, "'.*k' matches no leaf that is left"),
+        ({".*": spec}, TypeError, "'index' is not an array of floats"),
         ({"k": jnp.int8}, TypeError, "an entry that is not a spec"),
         ({"(": spec}, ValueError, "is not a regular expression"),
         ([spec], TypeError, "specs"),
