@@ -77,7 +77,7 @@ if _TYPE_CHECKING:
     from .diagnostics import report as report
     from .interop import load as load
     from .interop import save as save
-else:  # a checker reports old names, and those that never were
+else:  # type checkers report old names, as they do unknown ones
     _old = _renamed(
         __name__,
         {

@@ -1,4 +1,4 @@
-"""Fields that a class got after values of it had been written as JSON."""
+"""Fields that were added to a class after values of it had been written as JSON."""
 
 import dataclasses
 from typing import Any
@@ -7,8 +7,9 @@ _ADDED = "jqx added"
 
 
 def added(default: Any, **options: Any) -> Any:
-    """A field of a dataclass that is not written while it has its default, so that values without
-    it read and write as they did before it was added. `options` are those of `dataclasses.field`.
+    """Returns a dataclass field that is not written while it has its default, so that values
+    without it are read and written as before it was added. `options` are those of
+    `dataclasses.field`.
     """
     return dataclasses.field(default=default, metadata={_ADDED: True}, **options)
 

@@ -1,5 +1,5 @@
-"""Calls with arguments that a function has not, or without those that it needs: an error in four
-parts, where Python's own names neither what there is nor what was meant.
+"""Errors in four parts for calls with unknown or missing arguments. Python's own errors name
+neither the existing arguments nor the likely intention.
 """
 
 import difflib
@@ -15,13 +15,13 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def called(function: str, mend: str = "") -> Callable[[_Called], _Called]:
-    """Returns a decorator of a public function, or class, of that name.
+    """Returns a decorator for a public function or class with this name.
 
-    A call that fits costs nothing more; one that does not is a TypeError that lists the arguments.
+    A call that fits has no extra cost. Any other call is a TypeError that lists the arguments.
 
     Args:
-      function: how users call it, less `jqx.`.
-      mend: what is meant, most likely, by a call that does not fit.
+      function: its public name, without `jqx.`.
+      mend: the most likely intention of a call that does not fit.
     """
 
     def decorate(f: Any) -> Any:
@@ -39,7 +39,7 @@ def called(function: str, mend: str = "") -> Callable[[_Called], _Called]:
 
 
 def _checked(f: Any, signature: inspect.Signature, own: int, function: str, mend: str) -> Any:
-    """Returns `f`, which refuses calls that do not fit; its `own` first arguments do not count."""
+    """Returns `f`, which rejects calls that do not fit; its first `own` arguments do not count."""
 
     def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         _check_call(function, signature, args[own:], kwargs, mend)
@@ -63,7 +63,7 @@ def _check_call(
     kwargs: Mapping[str, Any],
     mend: str,
 ) -> None:
-    """Raises where arguments do not fit a signature."""
+    """Raises if arguments do not fit a signature."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -88,7 +88,7 @@ def _check_call(
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """Returns a parameter as it is listed: one with a default as `name=...`."""
+    """Returns a parameter as shown in a signature: one with a default as `name=...`."""
     if parameter.kind is parameter.VAR_POSITIONAL:
         return f"*{parameter.name}"
     if parameter.kind is parameter.VAR_KEYWORD:

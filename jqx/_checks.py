@@ -1,5 +1,5 @@
-"""Checks of rank, shape, dtype and axes at the public edge: what chex asserts, it decides; the
-message is ours.
+"""Checks of rank, shape, dtype and axes of public arguments. Assertions of chex are used where they
+exist, with our message.
 """
 
 import importlib
@@ -28,8 +28,8 @@ def require(
     expected: str,
     mend: str,
 ) -> None:
-    """Runs an assertion of chex and raises `error` with a four-part message where it fails. It is
-    given by name: chex is imported by the first one, which keeps `import jqx` short.
+    """Runs an assertion of chex and raises `error` with a four-part message if it fails. The
+    assertion is given by name, so that chex is imported only on first use and `import jqx` is fast.
     """
     try:
         getattr(importlib.import_module("chex"), assertion)(*args)
@@ -41,8 +41,8 @@ def require(
 def require_that(
     condition: object, *, error: type[Exception], function: str, problem: str, **parts: str
 ) -> None:
-    """`require` for a condition that no chex assertion states. A check that runs at every site of a
-    function asks for it only where the condition fails, or it would write its message each time.
+    """Does the same for a condition that no chex assertion states. A check that runs at every site
+    should call it only if the condition fails, since otherwise it formats its message each time.
     """
     if not condition:
         raise error(message(function, problem, **parts))
@@ -51,7 +51,7 @@ def require_that(
 def check_instance(
     function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, mend: str
 ) -> None:
-    """Checks that `value` is of a class, or of one of several."""
+    """Checks that `value` is an instance of a class, or of one of several."""
     if isinstance(value, kind):
         return
     kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -69,14 +69,14 @@ def check_instance(
 
 
 def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "") -> re.Pattern[str]:
-    """Returns a regular expression, compiled, after checking that it is one."""
+    """Returns a compiled regular expression, after checking that it is valid."""
     check_instance(function, argument, pattern, str, mend=mend or "pass a regular expression.")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError) as error:
         text = message(
             function,
-            f"`{argument}` is no regular expression.",
+            f"`{argument}` is not a regular expression.",
             given=f"{pattern!r}: {error}",
             expected="a pattern that Python's re accepts",
             mend="escape special characters with a backslash; re.escape(path) matches one path.",
@@ -85,12 +85,12 @@ def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "")
 
 
 def shown(value: Any, limit: int = 200) -> str:
-    """Returns a value as messages show it: an array by its type, anything long cut short."""
+    """Returns a value as shown in messages: an array as its type, long text truncated."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an object of type {type(value).__name__}"
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -102,10 +102,10 @@ def _with_article(kind: type) -> str:
 
 
 def name_of(dtype: DTypeLike) -> str:
-    """The name of a dtype, for messages; anything that is not a dtype is shown by its type."""
+    """Returns the name of a dtype, for messages; another object is shown as its type."""
     try:
         return jnp.dtype(dtype).name
-    except Exception:  # NumPy asks the object, and parses what it says
+    except Exception:  # NumPy asks the object for a dtype, and parses the result
         return f"an object of type {type(dtype).__name__}"
 
 
@@ -113,9 +113,9 @@ def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
     """Returns `dtype` as a dtype object, or raises a TypeError that names the argument."""
     try:
         found = jnp.dtype(dtype)
-    except Exception:  # NumPy asks the object, and parses what it says
+    except Exception:  # NumPy asks the object for a dtype, and parses the result
         found = None
-    # NumPy reads None as float64, and "i4" as an int32: neither is what a user of jqx means.
+    # NumPy reads None as float64, and "i4" as an int32: a user of jqx means neither.
     if found is None or dtype is None or (isinstance(dtype, str) and dtype != found.name):
         text = message(
             function,
@@ -165,14 +165,14 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
 
 
 def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array:
-    """Returns `x` as an array; a Python number takes `dtype`, anything else keeps its own."""
+    """Returns `x` as an array; a Python number takes `dtype`, anything else keeps its dtype."""
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         return jnp.asarray(x, dtype)
     return as_array(function, argument, x)
 
 
 def check_integer(function: str, argument: str, value: Any) -> int:
-    """Returns `value` as a Python integer, after checking that it is an integer and no bool."""
+    """Returns `value` as a Python integer, after checking that it is an integer and not a bool."""
     require_that(
         isinstance(value, (int, np.integer)) and not isinstance(value, bool),
         error=TypeError,
@@ -186,13 +186,13 @@ def check_integer(function: str, argument: str, value: Any) -> int:
 
 
 def check_flags(function: str, **flags: Any) -> None:
-    """Checks that options are truth values."""
+    """Checks that options are bools."""
     for name, value in flags.items():
         require_that(
             isinstance(value, bool),
             error=TypeError,
             function=function,
-            problem=f"`{name}` is no truth value.",
+            problem=f"`{name}` is not a bool.",
             given=f"{name} == {shown(value)}",
             expected="True or False",
             mend="pass one of these.",
@@ -216,7 +216,7 @@ def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: s
 
 
 def is_at_least(size: Any, limit: int) -> bool:
-    """Whether a size is `limit` or more; a symbolic size of `jax.export`, whether it may be."""
+    """Whether a size is at least `limit`; for a symbolic size, whether it may be."""
     try:
         return bool(size >= limit)
     except InconclusiveDimensionOperation:
@@ -226,7 +226,7 @@ def is_at_least(size: Any, limit: int) -> bool:
 def normalize_axes(
     function: str, axes: int | Sequence[int], rank: int, *, argument: str = "axes"
 ) -> tuple[int, ...]:
-    """Returns a set of axes in increasing order, each in `[0, rank)`; duplicates collapse."""
+    """Returns the distinct axes in increasing order, each in `[0, rank)`."""
     given = axes
     axes = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
     for axis in axes:
@@ -247,7 +247,7 @@ def normalize_axes(
                 f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
                 given=f"{argument} == {given!r}, rank {rank}",
                 expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
-                mend="name an axis that the input has.",
+                mend="choose an axis that the input has.",
             )
             raise ValueError(text)
     return tuple(sorted({int(axis) % rank for axis in axes}))

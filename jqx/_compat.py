@@ -30,15 +30,16 @@ Eqn = Any
 def trace(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
     """Traces `f`, flat in and flat out, and returns `(jaxpr, consts)`.
 
-    The same under `jax.disable_jit`, where JAX would unroll loops and take jitted functions apart.
+    The result is the same under `jax.disable_jit`, where JAX would unroll loops and inline jitted
+    functions.
     """
     with jax.disable_jit(False):
         return open_jaxpr(jax.make_jaxpr(f)(*args))
 
 
 def type_of(x: Any) -> Any:
-    """Returns the type that a leaf is traced at: what of an array, or of what stands for one, a
-    jaxpr depends on.
+    """Returns the type at which a leaf is traced: the part of an array, or of its stand-in, on
+    which a jaxpr depends.
     """
     return shaped_abstractify(x)
 
@@ -58,7 +59,7 @@ def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
 
 def arrays_inside(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that the equations of a jaxpr hold, as constants of functions or as
-    parameters: the text of a jaxpr has their shapes alone.
+    parameters. The text of a jaxpr shows only their shapes.
     """
     for eqn in jaxpr.eqns:
         for item in _parameters(eqn):
@@ -76,26 +77,26 @@ def _parameters(eqn: Eqn) -> Iterator[Any]:
 
 
 def without_dead(jaxpr: Any) -> Any:
-    """Returns an open jaxpr without what its effects and its results do not need; all of its
+    """Returns an open jaxpr without equations that its effects and results do not need. All of its
     operands stay.
     """
     return partial_eval.dce_jaxpr(jaxpr, True, True)[0]
 
 
 def needed(jaxpr: Any, used: Sequence[bool] | bool = True) -> list[bool]:
-    """Returns which operands of an open jaxpr its effects need, and those of its results that are
-    used.
+    """Returns which operands of an open jaxpr are needed by its effects and by those of its results
+    that are used.
     """
     return list(partial_eval.dce_jaxpr(jaxpr, used)[1])
 
 
 def with_body(closed: Any, body: Any) -> Any:
-    """Returns a jaxpr, closed or open, with another body of the same operands and results."""
+    """Returns a jaxpr, closed or open, with another body with the same operands and results."""
     return closed.replace(jaxpr=body) if closed is not open_jaxpr(closed)[0] else body
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand of an equation is a constant written into it."""
+    """Whether an operand of an equation is a literal constant."""
     return isinstance(atom, jex_core.Literal)
 
 
@@ -106,8 +107,8 @@ def is_concrete(x: Any) -> bool:
 
 @contextmanager
 def intermediates() -> Iterator[None]:
-    """Lets NaN and infinities pass that `jax_debug_nans` and `jax_debug_infs` would stop: those of
-    statistics on the way to a scale, where they stand for what there is none of.
+    """Disables `jax_debug_nans` and `jax_debug_infs` inside the context, for statistics and scales,
+    where NaN and infinities mean that there is no value.
     """
     with ExitStack() as stack:
         for name, flag in (("jax_debug_nans", jax.debug_nans), ("jax_debug_infs", jax.debug_infs)):
@@ -133,7 +134,7 @@ def with_result(eqn: Eqn, dtype: DTypeLike) -> Eqn:
 
 
 def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation as it stands, whatever its primitive, and returns its results."""
+    """Evaluates an equation unchanged, whatever its primitive, and returns its results."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     results = eqn.primitive.bind(*functions, *operands, **params)
@@ -141,14 +142,14 @@ def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def cotangent(x: Any) -> Any:
-    """Returns what a function of `jax.vjp` is given for a cotangent that a rule with
-    `symbolic_zeros` got: an array as it is, no cotangent as none.
+    """Returns what a function of `jax.vjp` takes for a cotangent from a rule with `symbolic_zeros`:
+    an array unchanged, and a zero for a missing cotangent.
     """
     return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
 
 
 def manual_axes() -> frozenset[str]:
-    """Returns the mesh axes that the `shard_map`s around this call have made manual."""
+    """Returns the mesh axes that the enclosing `shard_map`s have made manual."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -164,7 +165,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
     """Marks arrays, or pytrees of them, as different along every axis of a `shard_map` along which
-    one of them is: a `custom_vjp` does not do so by itself, and its gradients would be of another
+    one of them is. A `custom_vjp` does not do so by itself, and its gradients would have another
     type.
     """
     axes = frozenset().union(*map(varies_along, jax.tree.leaves(arrays)))
@@ -172,30 +173,30 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 
 
 def broadcast_like(x: Any, like: Any) -> Any:
-    """Broadcasts an array to the shape of another, partitioned as that one."""
+    """Broadcasts an array to the shape of another, with the same partitioning."""
     if explicit_sharding(like) is None:
         return jnp.broadcast_to(x, like.shape)
     return _broadcast_on_its_mesh(x, like)
 
 
-@partial(jax.jit, keep_unused=True)  # of what is not used the devices count too
+@partial(jax.jit, keep_unused=True)  # the devices of unused operands count too
 def _broadcast_on_its_mesh(x: Any, like: Any) -> Any:
-    """Of a number that is on one device: jitted, it comes to the mesh of the other."""
+    """Moves a number on one device to the mesh of the other array, because it is jitted."""
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether types say how arrays are partitioned over some axes of a mesh."""
+    """Whether types specify how arrays are partitioned over some axes of a mesh."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def is_explicit(eqn: Eqn) -> bool:
-    """Whether the type of the result of an equation says how it is partitioned."""
+    """Whether the type of the result of an equation specifies how it is partitioned."""
     return has_explicit_axes(eqn.outvars[0].aval.sharding.mesh)
 
 
 def explicit_sharding(x: Any) -> Any:
-    """Returns the sharding of an array where it is a part of its type, in explicit sharding; else
+    """Returns the sharding of an array if it is part of its type, in explicit sharding; otherwise
     `None`.
     """
     sharding = jax.typeof(x).sharding
@@ -203,8 +204,8 @@ def explicit_sharding(x: Any) -> Any:
 
 
 def as_result_of(eqn: Eqn, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what is computed of operands in the place of an equation. In explicit sharding the
-    compiler partitions what happens inside, and the result is partitioned as its type says.
+    """Returns the result of a computation that replaces an equation. In explicit sharding the
+    compiler partitions the computation, and the result is partitioned as its type specifies.
     """
     return _partitioned(
         eqn.outvars[0].aval.sharding if is_explicit(eqn) else None, compute, operands
@@ -212,13 +213,13 @@ def as_result_of(eqn: Eqn, compute: Callable[..., Any], *operands: Any) -> Any:
 
 
 def as_type_of(x: Any, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what is computed of operands, partitioned as an array is whose type says how."""
+    """Returns the result of a computation, partitioned as the type of the array `x` specifies."""
     return _partitioned(explicit_sharding(x), compute, operands)
 
 
 def whole_of(compute: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what is computed of operands, trees of arrays; in explicit sharding whole on every
-    device.
+    """Returns the result of a computation on trees of arrays; in explicit sharding it is replicated
+    on every device.
     """
     known = [explicit_sharding(x) for x in jax.tree.leaves(operands)]
     mesh = next((sharding.mesh for sharding in known if sharding is not None), None)
@@ -227,8 +228,8 @@ def whole_of(compute: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _partitioned(sharding: Any, compute: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Computes with a result that is partitioned so, and all inside by the compiler; with `None` as
-    types say.
+    """Computes with a result of this sharding, while the compiler partitions the computation; with
+    `None`, as types specify.
     """
     if sharding is None:
         return compute(*operands)
@@ -236,8 +237,8 @@ def _partitioned(sharding: Any, compute: Callable[..., Any], operands: Sequence[
 
 
 def is_on_a_mesh(*arrays: Any) -> bool:
-    """Whether one of these is on a mesh of several devices, over which a compiler may part it: not
-    by hand, in a `shard_map`.
+    """Whether one of the arrays is on a mesh of several devices over which a compiler may partition
+    it, so not manually in a `shard_map`.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     return any(
@@ -264,8 +265,8 @@ def is_jit(eqn: Eqn) -> bool:
 
 
 def shardings_of(eqn: Eqn) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings that a jit equation fixes, of its operands and of its results: `None`
-    where it leaves one open.
+    """Returns the shardings that a jit equation fixes for its operands and its results; `None`
+    where one is unspecified.
     """
 
     def known(shardings: Any) -> list[Any]:
@@ -284,7 +285,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 
 def shard_map_options(eqn: Eqn) -> dict[str, Any]:
-    """Returns the arguments of `jax.shard_map` beside the function and the specs."""
+    """Returns the arguments of `jax.shard_map` other than the function and the specs."""
     p = eqn.params
     return {"mesh": p["mesh"], "axis_names": p["newly_manual_axes"], "check_vma": p["check_vma"]}
 
@@ -306,15 +307,15 @@ def at_line_of(eqn: Eqn) -> str:
 
 
 def name_of_jit(eqn: Eqn) -> str:
-    """Returns the name of the jitted function that an equation calls; else an empty string."""
+    """Returns the name of the jitted function that an equation calls; otherwise an empty string."""
     return eqn.params["name"] if is_jit(eqn) else ""
 
 
 def devices_of_topology(platform: str, name: str, plugin: str = "", **options: str) -> list[Any]:
-    """Returns the devices of a machine that need not be there, to compile for.
+    """Returns the devices of a machine to compile for, which need not be present.
 
-    `plugin` is the module that JAX has the platform from. That of CUDA announces itself only where
-    it finds the libraries of CUDA, unless it is asked to (jax 0.10 to 0.12); compiling needs none.
+    `plugin` is the module that provides the platform for JAX. The plugin of CUDA registers only if
+    it finds the libraries of CUDA, or is told to (jax 0.10 to 0.12); compiling needs none.
 
     Raises:
       RuntimeError, NotImplementedError: the compiler of the platform cannot be loaded.
@@ -331,8 +332,8 @@ def devices_of_topology(platform: str, name: str, plugin: str = "", **options: s
 
 @contextmanager
 def names_in_cache_key() -> Iterator[None]:
-    """Keeps programs that differ in the names of their operations alone apart in JAX's persistent
-    compilation cache, which else returns the first of them with its own names.
+    """Adds operation names to the key of JAX's persistent compilation cache. Otherwise programs
+    that differ only in these names share an entry, and all have the names of the first.
     """
     option = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, option)

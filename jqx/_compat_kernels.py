@@ -1,4 +1,4 @@
-"""What a program that holds a kernel is lowered to, in JAX names that change between versions: see
+"""Lowering of programs that contain a kernel, with JAX names that change between versions: see
 `_compat`.
 """
 
@@ -18,8 +18,8 @@ ad.deflinear2(_for_kernel, lambda cotangent, x, **_: [cotangent])
 batching.defvectorized(_for_kernel)
 
 
-def _is_parted(ctx: Any) -> bool:
-    """Whether the compiler parts a program over devices."""
+def _is_partitioned(ctx: Any) -> bool:
+    """Whether the compiler partitions a program over devices."""
     around = ctx.module_context.axis_context
     if hasattr(around, "manual_axes"):  # in a shard_map
         return around.manual_axes != frozenset(around.mesh.axis_names)
@@ -31,9 +31,9 @@ def _lower_for_kernel(
 ) -> list[Any]:
     if ctx.module_context.lowering_parameters.for_export:
         raise ValueError(exported)
-    if _is_parted(ctx):
+    if _is_partitioned(ctx):
         raise ValueError(partitioned)
-    chip = chip_at_hand()
+    chip = local_chip()
     if chips and chip and chip not in chips:
         raise ValueError(other.format(chip=chip))
     return [x]
@@ -42,24 +42,24 @@ def _lower_for_kernel(
 mlir.register_lowering(_for_kernel, _lower_for_kernel)
 
 
-def chip_at_hand() -> str:
-    """Returns the kind of TPU that this process has, or an empty string."""
+def local_chip() -> str:
+    """Returns the kind of TPU of this process, or an empty string."""
     return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
 
 
 def for_kernel(
     x: jax.Array, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
 ) -> jax.Array:
-    """Returns an array that a kernel reads. A ValueError of these texts is raised where it is
-    lowered for `jax.export`, for a program that the compiler parts over devices, or on a TPU of
-    another kind than those that are named, if any is.
+    """Returns an array for a kernel to read. When it is lowered, a ValueError with these texts is
+    raised: `exported` for `jax.export`, `partitioned` for a program that the compiler partitions
+    over devices, and `other` on a TPU that is not among `chips`, if any are named.
     """
-    told = {"exported": exported, "partitioned": partitioned, "other": other}
-    return _for_kernel.bind(x, chips=chips, **told)
+    texts = {"exported": exported, "partitioned": partitioned, "other": other}
+    return _for_kernel.bind(x, chips=chips, **texts)
 
 
 IN_EXPORTS = jax.make_user_context(False)
-"""Whether functions that are exported call kernels as well."""
+"""Whether exported functions call kernels as well."""
 
 _alone = jex_core.Primitive("jqx_alone_or_in_parts")
 _alone.multiple_results = True
@@ -68,7 +68,7 @@ _alone.def_impl(lambda *arrays, alone, **_: alone(*arrays))
 
 def _lower_alone(ctx: Any, *arrays: Any, alone: Any, in_parts: Any, kinds: Any) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    plain = (exported and not IN_EXPORTS.value) or _is_parted(ctx)
+    plain = (exported and not IN_EXPORTS.value) or _is_partitioned(ctx)
     function = in_parts if plain else alone
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
@@ -91,10 +91,10 @@ def _bind_alone(alone: Any, in_parts: Any, arrays: Any) -> list[Any]:
 def alone_or_in_parts(
     alone: Callable[..., jax.Array], in_parts: Callable[..., jax.Array], *args: Any
 ) -> jax.Array:
-    """Returns what one function returns where it is computed on one device, and another one where
-    the compiler parts the program over devices, as it cannot part a kernel, or where the program is
-    exported and `IN_EXPORTS` is false. Both are functions of pytrees of arrays, with results of one
-    shape and dtype. No derivative.
+    """Returns the result of `alone` if it is computed on one device, and otherwise of `in_parts`.
+    The latter applies if the compiler partitions the program over devices, because it cannot
+    partition a kernel, or if the program is exported and `IN_EXPORTS` is false. Both are functions
+    of pytrees of arrays, with results of the same shape and dtype. There is no derivative.
     """
     arrays, structure = jax.tree.flatten(args)
 

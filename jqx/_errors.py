@@ -1,4 +1,4 @@
-"""The four-part error message: what is wrong, what was given, what was expected, how to mend it."""
+"""The four-part error message: the problem, what was given, what was expected, and the fix."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 def message(function: str, problem: str, *, given: str, expected: str, mend: str) -> str:
     """Returns the text of an error that `jqx.<function>` raises.
 
-    Shapes, dtypes and paths belong in it; array contents and traced values never do.
+    Shapes, dtypes and paths belong in it, but never array contents or traced values.
     """
     return (
         f"jqx.{function}: {problem}\n"
@@ -20,14 +20,14 @@ def message(function: str, problem: str, *, given: str, expected: str, mend: str
 
 @contextlib.contextmanager
 def nesting(function: str) -> Iterator[None]:
-    """Raises a ValueError in four parts where containers in containers exceed Python's stack."""
+    """Raises a ValueError in four parts if nested containers exceed Python's stack."""
     try:
         yield
     except RecursionError:
         text = message(
             function,
             "containers are nested too deeply.",
-            given="more of them, one in another, than Python's stack holds",
+            given="more nested containers than Python's stack holds",
             expected=f"a few hundred at most (the recursion limit is {sys.getrecursionlimit()})",
             mend="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
         )

@@ -1,4 +1,4 @@
-"""Paths of files: regular ones are opened, and replaced as a whole; anything else is refused."""
+"""Opens and replaces regular files; anything else is an error."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def as_path(function: str, path: Any) -> str:
-    """Returns a path as a string, after checking that it is one."""
+    """Returns a path as a string, after checking it."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     require_that(
         isinstance(text, str),
@@ -40,7 +40,7 @@ def as_path(function: str, path: Any) -> str:
         text and "\0" not in text,
         error=ValueError,
         function=function,
-        problem="`path` names no file.",
+        problem="`path` is not the name of a file.",
         given=f"path == {shown(text)}",
         expected="a name without zero characters",
         mend="pass the name of a file.",
@@ -49,22 +49,22 @@ def as_path(function: str, path: Any) -> str:
 
 
 def open_regular(function: str, path: str) -> BufferedReader:
-    """Opens a file to be read, after checking that it is a regular one: nothing is waited for."""
-    with told_of(function, path, "cannot be opened", "a file that may be read"):
+    """Opens a file for reading, after checking that it is a regular file, which cannot block."""
+    with naming_file(function, path, "cannot be opened", "a file that may be read"):
         _check_regular(function, path, os.stat(path))
         return open(path, "rb")
 
 
 class Replacement:
-    """A file that takes the place of `path` once it is complete. A context manager.
+    """A file that replaces `path` once it is complete. A context manager.
 
-    What is written goes to a file beside it. Where an error comes first, nothing has changed and
-    nothing is left. A link stays a link: the file it leads to is replaced. A file that is replaced
-    hands on its permissions, and its owner and group where the system allows; where the group
-    cannot be kept, it may do no more than all others may.
+    Data is written to a temporary file in the same folder. If an error occurs first, nothing has
+    changed and nothing is left. A link stays a link: its target is replaced. The new file takes the
+    permissions of the old one, and its owner and group if the system allows it. If the group cannot
+    be kept, the new group has only the permissions that all others have.
 
     Raises:
-      OSError: `path` is no regular file, or its folder is not there or may not be written to.
+      OSError: if `path` is not a regular file, or its folder does not exist or is not writable.
     """
 
     def __init__(self, function: str, path: Path) -> None:
@@ -81,24 +81,24 @@ class Replacement:
             function=function,
             problem=f"{self.path!r} cannot be written.",
             given=f"there is no folder {str(folder)!r}",
-            expected="a folder that is there",
-            mend="make it first, for example with os.makedirs.",
+            expected="an existing folder",
+            mend="create it first, for example with os.makedirs.",
         )
 
     def __enter__(self) -> "Replacement":
-        mode = 0o666 if self._old is None else 0o600  # less the umask
+        mode = 0o666 if self._old is None else 0o600  # minus the umask
         with self._written():
             self._file = open(self._part, "xb", opener=lambda p, flags: os.open(p, flags, mode))
         return self
 
     def write(self, place: int, data: Any) -> None:
-        """Writes bytes at a place."""
+        """Writes bytes at a position."""
         with self._written():
             self._file.seek(place)
             self._file.write(data)
 
     def commit(self) -> None:
-        """Puts the file where `path` is."""
+        """Moves the file to `path`."""
         with self._written():
             self._file.flush()
             if self._old is not None:
@@ -116,7 +116,7 @@ class Replacement:
             self._part.unlink(missing_ok=True)
 
     def _status(self) -> os.stat_result | None:
-        """Returns what is known of the file that is to be replaced, if there is one."""
+        """Returns the status of the file to be replaced, if there is one."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -127,11 +127,11 @@ class Replacement:
         return status
 
     def _written(self) -> contextlib.AbstractContextManager[None]:
-        return told_of(
+        return naming_file(
             self._function,
             self.path,
             "cannot be written",
-            "a folder that may be written to, and has room",
+            "a writable folder with enough space",
         )
 
 
@@ -154,7 +154,7 @@ def _check_regular(function: str, path: str, status: os.stat_result) -> None:
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         error = IsADirectoryError if kind == stat.S_IFDIR else OSError
-        _refuse_kind(function, path, _KINDS.get(kind, "no regular file"), error)
+        _refuse_kind(function, path, _KINDS.get(kind, "not a regular file"), error)
 
 
 def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> NoReturn:
@@ -170,20 +170,20 @@ def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> N
 
 
 @contextlib.contextmanager
-def told_of(function: str, path: str, problem: str, expected: str) -> Iterator[None]:
-    """Names the file that the user has named in errors of the system."""
+def naming_file(function: str, path: str, problem: str, expected: str) -> Iterator[None]:
+    """Adds the path that the user passed to errors of the system."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # one of ours
+        if error.errno is None:  # raised by jqx
             raise
         text = message(
             function,
             f"{path!r} {problem}.",
             given=error.strerror or str(error),
             expected=expected,
-            mend="look at its name and permissions.",
+            mend="check its name and permissions.",
         )
-        told = type(error)(text)
-        told.errno = error.errno
-        raise told from None
+        named = type(error)(text)
+        named.errno = error.errno
+        raise named from None

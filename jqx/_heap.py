@@ -1,11 +1,11 @@
-"""Memory that is freed, and that the C library holds for the next time."""
+"""Freed memory that the C library keeps for later use."""
 
 import ctypes
 
 
 def give_back() -> None:
-    """Gives it back to the system. It does something with glibc alone, which holds what has many
-    small pieces, such as compilers': some 100 MB.
+    """Returns freed memory to the system. This has an effect only with glibc, which keeps memory
+    that consists of many small pieces, such as those of compilers: about 100 MB.
     """
     trim = getattr(_LIBRARY, "malloc_trim", None)
     if trim is not None:
@@ -15,7 +15,7 @@ def give_back() -> None:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no library of that name
+    except (OSError, TypeError):  # Windows does not support this
         return None
 
 

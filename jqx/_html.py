@@ -1,11 +1,11 @@
-"""HTML of tables in notebooks: text escaped, colours of the notebook, light or dark."""
+"""HTML of tables in notebooks, with escaped text and the colours of a light or dark notebook."""
 
 import html
 from collections.abc import Sequence
 from typing import Any
 
 MOST_ROWS = 500
-"""How many rows of a table are shown."""
+"""The largest number of rows of a table that are shown."""
 
 _STYLE = """<style>
 .jqx{font-size:.9em;line-height:1.35;max-width:100%}
@@ -43,18 +43,18 @@ def table_html(table: Any, title: str = "") -> str:
 
 
 def pairs_html(pairs: Sequence[tuple[str, str]], title: str) -> str:
-    """Returns names and values, one pair a row."""
+    """Returns names and values as HTML, one pair a row."""
     rows = "".join(f"<tr>{_cells('td', pair, 2)}</tr>" for pair in pairs)
     return framed(f'<div class="jqx-scroll"><table><tbody>{rows}</tbody></table></div>', title)
 
 
 def text_html(text: str, title: str) -> str:
-    """Returns text as it is printed."""
+    """Returns printed text as HTML."""
     return framed(f'<div class="jqx-scroll"><pre>{html.escape(text)}</pre></div>', title)
 
 
 def framed(inside: str, title: str = "", footer: str = "") -> str:
-    """Returns HTML between a title and a footer, which are escaped, in the style of jqx."""
+    """Returns HTML in the style of jqx, between a title and a footer, which are escaped."""
     above = f'<div class="jqx-title">{html.escape(title)}</div>' if title else ""
     below = f"<p>{html.escape(footer)}</p>" if footer else ""
     return f'<div class="jqx">{_STYLE}{above}{inside}{below}</div>'

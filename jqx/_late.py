@@ -1,6 +1,6 @@
-"""Modules that are imported when a name of theirs is first used, which keeps `import jqx` short.
+"""Modules that are imported when one of their names is first used, which keeps `import jqx` fast.
 
-Their imports stand below `if TYPE_CHECKING:`, where editors and type checkers read them.
+Their imports are below `if TYPE_CHECKING:`, where editors and type checkers read them.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Late:
-    """A module in the place of its import: its attributes are those of the module.
+    """A stand-in for a module, with the attributes of the module, which it imports on first use.
 
     Args:
       module: the full name of the module.
@@ -30,7 +30,8 @@ def late(
 
     Args:
       module: the name of the package.
-      names: of each of its modules that is imported late, the names that the package has of it.
+      names: for each of its modules that is imported late, the names that the package takes from
+        it.
       otherwise: finds all other names, or raises AttributeError.
     """
     sources = {name: source for source, found in names.items() for name in found}

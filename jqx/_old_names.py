@@ -1,4 +1,4 @@
-"""Names of the release before: they work for one release, and say what to write instead."""
+"""Names of the previous release: they work for one release, with a DeprecationWarning."""
 
 import functools
 import importlib
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module: it finds names of old, with a DeprecationWarning.
+    """Returns the `__getattr__` of a module that finds old names, with a DeprecationWarning.
 
     Args:
       module: the name of the module, `jqx` or `jqx.<folder>`.
-      names: the names that have others now: `{"old": "jqx.place.new"}`. Beside these, what
-        the file `_shared.py` of a folder lists was public, and is internal.
-      stacklevel: of the warning, where something else calls what is returned.
+      names: the renamed names: `{"old": "jqx.place.new"}`. The names in the `_shared.py` of a
+        folder also count as old: they were public, and are internal now.
+      stacklevel: the level of the warning, if the result is called by another function.
     """
 
     def getattr_of_old(name: str) -> Any:
@@ -28,7 +28,7 @@ def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Calla
             mend = "it is internal to jqx"
         if value is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module}.{name} goes in the next release: {mend}."
+        text = f"{module}.{name} will be removed in the next release: {mend}."
         warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
         return value
 

@@ -1,4 +1,4 @@
-"""The package jqx-cpu, kernels in C++ (the folder `cpu`): whether it is there, and what it has."""
+"""The package jqx-cpu, kernels in C++ (the folder `cpu`): whether it is installed, and calls."""
 
 import functools
 import importlib
@@ -14,19 +14,20 @@ from ._checks import require_that
 
 NAME = "jqx_cpu"
 FAST = ("AVX-512 VNNI", "AVX-512 BF16", "AMX")
-"""Instructions with which its kernels are used. Those of AVX-512 were measured to be faster than
-what XLA makes. Those of AMX were compared with plain loops on emulated tiles, and were not timed:
-they are used since XLA multiplies int8 by AMX too, which kernels of AVX-512 VNNI would lose to.
+"""Instruction sets for which its kernels are used. Those for AVX-512 were measured to be faster
+than the code of XLA. Those for AMX were compared with plain loops on emulated tiles, and
+were not timed. They are used because XLA also multiplies int8 by AMX, and kernels for AVX-512 VNNI
+would be slower.
 """
 
 BFLOATS = ("AVX-512 BF16", "AMX")
-"""Those that multiply bfloat16 as such."""
+"""Instruction sets whose kernels multiply bfloat16 directly."""
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is such a package, and it is used on this processor: for its instructions, or
-    since an environment variable names some.
+    """Whether the package is installed and used on this processor, because of its instruction set
+    or because an environment variable selects one.
     """
     if importlib.util.find_spec(NAME) is None:
         return False
@@ -35,16 +36,16 @@ def is_installed() -> bool:
 
 
 def has_bfloats() -> bool:
-    """Whether its kernels multiply bfloat16 as such."""
+    """Whether its kernels multiply bfloat16 directly."""
     return is_installed() and importlib.import_module(NAME).kernels() in BFLOATS
 
 
 def is_faster_beside_bfloats(is_plain: bool) -> bool:
-    """Whether they multiply many rows of bfloat16 faster than XLA.
+    """Whether the kernels multiply many rows of bfloat16 faster than XLA.
 
-    Weights that are `is_plain`, with one scale a column and no zero points, XLA multiplies as
-    bfloat16 too, by AMX where the processor has it; these kernels were not timed beside that. All
-    others it multiplies in float32.
+    For weights that are `is_plain`, with one scale for each column and no zero points, XLA also
+    multiplies in bfloat16, by AMX if the processor has it; these kernels were not compared with
+    that. All other weights it multiplies in float32.
     """
     if not has_bfloats():
         return False
@@ -53,15 +54,15 @@ def is_faster_beside_bfloats(is_plain: bool) -> bool:
 
 @functools.cache
 def check_version() -> None:
-    """Raises an ImportError where the package is of another version."""
+    """Raises an ImportError if the package has another version than jqx."""
     jqx, package = importlib.import_module("jqx"), importlib.import_module(NAME)
     require_that(
         package.__version__ == jqx.__version__,
         error=ImportError,
         function="pack_for",
-        problem="the packages jqx and jqx-cpu are of two versions.",
+        problem="the packages jqx and jqx-cpu have different versions.",
         given=f"jqx {jqx.__version__} and jqx-cpu {package.__version__}",
-        expected="one version",
+        expected="the same version",
         mend="build both from one repository, pip install ./cpu, or uninstall jqx-cpu.",
     )
 
@@ -72,14 +73,14 @@ def handlers() -> tuple[str, ...]:
 
 
 def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
-    """Calls a kernel; a tuple of numbers among the options is an array of float32."""
+    """Calls a kernel; a tuple of numbers among the options becomes an array of float32."""
     check_version()
     options |= {k: np.asarray(v, np.float32) for k, v in options.items() if isinstance(v, tuple)}
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)
 
 
 def _of_rows(name: str, *each: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns a kernel that finds some numbers for each row of float32 [M, K]."""
+    """Returns a kernel that computes some numbers for each row of float32 [M, K]."""
 
     @custom_vmap
     def find(x: jax.Array) -> jax.Array:
@@ -93,14 +94,14 @@ def _of_rows(name: str, *each: int) -> Callable[[jax.Array], jax.Array]:
 
 
 magnitudes = _of_rows("magnitudes")
-"""Returns the largest magnitude of each row: as bits, NaN above all."""
+"""Returns the bits of the largest magnitude of each row; NaN is above all numbers."""
 
 ranges = _of_rows("ranges", 3)
-"""Returns the least and the largest number of each row, and how many are NaN, float32 [M, 3]."""
+"""Returns the least and the largest number and the number of NaN of each row, float32 [M, 3]."""
 
 
 def has_groups(length: int, size: int, bits: int) -> bool:
-    """Whether there is a kernel for codes of so many bits, in groups of a size along an axis."""
+    """Whether there is a kernel for codes with this many bits in groups along an axis."""
     if bits not in (8, 4, 2) or length * bits % 8:
         return False
     in_lane = 32 // bits

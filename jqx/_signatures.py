@@ -1,10 +1,10 @@
-"""Type variables of what takes a function and returns one of the same parameters.
+"""Type variables of functions that take a function and return one with the same parameters.
 
-A checker sees a quantized tree as the tree of arrays that it stands for: `quantize_params` returns
-the type that it is given, so its result fits the parameters of the function.
+A type checker sees a quantized tree as the tree of arrays that it represents: `quantize_params`
+returns the type that it takes, so its result fits the parameters of the function.
 
-Checkers read `_signatures.pyi`, where these have defaults, as Python has them from 3.13: a bare
-`jqx.Quantized` is one of any function.
+Type checkers read `_signatures.pyi`, where the variables have defaults, which Python has since
+3.13: a bare `jqx.Quantized` is one of any function.
 """
 
 from typing import ParamSpec, TypeVar
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 """The parameters of a function."""
 
 R = TypeVar("R")
-"""Its result."""
+"""The result of a function."""
 
 T = TypeVar("T")
-"""A pytree, of which leaves may be QTensors in the place of arrays."""
+"""A pytree, whose leaves may be QTensors in place of arrays."""

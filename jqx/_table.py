@@ -10,15 +10,15 @@ from ._html import table_html, text_html
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text under a head.
+    """Rows of text under a header.
 
     Attributes:
       head: a title for each column.
       rows: cells, as text.
       footer: a line below; empty for none.
-      texts: how many columns, from the left, hold text; those behind hold numbers.
-      bright: how many rows, from the top, matter most: those behind are dimmed in rich and in
-        notebooks; `None` dims none.
+      texts: number of columns, from the left, that hold text; the others hold numbers.
+      bright: number of rows, from the top, that matter most; the others are dimmed in rich and in
+        notebooks. `None` dims none.
     """
 
     head: tuple[str, ...]
@@ -41,7 +41,7 @@ class Table:
         return "  ".join(cells).rstrip()
 
     def is_dim(self, place: int) -> bool:
-        """Whether a row is one of those that matter less."""
+        """Whether a row is dimmed."""
         return self.bright is not None and place >= self.bright
 
     def __rich__(self) -> Any:
@@ -64,14 +64,14 @@ class Table:
         return "\n".join([*lines, *(["", self.footer] if self.footer else [])])
 
     def to_html(self, title: str = "") -> str:
-        """Returns the table in HTML, for a notebook: it scrolls where it is long, and says how
-        many rows it leaves out.
+        """Returns the table in HTML, for a notebook. A long table scrolls, and shows how many rows
+        are left out.
         """
         return table_html(self, title)
 
 
 class Tabular:
-    """Base of values that are shown as a table: `table()` gives it."""
+    """Base of values that are shown as the table that `table()` returns."""
 
     def table(self) -> Table:
         """Returns the rows as text."""
@@ -92,7 +92,7 @@ class Tabular:
 
 
 class Printed:
-    """Base of values that notebooks show as `print` does."""
+    """Base of values that notebooks show in the same form as `print`."""
 
     def _repr_html_(self) -> str:
         return text_html(str(self), type(self).__name__)

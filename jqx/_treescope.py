@@ -1,6 +1,4 @@
-"""What treescope shows of dataclasses with many fields: those that are not what they are by
-default.
-"""
+"""What treescope shows of dataclasses with many fields: those that differ from their defaults."""
 
 import dataclasses
 import sys
@@ -11,7 +9,7 @@ from typing import Any
 def constructor(
     value: Any, attributes: Mapping[str, Any], path: str | None, subtree_renderer: Any
 ) -> Any:
-    """Returns an object with some attributes. treescope asks for it, and so is loaded."""
+    """Returns an object with some attributes. treescope calls it, so treescope is loaded."""
     return sys.modules["treescope"].repr_lib.render_object_constructor(
         object_type=type(value),
         attributes=attributes,
@@ -21,7 +19,7 @@ def constructor(
 
 
 def changed_fields(value: Any, path: str | None, subtree_renderer: Any) -> Any:
-    """Returns an object with the fields that differ from their defaults: a `__treescope_repr__`."""
+    """Shows an object with the fields that differ from their defaults; for `__treescope_repr__`."""
     given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     defaults = {field.name: field.default for field in dataclasses.fields(value)}
     changed = {name: x for name, x in given.items() if not _same(x, defaults[name])}

@@ -347,7 +347,7 @@ OLD = {
 @pytest.mark.parametrize("old", OLD)
 def test_an_old_name_works_and_says_what_to_write_instead(old):
     module, name = old.rsplit(".", 1)
-    with pytest.warns(DeprecationWarning, match=rf"^{old} goes in the next release: ") as caught:
+    with pytest.warns(DeprecationWarning, match=rf"^{old} will be removed in the next") as caught:
         found = getattr(importlib.import_module(module), name)
     assert caught[0].filename == __file__
     assert found is not None and OLD[old] in (None, found)

@@ -173,6 +173,6 @@ def _scale_of(scale: Any, width: int) -> float:
 
 
 def _kernel_of(keys: Any, values: Any) -> str:
-    """Returns the kernel that both are packed for: `"tpu"`, `"gpu"`, or an empty string."""
+    """Returns the kernel that both are laid out for: `"tpu"`, `"gpu"`, or an empty string."""
     kernel = kernel_of(keys)
     return kernel if kernel == kernel_of(values) else ""

@@ -1,4 +1,4 @@
-"""Granularities and calibrators, values that a user passes: from observed values to a scale."""
+"""Granularities and calibrators: values that a user passes to turn observed values into scales."""
 
 import typing as _typing
 
@@ -34,7 +34,7 @@ from ._scale_rules import FourOverSix as FourOverSix
 from ._scale_rules import ceil as ceil
 from ._scale_rules import four_over_six as four_over_six
 
-if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+if not _typing.TYPE_CHECKING:  # type checkers report old names, as they do unknown ones
     __getattr__ = _renamed(
         __name__,
         {

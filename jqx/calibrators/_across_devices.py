@@ -1,4 +1,4 @@
-"""Scales that the devices of a `shard_map` find together, of an array that each has a part of."""
+"""Scales that the devices of a `shard_map` find together, for an array that is split over them."""
 
 import dataclasses
 from typing import Any
@@ -15,21 +15,22 @@ from ._calibrator import Affinity, Calibrator
 
 @dataclasses.dataclass(frozen=True)
 class AcrossDevices(Around):
-    """Finds the scales of another calibrator of what all devices along an axis of a mesh observe.
+    """Applies another calibrator to what all devices along a mesh axis observe.
 
-    For dynamic activations inside of a `jax.shard_map`, where each device has a part of the axis
-    that is summed over: with scales of their own the codes of the devices would differ from those
-    of the whole array. Statistics are sent, an entry for each scale; the array is not. Outside of a
-    `shard_map` an array is whole, however it is partitioned, and nothing is sent. The scale is that
-    of the statistics, as of batches: `mse` and `percentile` decide by their histograms.
+    For dynamic activations inside a `jax.shard_map`, where each device holds a part of the axis
+    that is summed over. If each device used its own scale, the codes would differ from those of
+    the whole array. The devices exchange statistics, one entry for each scale, not the array.
+    Outside a `shard_map` an array is whole, however it is partitioned, and nothing is exchanged.
+    The scale is computed from the merged statistics, as it is from several batches. So `mse` and
+    `percentile` decide from their histograms.
 
     Attributes:
-      axis_name: of the mesh, or a tuple of names.
-      calibrator: the one that finds the scales.
+      axis_name: name of a mesh axis, or a tuple of names.
+      calibrator: the calibrator that finds the scales.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: when it is used, in a `shard_map` over a mesh that has no such axis.
+      TypeError: if a field has the wrong type.
+      ValueError: on use, if the mesh of the enclosing `shard_map` has no such axis.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -55,7 +56,7 @@ class AcrossDevices(Around):
             bool(self._names) and all(isinstance(x, str) for x in self._names),
             error=TypeError,
             function=name,
-            problem="`axis_name` names no axis of a mesh.",
+            problem="`axis_name` names no mesh axis.",
             given=f"axis_name == {self.axis_name!r}",
             expected="a string, or a tuple of strings",
             mend='pass for example "model".',
@@ -69,7 +70,7 @@ class AcrossDevices(Around):
         return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
 
     def observe(self, x: jax.Array, spec: Affinity) -> Any:
-        """Returns the statistics of the parts of an array that all devices have."""
+        """Returns the statistics of the parts of an array on all devices."""
         own = self.calibrator.observe(x, spec)
         around = jax.sharding.get_abstract_mesh()
         manual = _compat.manual_axes()
@@ -77,10 +78,10 @@ class AcrossDevices(Around):
             not manual or {*self._names} <= {*around.axis_names},
             error=ValueError,
             function="calibrators.AcrossDevices",
-            problem="the mesh of the shard_map around has no such axis.",
+            problem="the mesh of the enclosing shard_map has no such axis.",
             given=f"axis_name == {self.axis_name!r}",
             expected=f"one of {', '.join(map(repr, around.axis_names))}",
-            mend="name the axis that the array is partitioned along.",
+            mend="name the axis along which the array is partitioned.",
         )
         names = tuple(name for name in self._names if name in manual)
         if not names:

@@ -1,4 +1,4 @@
-"""Checks of what calibrators and granularities are made with."""
+"""Checks of the arguments of calibrators and granularities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ _MOST = 2**20
 def check_number(
     function: str, argument: str, value: Any, holds: Callable[[float], bool], expected: str
 ) -> float:
-    """Returns `value` as a float, after checking that float32 has it and that it `holds`."""
+    """Returns `value` as a float, after checking that float32 can hold it and that it `holds`."""
     require_that(
         isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool),
         error=TypeError,
@@ -38,8 +38,8 @@ def check_number(
 
 
 def check_count(function: str, argument: str, value: Any, least: int) -> int:
-    """Returns `value` as an integer, after checking that it is at least `least`, and no absurd
-    number of steps, bins or candidates.
+    """Returns `value` as an integer, after checking that it is at least `least` and not absurdly
+    large for a number of steps, bins or candidates.
     """
     value = check_integer(function, argument, value)
     require_that(
@@ -55,7 +55,7 @@ def check_count(function: str, argument: str, value: Any, least: int) -> int:
 
 
 def check_integers(function: str, argument: str, given: Any, count: int | None = None) -> Any:
-    """Returns integers as a tuple, after checking that they are integers, and how many."""
+    """Returns integers as a tuple, after checking their type and their number."""
     fits = isinstance(given, (tuple, list)) and count in (None, len(given))
     require_that(
         fits and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in given),
@@ -70,7 +70,7 @@ def check_integers(function: str, argument: str, given: Any, count: int | None =
 
 
 def check_group_size(size: Any) -> int:
-    """Returns a group's size, after checking that it is one."""
+    """Returns the size of a group, after checking it."""
     size = check_integer("per_group", "size", size)
     require_that(
         1 <= size < 2**31,

@@ -1,4 +1,4 @@
-"""A calibrator that does something to what another one sees or finds, and all else as that one."""
+"""A base class for calibrators that change one step of another calibrator and keep the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from ._calibrator import Affine, Affinity, Calibrator
 
 
 class Around(Calibrator):
-    """Has the statistics of another calibrator, and its scales.
+    """Delegates statistics and scales to another calibrator.
 
     Attributes:
-      calibrator: the other one.
+      calibrator: the other calibrator.
     """
 
     calibrator: Calibrator
@@ -38,5 +38,5 @@ class Around(Calibrator):
         return self.calibrator.nans(stats)
 
     def affine(self, stats: Any, spec: Affinity) -> Affine:
-        """Returns the scale and zero point decided from the statistics."""
+        """Returns the scale and zero point computed from the statistics."""
         return self.calibrator.affine(stats, spec)

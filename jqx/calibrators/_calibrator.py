@@ -1,4 +1,4 @@
-"""The contract of a calibrator: what is observed of the values, and the scale decided from it."""
+"""The interface of a calibrator: statistics of observed values, and scales computed from them."""
 
 import abc
 import functools
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def serializable(cls: type[T]) -> type[T]:
-    """Lets `jax.export` serialize functions that take or return values of a NamedTuple."""
+    """Lets `jax.export` serialize functions that take or return this NamedTuple."""
     name = f"jqx.calibrators.{cls.__name__}"
     return export.register_namedtuple_serialization(cls, serialized_name=name)
 
@@ -28,9 +28,9 @@ class Affine(NamedTuple):
     """A scale and zero point: `real = (code - zero_point) * scale`.
 
     Attributes:
-      scale: float32 (float8_e8m0fnu for an MX format), rank of the quantized array, one entry for
-        each group of elements.
-      zero_point: of the dtype of the codes and the shape of `scale`; `None` means zero everywhere.
+      scale: float32 (float8_e8m0fnu for an MX format), with the rank of the quantized array and one
+        entry for each group of elements.
+      zero_point: has the dtype of the codes and the shape of `scale`; `None` means zero everywhere.
     """
 
     scale: jax.Array
@@ -38,7 +38,7 @@ class Affine(NamedTuple):
 
 
 class Affinity(Protocol):
-    """What a calibrator reads of a `QSpec`."""
+    """The part of a `QSpec` that a calibrator reads."""
 
     @property
     def qtype(self) -> DTypeLike | QType: ...
@@ -53,11 +53,12 @@ class Affinity(Protocol):
 class Calibrator(abc.ABC):
     """A frozen, hashable value that turns observed values into a scale.
 
-    Statistics are a NamedTuple (or another pytree) of arrays, among them `observed`, the number of
-    arrays seen, an int32 scalar, and `nans`, the number of NaN values seen for each scale, an int32
-    array; both stop at the largest int32. They form a monoid: `merge` is associative and `empty`
-    its unit, so batches, loop steps and devices may be combined in any grouping. NaN values are
-    counted and otherwise left out; a scale that saw one is NaN.
+    Statistics are a NamedTuple (or another pytree) of arrays. Two of them are `observed`, the
+    number of arrays seen, an int32 scalar, and `nans`, the number of NaN values seen for each
+    scale, an int32 array. Both saturate at the largest int32. Statistics form a monoid: `merge` is
+    associative and `empty` is its unit, so batches, loop steps and devices can be
+    combined in any grouping. NaN values are counted and otherwise ignored. A scale that saw a NaN
+    is NaN.
     """
 
     @abc.abstractmethod
@@ -74,10 +75,10 @@ class Calibrator(abc.ABC):
 
     @abc.abstractmethod
     def affine(self, stats: Any, spec: Affinity) -> Affine:
-        """Returns the scale and zero point decided from `stats`."""
+        """Returns the scale and zero point computed from `stats`."""
 
     def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale and zero point for one array at hand, such as a weight."""
+        """Returns the scale and zero point for one given array, such as a weight."""
         return self.affine(self.observe(x, spec), spec)
 
     def observed(self, stats: Any) -> jax.Array:
@@ -90,7 +91,7 @@ class Calibrator(abc.ABC):
 
 
 class Seen(NamedTuple):
-    """What every observation begins with.
+    """The values that every observation starts from.
 
     Attributes:
       values: the array with zeros in place of NaN.
@@ -104,7 +105,7 @@ class Seen(NamedTuple):
 
 
 def look_at(x: jax.Array, spec: Affinity) -> Seen:
-    """Counts the NaN values of `x` and takes them out."""
+    """Counts the NaN values of `x` and replaces them with zeros."""
     return _look_at(x, spec.granularity.groups(x.shape))
 
 
@@ -115,18 +116,18 @@ def _look_at(x: jax.Array, groups: Groups) -> Seen:
 
 
 def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the sum of counts, or the largest integer of their dtype where it is less."""
+    """Returns the sum of counts, saturated at the largest integer of their dtype."""
     total = a + b
     return jnp.where(total < a, jnp.full_like(total, jnp.iinfo(total.dtype).max), total)
 
 
 def added_counts(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-    """The `nans` and `observed` of statistics together."""
+    """Returns the combined `nans` and `observed` of two statistics."""
     return saturating_add(a.nans, b.nans), saturating_add(a.observed, b.observed)
 
 
 def nothing_seen(shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """The `nans` and `observed` of no observation."""
+    """Returns the `nans` and `observed` of no observation."""
     return jnp.zeros(tuple(shape), jnp.int32), jnp.zeros((), jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""The affine that covers a range of real values, zero included."""
+"""The scale and zero point that cover a range of values and zero."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from ._calibrator import Affine, Affinity
 
 
 def cover(low: jax.Array, high: jax.Array, spec: Affinity) -> Affine:
-    """Returns the scale and zero point that cover `[low, high]`; of an empty range, those of 0."""
+    """Returns the scale and zero point that cover `[low, high]`; an empty range counts as 0."""
     empty = low > high
     low, high = (jnp.where(empty, jnp.zeros_like(v), v) for v in (low, high))
     return Affine(

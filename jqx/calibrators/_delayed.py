@@ -2,12 +2,12 @@
 
     scale = 2**margin * max(history) / qmax
 
-The history is the state, and it is explicit: a step uses `affine` of it, observes its own values,
-and hands on `merge(advance(stats), observe(x))`. What the devices of one step observe is merged
-first, by the larger magnitude in each slot.
+The history is explicit state. A step uses `affine` of the history, observes its own values, and
+passes on `merge(advance(stats), observe(x))`. What the devices of one step observe is merged
+first: each slot keeps the larger magnitude.
 
-Sources: the history and the margin are those of the DelayedScaling recipe of NVIDIA Transformer
-Engine; scaled FP8 tensors those of Micikevicius et al., "FP8 Formats for Deep Learning",
+Sources: the history and the margin are from the DelayedScaling recipe of NVIDIA Transformer
+Engine; scaled FP8 tensors are from Micikevicius et al., "FP8 Formats for Deep Learning",
 arXiv:2209.05433.
 """
 
@@ -38,8 +38,9 @@ class DelayedStats(NamedTuple):
     """The largest magnitude of each step, the newest first.
 
     Attributes:
-      history: float32, an axis of steps before the shape of the scale; NaN where a step saw one.
-      nans: NaN values per scale, of all steps, int32.
+      history: float32, an axis of steps in front of the shape of the scale; NaN for a step that saw
+        a NaN.
+      nans: number of NaN values per scale over all steps, int32.
       observed: number of arrays, int32.
     """
 
@@ -52,16 +53,16 @@ class DelayedStats(NamedTuple):
 class Delayed(Calibrator):
     """Covers `[-m, m]`, `m` the largest magnitude of the last `length` steps times `2**margin`.
 
-    Before anything is observed the scale is 1. A NaN makes the scale NaN, and an infinity infinite,
-    until its step has left the history.
+    Before anything is observed the scale is 1. A NaN makes the scale NaN, and an infinity makes it
+    infinite, until that step leaves the history.
 
     Attributes:
       length: number of steps in the history.
-      margin: powers of two of head room, an integer.
+      margin: headroom in powers of two, an integer.
 
     Raises:
-      TypeError: a field is not an integer.
-      ValueError: `length` is below 1, or `2**margin` is no float32.
+      TypeError: if a field is not an integer.
+      ValueError: if `length` is below 1, or float32 cannot hold `2**margin`.
     """
 
     length: int = 16
@@ -101,7 +102,7 @@ class Delayed(Calibrator):
 
     def affine(self, stats: DelayedStats, spec: Affinity) -> Affine:
         """Returns the scale of the largest magnitude in the history."""
-        nan = jnp.isnan(stats.history)  # XLA may lose one in a maximum
+        nan = jnp.isnan(stats.history)  # XLA may lose a NaN in a maximum
         known = jnp.where(nan, jnp.zeros_like(stats.history), stats.history)
         largest = jnp.max(known, axis=0) * jnp.float32(2.0**self.margin)
         return poisoned(cover(-largest, largest, spec), jnp.sum(nan.astype(jnp.int32), axis=0))
@@ -114,14 +115,14 @@ delayed: Delayed = Delayed()
 
 
 def advance(stats: Any) -> Any:
-    """Returns the statistics at the start of the next step: the oldest slot leaves the history.
+    """Returns the statistics at the start of the next step, without the oldest slot.
 
     Args:
-      stats: statistics of `Delayed`, or a dict of statistics as `jqx.calibrate` returns it; entries
-        of other calibrators are left as they are.
+      stats: statistics of `Delayed`, or a dict of statistics as `jqx.calibrate` returns it. Entries
+        of other calibrators stay unchanged.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: if it is neither.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -140,7 +141,7 @@ def advance(stats: Any) -> Any:
         "stats",
         stats,
         DelayedStats,
-        mend="pass what `observe` of a Delayed returns, or a dict of such.",
+        mend="pass what `observe` of a Delayed returns, or a dict of such statistics.",
     )
     return _advanced(stats)
 
@@ -150,7 +151,7 @@ def _has_history(stats: Any) -> bool:
 
 
 def _advanced(stats: DelayedStats) -> DelayedStats:
-    axis = stats.observed.ndim  # of stacked statistics, as scan makes them, the steps come later
+    axis = stats.observed.ndim  # scan stacks statistics: the axis of steps comes after its axes
     history = jnp.roll(stats.history, 1, axis)
     newest = jax.lax.broadcasted_iota(jnp.int32, history.shape, axis) == 0
     return stats._replace(history=jnp.where(newest, jnp.zeros_like(history), history))

@@ -1,15 +1,15 @@
 """The least Kullback-Leibler divergence between the values and their quantized distribution.
 
-Of a histogram `H` of magnitudes in `bins` equal bins of width `w`, for every `i`:
+Let `H` be a histogram of magnitudes in `bins` equal bins of width `w`. For every `i`::
 
     P = H[0:i], with the counts of all bins from i on added to P[i - 1]
-    Q = H[0:i] in `levels` runs, each run spread evenly over those of its bins that are not empty
+    Q = H[0:i] in `levels` runs, each run spread evenly over its bins that are not empty
     divergence = sum(P * log(P / Q)), both normalised to 1
 
-and the range is `[-T, T]`, `T = i * w` for the `i` of least divergence. Source: Migacz, "8-bit
-Inference with TensorRT", GTC 2017. Deviations: zeros are left out, for every scale has them exactly
-and their mass would decide; `T` is the edge `i * w` and not `(i + 0.5) * w`, so that where nothing
-is clipped the range is that of `absmax`; `i = bins` is a candidate.
+The range is `[-T, T]` with `T = i * w` for the `i` of least divergence. Source: Migacz, "8-bit
+Inference with TensorRT", GTC 2017. Deviations: zeros are left out, because every scale represents
+them exactly and their mass would dominate. `T` is the edge `i * w` and not `(i + 0.5) * w`, so that
+the range is that of `absmax` if nothing is clipped. `i = bins` is a candidate.
 """
 
 import dataclasses
@@ -32,25 +32,26 @@ from ._rows import rows_of
 class Entropy(FromHistogram):
     """Searches the threshold of least Kullback-Leibler divergence, for all magnitudes together.
 
-    Of an array at hand the histogram is counted in equal bins, as in the source. Of observed
-    statistics, whose bins are 0.8 to 1.6 % wide, each bin spreads its count over the equal bins in
-    proportion to the width they share (the topmost bin over its part below the maximum).
+    For a given array the histogram is counted in equal bins, as in the source. Observed statistics
+    have bins that are 0.8 to 1.6 % wide. Each of these spreads its count over the equal bins in
+    proportion to the overlap (the topmost bin over its part below the maximum).
 
-    `levels` is the number of non-negative numbers of the format, half of all: 128 for int8. The
-    runs are equal for integers; for other formats they are what rounds to one number. If
-    asymmetric, the threshold of the magnitudes clips both ends: `[max(low, -T), min(high, T)]`. A
-    format with more levels than bins is not clipped. An infinity makes the scale infinite.
+    `levels` is the number of non-negative numbers of the format, which is half of all numbers: 128
+    for int8. For integers the runs are equal. For other formats a run is the set of bins that round
+    to the same number. In an asymmetric spec the threshold clips both ends:
+    `[max(low, -T), min(high, T)]`. A format with more levels than bins is not clipped. An infinity
+    makes the scale infinite.
 
-    Thresholds begin at `levels` bins, and at a sixteenth of the largest magnitude (128 of 2048, as
-    in the source). It takes many values to fill a histogram: of a few hundred, prefer `mse`.
+    Thresholds start at `levels` bins, and at a sixteenth of the largest magnitude (128 of 2048, as
+    in the source). Many values are needed to fill a histogram: for a few hundred, prefer `mse`.
 
     Attributes:
       bins: number of equal bins.
-      stride: thresholds are tried at every so many bins, the last one always.
+      stride: step between the thresholds that are tried, in bins; the last bin is always tried.
 
     Raises:
-      TypeError: a field is not an integer.
-      ValueError: it is below 1.
+      TypeError: if a field is not an integer.
+      ValueError: if a field is below 1.
     """
 
     bins: int = 2048
@@ -62,7 +63,7 @@ class Entropy(FromHistogram):
             object.__setattr__(self, field, value)
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of the threshold of the observed histogram."""
+        """Returns the scale and zero point for the threshold of the observed histogram."""
         largest = jnp.maximum(jnp.maximum(stats.high, -stats.low), jnp.zeros_like(stats.low))
         counts = magnitudes(stats.counts)[..., 1:].astype(jnp.float32)
         length = counts.shape[-1]
@@ -72,7 +73,7 @@ class Entropy(FromHistogram):
         return poisoned(found, stats.nans)
 
     def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of the threshold of `x` itself."""
+        """Returns the scale and zero point for the threshold of `x` itself."""
         rows = rows_of(x.astype(jnp.float32), spec.granularity.groups(x.shape), jnp.nan)
         low, high = extremes(rows)
         largest = jnp.maximum(jnp.maximum(high, -low), jnp.zeros_like(low))
@@ -85,7 +86,7 @@ class Entropy(FromHistogram):
     def _in_equal_bins(self, counts: jax.Array, largest: jax.Array) -> jax.Array:
         """Spreads the counts of one histogram of magnitudes over equal bins up to `largest`."""
         edges = jnp.minimum(np.append(EDGES, np.float32(np.inf)), largest)
-        # Summed from the top, where counts are small and decide.
+        # Summed from the top, where counts are small and matter most.
         beyond = jnp.append(lax.cumsum(counts, reverse=True), jnp.float32(0))
         ends = np.arange(self.bins, dtype=np.float32) / np.float32(self.bins) * largest
         kept = jnp.append(jnp.interp(ends, edges, beyond), jnp.float32(0))
@@ -106,7 +107,7 @@ class Entropy(FromHistogram):
         return cover(jnp.maximum(low, -limit), jnp.minimum(high, limit), spec)
 
     def _least_divergent(self, counts: jax.Array, form: QType) -> jax.Array:
-        """Returns how many bins to keep of one histogram; all of them where none is better."""
+        """Returns how many bins of one histogram to keep; all of them if no fewer are better."""
         first = min(max((form.levels + 1) // 2, self.bins // 16), self.bins)
         kept = np.append(np.arange(first, self.bins, self.stride), self.bins).astype(np.int32)
         found = lax.map(lambda i: self._divergence(counts, i, form), jnp.asarray(kept[::-1].copy()))
@@ -129,7 +130,7 @@ class Entropy(FromHistogram):
         return jnp.sum(terms)
 
     def _runs(self, place: jax.Array, kept: jax.Array, form: QType) -> jax.Array:
-        """Returns for each bin the number of its run: of the bins that become one number."""
+        """Returns for each bin the number of its run: the bins that become one number."""
         if form.uniform:
             levels = (form.levels + 1) // 2
             run = place * levels // kept if levels * self.bins < 2**31 else place

@@ -1,4 +1,4 @@
-"""A range that is given: nothing is needed of the data.
+"""A range that is given, so that no data is needed.
 
 Example: activations after a sigmoid are in `[0, 1]`, whatever the input.
 """
@@ -27,7 +27,7 @@ from ._cover import cover
 
 @serializable
 class FixedStats(NamedTuple):
-    """NaN values per scale and arrays observed (int32): nothing else is needed."""
+    """NaN values per scale and arrays observed (int32); nothing else is needed."""
 
     nans: jax.Array
     observed: jax.Array
@@ -37,16 +37,16 @@ class FixedStats(NamedTuple):
 class Fixed(Calibrator):
     """Covers `[min(low, 0), max(high, 0)]`, or `[-m, m]` with the larger magnitude if symmetric.
 
-    What lies outside saturates, infinities too. `observed` says 1 where nothing was seen, so that a
-    scale can be decided without calibration.
+    Values outside of the range saturate, infinities too. `observed` is 1 even if nothing was seen,
+    so that a scale can be computed without calibration.
 
     Attributes:
-      low: the smallest value to be represented.
-      high: the largest.
+      low: the smallest value of the range.
+      high: the largest value of the range.
 
     Raises:
-      TypeError: a limit is not a number.
-      ValueError: a limit is not finite, or `low` is not below `high`.
+      TypeError: if a limit is not a number.
+      ValueError: if a limit is not finite, or `low` is not below `high`.
     """
 
     low: float
@@ -65,7 +65,7 @@ class Fixed(Calibrator):
             problem="the range is empty.",
             given=f"low == {self.low}, high == {self.high}",
             expected="low < high",
-            mend="exchange them, or widen the range.",
+            mend="swap them, or widen the range.",
         )
 
     def empty(self, shape: Sequence[int]) -> FixedStats:
@@ -82,7 +82,7 @@ class Fixed(Calibrator):
         return FixedStats(*added_counts(a, b))
 
     def observed(self, stats: FixedStats) -> jax.Array:
-        """Returns how many arrays were observed, and 1 for none: none is needed."""
+        """Returns how many arrays were observed, at least 1, because none is needed."""
         return jnp.maximum(stats.observed, 1)
 
     def affine(self, stats: FixedStats, spec: Affinity) -> Affine:
@@ -95,7 +95,7 @@ class Fixed(Calibrator):
 
 
 def fixed(low: float, high: float) -> Fixed:
-    """Returns the calibrator of a given range; see `Fixed`.
+    """Returns a calibrator with a given range; see `Fixed`.
 
     Example:
       >>> import jqx, jax.numpy as jnp

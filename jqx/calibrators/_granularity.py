@@ -1,4 +1,4 @@
-"""Granularity: which elements share a scale. It resolves to a scale shape, then is forgotten."""
+"""Granularity: which elements share a scale. It resolves to the shape of a scale."""
 
 import abc
 import dataclasses
@@ -13,16 +13,16 @@ from ._groups import Groups
 
 
 class Granularity(Protocol):
-    """A frozen, hashable value that says which elements share a scale.
+    """A frozen, hashable value that specifies which elements share a scale.
 
     Attributes:
-      is_relative: whether it has a meaning only at a site, by the axes a contraction keeps.
+      is_relative: whether it depends on a site, through the axes that a contraction keeps.
     """
 
     is_relative: ClassVar[bool]
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "Granularity":
-        """Returns the absolute form at a site, for an operand that keeps the axes `kept`."""
+        """Returns the absolute granularity for an operand of this rank that keeps axes `kept`."""
         ...
 
     def groups(self, shape: Sequence[int]) -> Groups:
@@ -30,25 +30,25 @@ class Granularity(Protocol):
         ...
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scale of an array of `shape`: of its rank."""
+        """Returns the shape of the scale of an array of `shape`; both have the same rank."""
         ...
 
 
 class _ByGroups(abc.ABC):
-    """The shape of a scale is that of its groups."""
+    """Takes the shape of a scale from the groups."""
 
     @abc.abstractmethod
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns which elements of an array of `shape` share a scale."""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scale of an array of `shape`: of its rank."""
+        """Returns the shape of the scale of an array of `shape`; both have the same rank."""
         return self.groups(shape).scale_shape
 
 
 @dataclasses.dataclass(frozen=True)
 class PerAxis(_ByGroups):
-    """One scale for each index along `axes`; shared along all other axes."""
+    """One scale for each index along `axes`, shared along all other axes."""
 
     is_relative: ClassVar[bool] = False
 
@@ -62,7 +62,7 @@ class PerAxis(_ByGroups):
         return PerAxis(normalize_axes("per_axis", self.axes, rank))
 
     def groups(self, shape: Sequence[int]) -> Groups:
-        """Returns blocks of size 1 along `axes`, and of the whole axis along all others."""
+        """Returns blocks of size 1 along `axes`, and of the full axis length along all others."""
         axes = normalize_axes("per_axis", self.axes, len(shape))
         sizes = tuple(1 if i in axes else n for i, n in enumerate(shape))
         return Groups(tuple(shape), sizes)
@@ -87,11 +87,11 @@ class PerTensor(PerAxis):
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock(_ByGroups):
-    """One scale for each block; shared along the axes that are not named.
+    """One scale for each block, shared along the axes that are not named.
 
     Attributes:
       sizes: (axis, block size) pairs.
-      tail: whether the last block of an axis may be smaller.
+      tail: whether the last block along an axis may be smaller.
     """
 
     is_relative: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class PerBlock(_ByGroups):
         )
 
     def groups(self, shape: Sequence[int]) -> Groups:
-        """Returns the blocks; raises where a size does not divide and there is no tail."""
+        """Returns the blocks; raises if a size does not divide its axis and there is no tail."""
         sizes = dict(self.resolve(len(shape), ()).sizes)
         require_that(
             len(sizes) == len(self.sizes),
@@ -144,10 +144,10 @@ class PerBlock(_ByGroups):
 
 @dataclasses.dataclass(frozen=True)
 class PerRun(_ByGroups):
-    """One scale for each run of `size` elements along `axes` taken together, the last axis fastest;
-    every index of all other axes has its own. `per_group` at a site.
+    """One scale for each run of `size` elements along `axes`, flattened with the last axis fastest;
+    every index of all other axes has its own scales. This is what `per_group` resolves to.
 
-    With a tail a run holds as many whole inner axes as fit in: 27 elements of a 3x3 kernel for 32.
+    With a tail a run holds as many whole inner axes as fit: 27 elements of a 3x3 kernel for 32.
     """
 
     is_relative: ClassVar[bool] = False
@@ -166,7 +166,7 @@ class PerRun(_ByGroups):
         return self
 
     def groups(self, shape: Sequence[int]) -> Groups:
-        """Returns the blocks whose product is the run; raises where there are none."""
+        """Returns the blocks that make up the runs; raises if there are none."""
         sizes, rest = [1] * len(shape), self.size
         for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
             n = shape[axis]
@@ -205,16 +205,16 @@ def _check_divides(
 
 
 class _Relative:
-    """Has no groups: the axes are those of a contraction."""
+    """Raises for `groups` and `scale_shape`: the axes come from a contraction."""
 
     is_relative: ClassVar[bool] = True
 
     def groups(self, shape: Sequence[int]) -> NoReturn:
-        """Raises: there is no contraction here."""
+        """Raises, because there is no contraction here."""
         self.scale_shape(shape)
 
     def scale_shape(self, shape: Sequence[int]) -> NoReturn:
-        """Raises: there is no contraction here."""
+        """Raises, because there is no contraction here."""
         name = str(self) if "(" in str(self) else f"{self}()"
         raise ValueError(
             message(
@@ -222,7 +222,7 @@ class _Relative:
                 f"{name} is relative to a contraction and has no meaning outside of one.",
                 given=f"an array of shape {tuple(shape)} and no contraction",
                 expected="an absolute granularity",
-                mend="name the axes that have their own scale: jqx.per_axis(...), or blocks along "
+                mend="name the axes that have their own scales: jqx.per_axis(...), or blocks along "
                 "axes: jqx.per_block({axis: size}).",
             )
         )
@@ -230,7 +230,7 @@ class _Relative:
 
 @dataclasses.dataclass(frozen=True)
 class PerKeptAxis(_Relative):
-    """One scale for each index of every axis that a contraction keeps; known only at a site."""
+    """One scale for each index of every axis that a contraction keeps; resolved at a site."""
 
     name: str
 
@@ -239,7 +239,7 @@ class PerKeptAxis(_Relative):
         check_instance("per_channel", "name", self.name, str, mend=mend)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerAxis:
-        """Returns `per_axis` of the kept axes, or `per_tensor` where there are none."""
+        """Returns `per_axis` of the kept axes, or `per_tensor` if there are none."""
         axes = normalize_axes(self.name, tuple(kept), rank)
         return PerAxis(axes) if axes else PerTensor()
 
@@ -249,7 +249,7 @@ class PerKeptAxis(_Relative):
 
 @dataclasses.dataclass(frozen=True)
 class PerGroup(_Relative):
-    """`per_channel`, and blocks of `size` along the contracted axes; known only at a site."""
+    """`per_channel` with blocks of `size` along the contracted axes; resolved at a site."""
 
     size: int
     tail: bool = False
@@ -268,11 +268,11 @@ class PerGroup(_Relative):
 
 
 def is_without_blocks(granularity: Granularity) -> bool:
-    """Whether a scale has no blocks whatever the array: it is shared along an axis, or not."""
+    """Whether a scale never has blocks, whatever the array."""
     return isinstance(granularity, (PerAxis, PerKeptAxis))
 
 
-@called("per_tensor", "it takes nothing; jqx.per_axis(0) takes axes.")
+@called("per_tensor", "it takes no arguments; jqx.per_axis(0) takes axes.")
 def per_tensor() -> Granularity:
     """Returns the granularity of one scale for the whole array.
 
@@ -289,11 +289,11 @@ def per_axis(*axes: int) -> Granularity:
     """Returns the granularity of one scale for each index along `axes`.
 
     Args:
-      *axes: axis numbers, as in NumPy; negatives count from the end.
+      *axes: axis numbers, as in NumPy; negative numbers count from the end.
 
     Raises:
-      TypeError: an axis is not an integer.
-      ValueError: no axis is given; later, where an array lacks one of them.
+      TypeError: if an axis is not an integer.
+      ValueError: if no axis is given; on use, if an array does not have one of them.
 
     Example:
       >>> import jqx
@@ -307,17 +307,17 @@ def per_axis(*axes: int) -> Granularity:
         problem="no axis given.",
         given="per_axis()",
         expected="one axis or more",
-        mend="pass the axes that have their own scale, or use jqx.per_tensor().",
+        mend="pass the axes that have their own scales, or use jqx.per_tensor().",
     )
     return PerAxis(axes)
 
 
-@called("per_channel", "it takes nothing: the axes are those that a contraction keeps.")
+@called("per_channel", "it takes no arguments: the axes are those that a contraction keeps.")
 def per_channel() -> Granularity:
     """Returns one scale for each index of every axis that a contraction keeps.
 
-    A relative form, resolved at a site: for `x @ w` it is axis 1 of `w`, for `x @ w.T` axis 0.
-    Batch axes of the contraction are kept as well.
+    The granularity is relative and is resolved at a site: for `x @ w` it is axis 1 of `w`, for
+    `x @ w.T` axis 0. Batch axes of the contraction are kept as well.
 
     Example:
       >>> import jqx
@@ -333,12 +333,12 @@ def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
 
     Args:
       sizes: the block size along each axis; negative axes count from the end. An axis that is not
-        named shares one scale; size 1 gives each of its indices its own.
-      tail: whether the last block of an axis may be smaller.
+        named shares one scale. With size 1 each index of the axis has its own scale.
+      tail: whether the last block along an axis may be smaller.
 
     Raises:
-      TypeError: an axis or a size is not an integer, or `sizes` is no dict.
-      ValueError: no axis is given, or a size is below 1; later, where a size does not divide its
+      TypeError: if an axis or a size is not an integer, or `sizes` is not a dict.
+      ValueError: if no axis is given, or a size is below 1; on use, if a size does not divide its
         axis and `tail` is False.
 
     Example:
@@ -356,17 +356,18 @@ def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
 def per_group(size: int, tail: bool = False) -> Granularity:
     """Returns `per_channel()` with blocks of `size` along the axes that a contraction sums over.
 
-    A relative form, resolved at a site: for `x @ w` blocks along axis 0 of `w`, one row of them for
-    each index of axis 1. Several contracted axes count as one, the last the fastest.
+    The granularity is relative and is resolved at a site: for `x @ w` it has blocks along axis 0 of
+    `w`, one row of blocks for each index of axis 1. Several contracted axes are flattened into one,
+    with the last axis fastest.
 
     Args:
-      size: how many elements share a scale.
-      tail: whether groups may be smaller: the last along an axis, and all where several contracted
-        axes do not divide `size` (27 elements of a 3x3 kernel share a scale for 32).
+      size: number of elements that share a scale.
+      tail: whether groups may be smaller: the last group along an axis, and all groups if several
+        contracted axes do not divide `size` (27 elements of a 3x3 kernel share a scale for 32).
 
     Raises:
-      TypeError: `size` is not an integer.
-      ValueError: `size` is below 1; later, where it does not divide and `tail` is False.
+      TypeError: if `size` is not an integer.
+      ValueError: if `size` is below 1; on use, if it does not divide and `tail` is False.
 
     Example:
       >>> import jqx
@@ -376,9 +377,9 @@ def per_group(size: int, tail: bool = False) -> Granularity:
     return PerGroup(size, tail)
 
 
-@called("per_token", "it takes nothing: the axes are those that a contraction keeps.")
+@called("per_token", "it takes no arguments: the axes are those that a contraction keeps.")
 def per_token() -> Granularity:
-    """Returns `per_channel()` under the name that activations use: one scale for each token.
+    """Returns `per_channel()` under the name used for activations: one scale for each token.
 
     Example:
       >>> import jqx

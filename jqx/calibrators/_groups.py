@@ -1,5 +1,5 @@
-"""Groups: which elements of an array share a scale, as shapes. Reshapes an array so that a scale
-broadcasts to it, and reduces it to one value per scale.
+"""Groups: which elements of an array share a scale, expressed as shapes. They reshape an array so
+that a scale broadcasts to it, and reduce an array to one value per scale.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from .._compat_kernels import alone_or_in_parts
 from .._errors import message
 
 LARGE = 2**14
-"""Elements of an array for which a kernel is called."""
+"""The least number of elements of an array for which a kernel is called."""
 
 LEAST = 32
-"""Elements that share a scale, likewise."""
+"""The least number of elements that share a scale for which a kernel is called."""
 
 MOST = 2**24
-"""Those that a kernel counts, in float32."""
+"""The largest number of elements that a kernel counts, in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """An array of `shape` in blocks of `sizes`, one scale a block.
+    """An array of `shape` in blocks of `sizes`, with one scale for each block.
 
-    Along each axis the size is that of the axis where it shares one scale (so 0 for an empty one),
-    1 where each index has its own, and anything between for blocks; the last block may be a smaller
-    one, the tail.
+    Along each axis the block size is the length of the axis if the whole axis shares one scale (0
+    for an empty axis), 1 if each index has its own scale, and any value between for blocks. The
+    last block may be smaller; it is the tail.
 
     Attributes:
       shape: shape of the array.
@@ -46,8 +46,8 @@ class Groups:
     def of_scale(
         cls, shape: Sequence[int], scale: Sequence[int], blocks: Iterable[Sequence[int]] = ()
     ) -> "Groups":
-        """Finds the block sizes from the shape of a scale, each dim of which divides that of the
-        array; `blocks` says (length, count, size) where there is a tail.
+        """Returns the groups for a given shape of the scale, each dim of which divides that of the
+        array; `blocks` has (length, count, size) for axes with a tail.
         """
         known = {(length, count): size for length, count, size in blocks}
         sizes = tuple(
@@ -63,9 +63,9 @@ class Groups:
 
     @property
     def blocks(self) -> tuple[tuple[int, int, int], ...]:
-        """(length, count, size) of the axes where the shape of the scale does not tell the size.
+        """(length, count, size) of the axes whose block size the shape of the scale leaves open.
 
-        They name no axis, so that they stay true under vmap over any other one.
+        They do not name axes, so they stay valid under vmap over any other axis.
         """
         known = {
             (n, m, b)
@@ -75,9 +75,9 @@ class Groups:
         if len({(n, m) for n, m, _ in known}) < len(known):
             text = message(
                 "QTensor",
-                "two axes of one length have as many blocks, of different sizes.",
+                "two axes of the same length have equally many blocks of different sizes.",
                 given=f"shape {self.shape}, block sizes {self.sizes}",
-                expected="block sizes that length and number of blocks tell apart",
+                expected="block sizes that can be told apart by length and number of blocks",
                 mend="use one block size for both axes.",
             )
             raise ValueError(text)
@@ -85,7 +85,7 @@ class Groups:
 
     @property
     def per_scale(self) -> int:
-        """How many elements share a scale; a tail has fewer."""
+        """Number of elements that share a scale; a tail has fewer."""
         return math.prod(self.sizes)
 
     @property
@@ -93,14 +93,14 @@ class Groups:
         return list(zip(self.shape, self.sizes, strict=True))
 
     def is_blocked(self, axis: int) -> bool:
-        """Whether neither the whole axis nor a single index shares a scale."""
+        """Whether a scale is shared by blocks, not by the whole axis or a single index."""
         return self._is_blocked(self.shape[axis], self.sizes[axis])
 
     def _is_blocked(self, n: int, b: int) -> bool:
-        return b not in (1, n) and b < n  # a symbolic size is asked about equality first
+        return b not in (1, n) and b < n  # equality first: a symbolic size may not be ordered
 
     def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
-        """Splits each blocked axis in two, (blocks, size); a tail is filled up with `fill`."""
+        """Splits each blocked axis in two, (blocks, size); a tail is padded with `fill`."""
         padding = [(0, (-n) % b if self._is_blocked(n, b) else 0, 0) for n, b in self._axes]
         if any(high for _, high, _ in padding):
             x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
@@ -123,13 +123,13 @@ class Groups:
         )
 
     def join(self, x: jax.Array) -> jax.Array:
-        """Inverts `split`; what filled a tail is dropped."""
+        """Inverts `split`; the padding of a tail is dropped."""
         x = x.reshape([-(-n // b) * b if self._is_blocked(n, b) else n for n, b in self._axes])
         return x if x.shape == self.shape else x[tuple(slice(n) for n in self.shape)]
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes of what `split` returns along which a scale is shared."""
+        """The axes of the result of `split` along which a scale is shared."""
         axes, i = [], 0
         for n, b in self._axes:
             i += self._is_blocked(n, b)
@@ -147,23 +147,24 @@ class Groups:
     def largest_magnitude(self, x: jax.Array) -> jax.Array:
         """Returns the largest magnitude for each scale, in the dtype of `x`; a NaN makes it NaN.
 
-        As integers: magnitudes are ordered as their bits are, NaN above all. XLA on CPU loses NaN
-        in a maximum of floats along 32 contiguous elements or more (jaxlib 0.10.2).
+        The maximum is taken of integers: the bits of magnitudes have the same order, with NaN above
+        all. XLA on CPU loses NaN in a maximum of floats along 32 or more contiguous elements
+        (jaxlib 0.10.2).
         """
         forms = {"cpu": self._on_cpu, "tpu": self._on_tpu, "default": self._at_once}
         largest = lax.platform_dependent(self.split(x), **forms)
         return largest.reshape(self.scale_shape)
 
     def _on_cpu(self, x: jax.Array) -> jax.Array:
-        """By a kernel of jqx-cpu, where there is one. XLA computes what the kernel reads once; else
-        it would do so for the maximum, and again for what is scaled.
+        """Uses a kernel of jqx-cpu if there is one. XLA computes the kernel's input once; without a
+        kernel it would compute it for the maximum, and again for what is scaled.
         """
         if not self._has_kernel(x):
             return self._in_steps(x)
         return alone_or_in_parts(self._by_kernel, self._in_steps, lax.stop_gradient(x))
 
     def _has_kernel(self, x: jax.Array) -> bool:
-        """Whether jqx-cpu is installed, and elements that share a scale lie next to each other."""
+        """Whether jqx-cpu is installed, and elements that share a scale are contiguous."""
         first = self.axes[0] if self.axes else x.ndim
         together = self.axes == tuple(range(first, x.ndim))
         known = not any(map(export.is_symbolic_dim, x.shape))
@@ -177,8 +178,8 @@ class Groups:
         )
 
     def _in_rows(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
-        """Returns rows of elements that share a scale, several for each scale where there are few,
-        and the shape of scales.
+        """Returns rows of elements that share a scale, and the shape of the scales. A scale has
+        several rows if there are few scales.
         """
         kept = tuple(1 if axis in self.axes else n for axis, n in enumerate(x.shape))
         rows = math.prod(kept)
@@ -193,8 +194,8 @@ class Groups:
 
     @functools.partial(jax.jit, static_argnums=0)
     def extremes(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the least and the largest number for each scale, and how many values are NaN,
-        int32; infinities where there is no number.
+        """Returns the least and the largest number for each scale, and the number of NaN values,
+        int32. Without any number the extremes are infinite.
         """
         plain, in_blocks = self._extremes_at_once, self.split(x)
         if not self._has_kernel(in_blocks) or in_blocks.size != x.size or self.per_scale > MOST:
@@ -228,7 +229,7 @@ class Groups:
 
     def count(self, is_so: jax.Array) -> jax.Array:
         """Returns how many elements are true for each scale, int32."""
-        kind = jnp.float32 if is_at_least(self.per_scale, 2**31) else jnp.int32  # they do not wrap
+        kind = jnp.float32 if is_at_least(self.per_scale, 2**31) else jnp.int32  # cannot wrap
         return self.reduce(jnp.sum, is_so.astype(kind), 0).astype(jnp.int32)  # not int64
 
     def _in_steps(self, x: jax.Array) -> jax.Array:
@@ -242,7 +243,7 @@ class Groups:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def _on_tpu(self, x: jax.Array) -> jax.Array:
-        """Of 32 bits: a TPU takes no maximum of 16."""
+        """Uses 32 bits: a TPU cannot take a maximum of 16-bit values."""
         wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
         return self._at_once(wide).astype(x.dtype)
 
@@ -261,10 +262,10 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def _maximum(x: jax.Array, axis: int) -> jax.Array:
-    """The maximum of nonnegative integers along an axis, which is kept.
+    """Returns the maximum of nonnegative integers along an axis, which is kept.
 
-    A long axis in two steps, of which XLA on CPU does the first in vectors and on all cores: it
-    leaves 64 (or 8) maxima, side by side where the axis is the last.
+    A long axis is reduced in two steps. XLA on CPU runs the first in vectors and on all cores. It
+    leaves 64 (or 8) maxima, next to each other if the axis is the last.
     """
     n, shape = x.shape[axis], x.shape
     last = axis == x.ndim - 1

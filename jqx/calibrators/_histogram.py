@@ -1,16 +1,16 @@
 """Histogram statistics: counts in bins whose edges are the same for every array.
 
-The bins are cut from the bit pattern of float32: the exponent and the top 6 bits of the mantissa,
+The bins come from the bit pattern of float32: the exponent and the top 6 bits of the mantissa::
 
     [2**e * (1 + k/64), 2**e * (1 + (k + 1)/64)),    e = -40 ... 23,    k = 0 ... 63
 
-for either sign, so a bin is 0.8 to 1.6 % wide, whatever the magnitude. One bin at zero holds what
-is below 2**-40, and one at each end what is 2**24 or more, infinity included. No range is chosen
-beforehand and nothing is ever re-binned, so statistics merge by adding counts: exactly, in any
-order. Counts are uint32 and saturate. The extremes are kept beside them, exactly.
+for either sign, so a bin is 0.8 to 1.6 % wide at any magnitude. One bin at zero holds magnitudes
+below 2**-40. One bin at each end holds magnitudes of 2**24 or more, infinity included. No range is
+chosen beforehand and nothing is re-binned, so statistics merge by adding counts: exactly, in any
+order. Counts are uint32 and saturate. The extremes are stored exactly next to the counts.
 
-Bins by exponent and leading bits are those of HdrHistogram. That they merge exactly is the point of
-Masson et al., "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
+Bins by exponent and leading bits are from HdrHistogram. That such bins merge exactly is the point
+of Masson et al., "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
 Guarantees", arXiv:1908.10693.
 """
 
@@ -38,10 +38,10 @@ _FIRST = (127 - 40) << 6  # the pattern of 2**-40
 _BINS = (24 + 40) << 6
 _PATTERNS = np.arange(_FIRST, _FIRST + _BINS + 1, dtype=np.int32) << _SHIFT
 EDGES = _PATTERNS.view(np.float32)
-"""Of the bins of magnitudes, increasing: 2**-40 ... 2**24; one bin is below and one above."""
+"""Edges of the bins of magnitudes, increasing: 2**-40 ... 2**24; one bin is below, one above."""
 
 ZERO = _BINS + 1
-"""The place of the bin at zero; that of magnitudes of place `k` is `ZERO + k` or `ZERO - k`."""
+"""Index of the bin at zero; magnitudes with index `k` are in `ZERO + k` or `ZERO - k`."""
 
 LENGTH = 2 * ZERO + 1
 
@@ -51,12 +51,12 @@ UPPER = np.concatenate([-EDGES[::-1], EDGES, np.asarray([np.inf], np.float32)])
 
 @serializable
 class HistogramStats(NamedTuple):
-    """What was seen of the values that share a scale.
+    """Statistics of the values that share a scale.
 
     Attributes:
-      counts: uint32, the shape of the scale and an axis of bins, from the most negative on.
-      low: the smallest value, float32; infinity where there was none.
-      high: the largest value.
+      counts: uint32, the shape of the scale followed by an axis of bins, the most negative first.
+      low: the smallest value, float32; infinity if there is none.
+      high: the largest value, float32; minus infinity if there is none.
       nans: NaN values per scale, int32.
       observed: number of arrays, int32.
     """
@@ -69,7 +69,7 @@ class HistogramStats(NamedTuple):
 
 
 class FromHistogram(Calibrator):
-    """Observes a histogram; a subclass decides."""
+    """Observes a histogram; a subclass computes the scale."""
 
     def empty(self, shape: Sequence[int]) -> HistogramStats:
         """Returns counts of 0 and the empty range."""
@@ -95,14 +95,14 @@ class FromHistogram(Calibrator):
 
 
 def bin_of(x: jax.Array) -> jax.Array:
-    """Returns the bin of each float32 value; of a NaN `LENGTH`, which is no bin."""
+    """Returns the bin of each float32 value; for a NaN `LENGTH`, which is not a bin."""
     pattern = lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> _SHIFT
     place = lax.clamp(jnp.int32(0), pattern - (_FIRST - 1), jnp.int32(ZERO))
     return jnp.where(jnp.isnan(x), LENGTH, jnp.where(x < 0, ZERO - place, ZERO + place))
 
 
 def tally(places: jax.Array, length: int) -> jax.Array:
-    """Counts places in `[0, length)` along the last axis, uint32; others count for nothing."""
+    """Counts places in `[0, length)` along the last axis, uint32; others are ignored."""
     rows = places.reshape(-1, places.shape[-1]) if places.size else places.reshape(0, 1)
     shape = places.shape[:-1]
     counts = jnp.zeros((int(np.prod(shape)), length), jnp.uint32)
@@ -113,7 +113,7 @@ def tally(places: jax.Array, length: int) -> jax.Array:
 
 
 def extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the smallest and largest value of each row, NaN left out; (inf, -inf) of none."""
+    """Returns the smallest and largest value of each row without NaN; (inf, -inf) if empty."""
     none = jnp.isnan(rows)
     inf = jnp.full_like(rows, jnp.inf)
     low = jnp.min(jnp.where(none, inf, rows), axis=-1, initial=jnp.inf)
@@ -121,6 +121,6 @@ def extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def magnitudes(counts: jax.Array) -> jax.Array:
-    """Returns the counts of magnitudes: that at zero first, then both signs together."""
+    """Returns the counts of magnitudes: first the bin at zero, then both signs together."""
     positive, negative = counts[..., ZERO:], jnp.flip(counts[..., : ZERO + 1], -1)
     return saturating_add(positive, negative.at[..., 0].set(0))

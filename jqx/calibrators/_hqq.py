@@ -1,4 +1,4 @@
-"""Half-quadratic optimisation of the least lp error, p < 1, which outliers do not govern.
+"""Half-quadratic optimisation of the lp error, p < 1, on which outliers have little influence.
 
     minimise  sum(|e|**p),  e = x / scale - (q - zero),  q = clip(round(x / scale + zero))
 
@@ -6,13 +6,13 @@ by the splitting of HQQ, for `beta` growing by `kappa` in each iteration:
 
     w = sign(e) * max(|e| - |e|**(p - 1) / beta, 0)
     asymmetric:  zero = mean(q - (x / scale - w)), at the scale of `minmax`
-    symmetric:   scale = scale * sum((x / scale - w) * q) / sum(q**2), from that of `absmax`
+    symmetric:   scale = scale * sum((x / scale - w) * q) / sum(q**2), starting from `absmax`
 
 Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
 https://mobiusml.github.io/hqq_blog/. Deviations: errors are in units of the scale, so that the
-result follows the units of `x`; zero points are integers, so each iterate is rounded, and the best
-of all by the lp error is kept, the start among them; symmetric formats have no zero point, and
-their scale is optimised instead, which is ours: the least squares for the numbers `q`.
+result scales with `x`. Zero points are integers, so each iterate is rounded, and the iterate with
+the least lp error is kept, the start included. Symmetric formats have no zero point. Their scale is
+optimised instead, by least squares for the numbers `q`; this is our extension.
 """
 
 import dataclasses
@@ -37,22 +37,22 @@ _NEAREST = RoundMode.NEAREST_TOWARD_EVEN
 class Hqq(FromHistogram):
     """Optimises the zero point (symmetric: the scale) for the least lp error.
 
-    The zero point is an integer, as everywhere in jqx; that of the published HQQ is a float, an
-    offset of the codes, which formats with offsets are to bring.
+    The zero point is an integer, as everywhere in jqx. In the published HQQ it is a float offset of
+    the codes.
 
-    `fit` measures it on the array itself and is never worse than `minmax` (symmetric: `absmax`);
-    of observed statistics the same is done on four points for each bin of the histogram. An
-    infinity makes the scale infinite.
+    `fit` measures the error on the array itself and is never worse than `minmax` (symmetric:
+    `absmax`). For observed statistics the same is done on four points for each bin of the
+    histogram. An infinity makes the scale infinite.
 
     Attributes:
-      iterations: how many; none of them is skipped.
+      iterations: number of iterations; there is no early stop.
       p: power of the error, above 0 and at most 1.
-      beta: weight of the quadratic term at first, above 0.
-      kappa: its growth in each iteration, 1 or more.
+      beta: initial weight of the quadratic term, above 0.
+      kappa: growth factor of `beta` in each iteration, 1 or more.
 
     Raises:
-      TypeError: a field is not a number.
-      ValueError: it is out of range.
+      TypeError: if a field is not a number.
+      ValueError: if a field is out of range.
     """
 
     iterations: int = 20

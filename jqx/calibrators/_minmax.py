@@ -1,4 +1,4 @@
-"""The smallest and the largest value: the range clips nothing observed, and is no wider."""
+"""The smallest and the largest value: the tightest range that clips no observed value."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""The exponential moving average of statistics, for the caller's own fold over batches.
+"""The exponential moving average of statistics, for a loop over batches written by the caller.
 
     mixed = decay * old + (1 - decay) * new
 
-It is no monoid, for the order of the batches matters, so it is no `merge` of a calibrator.
+It is not a monoid, because the order of the batches matters, so it is not a calibrator's `merge`.
 
 Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", arXiv:1712.05877, section 3.1.
@@ -25,21 +25,21 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
     """Returns `decay * old + (1 - decay) * new` for the floats of statistics; counts add up.
 
     Args:
-      old: statistics of one calibrator, or a dict of such, as `jqx.calibrate` returns it.
+      old: statistics of one calibrator, or a dict of statistics as `jqx.calibrate` returns it.
       new: statistics of the next batch, of the same structure.
       decay: above 0 and below 1.
 
     Returns:
-      Statistics of that structure; where either has observed nothing, the other. Of a dict without
-      the entries of observers that are no calibrator's, such as `w:dot_general:lhs@hessian`: these
-      are sums, which `jqx.merge_stats` adds up.
+      Statistics of that structure. If one of the two has observed nothing, the other is returned. A
+      dict comes back without the entries of observers that are not calibrators, such as
+      `w:dot_general:lhs@hessian`: these are sums, which `jqx.merge_stats` adds up.
 
     Raises:
-      TypeError: the statistics differ in structure, are no NamedTuple with `nans` and `observed`,
-        or hold counts in bins, which have no average.
-      ValueError: `decay` is out of range, or the shapes differ.
+      TypeError: if the statistics differ in structure, are not NamedTuples with `nans` and
+        `observed`, or hold counts in bins, which have no average.
+      ValueError: if `decay` is out of range, or the shapes differ.
 
-    NaN and infinities: NaN values are counted, as always; an infinity stays.
+    NaN and infinities: NaN values are counted, as always. An infinity stays.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -56,7 +56,7 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
             set(old) == set(new),
             error=TypeError,
             function="calibrators.moving_average",
-            problem="`old` and `new` have not the same entries.",
+            problem="`old` and `new` do not have the same entries.",
             given=f"entries that differ: {', '.join(sorted(map(str, set(old) ^ set(new)))[:4])}",
             expected="statistics of one plan",
             mend="calibrate both with the same plan.",
@@ -66,7 +66,7 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
 
 
 def _is_a_sum(key: Any, stats: Any) -> bool:
-    """Whether an entry is of an observer that is no calibrator: these are named behind an `@`."""
+    """Whether the observer of an entry is not a calibrator: its name follows an `@`."""
     observer = str(key).rpartition(":")[2].partition("@")[2]
     return bool(observer) and not set(_COUNTS) <= set(getattr(stats, "_fields", ()))
 
@@ -99,7 +99,7 @@ def _check_alike(old: Any, new: Any) -> None:
         function="calibrators.moving_average",
         problem="`old` and `new` are not statistics of one calibrator.",
         given=f"objects of type {type(old).__name__} and {type(new).__name__}",
-        expected="NamedTuples of one type with the fields nans and observed, or dicts of such",
+        expected="NamedTuples of one type with the fields nans and observed, or dicts of them",
         mend="pass what `observe` or `jqx.calibrate` returns.",
     )
     for name in fields:
@@ -117,7 +117,7 @@ def _check_alike(old: Any, new: Any) -> None:
             a.shape == b.shape,
             error=ValueError,
             function="calibrators.moving_average",
-            problem="`old` and `new` have not the same shapes.",
+            problem="`old` and `new` do not have the same shapes.",
             given=f"{name}.shape == {a.shape} and {b.shape}",
             expected="statistics of one scale shape",
             mend="observe both with the same granularity.",

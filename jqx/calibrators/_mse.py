@@ -7,8 +7,8 @@ Searched over a grid of factors that shrink the whole range,
 
 with the rounding, saturation and zero point of the format itself. Source: Choukroun et al.,
 "Low-bit Quantization of Neural Networks for Efficient Inference", arXiv:1902.06822, for the
-criterion; the search over a grid is ours. The power 2.4: that of GPTQ's reference code (Frantar et
-al., arXiv:2210.17323).
+criterion; the search over a grid is ours. The power 2.4 is from the reference code of GPTQ (Frantar
+et al., arXiv:2210.17323).
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ from ._points import Points, points_in, points_of
 class Mse(FromHistogram):
     """Searches the range of least mean squared error.
 
-    `fit` measures the error on the array itself, and is never worse than `absmax` (`minmax` if
-    asymmetric) to the rounding of a float32 sum, for the factor 1 is among the candidates, and wins
-    ties. Of observed statistics it minimises the expected error under the histogram, four points a
-    bin. Rounding is to nearest even, whatever the spec says.
+    `fit` measures the error on the array itself. Up to the rounding of a float32 sum it is never
+    worse than `absmax` (`minmax` if asymmetric), because the factor 1 is a candidate and wins ties.
+    For observed statistics it minimises the expected error under the histogram, with four points a
+    bin. The search rounds to nearest even, whatever the spec says.
 
-    Where scales are powers of two, the rule of MX rounds them down; there a factor of 2 is tried as
-    well. An infinity makes the scale infinite.
+    The MX rule rounds scales, which are powers of two, down. So for such formats a factor of 2 is
+    tried as well. An infinity makes the scale infinite.
 
     Attributes:
-      candidates: how many factors are tried, evenly spaced.
+      candidates: number of factors that are tried, evenly spaced.
       least: the smallest factor, above 0 and at most 1.
-      norm: the power of the error, from 1 to 16: 2 is the squared error; more, such as the 2.4 that
-        is usual under GPTQ, clips less.
-      signed: whether scales below 0 are tried too, which turn the range round. Integers have one
-        more code below 0 than above, so the larger end of the values may take it: in int4 a step is
-        smaller by an eighth. For weights: some kernels of other libraries take no such scale.
+      norm: the power of the error, from 1 to 16. 2 is the squared error; a larger power, such as
+        the 2.4 that is common with GPTQ, clips less.
+      signed: whether negative scales, which flip the range, are tried too. Integers have one more
+        code below 0 than above, so the end with the larger magnitude can use it: in int4 a step is
+        smaller by an eighth. For weights; some kernels of other libraries reject such scales.
 
     Raises:
-      TypeError: a field is not a number, or `signed` no bool.
-      ValueError: it is out of range.
+      TypeError: if a field is not a number, or `signed` is not a bool.
+      ValueError: if a field is out of range.
     """
 
     candidates: int = 100
@@ -110,8 +110,8 @@ def searched(
     factors: np.ndarray,
     cost: Callable[[jax.Array], jax.Array],
 ) -> Affine:
-    """Returns the affine of least error: that of the whole range, or of it times a factor; a factor
-    below 0 turns the range round.
+    """Returns the affine of least error among the whole range and its products with the factors; a
+    negative factor flips the range.
     """
     low, high, turns = points.low, points.high, bool(np.any(factors < 0))
 

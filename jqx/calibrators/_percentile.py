@@ -1,11 +1,11 @@
-"""A percentile: the range leaves out the largest values, a given share of all.
+"""A percentile: the range leaves out a given share of the values, the largest ones.
 
 Of `n` values, `c = floor(n * (100 - percent) / 100)` may be clipped:
 
     symmetric:   T = the (n - c)-th smallest magnitude, range [-T, T]
     asymmetric:  low and high = the (k + 1)-th smallest and largest value, k = floor(c / 2)
 
-so at most `c` values lie outside. `T` is what NumPy calls `percentile(|x|, percent,
+so at most `c` values are outside. `T` is NumPy's `percentile(|x|, percent,
 method="inverted_cdf")`: a value that occurs, not one between two.
 
 Source: McKinstry et al., "Discovering Low-Precision Networks Close to Full-Precision Networks for
@@ -31,21 +31,21 @@ _MILLION = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Percentile(FromHistogram):
-    """Clips `100 - percent` percent of the values, shared between both ends if asymmetric.
+    """Clips `100 - percent` percent of the values, split between both ends if asymmetric.
 
-    `fit` selects by rank and is exact. Of observed statistics the limit is the outer edge of the
-    bin that holds it, so 1.6 % too wide at most, and no wider than the extremes. Ranks are exact up
-    to 2**31 values; beyond that the counts are halved until there are no more.
+    `fit` selects by rank and is exact. For observed statistics the limit is the outer edge of the
+    bin that holds it. So it is at most 1.6 % too wide, and never beyond the extremes. Ranks are
+    exact for up to 2**31 values. For more, the counts are halved until they fit.
 
-    Infinities are values like others: those beyond the limit are clipped; where the limit itself is
-    one, the scale is infinite.
+    Infinities count as values: those beyond the limit are clipped. If the limit itself is infinite,
+    the scale is infinite.
 
     Attributes:
       percent: above 0 and at most 100, to four decimals.
 
     Raises:
-      TypeError: `percent` is not a number.
-      ValueError: it is out of range.
+      TypeError: if `percent` is not a number.
+      ValueError: if `percent` is out of range.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -67,7 +67,7 @@ class Percentile(FromHistogram):
         object.__setattr__(self, "percent", round(value, 4))
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of the percentile, within a bin."""
+        """Returns the scale and zero point of the percentile, accurate to a bin."""
         if spec.symmetric:
             largest = jnp.maximum(stats.high, -stats.low)
             edges = np.append(EDGES, np.float32(np.inf))
@@ -102,7 +102,7 @@ class Percentile(FromHistogram):
 
     @property
     def _share(self) -> int:
-        """What may be clipped, in millionths."""
+        """The share that may be clipped, in millionths."""
         return round((100 - self.percent) * 10_000)
 
     def _clipped(self, n: jax.Array, ends: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weighted points: an array, or the histogram of many, as what a search measures errors on."""
+"""Weighted points, from an array or from a histogram, on which a search measures errors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Points(NamedTuple):
 
     @property
     def unit(self) -> jax.Array:
-        """The largest magnitude, in which errors are measured so that no power of one overflows."""
+        """The largest magnitude, the unit of errors, so that no power of an error overflows."""
         unit = jnp.maximum(self.high, -self.low)
         return jnp.where((unit > 0) & jnp.isfinite(unit), unit, jnp.ones_like(unit))
 
@@ -70,9 +70,9 @@ def points_of(x: jax.Array, spec: Affinity) -> Points:
 def points_in(stats: HistogramStats) -> Points:
     """Returns four points for each bin of a histogram, moved into the range that was seen.
 
-    They are evenly spaced and shifted from bin to bin by the golden ratio, so that together they
-    fall on no grid: the bins may be wider than a step of the quantizer. The bins at either end
-    stand for the extreme value, the one at zero for zero.
+    The points are evenly spaced and shifted from bin to bin by the golden ratio, so that together
+    they fall on no grid: the bins may be wider than a step of the quantizer. The bins at either end
+    stand for the extreme values, and the bin at zero for zero.
     """
     shape = (1,) * stats.low.ndim
     low, high = stats.low[..., None], stats.high[..., None]
@@ -89,7 +89,7 @@ def _points(
 
 
 def _nodes() -> np.ndarray:
-    """The points of every bin, float32, `_PER_BIN` for each."""
+    """Returns the points of every bin, float32, `_PER_BIN` for each."""
     golden = (5**0.5 - 1) / 2
     shift = (np.arange(1, ZERO)[:, None] * golden) % 1
     low, high = (edges[:, None].astype(np.float64) for edges in (EDGES[:-1], EDGES[1:]))

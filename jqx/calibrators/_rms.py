@@ -1,6 +1,6 @@
 """A multiple of the root mean square: `[-r, r]`, `r = multiplier * sqrt(mean(x**2))`.
 
-Of a normal distribution the least mean squared error is at about 2.5 for 4 bits and 4 for 8 bits:
+For a normal distribution the mean squared error is least at about 2.5 for 4 bits and 4 for 8 bits:
 Banner et al., "Post training 4-bit quantization of convolutional networks for rapid-deployment",
 arXiv:1810.05723.
 """
@@ -44,15 +44,15 @@ class RmsStats(NamedTuple):
 class Rms(Calibrator):
     """Covers `[-r, r]`, `r` a multiple of the root mean square of what was observed.
 
-    The mean is over the magnitudes between 2**-63 and 2**63: squares of smaller ones are zero, of
-    larger ones infinite, and then so is the scale. An infinity makes the scale infinite.
+    The mean is exact for magnitudes between 2**-63 and 2**63. Squares of smaller ones are zero.
+    Squares of larger ones are infinite, and so is the scale. An infinity makes the scale infinite.
 
     Attributes:
       multiplier: above 0.
 
     Raises:
-      TypeError: `multiplier` is not a number.
-      ValueError: it is not finite, or not above 0.
+      TypeError: if `multiplier` is not a number.
+      ValueError: if `multiplier` is not finite, or not above 0.
     """
 
     multiplier: float
@@ -91,7 +91,7 @@ class Rms(Calibrator):
 
 
 def rms(multiplier: float) -> Rms:
-    """Returns the calibrator of a multiple of the root mean square; see `Rms`.
+    """Returns a calibrator that covers a multiple of the root mean square; see `Rms`.
 
     Example:
       >>> import jqx, jax.numpy as jnp

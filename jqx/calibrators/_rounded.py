@@ -1,4 +1,4 @@
-"""Scales that files of others hold: those of another calibrator, rounded to 16 bits."""
+"""Scales rounded to 16 bits, as files of other libraries store them."""
 
 import dataclasses
 from typing import Any
@@ -20,19 +20,19 @@ _KINDS = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Around):
-    """Takes the scales of another calibrator, rounded to 16 bits before codes are chosen.
+    """Rounds the scales of another calibrator to 16 bits, before codes are chosen.
 
-    GPTQ, AWQ and GGUF files hold scales in float16. A scale above 0 stays above 0 and finite: it is
-    the least, or the largest number of the dtype where it is beyond them. Scales are still float32
-    arrays, of numbers that the dtype holds: `q.scale.astype(dtype)` loses nothing.
+    GPTQ, AWQ and GGUF files store scales in float16. A scale above 0 stays above 0 and finite: it
+    is clamped to the smallest and the largest number of the dtype. Scales are still float32 arrays,
+    with values that the dtype can hold: `q.scale.astype(dtype)` loses nothing.
 
     Attributes:
-      calibrator: the one that finds them.
+      calibrator: the calibrator that finds the scales.
       dtype: float16 or bfloat16.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: `dtype` is another; when it is used, the format keeps scales of its own.
+      TypeError: if a field has the wrong type.
+      ValueError: if `dtype` is another one; on use, if the format has its own format of scales.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -53,10 +53,10 @@ class Rounded(Around):
             self.dtype in _KINDS,
             error=ValueError,
             function=name,
-            problem="`dtype` is no float of 16 bits.",
+            problem="`dtype` is not a 16-bit float.",
             given=f"dtype == {self.dtype}",
             expected="float16 or bfloat16",
-            mend="pass jnp.float16, which GPTQ, AWQ and GGUF have.",
+            mend="pass jnp.float16, which GPTQ, AWQ and GGUF use.",
         )
 
     def __str__(self) -> str:
@@ -76,18 +76,18 @@ class Rounded(Around):
             not isinstance(form, Block),
             error=ValueError,
             function="calibrators.Rounded",
-            problem="the format keeps scales in a format of its own.",
+            problem="the format has its own format of scales.",
             given=f"qtype {form.name}",
             expected="integers, floats or codebooks",
-            mend="take the calibrator itself.",
+            mend="use the inner calibrator itself.",
         )
         return found._replace(scale=_nearest(found.scale, jnp.dtype(self.dtype)))
 
 
 def _nearest(scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns the numbers of a dtype that are nearest, in float32; see `Rounded`.
+    """Returns the nearest numbers of a dtype, in float32; see `Rounded`.
 
-    A conversion there and back would be left out by XLA, which may keep excess precision.
+    XLA may keep excess precision and so remove a conversion to the dtype and back.
     """
     kind = jnp.finfo(dtype)
     size = jnp.abs(scale)

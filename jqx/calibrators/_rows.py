@@ -1,4 +1,4 @@
-"""The elements that share a scale as a row: what is sorted, counted or searched scale by scale."""
+"""Rows of the elements that share a scale, for sorting, counting or searching scale by scale."""
 
 import math
 
@@ -10,7 +10,7 @@ from ._groups import Groups
 
 
 def rows_of(x: jax.Array, groups: Groups, fill: float) -> jax.Array:
-    """Returns one row per scale, `(*scale_shape, elements)`; that of a tail is filled up."""
+    """Returns one row per scale, `(*scale_shape, elements)`; the row of a tail is padded."""
     x, axes = groups.split(x, fill), groups.axes
     length = math.prod(x.shape[axis] for axis in axes)
     x = jnp.moveaxis(x, axes, range(-len(axes), 0))
@@ -18,7 +18,7 @@ def rows_of(x: jax.Array, groups: Groups, fill: float) -> jax.Array:
 
 
 def members(groups: Groups) -> jax.Array:
-    """Returns how many elements share each scale, uint32, of the shape of the scale."""
+    """Returns the number of elements that share each scale, uint32, in the shape of the scale."""
     rank = len(groups.shape)
     total = jnp.ones((1,) * rank, jnp.uint32)
     for axis, (n, b, m) in enumerate(

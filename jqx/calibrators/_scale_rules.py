@@ -1,8 +1,8 @@
-"""Rules for the scales of 4-bit floats in blocks, MXFP4 and NVFP4.
+"""Rules for the scales of blocks of 4-bit floats, MXFP4 and NVFP4.
 
 MX rounds the power of two down, so that a largest magnitude of up to 8 / 6 of the largest number is
 clipped; `Ceil` rounds it up. NVFP4 maps the largest magnitude to 6, and has no number between 4 and
-6; `FourOverSix` maps it to 4 where that loses less.
+6; `FourOverSix` maps it to 4 if that loses less.
 
 Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3, for the rule itself; Mishra
 et al., "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027, for rounding up; Cook et al.,
@@ -28,12 +28,12 @@ from ._points import Points, points_in, points_of
 
 @dataclasses.dataclass(frozen=True)
 class Ceil(AbsMax):
-    """Takes the least scale at which nothing is clipped: a power of two where the format keeps
-    those, as MX does; for all others that of `absmax`.
+    """Takes the least scale that clips nothing: a power of two for formats with such scales, as MX
+    has them, and the scale of `absmax` for all others.
     """
 
     def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
-        """Returns the scale at which the largest magnitude is in range."""
+        """Returns the least scale at which the largest magnitude is in range."""
         return poisoned(_up(stats.largest, spec), stats.nans)
 
     def fit(self, x: jax.Array, spec: Affinity) -> Affine:
@@ -47,11 +47,11 @@ class Ceil(AbsMax):
 
 @dataclasses.dataclass(frozen=True)
 class FourOverSix(FromHistogram):
-    """Takes a scale at which the largest magnitude is 6, or 4, of which either loses less (squared
-    error): for elements of 4-bit floats whose scales are no powers of two, nvfp4.
+    """Maps the largest magnitude to 6 or to 4, whichever has the smaller squared error. For blocks
+    of 4-bit floats whose scales are not powers of two, such as nvfp4.
 
     Raises:
-      ValueError: when it is used, the format is another.
+      ValueError: on use, if the format is another one.
     """
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
@@ -82,10 +82,10 @@ def _either(points: Points, spec: Affinity) -> Affine:
         fits,
         error=ValueError,
         function="calibrators.four_over_six",
-        problem="the format has other scales.",
+        problem="the format has other elements or scales.",
         given=f"qtype {form.name}",
-        expected="such as jqx.numerics.nvfp4",
-        mend="take another calibrator for it, such as jqx.calibrators.mse.",
+        expected="a block format like jqx.numerics.nvfp4",
+        mend="use another calibrator for it, such as jqx.calibrators.mse.",
     )
     return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 

@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""What other folders of jqx import from this one, but users do not."""
 
 from ._granularity import PerAxis as PerAxis
 from ._granularity import PerBlock as PerBlock

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from .._checks import require_that
-from .._files import Path, as_path, told_of
+from .._files import Path, as_path, naming_file
 from ._encoded import Tensors
 from ._safetensors import stored_dtype
 from ._source import INDEX
@@ -110,7 +110,7 @@ class FolderWriter:
 
     def _written(self) -> contextlib.AbstractContextManager[None]:
         expected = "a place where folders may be made"
-        return told_of("interop.write", str(self._target), "cannot be written", expected)
+        return naming_file("interop.write", str(self._target), "cannot be written", expected)
 
     def _check_target(self) -> None:
         is_there = os.path.lexists(self._target)

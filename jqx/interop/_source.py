@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._checks import require_that, shown
-from .._files import Path, as_path, told_of
+from .._files import Path, as_path, naming_file
 from ._bytes import Bytes
 from ._config import read_config, read_json
 from ._gguf_source import MAGIC, GgufSource
@@ -163,7 +163,7 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         return _listed(index)
-    with told_of("interop.read", folder, "cannot be opened", "a folder that may be read"):
+    with naming_file("interop.read", folder, "cannot be opened", "a folder that may be read"):
         names = sorted(os.listdir(folder))
     found = [name for name in names if name.endswith(".safetensors")]
     wanted = ["model.safetensors"] if "model.safetensors" in found else found

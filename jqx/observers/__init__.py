@@ -1,4 +1,4 @@
-"""Observers, values that a user passes: which statistics of the operands of a site are recorded."""
+"""Observers: values that a user passes to choose which statistics of operands a site records."""
 
 from ._absmax import AbsMax as AbsMax
 from ._absmax import absmax as absmax

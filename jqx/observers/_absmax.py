@@ -13,12 +13,12 @@ from ._weighted import Weighted
 
 @serializable
 class AbsMaxStats(NamedTuple):
-    """The largest magnitude of each channel, and of how many rows.
+    """The largest magnitude of each channel, and the number of rows.
 
     Attributes:
-      largest: float32, of the rank of the operand: size 1 along the axes that are neither
-        contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
-      rows: how many rows were seen, as in `MeanStats`.
+      largest: float32, with the rank of the operand and size 1 along the axes that are neither
+        contracted nor stacked; for a `ragged_dot` `[experts, channels]`.
+      rows: number of rows seen, as in `MeanStats`.
     """
 
     largest: jax.Array
@@ -27,11 +27,11 @@ class AbsMaxStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbsMax(Weighted):
-    """The largest magnitude of each channel of an activation that a weight is multiplied by, of the
-    rows that count at all.
+    """The largest magnitude of each channel of an activation that is multiplied by a weight, over
+    the rows whose weight is above 0.
 
-    A NaN makes that of its channel NaN. The rows of a convolution are pixels, a group has some of
-    the channels; a row of a `ragged_dot` counts for the expert that it reaches.
+    A NaN makes the result of its channel NaN. The rows of a convolution are pixels, and a group has
+    some of the channels. A row of a `ragged_dot` counts for the expert that it reaches.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> AbsMaxStats:

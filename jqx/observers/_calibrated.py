@@ -1,4 +1,4 @@
-"""A calibrator as an observer: what it observes of an operand, by the spec of that."""
+"""A calibrator as an observer: its statistics of an operand, under the operand's spec."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from ._observer import ObservedSite, Observer
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated(Observer):
-    """Records the statistics of a calibrator, for the scale of each operand that has a spec.
+    """Records the statistics of a calibrator, for the scales of each operand that has a spec.
 
     Attributes:
       calibrator: a `jqx.calibrators.Calibrator`.

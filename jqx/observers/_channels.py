@@ -1,4 +1,4 @@
-"""Statistics of each channel of an operand: over its rows, by expert where these have some."""
+"""Statistics of each channel of an operand: over its rows, and by expert if rows have experts."""
 
 import math
 from typing import Literal
@@ -10,8 +10,8 @@ from ._observer import ObservedSite
 
 
 def shape_of(operand: jax.ShapeDtypeStruct, site: ObservedSite) -> tuple[int, ...]:
-    """Returns the shape of a statistic of each channel: that of the operand, size 1 along the axes
-    that are neither contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
+    """Returns the shape of a statistic of each channel: that of the operand with size 1 along the
+    axes that are neither contracted nor stacked; for a `ragged_dot` `[experts, channels]`.
     """
     if site.experts is not None:
         return site.experts, operand.shape[1]
@@ -20,8 +20,8 @@ def shape_of(operand: jax.ShapeDtypeStruct, site: ObservedSite) -> tuple[int, ..
 
 
 def over_rows(x: jax.Array, site: ObservedSite, of: Literal["sum", "max"]) -> jax.Array:
-    """Returns the sum over the rows of each channel, times how much they count, or the largest of
-    those that count, 0 of none; float32.
+    """Returns the weighted sum of each channel over its rows, or the largest value among rows whose
+    weight is above 0 (0 if there is none); float32.
     """
     x = x.astype(jnp.float32)
     weights = _weights(site)
@@ -38,7 +38,7 @@ def over_rows(x: jax.Array, site: ObservedSite, of: Literal["sum", "max"]) -> ja
 
 
 def no_rows(operand: jax.ShapeDtypeStruct, site: ObservedSite, is_weighted: bool) -> jax.Array:
-    """Returns what `count_rows` does of no rows."""
+    """Returns the result of `count_rows` for no rows."""
     if not is_weighted and site.experts is None:
         return jnp.zeros((), jnp.int32)
     sizes = enumerate(shape_of(operand, site))
@@ -47,8 +47,8 @@ def no_rows(operand: jax.ShapeDtypeStruct, site: ObservedSite, is_weighted: bool
 
 
 def count_rows(x: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns how many rows there are, int32: one number, or of a `ragged_dot` `[experts, 1]`;
-    where they have weights the sum of these, float32, of the shape of a statistic of one channel.
+    """Returns the number of rows, int32: one number, or `[experts, 1]` for a `ragged_dot`. If rows
+    have weights, it is the sum of the weights, float32, in the shape of a statistic of one channel.
     """
     if site.weights is not None:
         shape = tuple(1 if i in site.contracted else n for i, n in enumerate(x.shape))
@@ -60,7 +60,7 @@ def count_rows(x: jax.Array, site: ObservedSite) -> jax.Array:
 
 
 def added(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the sum of counts; of integers the largest where it is less."""
+    """Returns the sum of counts; integers saturate."""
     total = a + b
     if jnp.issubdtype(total.dtype, jnp.floating):
         return total
@@ -68,7 +68,7 @@ def added(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _weights(site: ObservedSite) -> jax.Array | None:
-    """Returns how much the rows of an operand count, size 1 along its channels."""
+    """Returns the weights of the rows of an operand, with size 1 along its channels."""
     if site.weights is None:
         return None
     return site.weights.max(site.contracted, keepdims=True)

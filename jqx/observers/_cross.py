@@ -1,4 +1,4 @@
-"""How far the inputs of a product lie from those of the float function, beside what they are."""
+"""The difference between the inputs of a product in the float and in the quantized function."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,18 +14,18 @@ from ._observer import ObservedSite, serializable
 from ._weighted import Weighted
 
 BOTH = "jqx.observers.cross"
-"""The axis along which the float function and the quantized one are mapped."""
+"""The axis along which the float function and the quantized function are mapped."""
 
 
 @serializable
 class CrossStats(NamedTuple):
-    """Sums of products of channels of an input `x` of the quantized function, and of `d`, that of
-    the float function less `x`. Shapes are those of `HessianStats`.
+    """Sums of products of channels. `x` is an input of the quantized function, and `d` is the input
+    of the float function minus `x`. Shapes are those of `HessianStats`.
 
     Attributes:
       products: sum over the rows of `d[i] * x[j]`, float32.
       quantized: sum over the rows of `x[i] * x[j]`, float32.
-      rows: how many rows were seen.
+      rows: number of rows seen.
     """
 
     products: jax.Array
@@ -35,16 +35,17 @@ class CrossStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cross(Weighted):
-    """Sums `(x_float - x) x^T` and `x x^T` over the rows of an activation that a weight is
-    multiplied by, `x` what it is where all weights are quantized: what GPTAQ and QEP correct for.
+    """Sums `(x_float - x) x^T` and `x x^T` over the rows of an activation that is multiplied by a
+    weight. `x` is the activation with all weights quantized. GPTAQ and QEP correct for the
+    difference.
 
     For `calibrate_batches(..., quantized=...)`, which runs both functions side by side. Rows and
     channels are those of `hessian`.
 
     Raises:
-      ValueError: there is no quantized function beside.
-      NotImplementedError: the site is a lookup, a convolution of batch groups or a `ragged_dot`:
-        both functions may send a row to different experts.
+      ValueError: if there is no quantized function to compare with.
+      NotImplementedError: if the site is a lookup, a convolution with batch groups, or a
+        `ragged_dot`, in which the two functions may send a row to different experts.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> CrossStats:
@@ -69,13 +70,13 @@ cross: Cross = Cross()
 
 
 def _both(x: jax.Array, site: ObservedSite) -> Any:
-    """Returns what a value is in the float function and in the quantized one."""
+    """Returns a value of the float function and of the quantized function."""
     try:
         return lax.all_gather(x, BOTH)
     except NameError:
         text = message(
             "observers.cross",
-            "there is no quantized function beside the one that is observed.",
+            "there is no quantized function to compare with.",
             given=f"the site {site.path!r}, of one function",
             expected="calibrate_batches(..., quantized=...)",
             mend="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
@@ -91,7 +92,7 @@ def _checked(site: ObservedSite) -> ObservedSite:
             "observers.cross",
             "rows of a ragged_dot cannot be compared.",
             given=f"the site {site.path!r}",
-            expected="products whose rows stand at the same place in both functions",
+            expected="products whose rows are in the same order in both functions",
             mend="leave it out of the regular expression in observers=.",
         )
     )

@@ -18,14 +18,15 @@ from ._weighted import Weighted
 
 @serializable
 class HessianStats(NamedTuple):
-    """Sums of products of channels, and how many rows they are of.
+    """Sums of products of channels, and the number of rows they are taken over.
 
     Float sums round: merging in another order may change the last bits.
 
     Attributes:
       products: sum over the rows of `x[i] * x[j]`, float32 [*batch, channels, channels].
-      rows: how many rows were seen, an int32 scalar, of a `ragged_dot` for each matrix; it stops at
-        the largest int32. With a `weight` the sum of these, float32, for each matrix.
+      rows: number of rows seen, an int32 scalar, or one entry for each matrix of a `ragged_dot`. It
+        saturates at the largest int32. With a `weight`, the sum of the weights of the rows,
+        float32, for each matrix.
     """
 
     products: jax.Array
@@ -34,17 +35,18 @@ class HessianStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hessian(Weighted):
-    """Sums `x x^T` over the rows of an activation that a weight is multiplied by.
+    """Sums `x x^T` over the rows of an activation that is multiplied by a weight.
 
-    Channels are the contracted axes as one, in the order of the contraction, the last the fastest;
-    a stack of weights has one matrix for each. So has each group of a convolution, whose rows are
-    the patches of the image, and each matrix of a `ragged_dot`, of the rows that reach it. Sums are
-    in float32 whatever the dtype of the operand. A NaN makes the row and column of its channel NaN.
+    Channels are the contracted axes flattened into one, in the order of the contraction, with the
+    last axis fastest. A stack of weights has one matrix for each weight. A convolution has one
+    matrix for each group, and its rows are the patches of the image. A `ragged_dot` has one for
+    each of its matrices, over the rows that reach it. Sums are in float32 whatever the dtype of the
+    operand. A NaN makes the row and column of its channel NaN.
     `hessian(weight=lambda tokens: tokens != 0)` leaves padding out.
 
     Raises:
-      NotImplementedError: the site is a lookup, or a convolution of batch groups: its rows are not
-        those of the operand.
+      NotImplementedError: if the site is a lookup, or a convolution with batch groups: its rows are
+        not rows of the operand.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> HessianStats:
@@ -69,14 +71,14 @@ class Hessian(Weighted):
 
 
 def gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns the sum of `x[i] y[j]` over the rows of two values of an operand, times how much they
-    count, float32 `[*batch, channels, channels]`; of a `ragged_dot` one for each of its matrices.
+    """Returns the weighted sum of `x[i] y[j]` over the rows of two values of an operand, float32
+    `[*batch, channels, channels]`; for a `ragged_dot` one for each of its matrices.
     """
     return _of_values(_gram, site, x, y)
 
 
 def _of_values(f: Callable[..., jax.Array], site: ObservedSite, *values: jax.Array) -> jax.Array:
-    """Returns a sum over rows, which is whole on every device where types say how these lie."""
+    """Returns a sum over rows, replicated on every device if value types carry shardings."""
 
     def of(sizes: Any, weights: Any, *values: jax.Array) -> jax.Array:
         return f(*values, dataclasses.replace(site, sizes=sizes, weights=weights))
@@ -102,7 +104,7 @@ def _gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
 
 
 def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
-    """Returns how many rows an operand has, or the sum of how much they count."""
+    """Returns the number of rows of an operand, or the sum of their weights."""
     weights = site.row_weights(x)
     if weights is None:
         count = jax.eval_shape(site.rows, x).shape[-2]
@@ -113,18 +115,18 @@ def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
 
 
 def has_rows(site: ObservedSite) -> bool:
-    """Whether the rows of a site are those of its operand."""
+    """Whether the rows of a site are rows of its operand."""
     return site.op in ("dot_general", "ragged_dot") or site.patches is not None
 
 
 def check_rows(function: str, site: ObservedSite) -> None:
-    """Raises where the rows of a site are not those of its operand."""
+    """Raises if the rows of a site are not rows of its operand."""
     if has_rows(site):
         return
     raise NotImplementedError(
         message(
             function,
-            f"{site.op} multiplies no rows of its operand by one matrix.",
+            f"{site.op} does not multiply rows of its operand by one matrix.",
             given=f"the site {site.path!r}",
             expected="matrix products, as of jnp.matmul, einsum and ragged_dot, and convolutions",
             mend="leave it out of the regular expression in observers=, or write an Observer.",

@@ -13,16 +13,16 @@ from ._weighted import Weighted
 
 @serializable
 class MeanStats(NamedTuple):
-    """Sums of channels, and how many rows they are of: the mean is `total / rows`.
+    """Sums of channels, and the number of rows they are taken over: the mean is `total / rows`.
 
     Float sums round: merging in another order may change the last bits.
 
     Attributes:
-      total: sum of each channel, float32, of the rank of the operand: size 1 along the axes that
-        are neither contracted nor of a stack; of a `ragged_dot` `[experts, channels]`.
-      rows: how many rows were seen, int32, one number, of a `ragged_dot` `[experts, 1]`; it stops
-        at the largest int32. With a `weight` the sum of these, float32, of the shape of `total` but
-        for size 1 along the channels.
+      total: sum of each channel, float32, with the rank of the operand and size 1 along the axes
+        that are neither contracted nor stacked; for a `ragged_dot` `[experts, channels]`.
+      rows: number of rows seen, int32, one number, or `[experts, 1]` for a `ragged_dot`. It
+        saturates at the largest int32. With a `weight`, the sum of the weights of the rows,
+        float32, in the shape of `total` with size 1 along the channels.
     """
 
     total: jax.Array
@@ -31,12 +31,12 @@ class MeanStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mean(Weighted):
-    """Sums the channels of an activation that a weight is multiplied by: the mean is
+    """Sums the channels of an activation that is multiplied by a weight: the mean is
     `total / rows`.
 
-    Sums are in float32 whatever the dtype of the operand. A NaN makes that of its channel NaN. The
-    rows of a convolution are pixels, a group has some of the channels; a row of a `ragged_dot`
-    counts for the expert that it reaches.
+    Sums are in float32 whatever the dtype of the operand. A NaN makes the sum of its channel NaN.
+    The rows of a convolution are pixels, and a group has some of the channels. A row of a
+    `ragged_dot` counts for the expert that it reaches.
     """
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> MeanStats:
@@ -53,7 +53,7 @@ class Mean(Weighted):
         return MeanStats(a.total + b.total, added(a.rows, b.rows))
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns what is summed."""
+        """Returns the values that are summed."""
         return x
 
 
@@ -62,7 +62,7 @@ class MeanAbs(Mean):
     """Sums the magnitudes of the channels of an activation, as `mean` does their values."""
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns what is summed."""
+        """Returns the values that are summed."""
         return jnp.abs(x)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The contract of an observer: which statistic of an operand a site records."""
+"""The interface of an observer: which statistic of an operand a site records."""
 
 import abc
 import dataclasses
@@ -16,11 +16,11 @@ T = TypeVar("T")
 Axes = tuple[int, ...]
 
 Weight = Callable[..., Any]
-"""From the arguments of a function, less its parameters, to how much each of its rows counts."""
+"""Maps the arguments of a function, without its parameters, to the weights of its rows."""
 
 
 def serializable(cls: type[T]) -> type[T]:
-    """Lets `jax.export` serialize functions that take or return values of a NamedTuple."""
+    """Lets `jax.export` serialize functions that take or return this NamedTuple."""
     name = f"jqx.observers.{cls.__name__}"
     return export.register_namedtuple_serialization(cls, serialized_name=name)
 
@@ -30,10 +30,10 @@ class Patches(NamedTuple):
 
     Attributes:
       kernel: sizes of the kernel along the spatial axes.
-      strides: one for each of these.
-      padding: (low, high) for each.
-      lhs_dilation: one for each.
-      rhs_dilation: likewise.
+      strides: stride of the kernel along each spatial axis.
+      padding: (low, high) along each spatial axis.
+      lhs_dilation: dilation of the image along each spatial axis.
+      rhs_dilation: dilation of the kernel along each spatial axis.
       axes: which axes of image and kernel are which.
       groups: feature groups.
     """
@@ -47,8 +47,8 @@ class Patches(NamedTuple):
     groups: int
 
     def of_image(self, x: jax.Array) -> jax.Array:
-        """Returns the patches of an image as rows, [groups, rows, channels x taps]; of one group
-        without the first axis.
+        """Returns the patches of an image as rows, [groups, rows, channels x taps]; without the
+        first axis if there is one group.
         """
         found = lax.conv_general_dilated_patches(
             x.transpose(self.axes.lhs_spec),
@@ -64,7 +64,7 @@ class Patches(NamedTuple):
         return rows[0] if self.groups == 1 else rows
 
     def of_kernel(self, x: jax.Array) -> jax.Array:
-        """Returns a kernel as the matrices that these rows are multiplied by."""
+        """Returns a kernel as the matrices that multiply these rows."""
         x = x.transpose(self.axes.rhs_spec)
         rows = x.reshape(self.groups, x.shape[0] // self.groups, -1)
         return rows[0] if self.groups == 1 else rows
@@ -72,31 +72,31 @@ class Patches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ObservedSite:
-    """What an observer is told of a contraction, and of the operand of it that it looks at.
+    """What an observer knows about a contraction and about the operand that it observes.
 
     Axes are those of this operand, in one step of the loops around the site. An axis of a
     convolution along which the kernel slides is neither contracted nor kept.
 
     Attributes:
-      path: key path of its weight, or its name scope, as the plan has it.
+      path: key path of its weight, or its name scope, as in the plan.
       op: `dot_general`, `conv_general_dilated`, `ragged_dot` or `gather`.
       side: which operand: `lhs`, `rhs`, or `out` for the result.
-      role: what it is: `activation`, `weight` or `result`.
+      role: `activation`, `weight` or `result`.
       has_weight: whether an operand of the contraction is a weight.
-      contracted: the axes that are summed over, in the order in which they meet those of the other
-        operand.
-      kept: the axes that the result has, those of `batch` among them.
-      batch: the axes along which each array of a stack meets another one, in the order of the
-        contraction: experts, for example.
-      spec: how the plan quantizes the operand, its granularity absolute; `None` for float.
-      channels: of a result beside a weight, the axes that the weight makes; of an operand none.
-      patches: of a convolution, how it takes patches; `None` for all else.
-      experts: of a `ragged_dot`, how many matrices there are; `None` for all else.
-      sizes: of a `ragged_dot`, how many rows are multiplied by each of them, int32; only where an
-        operand is observed.
+      contracted: the axes that are summed over, paired in order with those of the other operand.
+      kept: the axes that the result keeps, including those of `batch`.
+      batch: the batch axes, in the order of the contraction; for example an axis of experts. Along
+        them each array of a stack is contracted with one array of the other operand.
+      spec: how the plan quantizes the operand, with absolute granularity; `None` for float.
+      channels: for a result of a contraction with a weight, the axes that come from the weight;
+        empty for an operand.
+      patches: for a convolution, how it takes patches; otherwise `None`.
+      experts: for a `ragged_dot`, the number of matrices; otherwise `None`.
+      sizes: for a `ragged_dot`, the number of rows that each matrix multiplies, int32; given only
+        while an operand is observed.
       weights: how much each element of the operand counts, for an observer that has a `weight`:
-        float32, of its rank, size 1 where all along an axis count alike; `None` where all count 1,
-        and where no operand is observed.
+        float32, with the rank of the operand, and size 1 along an axis whose elements all count the
+        same. `None` if all count 1, and while no operand is observed.
     """
 
     path: str
@@ -115,16 +115,16 @@ class ObservedSite:
     weights: jax.Array | None = dataclasses.field(default=None, compare=False)
 
     def reduced(self, rank: int) -> Axes:
-        """Returns the axes that a statistic of each channel is taken over: those of an operand of
-        that rank that are neither contracted nor of `batch`.
+        """Returns the axes over which a statistic of each channel is taken: those of an operand of
+        this rank that are neither contracted nor in `batch`.
         """
         own = {*self.contracted, *self.batch}
         return tuple(axis for axis in range(rank) if axis not in own)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Returns the operand as rows of what is contracted: `[*batch, rows, channels]`, several
-        contracted axes as one, the last the fastest. Of a convolution the rows are patches, its
-        groups are a batch, and the taps of the kernel are the fastest.
+        """Returns the operand as rows of contracted values: `[*batch, rows, channels]`. Several
+        contracted axes are flattened into one, with the last axis fastest. For a convolution the
+        rows are patches, its groups are a batch, and the taps of the kernel are fastest.
         """
         if self.patches is not None:
             of = self.patches.of_image if self.side == "lhs" else self.patches.of_kernel
@@ -137,16 +137,16 @@ class ObservedSite:
         return x.transpose(*self.batch, *reduced, *self.contracted).reshape(*stack, count, size)
 
     def row_weights(self, x: jax.Array) -> jax.Array | None:
-        """Returns how much each of the rows counts, `[*batch, rows]`: as much as that element of it
-        which counts most; `None` where all count 1.
+        """Returns how much each row counts, `[*batch, rows]`: as much as the element of the row
+        that counts most; `None` if all count 1.
         """
         if self.weights is None:
             return None
         return self.rows(jnp.broadcast_to(self.weights, x.shape)).max(-1, initial=0)
 
     def expert_of_rows(self, count: int) -> jax.Array:
-        """Returns which matrix of a `ragged_dot` each row of the operand is multiplied by, int32;
-        the number of matrices where it is none.
+        """Returns which matrix of a `ragged_dot` multiplies each row of the operand, int32; the
+        number of matrices for a row that none multiplies.
         """
         assert self.sizes is not None
         ends = jnp.cumsum(self.sizes)
@@ -154,15 +154,15 @@ class ObservedSite:
 
 
 class Observer(abc.ABC):
-    """A frozen, hashable value that says which statistic of an operand a site records.
+    """A frozen, hashable value that specifies which statistic of an operand a site records.
 
-    Its statistics are a pytree of arrays and form a monoid: `merge` is associative and `empty` its
-    unit, so batches, steps of loops, branches and devices may be combined in any grouping. `empty`,
-    `observe` and `merge` give one structure, with the same shapes and dtypes, that do not depend on
-    the size of a batch. All three are traced, also under `jax.vmap`.
+    Its statistics are a pytree of arrays and form a monoid: `merge` is associative and `empty` is
+    its unit. So batches, steps of loops, branches and devices can be combined in any grouping.
+    `empty`, `observe` and `merge` return the same structure, with the same shapes and dtypes, which
+    do not depend on the size of a batch. All three are traced, also under `jax.vmap`.
 
     `str(observer)` names it in the statistics: `stats["layer0/w:dot_general:lhs@hessian"]`. By
-    default that is the name of its class in lower case; one with parameters shows them there.
+    default it is the name of the class in lower case. An observer with parameters should show them.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -183,26 +183,26 @@ class Observer(abc.ABC):
       {':dot_general:lhs@largest': Array(3., dtype=float32)}
 
     Attributes:
-      weight: a function of the arguments of the function that is calibrated, less its parameters,
-        that says how much rows count; `site.weights` has it where an operand is observed. `None`:
-        all count 1.
+      weight: a function of the arguments of the calibrated function, without its parameters, that
+        returns how much rows count. While an operand is observed, `site.weights` holds the result.
+        `None`: all rows count 1.
     """
 
     weight: ClassVar[Weight | None] = None
 
     def looks_at(self, site: ObservedSite) -> bool:
-        """Whether it records the statistic of an operand: by default of activations that a weight
-        is multiplied by.
+        """Whether the observer records the operand: by default any activation that is multiplied by
+        a weight.
         """
         return site.role == "activation" and site.has_weight
 
     @abc.abstractmethod
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> Any:
-        """Returns the statistics of no values, for an operand of that shape and dtype."""
+        """Returns the statistics of no values, for an operand of this shape and dtype."""
 
     @abc.abstractmethod
     def observe(self, x: jax.Array, site: ObservedSite) -> Any:
-        """Returns the statistics of one operand: in float, of its own dtype."""
+        """Returns the statistics of one operand, given in float in its own dtype."""
 
     @abc.abstractmethod
     def merge(self, a: Any, b: Any) -> Any:

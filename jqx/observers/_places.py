@@ -1,4 +1,4 @@
-"""Where the elements of a weight stand in what its sites multiply by."""
+"""The positions of a weight's elements in the matrices that its sites multiply by."""
 
 import dataclasses
 from typing import Any
@@ -10,15 +10,15 @@ from ._observer import ObservedSite, Observer
 
 @dataclasses.dataclass(frozen=True)
 class Places(Observer):
-    """Says for each element of the matrix that a site multiplies by which element of its weight it
-    is: int32 `[*loops, *batch, rows, channels]`, numbers in the order of the weight, the last axis
-    the fastest. Rows are what the product keeps, channels those of `hessian`. Where several weights
-    are joined, those of one are numbered behind those of another, in the order of `plan.weights`.
-    Weights have no entry where they are of no product of matrices, inside of a `shard_map`, or read
-    at a place that is computed.
+    """Maps each element of the matrix that a site multiplies by to an element of its weight: int32
+    `[*loops, *batch, rows, channels]`. Elements are numbered in the order of the weight, with the
+    last axis fastest. Rows are the axes that the product keeps, channels are those of `hessian`. If
+    several weights are joined, they are numbered consecutively, in the order of `plan.weights`.
+    Weights have no entry if they are not in a product of matrices, are inside a `shard_map`, or are
+    read at a computed position.
 
-    It depends on the function, not on values: an algorithm that works on the matrices of sites
-    writes to the weight by it, through any views.
+    The result depends on the function, not on values. An algorithm that works on the matrices of
+    sites uses it to write to the weight through any views.
     """
 
     def looks_at(self, site: ObservedSite) -> bool:

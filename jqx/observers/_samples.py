@@ -1,4 +1,4 @@
-"""A sample of the rows of an operand: the same whatever the order and the grouping of batches.
+"""A sample of the rows of an operand that does not depend on the order or grouping of batches.
 
 Source: Cohen and Kaplan, "Summarizing Data using Bottom-k Sketches", PODC 2007.
 """
@@ -18,19 +18,19 @@ from ._observer import ObservedSite, serializable
 from ._weighted import Weighted
 
 _NONE = np.uint32(2**32 - 1)
-"""The number of a place that no row has."""
+"""The number of an empty slot."""
 
 
 @serializable
 class SamplesStats(NamedTuple):
-    """A sample of the different rows of an operand.
+    """A sample of the distinct rows of an operand.
 
     Attributes:
-      rows: float32 [*batch, count, channels], of a `ragged_dot` [experts, count, channels]; 0 where
-        there were fewer.
-      weights: how often each of them was seen, or the sum of how much it counted, float32
-        [..., count]; 0 where there is none.
-      numbers: what rows were chosen by, uint32 [..., count, 2], in ascending order.
+      rows: float32 [*batch, count, channels], for a `ragged_dot` [experts, count, channels]; 0 in
+        empty slots.
+      weights: how often each row was seen, or the sum of its weights, float32 [..., count]; 0 in
+        empty slots.
+      numbers: the hashes by which rows were chosen, uint32 [..., count, 2], in ascending order.
     """
 
     rows: jax.Array
@@ -40,20 +40,20 @@ class SamplesStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Samples(Weighted):
-    """Keeps some of the different rows of an activation that a weight is multiplied by.
+    """Keeps a sample of the distinct rows of an activation that is multiplied by a weight.
 
-    Rows are those of `hessian`. Each has a number that is made of its values; those of the smallest
-    numbers are kept, so all different rows are equally likely to be, and the sample is the same
-    however rows were split into batches, devices and steps. `weights` says how often each was seen:
-    a token that begins every sequence takes one place.
+    Rows are those of `hessian`. Each row has a number that is a hash of its values, and the rows
+    with the smallest numbers are kept. So all distinct rows are equally likely to be kept, and the
+    sample is the same however rows are split into batches, devices and steps. `weights` has how
+    often each was seen: a token that begins every sequence takes one slot.
 
     Attributes:
-      count: how many rows are kept, at least 1.
+      count: number of rows to keep, at least 1.
 
     Raises:
-      TypeError: `count` is no integer, or `weight` no function.
-      ValueError: `count` is less than 1.
-      NotImplementedError: as of `hessian`.
+      TypeError: if `count` is not an integer, or `weight` is not a function.
+      ValueError: if `count` is less than 1.
+      NotImplementedError: as for `hessian`.
     """
 
     count: int
@@ -68,11 +68,11 @@ class Samples(Weighted):
             problem="`count` is out of range.",
             given=f"count == {count}",
             expected="at least 1",
-            mend="pass how many rows are to be kept.",
+            mend="pass the number of rows to keep.",
         )
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> SamplesStats:
-        """Returns places that no row has."""
+        """Returns empty slots."""
         check_rows("observers.samples", site)
         *stack, _, size = jax.eval_shape(site.rows, operand).shape
         stack += [] if site.experts is None else [site.experts]
@@ -117,7 +117,7 @@ samples = Samples
 
 
 def _numbers(rows: jax.Array) -> jax.Array:
-    """Returns two uint32 numbers of each row, made of its values."""
+    """Returns two uint32 hashes of the values of each row."""
     bits = lax.bitcast_convert_type(rows, jnp.uint32)
     place = lax.broadcasted_iota(jnp.uint32, rows.shape, rows.ndim - 1)
 
@@ -130,15 +130,15 @@ def _numbers(rows: jax.Array) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Returns 32 bits, each of which depends on all (the finalizer of MurmurHash3)."""
+    """Returns 32 bits, each of which depends on all input bits (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
 
 
 def _smallest(given: SamplesStats, count: int) -> SamplesStats:
-    """Returns the rows of the smallest numbers, each once."""
-    # A row more, which there is none of: what is empty has no element to point to.
+    """Returns the rows with the smallest numbers, each once."""
+    # One empty row is appended, because indices need an element to point to.
     rows, weights, numbers = (jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)) for x in given)
     is_row = weights > 0
     first, second = (jnp.where(is_row, x, _NONE) for x in numbers.T)

@@ -1,4 +1,4 @@
-"""Observers of rows that may count more or less, or not at all: padding, for example."""
+"""Observers of rows that may count more or less, or not at all, such as padding."""
 
 import dataclasses
 from typing import Any, Self
@@ -15,27 +15,29 @@ def check_weight(function: str, weight: Any) -> None:
         function=function,
         problem="`weight` is not a function.",
         given=f"an object of type {type(weight).__name__}",
-        expected="a function of what a batch has, that returns how much its rows count",
+        expected="a function of the inputs of a batch that returns how much its rows count",
         mend="pass for example weight=lambda tokens: tokens != 0.",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(Observer):
-    """An observer of rows; called with a `weight` it returns one that counts them by it.
+    """An observer of rows. Calling it with a `weight` returns one that weights the rows.
 
-    `weight` is called with the arguments of the function that is calibrated, less its parameters:
-    with what a batch has. It returns booleans, or numbers from 0, of the leading axes of at least
-    one of these arguments, such as `[batch, tokens]`, size 1 where all along an axis count alike;
-    the rows of all arguments that begin with these axes count as it says. Rows are followed through
-    the function: axes that are merged, experts that they are sorted by. What is made of several
-    rows, as by attention and pooling, and by products with zeros and ones that pick some, counts as
-    much as the one of them that counts most, and no more than what it is joined with, as the token
-    that asks. A row that parameters alone have made counts 1. Rows that count 0 leave no trace, not
-    even a NaN.
+    `weight` is called with the arguments of the calibrated function, without its parameters: with
+    the inputs of a batch. It returns booleans or non-negative numbers in the shape of the leading
+    axes of at least one of these arguments, such as `[batch, tokens]`. An axis may have size 1 if
+    all along it count the same. The weights apply to the rows of all arguments that begin with
+    these axes.
+
+    Rows are followed through the function, for example where axes are merged or rows are sorted by
+    expert. A value made of several rows counts as much as the row that counts most. This holds for
+    attention, pooling, and products with zeros and ones that select rows. It counts no more than
+    the value it is joined with, such as the token of the query. A row that is made of parameters
+    alone counts 1. Rows that count 0 have no influence, not even by a NaN.
 
     Attributes:
-      weight: such a function, or `None`, where all rows count 1.
+      weight: such a function, or `None` if all rows count 1.
     """
 
     weight: Weight | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -44,5 +46,5 @@ class Weighted(Observer):
         check_weight(f"observers.{str(self).partition('(')[0]}", self.weight)
 
     def __call__(self, *, weight: Any) -> Self:
-        """Returns the observer that counts rows by a weight."""
+        """Returns the observer with weighted rows."""
         return dataclasses.replace(self, weight=weight)

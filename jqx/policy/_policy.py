@@ -1,4 +1,4 @@
-"""Policy: rules in order, and the ways to write and join them."""
+"""Policy: an ordered list of rules, and ways to write and join policies."""
 
 import dataclasses
 import re
@@ -14,29 +14,31 @@ from ..tensor._shared import FLOAT, as_spec
 from ._rule import Rule
 
 _PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?|(mx)?fp8|nf4")
-"""What presets are called."""
+"""The names of presets."""
 
 
 @called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Rules in order of precedence: the first that matches a contraction wins.
+    """Rules in order of precedence: the first rule that matches a contraction applies.
 
-    `a + b` is the policy of the rules of `a`, then those of `b`. Prints as one line a rule.
+    `a + b` is the policy with the rules of `a` followed by those of `b`. A policy prints one line
+    for each rule.
 
     Attributes:
-      rules: any iterable of `Rule`; or a dict from regular expressions of paths to what becomes of
-        the weights there: `"float"` (or `None`), a scheme such as `"int4:group=32"`, a `QSpec`, a
-        `Rule`, or a policy, such as a preset. A scheme or a spec is that of the weights alone. The
-        key takes the place of the path of a rule, or of a policy that is all of one path; what a
-        policy leaves in float (`exclude=` of a preset), it leaves where the key matches as well.
-        Of layers that a scan steps over, a key may select some: `"layers[0]"`, `"layers[-2:]/.*"`;
-        see `Rule`.
+      rules: any iterable of `Rule`, or a dict. The keys of the dict are regular expressions of
+        paths. A value says how the weights there are quantized: `"float"` (or `None`), a scheme
+        such as `"int4:group=32"`, a `QSpec`, a `Rule`, or a policy, such as a preset. A scheme or a
+        spec applies to the weights only. The key replaces the path of a rule, or of a policy whose
+        rules all have one path. What a policy leaves in float (`exclude=` of a preset) also stays
+        in float where the key matches. For layers that a scan steps over, a key may select some of
+        them: `"layers[0]"`, `"layers[-2:]/.*"`; see `Rule`.
 
     Raises:
-      TypeError: something in `rules` is no `Rule`, or a value of the dict none of the above.
-      ValueError: a key is no regular expression, a scheme is invalid, or a policy under a key is of
-        several paths.
+      TypeError: if an element of `rules` is not a `Rule`, or a value of the dict is none of the
+        above.
+      ValueError: if a key is not a regular expression, a scheme is invalid, or a policy under a key
+        has several paths.
 
     Example:
       >>> import jqx
@@ -74,7 +76,7 @@ class Policy:
             "rules",
             rules,
             Iterable,
-            mend="pass a list, jqx.Policy([rule]), or a dict; policies are joined by +.",
+            mend="pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
         )
         rules = tuple(rules)
         for rule in rules:
@@ -89,7 +91,7 @@ class Policy:
         object.__setattr__(self, "rules", rules)
 
     def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
-        """Returns the first rule that matches, with its place; `None` if none does."""
+        """Returns the first rule that matches and its index; `None` if none matches."""
         for place, rule in enumerate(self.rules):
             if rule.matches(path, op, has_weight=has_weight):
                 return place, rule
@@ -115,25 +117,25 @@ class Policy:
     def _repr_html_(self) -> str:
         rows = [(str(i), rule.path, rule.described()) for i, rule in enumerate(self.rules)]
         footer = "The first rule that matches a contraction decides; what none matches is float."
-        head = "rule", "path", "what becomes of it"
+        head = "rule", "path", "quantization"
         return Table(head, tuple(rows), footer, texts=3).to_html("Policy")
 
 
 def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
-    """Checks that `policy` is a `Policy`; says how to make one of what is close to one."""
+    """Checks that `policy` is a `Policy`; the error shows how to make one from similar values."""
     if not isinstance(policy, Policy):
         check_instance(function, argument, policy, Policy, mend=_mend(policy))
 
 
 def preset_of(value: Any) -> str | None:
-    """Returns the name of a preset that was passed itself, not what it returns."""
+    """Returns the name of a preset if the function itself was passed instead of its result."""
     module = getattr(value, "__module__", None) or ""
     is_preset = callable(value) and module.startswith("jqx.presets")
     return value.__name__ if is_preset else None
 
 
 def _mend(value: Any) -> str:
-    """Returns how to make a policy of what was passed in place of one."""
+    """Returns how to make a policy of the value that was passed in place of one."""
     name = preset_of(value)
     if name is not None:
         return f"call the preset: jqx.presets.{name}()."
@@ -142,7 +144,7 @@ def _mend(value: Any) -> str:
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
     if isinstance(value, (list, tuple)):
-        return "pass jqx.Policy([rule, ...]), or join policies by +."
+        return "pass jqx.Policy([rule, ...]), or join policies with +."
     if isinstance(value, Mapping):
         return "pass jqx.Policy({regex: scheme, ...})."
     if isinstance(value, (QSpec, str)):
@@ -159,7 +161,7 @@ def _check_summand(value: Any) -> None:
 
 
 def _under(path: Any, value: Any) -> tuple[Rule, ...]:
-    """Returns the rules that an entry of a dict says."""
+    """Returns the rules of one entry of a dict."""
     if isinstance(value, Policy):
         return _replaced(path, value)
     if isinstance(value, Rule):
@@ -180,7 +182,7 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
 
 
 def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
-    """Returns the rules of a policy under another path. What it leaves in float it leaves there."""
+    """Returns the rules of a policy with another path. What was left in float stays in float."""
     paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
     if len(paths) > 1:
         text = message(

@@ -18,38 +18,38 @@ Spec = QSpec | str | None
 @called("Rule", 'name the specs: jqx.Rule(".*", weight="int4:group=32").')
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How the contractions that it matches are quantized.
+    """How the contractions that match are quantized.
 
-    A rule with a `weight` spec matches contractions that have a weight. One without matches all,
-    also those of two activations, such as attention scores, where `activation` applies to both
-    operands.
+    A rule with a `weight` spec matches contractions that have a weight. A rule without one matches
+    all contractions, including those of two activations, such as attention scores. There,
+    `activation` applies to both operands.
 
-    Specs may be given as schemes, as on the command line: a format, and after colons `group=32`,
-    `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. Where none says who
-    shares a scale, a weight has one a channel, an activation one in all, or one a token where it is
-    dynamic, a block format one a block.
+    Specs may be given as schemes, as on the command line: a format, followed by colons and any of
+    `group=32`, `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. If a scheme
+    has no granularity, a weight has one scale for each channel, and an activation has one scale, or
+    one for each token if it is dynamic. A block format has one scale for each block.
 
     Attributes:
-      path: regular expression, matched in full against the path of the contraction: the key path of
-        its weight inside the parameters, such as `blocks/0/query`, or its name scope where it has
-        none. Where several weights are joined, one rule must match each. Of weights that a scan
-        steps over it may select steps: `layers[0]`, `layers[-2:]/attn/.*`, `layers[1:3]`. The
-        scan is split there: see `make_plan`. What stands in brackets selects steps where it is an
-        integer or a slice at the end of a part of the path, and the path matches nothing as a
-        regular expression; where the path ends with it, all below is meant too.
+      path: regular expression, matched in full against the path of the contraction. This is the key
+        path of its weight inside the parameters, such as `blocks/0/query`, or its name scope if it
+        has no weight. If several weights are joined, a rule must match each of them. For weights
+        that a scan steps over it may select steps: `layers[0]`, `layers[-2:]/attn/.*`,
+        `layers[1:3]`. The scan is split there: see `make_plan`. Brackets select steps if they hold
+        an integer or a slice, stand at the end of a part of the path, and the path matches nothing
+        as a regular expression. If the path ends with them, it includes everything below.
       op: regular expression, matched in full against the operation: `dot_general`,
         `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
       weight: spec of weights; `None` leaves them in float.
       activation: spec of the other operands; `None` leaves them in float.
       output: spec of the result; `None` leaves it in float.
-      tables: spec of weights that it covers lookups in; `"weight"` is that of `weight`, and `None`
-        leaves them in float, as presets do. All uses of one weight take the same codes, or none:
-        a product with the table too.
+      tables: spec of weights that are used for lookups. `"weight"` uses the spec `weight`, and
+        `None` leaves them in float, as presets do. All uses of one weight share the same codes or
+        none, including a product with the table.
       optional: whether the rule may match nothing. Otherwise that is an error.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: a regular expression or a scheme is invalid.
+      TypeError: if a field has the wrong type.
+      ValueError: if a regular expression or a scheme is invalid.
 
     Example:
       >>> import jqx
@@ -107,13 +107,13 @@ class Rule:
 
     @property
     def selector(self) -> Selector | None:
-        """The steps of a scan that its path selects, where it is no regular expression of a path
-        that is there.
+        """The steps of a scan that its path selects, if the path does not match an existing path as
+        a regular expression.
         """
         return Selector.of(self.path)
 
     def selects(self, path: str, op: str) -> bool:
-        """Whether it selects steps of a scan over the weight on a path."""
+        """Whether the rule selects steps of a scan over the weight at a path."""
         return self.selector is not None and self._is_for(op) and self.selector.matches(path)
 
     def _is_for(self, op: str) -> bool:
@@ -125,12 +125,12 @@ class Rule:
 
     @property
     def is_float(self) -> bool:
-        """Whether it leaves all that it matches in float."""
+        """Whether the rule leaves everything that it matches in float."""
         tables = None if self.tables == "weight" else self.tables
         return not any((self.weight, self.activation, self.output, tables))
 
     def described(self) -> str:
-        """Returns what it does, in words: `int4 per_channel, activation int8 per_tensor`."""
+        """Returns what the rule does, in words: `int4 per_channel, activation int8 per_tensor`."""
         parts = [str(self.weight)] if self.weight else []
         parts += [
             f"{field} {spec}"

@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""What other folders of jqx import from this one, but users do not."""
 
 from ._policy import check_policy as check_policy
 from ._policy import preset_of as preset_of

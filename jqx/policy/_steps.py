@@ -7,16 +7,16 @@ from typing import NamedTuple
 from .._errors import message
 
 _SELECTOR = re.compile(r"(?<!\\)\[(-?[0-9]+|(?:-?[0-9]+)?(?::(?:-?[0-9]+)?){1,2})\](?=/|\)|\||\Z)")
-"""An integer or a slice in brackets, where a part of the path ends."""
+"""An integer or a slice in brackets at the end of a part of the path."""
 
 
 class Selector(NamedTuple):
     """The steps that a path selects.
 
     Attributes:
-      path: of the rule, for messages.
-      base: the path without the steps, a regular expression: of weights that a scan steps over.
-      texts: what stands in the brackets; of several, each.
+      path: the path of the rule, for messages.
+      base: the path without the steps, a regular expression for weights that a scan steps over.
+      texts: the text in each pair of brackets.
     """
 
     path: str
@@ -25,18 +25,18 @@ class Selector(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> "Selector | None":
-        """Reads a path; `None` where it selects no steps."""
+        """Parses a path; `None` if it selects no steps."""
         return _read(path)
 
     def matches(self, path: str) -> bool:
-        """Whether the path of a weight is one that the steps are selected of."""
+        """Whether the path of a weight is one from which the steps are selected."""
         return re.fullmatch(self.base, path) is not None
 
     def resolve(self, function: str, path: str, length: int) -> tuple[int, int]:
-        """Returns the first step that is selected of a scan, and where the last one ends.
+        """Returns the first selected step of a scan and the end of the selection.
 
         Raises:
-          ValueError: the scan has not those steps, or they are not consecutive.
+          ValueError: if the scan does not have these steps, or they are not consecutive.
         """
         given = f"path {self.path!r}, of {length} steps over {path!r}"
         text, *more = self.texts
@@ -52,14 +52,14 @@ class Selector(NamedTuple):
         start = 0 if start is None else start + length * (start < 0)
         stop = length if stop is None else stop + length * (stop < 0)
         if not 0 <= start < stop <= length:
-            what = "selects steps that the scan has not."
+            what = "selects steps that the scan does not have."
             _refuse(function, what, given, f"one step or more, within [0:{length}]")
         return start, stop
 
 
 def _refuse(function: str, problem: str, given: str, expected: str) -> None:
     mend = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
-    mend += "with optional=True passes where there are none."
+    mend += "with optional=True may match no steps."
     raise ValueError(
         message(
             function,

@@ -15,7 +15,7 @@ def nf4(
     tables: Tables = None,
     weight: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of NF4 weights in blocks; activations stay in the model's float dtype.
+    """Returns a policy with NF4 weights in blocks; activations stay in the model's float dtype.
 
     The base weights of QLoRA (Dettmers et al., arXiv:2305.14314), without the second quantization
     of their scales.

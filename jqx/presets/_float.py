@@ -19,12 +19,12 @@ def fp8(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of float8_e4m3fn weights and activations with static, calibrated scales.
+    """Returns a policy with float8_e4m3fn weights and activations with static, calibrated scales.
 
-    One scale an activation, as in Micikevicius et al. (arXiv:2209.05433): an outlier takes no
-    accuracy from other values of a float, so that a scale for each token gains little. And static,
-    so that nothing is searched for a maximum before it is cast; what exceeds the calibrated range
-    saturates. Per token: `activation={"granularity": jqx.per_token(), "dynamic": True}`.
+    An activation has one scale, as in Micikevicius et al. (arXiv:2209.05433): in a float format an
+    outlier does not cost the other values accuracy, so a scale for each token gains little. The
+    scale is static, so that no maximum must be computed before a cast. Values beyond the calibrated
+    range saturate. Per token: `activation={"granularity": jqx.per_token(), "dynamic": True}`.
 
     Example:
       >>> import jqx
@@ -45,12 +45,12 @@ def mxfp8(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of MXFP8 weights and activations: float8_e4m3fn in blocks of 32 along the
-    axes that a contraction sums over, each block with a power of two for a scale.
+    """Returns a policy with MXFP8 weights and activations: float8_e4m3fn in blocks of 32 along the
+    axes that a contraction sums over. The scale of a block is a power of two.
 
-    Scales of activations are found from the values at hand, as the format means them to be. The
-    powers of two are rounded up (`jqx.calibrators.ceil`), so that nothing is clipped. Where
-    32 does not divide an axis, the last block is smaller; all are in a kernel of 3x3 taps.
+    Scales of activations are dynamic, computed from the current values, as the format intends. The
+    powers of two are rounded up (`jqx.calibrators.ceil`), so that nothing is clipped. If 32 does
+    not divide an axis, the last block is smaller. In a kernel of 3x3 taps all blocks are smaller.
 
     Example:
       >>> import jqx

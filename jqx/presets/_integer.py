@@ -1,5 +1,5 @@
-"""Integer presets: weights per channel or in blocks, activations per tensor where their scales are
-static, per token where they are dynamic.
+"""Integer presets: weights per channel or in blocks; activations per tensor if their scales are
+static, per token if they are dynamic.
 """
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def w8a8(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of int8 weights and int8 activations with static, calibrated scales.
+    """Returns a policy with int8 weights and int8 activations with static, calibrated scales.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -46,8 +46,8 @@ def w8a8_dynamic(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of int8 weights and int8 activations, scaled per token from the values at
-    hand.
+    """Returns a policy with int8 weights and int8 activations. The activations have dynamic scales
+    per token, computed from the current values.
 
     Example:
       >>> import jqx
@@ -61,7 +61,7 @@ def w8a8_dynamic(
 def w8a16(
     path: str = ".*", *, exclude: Exclude = (), tables: Tables = None, weight: Fields = NONE
 ) -> Policy:
-    """Returns a policy of int8 weights alone; activations stay in the model's float dtype.
+    """Returns a policy with int8 weights only; activations stay in the model's float dtype.
 
     Example:
       >>> import jqx
@@ -80,11 +80,11 @@ def w4a16(
     tables: Tables = None,
     weight: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of int4 weights in blocks; activations stay in the model's float dtype.
+    """Returns a policy with int4 weights in blocks; activations stay in the model's float dtype.
 
-    What GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) write, in blocks of 128 there. Of six
-    scales, some of them below 0, each block takes the one that loses least (`jqx.calibrators.Mse`):
-    that costs nothing at run time. With zero points as well: `weight={"qtype": jnp.uint4,
+    GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) use this format, with blocks of 128. Each
+    block takes the best of six scales, some of them negative (`jqx.calibrators.Mse`), which costs
+    nothing at run time. To use zero points as well: `weight={"qtype": jnp.uint4,
     "symmetric": False, "calibrator": jqx.calibrators.minmax}`.
 
     Example:
@@ -112,11 +112,11 @@ def w4a8(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of int4 weights and int8 activations, scaled per token from the values at
-    hand.
+    """Returns a policy with int4 weights and int8 activations. The activations have dynamic scales
+    per token, computed from the current values.
 
-    One scale a channel, so that one exact integer sum takes in all products, as in the per-channel
-    form of QServe (arXiv:2405.04532). Blocks keep more accuracy and take a sum each:
+    A channel has one scale, so that one exact integer sum covers all products, as in the
+    per-channel form of QServe (arXiv:2405.04532). Blocks are more accurate but need a sum each:
     `weight={"granularity": jqx.per_group(32, tail=True)}`.
 
     Example:
@@ -136,11 +136,11 @@ def w4a4(
     weight: Fields = NONE,
     activation: Fields = NONE,
 ) -> Policy:
-    """Returns a policy of int4 weights and int4 activations, scaled per token from the values at
-    hand.
+    """Returns a policy with int4 weights and int4 activations. The activations have dynamic scales
+    per token, computed from the current values.
 
     For training with `jqx.simulate`, or for models whose outliers were rotated away (QuaRot,
-    arXiv:2404.00456): others lose much.
+    arXiv:2404.00456). Other models lose much accuracy.
 
     Example:
       >>> import jqx

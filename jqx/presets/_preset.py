@@ -1,4 +1,4 @@
-"""What all presets share: one rule, whose specs can be refined, and what is said of that."""
+"""The common part of all presets: one rule, whose specs can be refined, and its docstring."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from ..tensor import QSpec
 from ..tensor._shared import Role, as_spec, needed_spec
 
 Fields = Mapping[str, Any] | QSpec | str
-"""Fields of a `QSpec` to replace, by name; or a spec, or a scheme, in its place."""
+"""Fields of a `QSpec` to replace, by name; or a spec, or a scheme, to use instead."""
 
 NONE: Fields = {}
 
@@ -29,30 +29,31 @@ Exclude = str | Sequence[str]
 """Regular expressions of paths that stay in float: one, or several."""
 
 _ARGUMENTS = {
-    "path": """regular expression of the paths it covers.""",
-    "block": """how many weights share a scale along the axes that a contraction sums over. Where
-    it does not divide them blocks are smaller: the last one along an axis, and all of a kernel of
-    3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
-    "exclude": """regular expression, or several, of paths that it leaves in float: a rule for each,
-    put first. One that matches nothing is an error, as of any rule.""",
-    "tables": """format of the tables that are looked up in, such as `"int8"`, one scale a row; or a
-    scheme such as `"int4:group=32"`, or their `QSpec`; `None` leaves them in float. A table that
-    is multiplied by as well is quantized for all its uses or for none: by default for none.""",
-    "weight": """fields of the weights' `QSpec` to replace; or a `QSpec`, or a scheme such as
-    `"int4:group=32"`, in its place.""",
-    "activation": """the same of the activations, such as `"int8:token:dynamic"`.""",
+    "path": """regular expression of the paths to quantize.""",
+    "block": """number of weights that share a scale along the axes that a contraction sums over. If
+    it does not divide an axis, some blocks are smaller: the last one along the axis, and all blocks
+    of a kernel of 3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
+    "exclude": """regular expression, or several, of paths to leave in float. Each becomes a rule in
+    front of the others. As for any rule, it is an error if one matches nothing.""",
+    "tables": """format of the tables used for lookups, such as `"int8"`, with one scale for each
+    row; or a scheme such as `"int4:group=32"`, or a `QSpec`. `None` leaves tables in float. A table
+    that is also used in a product is quantized for all its uses or for none: by default for
+    none.""",
+    "weight": """fields to replace in the `QSpec` of the weights; or a `QSpec`, or a scheme such as
+    `"int4:group=32"`, to use instead.""",
+    "activation": """the same for the activations, such as `"int8:token:dynamic"`.""",
 }
 _RAISES = {
-    "TypeError": "a field that `QSpec` has not, or an argument of another kind.",
-    "ValueError": "`path` is no regular expression, or fields do not fit each other.",
+    "TypeError": "if a field is not one of `QSpec`, or an argument has the wrong type.",
+    "ValueError": "if `path` is not a regular expression, or fields do not fit together.",
 }
 _Preset = TypeVar("_Preset", bound=Callable[..., Policy])
 
 
 def preset(f: _Preset) -> _Preset:
-    """Makes a preset of a function: adds `exclude=`, and to its docstring what all presets share.
+    """Makes a preset of a function: adds what all presets share to its docstring.
 
-    Calls that do not fit are errors in four parts.
+    Calls that do not fit the signature raise errors in four parts.
     """
     signature = inspect.signature(f)
     taken = {name: _ARGUMENTS[name] for name in signature.parameters}
@@ -74,8 +75,8 @@ def policy(
     weight_fields: Fields,
     activation_fields: Fields = NONE,
 ) -> Policy:
-    """Returns the policy of a preset: a rule for each path that it leaves in float, and one whose
-    specs have some fields replaced.
+    """Returns the policy of a preset: a rule for each path to leave in float, and a rule with some
+    fields of its specs replaced.
     """
     function = f"presets.{name}"
     check_instance(
@@ -91,7 +92,7 @@ def policy(
 
 
 def _refined(function: str, role: Role, spec: QSpec, fields: Fields) -> QSpec:
-    """Returns a spec with some fields replaced, or the one given in its place."""
+    """Returns a spec with some fields replaced, or the spec that was given instead."""
     if isinstance(fields, Mapping):
         return dataclasses.replace(spec, **fields)
     return needed_spec(function, role, fields, role)
@@ -108,13 +109,13 @@ def _table_spec(function: str, tables: Tables) -> QSpec | None:
 
 
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:
-    """Returns blocks of weights, the last ones smaller where need be."""
+    """Returns blocks of weights; the last ones may be smaller."""
     says = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
     require_that(
         block == default or not says,
         error=ValueError,
         function=f"presets.{function}",
-        problem="`block` and `weight` both say who shares a scale.",
+        problem="`block` and `weight` both set the granularity.",
         given=f"block == {block} and weight with a granularity",
         expected="one of the two",
         mend="drop block, or the granularity in weight.",

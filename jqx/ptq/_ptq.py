@@ -93,9 +93,9 @@ def ptq(
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
 
     It makes a plan, calibrates if activations have static scales or the algorithm needs
-    statistics, computes the scales, quantizes the weights and packs them for the target. The steps
-    are `make_plan`, `calibrate_batches`, `affines`, `quantize_params`, `convert` and `pack_for`;
-    each can be called on its own. `jqx.save` writes the result. For Flax modules, use
+    statistics, computes the scales, quantizes the weights and lays them out for the target. The
+    steps are `make_plan`, `calibrate_batches`, `affines`, `quantize_params`, `convert` and
+    `pack_for`; each can be called on its own. `jqx.save` writes the result. For Flax modules, use
     `jqx.linen.ptq` and `jqx.nnx.ptq`.
 
     Args:
@@ -292,7 +292,7 @@ def quantized_of(
     inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:
-    """Returns a quantized function with its weights, packed for a target."""
+    """Returns a quantized function with its weights, laid out for a target."""
     plan = mapped.plan
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = mapped.converted(scales)

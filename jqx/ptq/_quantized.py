@@ -32,7 +32,7 @@ class Quantized(Generic[P, R]):
     Attributes:
       function: the quantized function. It takes the weights at the same position as the float
         function.
-      params: weights as QTensors, packed for the target. Other parameters are unchanged.
+      params: weights as QTensors, laid out for the target. Other parameters are unchanged.
       plan: which contractions are quantized, and how.
       affines: scales of activations, by key; empty if none is static.
       report: error and size of each weight. Prints as a table.

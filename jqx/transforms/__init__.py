@@ -1,4 +1,4 @@
-"""Functional transforms: plan, calibrate, simulate, quantize, convert any JAX function."""
+"""Functional transforms: plan, calibrate, simulate, quantize, and convert any JAX function."""
 
 from ..contractions._shared import OperandAxes as OperandAxes
 from ._calibrate import affines as affines

@@ -1,4 +1,4 @@
-"""What the entries of `affines=` must be: arrays of the dtypes, ranks and axes that sites take."""
+"""Checks of the entries of `affines=`: dtypes, ranks and axes of scales and zero points."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ _MEND = "compute it with jqx.affines(plan, stats), or pass arrays as that return
 
 
 class Planned(Protocol):
-    """What is read of a plan."""
+    """The part of a plan that is read."""
 
     @property
     def weights(self) -> tuple[Any, ...]: ...
@@ -25,7 +25,7 @@ class Planned(Protocol):
 
 
 def check_entries(function: str, plan: Planned, affines: Mapping[str, Any]) -> None:
-    """Checks every entry: its kind, dtypes and rank, and that its parts fit each other."""
+    """Checks the type, dtypes and rank of every entry, and that its parts fit each other."""
     specs = plan.static_specs()
     weights = {weight.key: weight.spec for weight in plan.weights}
     for key, affine in affines.items():
@@ -42,14 +42,14 @@ def check_sums(
     function: str, site: Any, kept: Sequence[Sequence[int]], shapes: Sequence[Any], affines: Any
 ) -> None:
     """Checks that no scale of a site has an entry for each index that its contraction sums over:
-    it could not leave the sum.
+    such a scale cannot be moved out of the sum.
 
     Args:
-      function: who asks, for messages.
+      function: name of the calling function, for messages.
       site: the contraction.
-      kept: the axes that its result has, of each operand.
-      shapes: of the operands.
-      affines: scales by key, as the site sees them.
+      kept: the axes of each operand that the result keeps.
+      shapes: shapes of the operands.
+      affines: scales by key, as the site uses them.
     """
     for operand, axes, shape in zip(site.operands, kept, shapes, strict=False):
         affine = affines.get(operand.key) if operand.role == "activation" else None
@@ -69,11 +69,11 @@ def check_sums(
             not summed,
             error=ValueError,
             function=function,
-            problem=f"the scale of {operand.key!r} varies along a contracted axis: it cannot leave "
-            "the sum.",
+            problem=f"the scale of {operand.key!r} varies along a contracted axis: it cannot be "
+            "moved out of the sum.",
             given=f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed} contracted",
-            expected=f"size 1 there, as in {own}",
-            mend="reduce the scale along these axes, or let jqx.affines(plan, stats) find it.",
+            expected=f"size 1 along these axes, as in {own}",
+            mend="reduce the scale along these axes, or compute it by jqx.affines(plan, stats).",
         )
 
 
@@ -84,7 +84,7 @@ def _parts(function: str, key: str, affine: Any) -> tuple[Any, Any]:
         fits,
         error=TypeError,
         function=function,
-        problem=f"`affines[{key!r}]` is no scale and zero point.",
+        problem=f"`affines[{key!r}]` is not a scale and zero point.",
         given=f"an object of type {type(affine).__name__}",
         expected="a jqx.calibrators.Affine, or a pair",
         mend="these are statistics: pass jqx.affines(plan, stats)."
@@ -101,7 +101,7 @@ def _check_scale(function: str, key: str, scale: Any) -> None:
         known,
         error=TypeError,
         function=function,
-        problem=f"the scale of {key!r} is no array of floats.",
+        problem=f"the scale of {key!r} is not an array of floats.",
         given=f"dtype {name_of(scale.dtype)}" if is_array else f"a {type(scale).__name__}",
         expected=f"an array of {', '.join(FLOATS)}, or of {E8M0.name}",
         mend=_MEND,
@@ -133,8 +133,8 @@ def _check_rank(function: str, key: str, scale: Any, site: Any) -> None:
         len(shape) == rank and shape[: len(steps)] == steps,
         error=ValueError,
         function=function,
-        problem=f"the scale of {key!r} has not the axes of its array.",
+        problem=f"the scale of {key!r} does not have the axes of its array.",
         given=f"scale.shape == {shape}",
-        expected=f"{rank} axes" + (f", the first of sizes {steps}, one a step" if steps else ""),
+        expected=f"{rank} axes" + (f", the first of sizes {steps}, one per step" if steps else ""),
         mend="give it size 1 along the axes that share a scale.",
     )

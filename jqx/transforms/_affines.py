@@ -1,4 +1,4 @@
-"""What is given as `affines=`: checked against the plan, before anything is traced."""
+"""Checks `affines=` against the plan, before anything is traced."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,17 +9,17 @@ from ..calibrators import Affine
 from ._affine_checks import Planned, check_entries
 
 GivenAffines = Mapping[str, Affine] | Literal["dynamic"] | None
-"""What `affines=` of a transform takes."""
+"""The values that `affines=` of a transform takes."""
 
 DYNAMIC = "dynamic"
-"""Asks for scales from the values at hand where a spec is static."""
+"""Takes scales from the current values where a spec is static."""
 
 
 def check_affines(
     function: str, plan: Planned, affines: Mapping[str, Affine] | None
 ) -> dict[str, Affine]:
-    """Returns the scales given, none for `None`; raises where the plan does not know one, or where
-    one of a static activation or output is missing among them.
+    """Returns the given scales, or an empty dict for `None`. Raises if the plan does not have one
+    of them, or if the scale of a static activation or output is missing.
     """
     if affines is None:
         return {}
@@ -28,7 +28,7 @@ def check_affines(
         isinstance(affines, Mapping),
         error=TypeError,
         function=function,
-        problem="`affines` is no dict of scales.",
+        problem="`affines` is not a dict of scales.",
         given=f"affines == {affines!r}" if isinstance(affines, str) else kind,
         expected="what jqx.affines(plan, stats) returns",
         mend=_mend(function, affines),
@@ -42,7 +42,7 @@ def check_affines(
                 function,
                 "`affines` does not fit the plan.",
                 given=f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}",
-                expected="an entry for every static activation of the plan, and none beside",
+                expected="an entry for every static activation of the plan, and no others",
                 mend="compute it with jqx.affines(plan, stats).",
             )
         )
@@ -51,7 +51,7 @@ def check_affines(
 
 
 def _mend(function: str, affines: Any) -> str:
-    """Returns how to pass what stands in the place of scales."""
+    """Returns how to fix what was passed in place of scales."""
     if isinstance(affines, tuple):
         return (
             "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and pass "
@@ -63,8 +63,8 @@ def _mend(function: str, affines: Any) -> str:
 
 
 def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dict[str, Affine]:
-    """Returns the scales that a function runs with: none for `"dynamic"`, else those given; raises
-    where a static activation or output has none.
+    """Returns the scales that a function runs with: none for `"dynamic"`, otherwise those given.
+    Raises if a static activation or output has none.
     """
     if isinstance(affines, str) and affines == DYNAMIC:
         return {}
@@ -78,12 +78,12 @@ def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dic
         given=f"affines == None; without a scale: {some(missing)}",
         expected="an entry for every static activation and output of the plan",
         mend="calibrate, and pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, "
-        'batches)); or pass affines="dynamic" to take every scale from the values at hand.',
+        'batches)); or pass affines="dynamic" to compute every scale from the current values.',
     )
     return given
 
 
 def some(names: list[str]) -> str:
-    """Returns the first few of many names."""
+    """Returns the first few of many names as text."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more or "none"

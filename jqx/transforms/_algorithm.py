@@ -1,4 +1,4 @@
-"""Algorithms: what chooses the codes of weights, where rounding to nearest is not enough."""
+"""Algorithms: they choose the codes of weights where rounding to nearest is not enough."""
 
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -13,34 +13,34 @@ from ._trace import is_quantized
 
 
 class Inapplicable(ValueError):
-    """An algorithm finds nothing in a function that it could do."""
+    """Raised if an algorithm finds nothing in a function to work on."""
 
 
 class Algorithm(Protocol):
     """Chooses the codes of the weights of a plan, or other weights that round better.
 
-    Any function of these arguments is one. It returns parameters, or `Chosen`: parameters and a
-    report. Where it has a method `run(f, plan, params, batches, progress=...)` of the same results,
-    `jqx.ptq` calls that instead: an algorithm may look at the function as it pleases, such as layer
-    after layer. Where it has a method `rewrite` of the same arguments, it returns float parameters
-    that round better, of the same function or nearly, and with `Chosen.maps` what is done at its
-    sites: `jqx.ptq` goes on with these, and calibrates on them. Where it has a method
-    `correct(f, plan, params, codes, affines, batches, progress=...)`, that is called when the codes
-    of weights and the scales of activations are known: it returns other parameters in the place of
-    those with codes, or `Chosen.maps`.
+    Any function with these arguments is an algorithm. It returns parameters, or `Chosen`:
+    parameters and a report. An algorithm may have these methods and attributes:
 
-    Where it has an attribute `observers`, a dict as `jqx.calibrate` takes it, such as
-    `{".*": jqx.observers.hessian}`, batches are calibrated on, static scales or not, and `stats`
-    holds what the observers have recorded: of a site of the plan,
-    `stats["layer0/w:dot_general:lhs@hessian"]`. Its operands name their keys and the paths of
-    weights. A weight that several sites share has statistics at each: they are not added up, since
-    a site may sum over other axes of it than another (`hessian.merge` does, where they are alike).
+    - `run(f, plan, params, batches, progress=...)`, with the same results. `jqx.ptq` calls it
+      instead, so that the algorithm can work on the function itself, for example layer by layer.
+    - `rewrite`, with the same arguments as `run`. It returns float parameters that round better,
+      for the same function or nearly, and in `Chosen.maps` what is done at its sites. `jqx.ptq`
+      continues with these, and calibrates on them.
+    - `correct(f, plan, params, codes, affines, batches, progress=...)`, which is called when the
+      codes of weights and the scales of activations are known. It returns parameters to use instead
+      of those with codes, or `Chosen.maps`.
+    - `observers`, a dict as `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`. Then
+      batches are calibrated on, even without static scales, and `stats` holds what the observers
+      recorded: for a site of the plan, `stats["layer0/w:dot_general:lhs@hessian"]`. The operands of
+      a site have its keys and the paths of weights. A weight that several sites share has
+      statistics at each site. They are not added up, because sites may sum over different axes of
+      the weight (`hessian.merge` adds them where the axes are the same).
+    - `lazy`, which if true allows leaves of `params`, and weights that it returns, to be
+      `jqx.interop.Lazy`. For other algorithms these are an error.
 
-    Where it has an attribute `lazy` that is true, leaves of `params` may be `jqx.interop.Lazy`, and
-    weights that it returns too; to others these are an error.
-
-    `plan.map_weights(f, params)` goes through the weights of any tree of parameters, with their
-    names and specs. For linen and nnx, `params` is what `ptq` of theirs says.
+    `plan.map_weights(f, params)` visits the weights of any tree of parameters, with their names and
+    specs. For linen and nnx, `params` has the form that their `ptq` documents.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -55,19 +55,19 @@ class Algorithm(Protocol):
     """
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
-        """Returns the parameters, each planned weight as a QTensor of the plan's format, or as
-        floats, which are rounded to nearest then.
+        """Returns the parameters. Each planned weight is a QTensor of the plan's format, or a float
+        array that is then rounded to nearest.
 
         Args:
           plan: what is quantized, and how: `plan.weights` and `plan.sites`.
           params: the parameters, in float.
-          stats: of the calibration; `None` where there was none.
+          stats: statistics of the calibration; `None` if there was none.
         """
         ...
 
 
 def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
-    """Checks that an algorithm can be called; `of_functions` says that it may want the function."""
+    """Checks that an algorithm can be called; with `of_functions` it may need the function."""
     is_class = isinstance(algorithm, type)
     wants = [
         name for name in ("rewrite", "run", "correct", "algorithms") if hasattr(algorithm, name)
@@ -79,7 +79,7 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
         function=function,
         problem="`algorithm` needs the function, and batches.",
         given=f"{algorithm!r}",
-        expected="an algorithm that chooses codes by statistics alone, such as "
+        expected="an algorithm that chooses codes from statistics alone, such as "
         "jqx.algorithms.gptq()",
         mend="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
     )
@@ -87,18 +87,18 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
         algorithm is None or fits,
         error=TypeError,
         function=function,
-        problem="`algorithm` is no algorithm.",
+        problem="`algorithm` is not an algorithm.",
         given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
         expected="a function (plan, params, stats) that returns the parameters, or None",
         mend=f"call the class: {algorithm.__name__}()."
         if is_class
-        else "leave it out to round to nearest; other options go by name, such as params=1.",
+        else "leave it out to round to nearest; pass other options by name, such as params=1.",
     )
 
 
 class Parts(NamedTuple):
-    """The algorithms of `jqx.algorithms.chain`, or one: what rewrites parameters, what chooses
-    codes, or `None`, and what corrects after that.
+    """The parts of an algorithm or of `jqx.algorithms.chain`: those that rewrite parameters, the
+    one that chooses codes or `None`, and those that correct afterwards.
     """
 
     rewrites: tuple[Any, ...]
@@ -116,19 +116,20 @@ def parts_of(algorithm: Any) -> Parts:
 
 
 def observers_of(algorithm: Algorithm | None) -> Any:
-    """Returns the observers that an algorithm asks for, if it does."""
+    """Returns the observers that an algorithm needs, if any."""
     return getattr(algorithm, "observers", None)
 
 
 class Chosen(NamedTuple):
-    """What an algorithm returns that has something to report.
+    """The result of an algorithm with a report.
 
     Attributes:
-      params: the parameters, as of `Algorithm`.
-      report: of any kind; `jqx.Quantized.details` has it.
-      maps: what is done with channels at sites, as `jqx.map_channels` takes it.
-      real: with which float parameters the function of these maps is the float function, where that
-        is not with those that were given: what corrects codes compares with it. `None`: with those.
+      params: the parameters, as `Algorithm` returns them.
+      report: any object; it becomes `jqx.Quantized.details`.
+      maps: maps of channels at sites, as `jqx.map_channels` takes them.
+      real: the float parameters with which the function with these maps is the float function, if
+        they are not those that were given. Corrections of codes compare with it. `None`: the given
+        parameters.
     """
 
     params: Any
@@ -138,13 +139,13 @@ class Chosen(NamedTuple):
 
 
 def as_chosen(result: Any) -> Chosen:
-    """Returns what an algorithm has returned, with a report or without."""
+    """Returns the result of an algorithm as a `Chosen`."""
     return result if isinstance(result, Chosen) else Chosen(result, None)
 
 
 def picked(function: str, chosen: Any, rounded: Any) -> Any:
-    """Returns parameters with the codes that an algorithm chose, where it did, after checking that
-    they are of the plan, as those are that were rounded to nearest.
+    """Returns parameters with the codes that an algorithm chose, and rounded ones elsewhere. Checks
+    that the chosen codes fit the plan, as those rounded to nearest do.
     """
 
     def pick(own: Any, nearest: Any) -> Any:
@@ -156,7 +157,7 @@ def picked(function: str, chosen: Any, rounded: Any) -> Any:
             and kinds[0].scale.shape == kinds[1].scale.shape,
             error=ValueError,
             function=function,
-            problem="the algorithm chose codes that are not of the plan.",
+            problem="the algorithm chose codes that do not fit the plan.",
             given=repr(own),
             expected=repr(nearest),
             mend="return QTensors of the formats and granularities of plan.weights.",

@@ -1,5 +1,5 @@
-"""What users pass as `f`, `plan`, `stats` and `batches`: checked, and named where it is something
-else that jqx makes, or stands in the place of another argument.
+"""Checks of the arguments `f`, `plan`, `stats` and `batches`. Errors name the object if it is
+another value of jqx, or was passed as the wrong argument.
 """
 
 import sys
@@ -29,7 +29,7 @@ def check_function(function: str, f: Any) -> None:
     if isinstance(f, (Plan, Policy)):
         mend = f"pass the function first: jqx.{function}(f, ...)(params, x)."
     elif hasattr(f, "shape"):
-        mend = f"pass the function itself, not what it returns: jqx.{function}(f, ...)(params, x)."
+        mend = f"pass the function itself, not its result: jqx.{function}(f, ...)(params, x)."
     elif callable(f):
         mend = "pass module.apply, whose parameters are the variables, or use jqx.linen."
     raise TypeError(
@@ -44,14 +44,14 @@ def check_function(function: str, f: Any) -> None:
 
 
 def check_plan(function: str, plan: Any, *others: Any, order: str, policies: bool = False) -> None:
-    """Checks that `plan` is a `Plan`, or, where these are taken, a `Policy`.
+    """Checks that `plan` is a `Plan`, or a `Policy` where policies are allowed.
 
     Args:
-      function: who asks, for messages.
+      function: name of the calling function, for messages.
       plan: what was passed as the plan.
-      *others: what was passed beside it, one of which may be the plan.
+      *others: the other arguments, one of which may be the plan.
       order: how the function is called: `quantize_params(params, plan)`.
-      policies: whether a `Policy` will do.
+      policies: whether a `Policy` is allowed.
     """
     kinds = (Plan, Policy) if policies else Plan
     if isinstance(plan, kinds):
@@ -60,18 +60,18 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
     if any(isinstance(other, Plan) for other in others):
         mend = f"the arguments are in another order: call jqx.{order}."
     elif isinstance(plan, Policy):
-        mend = f"a policy is no plan: plan first, {_MAKE}."
+        mend = f"a policy is not a plan: make the plan first, {_MAKE}."
     elif name is not None:
         mend = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
     elif callable(plan):
-        mend = f"call what jqx.make_plan returns: {_MAKE}."
+        mend = f"call the function that jqx.make_plan returns: {_MAKE}."
     else:
         mend = "make one with jqx.make_plan(f, policy)(*args)."
     check_instance(function, "plan", plan, kinds, mend=mend)
 
 
 def check_stats(function: str, argument: str, stats: Any) -> None:
-    """Checks that statistics are a dict of them, and no scales yet."""
+    """Checks that statistics are a dict of statistics, not of scales."""
     is_dict = isinstance(stats, Mapping)
     first = next(iter(stats.values()), None) if is_dict else None
     if is_dict and not isinstance(first, Affine):
@@ -81,7 +81,7 @@ def check_stats(function: str, argument: str, stats: Any) -> None:
     if isinstance(first, Affine):
         given, mend = "a dict of scales, from jqx.affines", "pass what jqx.calibrate returned."
     elif isinstance(stats, tuple) and len(stats) == 2 and isinstance(stats[1], Mapping):
-        given = "a pair of which the second is a dict: what a function from jqx.calibrate returns"
+        given = "a pair whose second part is a dict, as a function from jqx.calibrate returns"
         mend = "take the second: out, stats = jqx.calibrate(f, plan)(params, x)."
     elif isinstance(stats, (list, tuple)):
         mend = "merge them first: jqx.merge_stats(plan, a, b), or jqx.calibrate_batches."
@@ -92,21 +92,21 @@ def check_stats(function: str, argument: str, stats: Any) -> None:
     raise TypeError(
         message(
             function,
-            f"`{argument}` is no dict of statistics.",
+            f"`{argument}` is not a dict of statistics.",
             given=given,
-            expected="the statistics of a calibration, a dict",
+            expected="a dict with the statistics of a calibration",
             mend=mend,
         )
     )
 
 
 def check_batches(function: str, batches: Any) -> None:
-    """Checks that batches can be iterated over, each a batch."""
+    """Checks that batches are an iterable of batches."""
     mend = "pass a list, or a generator."
     if isinstance(batches, (Iterable, QTensor)) and not isinstance(batches, (Mapping, str, bytes)):
         return
     kind = type(batches).__name__
-    given = f"a {kind}, which has its keys for items" if isinstance(batches, Mapping) else None
+    given = f"a {kind}, which iterates over its keys" if isinstance(batches, Mapping) else None
     if isinstance(batches, Mapping):
         mend = "pass a list of batches: [batch]."
     elif isinstance(batches, (Plan, Policy)):
@@ -114,9 +114,9 @@ def check_batches(function: str, batches: Any) -> None:
     raise TypeError(
         message(
             function,
-            "`batches` is no list of batches.",
+            "`batches` is not a list of batches.",
             given=given or f"an object of type {kind}",
-            expected="an iterable of batches, each a tuple of arguments, or a lone argument",
+            expected="an iterable of batches, each a tuple of arguments, or a single argument",
             mend=mend,
         )
     )
@@ -129,10 +129,10 @@ def check_batch(function: str, batch: Any, place: int) -> None:
             raise TypeError(
                 message(
                     function,
-                    f"batch {place} holds something else than arrays.",
+                    f"batch {place} holds objects that are not arrays.",
                     given=f"an object of type {type(leaf).__name__}",
-                    expected="arrays and numbers, in a tuple of arguments or a lone argument",
-                    mend="convert it with jnp.asarray; bind what is static: "
+                    expected="arrays and numbers, in a tuple of arguments or a single argument",
+                    mend="convert it with jnp.asarray; bind static arguments: "
                     "functools.partial(f, train=False).",
                 )
             )
@@ -146,6 +146,6 @@ def _is_value(leaf: Any) -> bool:
 
 
 def _is_unbound(f: Any) -> bool:
-    """Whether `f` is a linen module that has no variables: to call it is an error of Flax."""
+    """Whether `f` is a linen module without variables: calling it is an error in Flax."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(f, linen.Module) and f.scope is None

@@ -1,4 +1,4 @@
-"""`jqx.decode_attention` in a traced function, which keeps its name there."""
+"""`jqx.decode_attention` in a traced function, where its name is kept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ _RANKS = [3, 4, 4, 1]
 
 
 def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | None:
-    """Returns `decode_attention` of the operands of an equation, where this is it, and its keys or
-    values are quantized. One that `vmap` or a derivative has changed is evaluated as it stands.
+    """Returns `decode_attention` if this equation calls it and its keys or values are quantized. If
+    `vmap` or a derivative has changed the call, it is evaluated as any other equation.
     """
     attend = attention_named(_compat.name_of_jit(eqn))
     if attend is None or [x.aval.ndim for x in eqn.invars] != _RANKS or len(eqn.outvars) != 1:

@@ -1,4 +1,4 @@
-"""Calibration: observe activations in float, merge what was seen, decide scales."""
+"""Calibration: observe activations in float, merge statistics, compute scales."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from ._weight import real_of
 from .primitives import Records, counted
 
 Stats = dict[str, Any]
-"""Statistics by key, such as `layer0/w:dot_general:lhs`; each a pytree of its calibrator."""
+"""Statistics by key, such as `layer0/w:dot_general:lhs`; each is the pytree of a calibrator."""
 
 Affines = dict[str, Affine]
 """Scales and zero points by key."""
@@ -42,11 +42,11 @@ Affines = dict[str, Affine]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observe(Rules):
-    """Evaluates in float, and records.
+    """Evaluates in float, and records statistics.
 
     Attributes:
-      entries: what is recorded.
-      shape: of the weights of rows, where these are followed.
+      entries: the entries to record.
+      shape: shape of the weights of rows, if rows are weighted.
     """
 
     entries: Entries
@@ -102,33 +102,36 @@ class Observe(Rules):
 def calibrate(
     f: Callable[P, R], plan: Plan | Policy, *, observers: GivenObservers = None
 ) -> Callable[P, tuple[R, Stats]]:
-    """Returns a function that evaluates `f` in float and observes what needs a static scale, and
-    what observers look at.
+    """Returns a function that evaluates `f` in float and records statistics for static scales and
+    for observers.
 
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      observers: what else is recorded: a dict from regular expressions, matched in full against
-        the paths of the sites of the plan, or those of the weights that theirs are parts of, to a
-        `jqx.observers.Observer` or a tuple of them. Sites without a static scale are observed too;
-        contractions that the plan skips are not. A calibrator observes the operands that the plan
-        quantizes, static or not.
+      plan: a `Plan`, or a `Policy` to plan the call with (then argument 0 holds the parameters).
+      observers: other statistics to record: a dict from regular expressions to a
+        `jqx.observers.Observer` or a tuple of observers. The expressions are matched in full
+        against the paths of the sites of the plan, or the paths of the weights that they are parts
+        of. Sites without a static scale are observed too; contractions that the plan skips are not.
+        A calibrator observes the operands that the plan quantizes, static or not.
 
     Returns:
-      `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and statistics of this one
-      batch. Pure, so it may be jitted; merge the statistics of several batches with `merge_stats`.
-      A QTensor that is no weight, such as a cache, stays one, as in `convert`.
+      `calibrated(*args, **kwargs) -> (out, stats)`: the result of `f`, and the statistics of this
+      batch. It is pure, so it may be jitted. Merge the statistics of several batches with
+      `merge_stats`. A QTensor that is not a weight, such as a cache, stays a QTensor, as in
+      `convert`.
 
-      The entry of an observer is called by it, such as `layer0/w:dot_general:lhs@hessian`; it has a
-      leading axis for each scan that steps over the weight of its site. Other loops, branches and
-      the devices of a `shard_map` are merged. Where several sites read one value, along the same
-      axes, its statistics are computed once: their entries are one object.
+      The key of an entry ends with the name of its observer, such as
+      `layer0/w:dot_general:lhs@hessian`. The entry has a leading axis for each scan that steps over
+      the weight of its site. Other loops, branches and the devices of a `shard_map` are merged. If
+      several sites read one value along the same axes, its statistics are computed once, and their
+      entries are one object.
 
     Raises:
-      TypeError: `f` is no function, `plan` no plan or `observers` no dict of observers.
-      ValueError: the plan was made for another function, a regular expression of `observers` is
-        invalid or matches no site, an observer looks at nothing there, two observers of a site
-        have one name, or what an observer returns differs in structure, shapes or dtypes.
+      TypeError: if `f` is not a function, `plan` is not a plan or `observers` is not a dict of
+        observers.
+      ValueError: if the plan was made for another function, a regular expression of `observers` is
+        invalid or matches no site, an observer observes nothing there, two observers of a site have
+        the same name, or the results of an observer differ in structure, shapes or dtypes.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -154,8 +157,8 @@ def observed(
     rules: type[Observe] = Observe,
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[P, tuple[R, Stats]]:
-    """Returns what `calibrate` does; other rules may do more at sites, with what is given them by
-    keys of operands and results, and a leading axis for each scan over the weight.
+    """Returns the function that `calibrate` returns. `rules` may do more at sites, using values
+    `given` by keys of operands and results, with a leading axis for each scan over the weight.
     """
     params = params_of("calibrate", plan)
     checked = check_observers("calibrate", observers)
@@ -194,18 +197,18 @@ def merge_stats(
     *,
     observers: GivenObservers = None,
 ) -> Stats:
-    """Returns the statistics of two calibrations together; associative.
+    """Returns the merged statistics of two calibrations; associative.
 
     Args:
       plan: the plan that both were made with.
       a: statistics from `calibrate`.
       b: statistics from `calibrate`.
-      observers: those that `calibrate` was given, where it was given any.
+      observers: the observers that `calibrate` was given, if any.
 
     Raises:
-      TypeError: `observers` is no dict of observers.
-      ValueError: `a` or `b` has not the entries of the plan, or entries of other observers, or a
-        regular expression of `observers` matches no site.
+      TypeError: if `observers` is not a dict of observers.
+      ValueError: if `a` or `b` does not have the entries of the plan, or has entries of other
+        observers, or a regular expression of `observers` matches no site.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -238,24 +241,24 @@ def merge_stats(
 
 @called("affines", "pass the plan first: jqx.affines(plan, stats).")
 def affines(plan: Plan, stats: Mapping[str, Any], params: Any = None) -> Affines:
-    """Returns the scale and zero point of every static activation: the calibrators decide here.
+    """Returns the scale and zero point of every static activation, computed by its calibrator.
 
     Args:
       plan: the plan that `stats` were made with.
-      stats: from `calibrate`, merged over batches; entries of observers have no part in it.
+      stats: from `calibrate`, merged over batches; entries of observers are ignored.
       params: float weights, whose scales are returned too: `simulate`, `quantize_params` and
-        `convert` take them, so that they can be trained. A tuple of arguments where the plan was
-        made with several. `None` returns those of activations alone.
+        `convert` take them, so that they can be trained. A tuple of arguments if the plan was made
+        with several. With `None`, only the scales of activations are returned.
 
     Returns:
       A dict from keys such as `layer0/w:dot_general:lhs` to `(scale, zero_point)`; with `params`
       also from `layer0/w:weight`.
 
     Raises:
-      TypeError: `plan` is no `Plan`.
-      ValueError: `stats` has not the entries of the plan, some were never observed, or NaN values
-        were. (Under jit, where this cannot be seen, such scales come out as NaN.) Or `params` are
-        not those of the plan.
+      TypeError: if `plan` is not a `Plan`.
+      ValueError: if `stats` does not have the entries of the plan, or if a site was never observed
+        or has seen NaN values. (Under jit, where this cannot be checked, such scales are NaN.) Or
+        if `params` are not those of the plan.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -280,7 +283,7 @@ def affines(plan: Plan, stats: Mapping[str, Any], params: Any = None) -> Affines
 
 
 def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
-    """Returns what `affines` returns, of those static activations that have statistics."""
+    """Returns the result of `affines` for those static activations that have statistics."""
     specs = {key: spec for key, spec in plan.static_specs().items() if key in stats}
     counts = {key: spec.calibrator.observed(stats[key]) for key, spec in specs.items()}
     unseen = [
@@ -311,7 +314,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
                 "NaN values were observed.",
                 given=", ".join(f"{n} at {key}" for key, n in list(spoilt.items())[:4]),
                 expected="batches whose activations are numbers",
-                mend="leave those batches out, or find where the NaN arises.",
+                mend="leave those batches out, or find the source of the NaN values.",
             )
         )
     return {
@@ -323,7 +326,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
 
 
 def _each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any]:
-    """Maps over the leading axes that statistics have, one for each scan over a weight."""
+    """Maps `f` over the leading axes of statistics, one for each scan over a weight."""
     for _ in loops:
         f = jax.vmap(f)
     return _compat.intermediates()(f)
@@ -339,7 +342,7 @@ def _check_keys(
         message(
             function,
             f"`{argument}` does not have the entries of the plan.",
-            given=f"{len(stats)} entries, of which these differ: {', '.join(differ[:4])}",
+            given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
             expected=f"one entry for each of the {len(specs)} static activations of the plan",
             mend="pass statistics from jqx.calibrate with the same plan.",
         )
@@ -349,8 +352,8 @@ def _check_keys(
 def _check_observed(
     plan: Plan, a: Mapping[str, Any], b: Mapping[str, Any], known: Mapping[str, Any]
 ) -> None:
-    """Checks that both have the entries of the same observers, all of them given, and of one shape
-    each.
+    """Checks that both have entries of the same observers, that all of these were given, and that
+    the entries of each have the same shapes.
     """
     static = plan.static_specs()
     seen = set(a) | set(b)
@@ -363,12 +366,12 @@ def _check_observed(
     raise ValueError(
         message(
             "merge_stats",
-            "entries are of observers that are not given."
+            "there are entries of observers that were not given."
             if strange
             else "`a` and `b` do not have the same entries of observers.",
             given=f"{', '.join((strange or one_sided)[:4])}",
             expected="entries of the observers given, the same in both",
-            mend="pass the observers= that both were calibrated with.",
+            mend="pass the observers= that were used for both calibrations.",
         )
     )
 

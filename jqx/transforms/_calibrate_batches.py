@@ -1,4 +1,4 @@
-"""`calibrate_batches`: the statistics of many batches."""
+"""`calibrate_batches`: the merged statistics of many batches."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from ._quantize_params import dequantize_params
 from ._trace import check_function, is_array
 
 _LARGE = 2**28
-"""Bytes from which on statistics are worth a line."""
+"""The size in bytes from which the size of statistics is printed."""
 
 
 @called("calibrate_batches", "pass for example jqx.calibrate_batches(f, plan, params, batches).")
@@ -38,26 +38,27 @@ def calibrate_batches(
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
 
-    One jitted function observes each batch; a batch of another shape compiles another.
+    One jitted function observes each batch. A batch of another shape compiles another one.
 
     Args:
       f: the function that the plan was made for.
       plan: from `make_plan`.
-      params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
-        made with several. Leaves that are no arrays are static, as everywhere.
-      batches: each a tuple of the other arguments of `f`, in order, or a lone argument that is no
-        tuple. All leaves are arrays or numbers.
-      observers: what else is recorded, as in `calibrate`.
-      quantized: the same parameters quantized, from `quantize_params`: `f` is run with what they
-        stand for too, beside itself, for `jqx.observers.cross`. All else is observed as without.
-      progress: whether to show a bar on standard error, where tqdm is installed, and above it the
-        bytes of large statistics, before they are taken.
+      params: the argument of `f` that holds its weights; a tuple of arguments if the plan was made
+        with several. Leaves that are not arrays are static, as everywhere.
+      batches: each a tuple of the other arguments of `f`, in order, or a single argument that is
+        not a tuple. All leaves are arrays or numbers.
+      observers: other statistics to record, as in `calibrate`.
+      quantized: the same parameters quantized, from `quantize_params`. For
+        `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
+        float ones. All other statistics stay the same.
+      progress: whether to show a bar on standard error, if tqdm is installed, and above it the size
+        of large statistics, before they are computed.
 
     Raises:
-      TypeError: `f` is no function, `plan` no `Plan`, `observers` no dict of observers, or
-        `batches` cannot be iterated over.
-      ValueError: there is no batch, the plan was made for another function, `observers` does
-        not fit it, or `quantized` are other parameters.
+      TypeError: if `f` is not a function, `plan` is not a `Plan`, `observers` is not a dict of
+        observers, or `batches` is not iterable.
+      ValueError: if there is no batch, the plan was made for another function, `observers` does not
+        fit it, or `quantized` are other parameters.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -82,7 +83,7 @@ def calibrate_batches(
     valued = {pattern: given for pattern, given in each if given}
     arrays, filled = arrays_of(params)
     if quantized is not None:
-        arrays = _beside(arrays, jax.tree.structure(params), quantized)
+        arrays = _stacked(arrays, jax.tree.structure(params), quantized)
 
     def one(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
@@ -115,16 +116,16 @@ def calibrate_batches(
         error=ValueError,
         function=name,
         problem="there is no batch.",
-        given="an empty `batches`, or a generator that was used up",
+        given="an empty `batches`, or an exhausted generator",
         expected="one batch or more",
-        mend="pass a list, or make the generator anew.",
+        mend="pass a list, or create the generator again.",
     )
     assert found is not None
     return found.stats | elements_of(f, plan, params, first, where)
 
 
-def _beside(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
-    """Returns float parameters, and what quantized ones stand for, along a new axis in front."""
+def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
+    """Returns float parameters and dequantized ones, stacked along a new leading axis."""
     found, other = jax.tree.flatten(dequantize_params(quantized))
     own = [x for x in found if is_array(x)]
     kinds = [[f"{x.dtype.name}{list(x.shape)}" for x in each] for each in (arrays, own)]
@@ -143,8 +144,8 @@ def _beside(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
 def elements_of(
     f: Callable[..., Any], plan: Plan, params: Any, batch: Any, patterns: Sequence[str]
 ) -> Stats:
-    """Returns what `jqx.observers.places` says of the sites that regular expressions match: it is
-    the same for all batches, and nothing else of the function is computed.
+    """Returns the statistics of `jqx.observers.places` for the sites that regular expressions
+    match. They are the same for all batches, and nothing else of the function is computed.
     """
     if not patterns:
         return {}
@@ -160,7 +161,7 @@ def elements_of(
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the arrays of a tree, which `jit` takes, and what makes the tree of others."""
+    """Returns the arrays of a tree, for `jit`, and a function that rebuilds it from arrays."""
     leaves, structure = jax.tree.flatten(tree)
 
     def filled(arrays: Sequence[Any]) -> Any:
@@ -172,13 +173,13 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 @jax.tree_util.register_pytree_node_class
 class _Once:
-    """Statistics of which each object that several entries have crosses `jit` once."""
+    """Statistics in which an object that several entries share crosses `jit` once."""
 
     def __init__(self, stats: Stats):
         self.stats = stats
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
-        """Returns the objects, and which of them each entry has."""
+        """Returns the distinct objects, and the index of the object of each entry."""
         objects = {id(value): value for value in self.stats.values()}
         places = {key: i for i, key in enumerate(objects)}
         return tuple(objects.values()), tuple((k, places[id(v)]) for k, v in self.stats.items())
@@ -191,13 +192,13 @@ class _Once:
 
 def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     """Returns the arguments of the function: the parameters at their positions, and the batch, a
-    tuple or a lone argument.
+    tuple or a single argument.
     """
     return placed(plan.params, params, batch if isinstance(batch, tuple) else (batch,))
 
 
 def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:
-    """Returns arguments: the parameters at their positions, and the others around them."""
+    """Returns arguments: the parameters at their positions, and the others in between."""
     positions = (places,) if isinstance(places, int) else places
     values = (params,) if isinstance(places, int) else params
     arguments = list(others)
@@ -207,7 +208,7 @@ def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:
 
 
 def bytes_of(tree: Any) -> int:
-    """Returns the bytes of arrays, or of what has their shapes and dtypes."""
+    """Returns the size in bytes of arrays, or of objects with shapes and dtypes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

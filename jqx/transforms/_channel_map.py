@@ -1,4 +1,4 @@
-"""A map of the channels of a value: what algorithms keep at sites."""
+"""Maps of the channels of a value, which algorithms insert at sites."""
 
 import dataclasses
 import math
@@ -18,18 +18,19 @@ from .primitives import CONTRACTIONS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelMap:
-    """What is done with the channels of an operand of a contraction, or of its result:
-    `min((x * scale) @ rotation + shift, clip)`, each part where it is given.
+    """A map of the channels of an operand of a contraction, or of its result:
+    `min((x * scale) @ rotation + shift, clip)`. Each part is optional.
 
-    An operand has the channels that are summed over, a result those that the weight makes. Leading
-    axes `loops` are the scans that step over the weight, as `jqx.observers` have them.
+    The channels of an operand are the axes that are summed over. Those of a result are the axes
+    that come from the weight. Leading axes `loops` are the scans that step over the weight, as
+    in the statistics of `jqx.observers`.
 
     Attributes:
       scale: `[*loops, *batch, channels]`, or `None`.
-      factors: square matrices `[*loops, n, n]`; the rotation is their Kronecker product, on blocks
-        of so many channels, one after another. None of them is no rotation.
-      shift: as `scale`.
-      clip: the largest that a channel may be, as `scale`; NaN stays.
+      factors: square matrices `[*loops, n, n]`. The rotation is their Kronecker product, applied to
+        each block of as many channels. Without factors there is no rotation.
+      shift: like `scale`.
+      clip: the largest value of a channel, like `scale`; NaN stays.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -59,8 +60,8 @@ class ChannelMap:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """What is added to the result of a product `x w` of an activation and a weight: `(x a) b`, two
-    narrow products. `x` has its maps behind it, as the weight sees it.
+    """A correction that is added to the result of a product `x w` of an activation and a weight:
+    `(x a) b`, two narrow products. `x` is the activation after its maps, as the weight receives it.
 
     Attributes:
       a: `[*loops, *batch, channels, rank]`.
@@ -82,13 +83,13 @@ class LowRank:
     def apply(
         self, y: jax.Array, result: "Channels", x: jax.Array, operand: "Channels"
     ) -> jax.Array:
-        """Returns the result of a product with the correction.
+        """Returns the result of a product with the correction added.
 
         Args:
           y: the result.
-          result: its channels.
-          x: the operand that is no weight.
-          operand: its channels.
+          result: the channels of the result.
+          x: the operand that is not a weight.
+          operand: the channels of that operand.
         """
 
         def correct(y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -110,19 +111,19 @@ class LowRank:
 
 
 class Channels(NamedTuple):
-    """Which axes of a value are its channels, in order, and which those of a stack."""
+    """The axes of a value that are its channels, in order, and its batch axes."""
 
     batch: tuple[int, ...]
     own: tuple[int, ...]
 
     @classmethod
     def of_operand(cls, about: ObservedSite) -> "Channels":
-        """Those that a site sums over."""
+        """Returns the channels that a site sums over."""
         return cls(about.batch, about.contracted)
 
     @classmethod
     def of_result(cls, eqn: Eqn, place: int) -> "Channels":
-        """Those that the weight makes, which is operand `place`."""
+        """Returns the channels of the result that come from the weight, operand `place`."""
         name, rank = eqn.primitive.name, eqn.outvars[0].aval.ndim
         if name == "conv_general_dilated":
             return cls((), (eqn.params["dimension_numbers"].out_spec[1],))
@@ -136,7 +137,7 @@ class Channels(NamedTuple):
         return cls(tuple(range(stack)), tuple(range(first, first + count)))
 
     def shape(self, of: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of a number for each channel, [*batch, channels]."""
+        """Returns the shape of one number for each channel, [*batch, channels]."""
         return *(of[axis] for axis in self.batch), math.prod(of[axis] for axis in self.own)
 
     def spread(self, x: Any, shape: Sequence[int]) -> Any:

@@ -1,9 +1,9 @@
-"""Which rule each contraction falls under, and what a weight with several uses becomes.
+"""The rule of each contraction, and the format of a weight with several uses.
 
 The uses of one weight are decided together, by the first rule of the policy that matches any of
-them; of one rule, by what it says of lookups. Where that leaves the weight in float it stays so for
-all uses; where it quantizes, all take the same codes, also a use that no rule covers, or a later
-one that leaves it in float.
+them. If one rule matches several uses, its entry for lookups decides. If the decision is float, the
+weight stays in float for all uses. If it is quantized, all uses take the same codes, including a
+use that no rule covers or that a later rule leaves in float.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from ._reasons import NO_WEIGHT
 from ._select_steps import rule_for, selecting
 
 Choice = tuple[int, Rule] | None
-"""A rule and its place in the policy."""
+"""A rule and its index in the policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What becomes of a contraction.
+    """The decision for a contraction.
 
     Attributes:
-      rule: its rule and the place of that; `None` where none matches.
-      reason: why it stays in float; `None` where it is quantized.
-      codes: the operation of the other use that its weight has its codes from.
-      specs: that of the weight in each operand; `None` for activations, and weights in float.
-      may_take: whether it takes codes that its weight has from another use: no rule wants it
-        otherwise.
+      rule: its rule and the index of the rule; `None` if none matches.
+      reason: why it stays in float; `None` if it is quantized.
+      codes: the operation of the other use from which its weight takes its codes.
+      specs: the spec of the weight in each operand; `None` for activations and weights in float.
+      may_take: whether it may take codes that its weight has from another use, because no rule
+        forbids it.
     """
 
     rule: Choice
@@ -51,9 +51,9 @@ def choose(
     dtypes: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[list[Chosen], set[int]]:
-    """Returns what becomes of each contraction, and which rules match one.
+    """Returns the decision for each contraction, and the indices of the rules that match one.
 
-    `dtypes` are those of the parameters, `parts` those of them that are parts of one.
+    `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another.
     """
     rules = selecting(found, policy, parts)
     choices = [_choices(item, policy, rules, parts) for item in found]
@@ -68,12 +68,12 @@ def choose(
 
 
 def weights_of(item: Found) -> list[Origin]:
-    """Returns the weights among the operands of a contraction, each by itself."""
+    """Returns the weights among the operands of a contraction; joined weights are separate."""
     return [part for origin in item.origins if origin for part in origin.parts]
 
 
 class Use(NamedTuple):
-    """What a rule says of a use of a weight."""
+    """What a rule specifies for a use of a weight."""
 
     place: int
     path: str
@@ -112,8 +112,8 @@ def _first(uses: Sequence[Use]) -> Use:
 
 
 def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) -> Chosen:
-    """Returns what a contraction becomes by the rule that covers it, whatever its weights are
-    elsewhere.
+    """Returns the decision for a contraction by the rule that covers it, without regard to other
+    uses of its weights.
     """
     choice = next(iter(choices.values()))
     if len({choice and choice[0] for choice in choices.values()}) > 1:
@@ -135,10 +135,10 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
         return Chosen(choice, f"rule {place} leaves {it} in float", may_take=real)
     if not all(map(_is_float, operands)):
         names = " and ".join(dtype.name for dtype in operands)
-        return Chosen(choice, f"operands are {names}, not real")
+        return Chosen(choice, f"operands are {names}, not floats")
     if integers:
         name = dtypes[integers[0]].name
-        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not of floats")
+        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not a float")
     specs = tuple(weight if origin else None for origin in item.origins)
     return Chosen(choice, None, specs=specs, may_take=True)
 
@@ -148,7 +148,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _spread(found: Sequence[Found], own: Sequence[Chosen], floats: dict[str, Use]) -> None:
-    """Adds the weights that are multiplied together with one that stays in float."""
+    """Adds the weights that are multiplied together with a weight that stays in float."""
     before = -1
     while before != len(floats):
         before = len(floats)
@@ -162,7 +162,7 @@ def _spread(found: Sequence[Found], own: Sequence[Chosen], floats: dict[str, Use
 def _together(
     item: Found, own: Chosen, first: Mapping[str, Use], floats: Mapping[str, Use]
 ) -> Chosen:
-    """Returns what a contraction becomes, given what its weights are elsewhere."""
+    """Returns the decision for a contraction, given the other uses of its weights."""
     paths = [part.path for part in weights_of(item)]
     tied = next((path for path in paths if path in floats), None)
     if tied is not None and any(own.specs):
@@ -181,8 +181,8 @@ def _together(
 
 
 def _taken(origin: Origin, spec: QSpec | None, first: Mapping[str, Use]) -> Use | None:
-    """Returns the use that a weight has its codes from, where that is another one: its own rule
-    leaves it in float, or a rule for lookups in it says otherwise.
+    """Returns the use from which a weight takes its codes, if it is another one: its own rule
+    leaves it in float, or a rule for lookups in it decides otherwise.
     """
     uses = [first[part.path] for part in origin.parts if part.path in first]
     if len(uses) < len(origin.parts) or len({use.spec for use in uses}) > 1:

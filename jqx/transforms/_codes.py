@@ -1,5 +1,5 @@
-"""Where the codes of weights go beside contractions, as `convert` carries them: through views,
-updates, and what loops and branches hand on. Elsewhere they have no quantized form.
+"""Where the codes of weights go outside of contractions, as `convert` carries them: through views,
+updates, loops and branches. Elsewhere they have no quantized form.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from ._origin import Origin
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS
 
 Paths = frozenset[str]
-"""The weights whose codes a value holds; none where it is an array."""
+"""The weights whose codes a value holds; empty for an array."""
 
 _NONE: Paths = frozenset()
 
@@ -22,10 +22,10 @@ class Escape:
     """A place where codes have no quantized form.
 
     Attributes:
-      paths: those of the weights that reach it.
-      how: how they do, such as "reaches `sin`, which has no quantized form".
+      paths: paths of the weights that reach it.
+      how: a description, such as "reaches `sin`, which has no quantized form".
       eqn: the operation.
-      scope: name scopes around it.
+      scope: the name scopes around it.
     """
 
     paths: Paths
@@ -39,9 +39,9 @@ class Codes:
     """Follows codes through jaxprs.
 
     Attributes:
-      escapes: where they have no quantized form, in order.
-      mixed: where codes of several origins become one value: they must be of one format.
-      contracted: the weights that a contraction reads the codes of.
+      escapes: the places where they have no quantized form, in order.
+      mixed: the places where codes of several origins become one value: their formats must agree.
+      contracted: the weights whose codes a contraction reads.
     """
 
     escapes: list[Escape] = dataclasses.field(default_factory=list)
@@ -49,7 +49,7 @@ class Codes:
     contracted: set[str] = dataclasses.field(default_factory=set)
 
     def follow(self, jaxpr: Any, given: Sequence[Paths], scope: str = "") -> list[Paths]:
-        """Returns the codes in the results of a jaxpr, from those in its operands."""
+        """Returns the codes in the results of a jaxpr, given those in its operands."""
         body, _ = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Paths] = dict(zip(body.invars, given, strict=True))
 
@@ -82,13 +82,13 @@ class Codes:
             if name == "scatter":
                 return self._indexed(eqn, known, scope)
             if sum(map(bool, known)) > 1:
-                self._mixes(eqn, known, "is selected beside others", scope)
+                self._mixes(eqn, known, "is selected among others", scope)
             return [_NONE.union(*known)]
         self.escapes.append(Escape(_NONE.union(*known), how, eqn, scope))
         return nothing
 
     def _indexed(self, eqn: Eqn, known: list[Paths], scope: str) -> list[Paths]:
-        """What is taken or written at any places stays codes where the scale can follow."""
+        """Values that are read or written at any places stay codes if the scale can follow."""
         how = f"reaches a `{eqn.primitive.name}` that its scale cannot follow"
         self._mixes(eqn, known[:1], how, scope)
         return known[:1]
@@ -106,7 +106,7 @@ class Codes:
         each = [self.follow(body, given, scope) for body in _compat.sub_jaxprs(eqn)]
         results = [_NONE.union(*results) for results in zip(*each, strict=True)]
         if name in ("cond", "shard_map"):
-            self._mixes(eqn, results, f"is returned by `{name}` in a format of its own", scope)
+            self._mixes(eqn, results, f"is returned by `{name}` in its own format", scope)
         return results
 
     def _mixes(self, eqn: Eqn, held: Sequence[Paths], how: str, scope: str) -> None:
@@ -116,7 +116,7 @@ class Codes:
     def _loop(
         self, eqn: Eqn, body: Any, known: list[Paths], consts: int, count: int, scope: str
     ) -> list[Paths]:
-        """What is carried keeps its format: that from before the first step."""
+        """A carried value keeps the format that it has before the first step."""
         before = known[consts : consts + count]
         results = self.follow(body, known, scope)
         widened = [x for x, init in zip(results, before, strict=False) if x and not init]
@@ -132,7 +132,7 @@ class Codes:
 
 
 def _views(eqn: Eqn, known: Sequence[Paths]) -> list[Paths] | None:
-    """Returns the codes in the results of a view; `None` where the equation is none of them."""
+    """Returns the codes in the results of a view; `None` if the equation is not a view."""
     view = VIEWS.get(eqn.primitive.name)
     if view is None:
         return None
@@ -143,7 +143,7 @@ def _views(eqn: Eqn, known: Sequence[Paths]) -> list[Paths] | None:
     seen = view.track(eqn, origins)
     if not any(seen):
         return None
-    if len(seen) == len(known):  # as many results as operands, each a view of its own
+    if len(seen) == len(known):  # as many results as operands: each is a view of its operand
         return [paths if origin else _NONE for origin, paths in zip(seen, known, strict=True)]
     together = _NONE.union(*known)
     return [together if origin else _NONE for origin in seen]

@@ -119,43 +119,44 @@ def convert(
 ) -> Callable[P, R]:
     """Returns `f` with its planned contractions run on integers.
 
-    `simulate(f, plan, affines, backward=jnp.float32)` has the same bits, and gradients. `simulate`
-    alone computes in float: with depth its results drift away from these.
+    `simulate(f, plan, affines, backward=jnp.float32)` has the same bits, and gradients. Plain
+    `simulate` computes in float, so its results differ from these more with depth.
 
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
-        them from the values at hand instead. `None` where the plan has no static ones.
-      unsupported: what to do where a QTensor reaches an operation without a quantized form:
-        `"error"`, or `"dequantize"` to go on in float.
-      partial_dtype: of products whose contracted axis is on several devices, such as `jnp.bfloat16`
-        or `jnp.float32`: each device scales its part of the sum, and the parts are added in this
-        dtype. `None` leaves it to the compiler, which adds the int32 sums of the devices: exact,
-        and four bytes an element. Scales of activations are of the whole axis either way. It is
-        for `dot_general`, also as einsum traces it; all else is the compiler's.
-      gather_axes: name, or names, of the axes of a mesh along which rows are partitioned too
-        (FSDP): weights are gathered along these where a contraction reads them, as codes and
-        scales. `None` leaves it to the compiler, which gathers what it has made of the codes where
-        scales are in blocks: floats.
-      shardings: where the float weights lie, as `jqx.parallel.shardings` takes them, for
-        `partial_dtype` and `gather_axes`; `None` where it is called outside of jit, or the axes of
-        the mesh are explicit: then arrays tell.
+      plan: a `Plan`, or a `Policy` to plan the call with (then argument 0 holds the parameters).
+      affines: scales from `jqx.affines`, for every static activation and output. `"dynamic"`
+        computes them from the current values instead. `None` if the plan has no static ones.
+      unsupported: what to do if a QTensor reaches an operation without a quantized form:
+        `"error"`, or `"dequantize"` to continue in float.
+      partial_dtype: dtype such as `jnp.bfloat16` or `jnp.float32`, for products whose contracted
+        axis is split over several devices. Each device scales its part of the sum, and the parts
+        are added in this dtype. `None` leaves it to the compiler, which adds the int32 sums of the
+        devices: this is exact, and takes four bytes an element. Scales of activations cover the
+        whole axis in both cases. It applies to `dot_general`, also as einsum traces it; everything
+        else is left to the compiler.
+      gather_axes: name, or names, of the mesh axes along which rows are partitioned too (FSDP).
+        Weights are gathered along them where a contraction reads them, as codes and scales. `None`
+        leaves it to the compiler. If scales are in blocks, it gathers dequantized floats.
+      shardings: how the float weights are sharded, as `jqx.parallel.shardings` takes it, for
+        `partial_dtype` and `gather_axes`. `None` if the function is called outside of jit, or if
+        the axes of the mesh are explicit: then the arrays carry their shardings.
 
     Returns:
-      A function of the arguments of `f` with its result. Weights may be QTensors and Segments, as
+      A function with the arguments and the result of `f`. Weights may be QTensors and Segments, as
       `quantize_params` makes them; a float weight is quantized on the fly. Any other argument may
-      hold QTensors too, such as a cache from `quantize_state`: `f` sees arrays of its shape and
-      dtype; contractions read the codes, `dynamic_update_slice` and `select` quantize what they
-      write, and what loops carry, and results, stay quantized. Wrap it in `jax.jit`. In profiles
-      and compiled programs, the name scope `jqx[path:op]` marks each contraction.
+      hold QTensors too, such as a cache from `quantize_state`. `f` is traced with arrays of their
+      shape and dtype. Contractions read the codes, `dynamic_update_slice` and `select` quantize
+      what they write, and values carried by loops, and results, stay quantized. Wrap the function
+      in `jax.jit`. In profiles and compiled programs, the name scope `jqx[path:op]` marks each
+      contraction.
 
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function; `affines`, or a QTensor, does not fit it;
-        a static activation or output has no scale; `unsupported` is unknown; `partial_dtype`,
-        `gather_axes` or `shardings` have no use.
-      NotImplementedError: a QTensor reaches an operation without a quantized form.
+      TypeError: if `f` is not a function or `plan` is not a plan.
+      ValueError: if the plan was made for another function; if `affines`, or a QTensor, does not
+        fit it; if a static activation or output has no scale; if `unsupported` is unknown; or if
+        `partial_dtype`, `gather_axes` or `shardings` have no effect.
+      NotImplementedError: if a QTensor reaches an operation without a quantized form.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -197,9 +198,9 @@ def _check_used(shardings: Any, *readers: Any) -> None:
         shardings is None or any(x is not None for x in readers),
         error=ValueError,
         function="convert",
-        problem="`shardings` have no use.",
-        given="shardings, without partial_dtype and gather_axes",
-        expected="a dtype that parts of sums are added in, axes to gather along, or no shardings",
+        problem="`shardings` have no effect.",
+        given="shardings without partial_dtype or gather_axes",
+        expected="a dtype in which parts of sums are added, axes to gather along, or no shardings",
         mend="pass partial_dtype=jnp.bfloat16 or gather_axes, or leave shardings out: arrays keep "
         "theirs.",
     )
@@ -214,7 +215,7 @@ def _contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 
 
 def check_converts(call: Call, plan: Plan) -> None:
-    """Evaluates a converted call without its numbers: raises what `convert` does."""
+    """Traces a converted call without computing it, to raise the errors of `convert`."""
     rules = _Integers(plan)
 
     def run(given: list[Any]) -> list[Any]:
@@ -226,7 +227,7 @@ def check_converts(call: Call, plan: Plan) -> None:
 
 
 def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
-    """Returns a leaf as the plan wants it: a planned weight quantized, all else as it is."""
+    """Returns a leaf as the plan needs it: a planned weight is quantized, all else is unchanged."""
     weight = plan.weight_at(path)
     if weight is None:
         return leaf
@@ -257,8 +258,8 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
 
 
 def _results(call: Call, out: Sequence[Any], rules: _Integers) -> list[Any]:
-    """Returns results in the form of the arguments: an argument that is handed on is itself, and
-    there are QTensors among the results only where there are among the arguments.
+    """Returns results in the form of the arguments. An argument that is returned unchanged is the
+    same object. Results contain QTensors only if the arguments do.
     """
     given = dict(zip(call.jaxpr.invars, call.leaves, strict=True))
     places = [None if _compat.is_literal(atom) else atom for atom in call.jaxpr.outvars]

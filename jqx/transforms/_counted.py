@@ -1,5 +1,5 @@
-"""Values of which it is known how much their elements count: as the rows of a batch that they are
-of, by the weight of an observer.
+"""Values with a count for each element: how much the rows of the batch that it comes from count, by
+the weight of an observer.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from ._weight import is_coded
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "counts"), meta_fields=("lost",))
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """An array that depends on a batch. What parameters alone have made is an array as it is.
+    """An array that depends on a batch. Values made of parameters alone are plain arrays.
 
     Attributes:
       value: the array.
-      counts: how much its elements count, float32, of its rank, size 1 where all along an axis
-        count alike, infinite where nothing of a batch has reached them; `None` where it is not
-        known.
-      lost: why it is not known.
+      counts: how much its elements count, float32, with its rank and size 1 along an axis whose
+        elements all count the same; infinite for elements that no value of a batch has reached.
+        `None` if it is unknown.
+      lost: why it is unknown.
     """
 
     value: Any
@@ -33,17 +33,17 @@ class Counted:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how much its elements count."""
+        """Whether the counts of the elements are known."""
         return self.counts is not None
 
 
 class Lost(Exception):
-    """Raised where it is not known how much the elements of a value count that a loop carries, and
-    before its first step it is.
+    """Raised if the counts of a value that a loop carries are known before its first step, but not
+    after a step.
 
     Attributes:
-      why: it is not known.
-      place: of the value among those that are carried.
+      why: the reason that they are unknown.
+      place: index of the value among those that are carried.
     """
 
     place: int = -1
@@ -54,17 +54,17 @@ class Lost(Exception):
 
 
 def value_of(x: Any) -> Any:
-    """Returns a value as it is."""
+    """Returns the plain value."""
     return x.value if isinstance(x, Counted) else x
 
 
 def is_counted(x: Any) -> bool:
-    """Whether something is said of how much the elements of a value count."""
+    """Whether a value is a `Counted`, with known or unknown counts."""
     return isinstance(x, Counted)
 
 
 def counts_of(x: Any) -> jax.Array:
-    """Returns how much each element of a value counts, of its shape."""
+    """Returns how much each element of a value counts, in the shape of the value."""
     value = value_of(x)
     known = is_counted(x) and x.is_known
     counts = x.counts if known else jnp.full((1,) * jnp.ndim(value), jnp.inf, jnp.float32)
@@ -72,8 +72,8 @@ def counts_of(x: Any) -> jax.Array:
 
 
 def opened(x: Any) -> Any:
-    """Returns a value with how much each of its elements counts, where that may be known: what
-    loops carry has one form.
+    """Returns a value with a count for each of its elements, if they can be known: all values that
+    a loop carries have this form.
     """
     if is_coded(x) or (is_counted(x) and not x.is_known):
         return x
@@ -82,14 +82,14 @@ def opened(x: Any) -> Any:
 
 
 def spread(x: Any) -> Any:
-    """Returns a value with how much each of its elements counts, where something is said of it:
-    it is split along the axes of the value.
+    """Returns a `Counted` value with a count for each of its elements, so that both can be split
+    along the axes of the value. Other values are returned unchanged.
     """
     return opened(x) if is_counted(x) else x
 
 
 def common(forms: Sequence[Any]) -> Any:
-    """Returns the form in which all of several values of one shape can be said."""
+    """Returns the form in which all of several values of one shape can be expressed."""
     lost = next((x for x in forms if is_counted(x) and not x.is_known), None)
     known = next(filter(is_counted, forms), None)
     if lost is not None or known is None:
@@ -99,7 +99,7 @@ def common(forms: Sequence[Any]) -> Any:
 
 
 def alike(values: Sequence[Any]) -> list[Any]:
-    """Returns values of one shape, each in the form in which all of them can be said."""
+    """Returns values of one shape, all in the form in which each can be expressed."""
     form = common(values)
     return [counted_like(x, form) for x in values] if is_counted(form) else list(values)
 

@@ -1,5 +1,5 @@
-"""How much the rows of a batch count, by the weight of an observer: of the arguments of a function,
-and of what its sites read.
+"""How much the rows of a batch count, by the weight of an observer: for the arguments of a function
+and for the operands of its sites.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ Weight = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Following(Rules):
-    """Evaluates in float, and follows how much rows count."""
+    """Evaluates in float, and tracks how much rows count."""
 
     @property
     def is_counting(self) -> bool:
         return True
 
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
-        """Not called: what is evaluated stands nowhere in the plan."""
+        """Not called: the evaluated equations are not sites of the plan."""
         raise NotImplementedError
 
 
 def followed(plan: Plan, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluates an equation in float; where it is known how much operands count, so it is of
-    results.
+    """Evaluates an equation in float and returns results with counts, if those of operands are
+    known.
     """
     return evaluate_counted(eqn, operands, _Following(plan))[0]
 
@@ -47,8 +47,8 @@ def followed(plan: Plan, eqn: Any, operands: list[Any]) -> list[Any]:
 def weights_of(
     function: str, weight: Weight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> jax.Array:
-    """Returns how much rows count, float32: what a weight says of the arguments of a call, less the
-    parameters.
+    """Returns how much rows count, float32: the result of `weight` for the arguments of a call
+    without the parameters.
     """
     positions = (params,) if isinstance(params, int) else params
     others = [x for place, x in enumerate(args) if place not in positions]
@@ -56,18 +56,18 @@ def weights_of(
         found = weight(*others, **kwargs)
     except Exception as error:
         error.add_note(
-            f"  at:       weight= of an observer, given {len(others)} arguments, those "
-            "of the function less its parameters"
+            f"  at:       weight= of an observer, called with {len(others)} arguments: those "
+            "of the function without its parameters"
         )
         raise
-    mend = "let it return booleans, such as tokens != 0, or numbers from 0."
+    mend = "let it return booleans, such as tokens != 0, or non-negative numbers."
     require_that(
         hasattr(found, "shape") and hasattr(found, "dtype"),
         error=TypeError,
         function=function,
-        problem="the `weight` of an observer returns no array.",
+        problem="the `weight` of an observer does not return an array.",
         given=f"an object of type {type(found).__name__}",
-        expected="an array of the leading axes of an argument",
+        expected="an array with the leading axes of an argument",
         mend=mend,
     )
     dtype = jnp.dtype(found.dtype)
@@ -77,9 +77,9 @@ def weights_of(
         is_real and positive,
         error=ValueError,
         function=function,
-        problem="the `weight` of an observer returns no weights.",
+        problem="the `weight` of an observer does not return weights.",
         given=f"an array of {dtype.name}" + ("" if positive else " with entries below 0, or NaN"),
-        expected="booleans, or numbers from 0",
+        expected="booleans, or non-negative numbers",
         mend=mend,
     )
     return jnp.asarray(found).astype(jnp.float32)
@@ -88,8 +88,8 @@ def weights_of(
 def count_arguments(
     function: str, weights: jax.Array, params: Params, call: Call, leaves: Sequence[Any]
 ) -> list[Any]:
-    """Returns the leaves of a call; of those that are no parameters it is said how much they count,
-    or why that is not known.
+    """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
+    these are unknown.
     """
     positions = (params,) if isinstance(params, int) else params
     shape, found = weights.shape, []
@@ -117,7 +117,7 @@ def count_arguments(
         given=f"a weight of shape {shape}, arguments of shapes "
         f"{', '.join(str(x.value.shape) for x in found if is_counted(x)) or 'none'}",
         expected="the leading axes of an argument, such as [batch, tokens]",
-        mend="let it return an array of these axes.",
+        mend="let it return an array with these axes.",
     )
     return found
 
@@ -125,13 +125,13 @@ def count_arguments(
 def count_operand(
     function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Returns how much the elements of an operand of a site count, as observers are told.
+    """Returns how much the elements of an operand of a site count, as observers receive it.
 
     Args:
-      function: who asks, for messages.
+      function: name of the calling function, for messages.
       site: the name of the site.
       x: the operand.
-      shape: that of the weight, for messages.
+      shape: the shape of the weight, for messages.
     """
     if is_counted(x) and x.is_known:
         return jnp.where(jnp.isinf(x.counts), 1, x.counts)
@@ -144,8 +144,8 @@ def count_operand(
             f"it is not known how much the rows of {site!r} count.",
             given=("" if shape is None else f"a weight of shape {shape}, and ")
             + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
-            expected="an operand that is made of arguments with these leading axes, by operations "
-            "through which rows are followed",
+            expected="an operand that is computed from arguments with these leading axes, by "
+            "operations through which rows can be followed",
             mend="name other sites in observers=, or let `weight` return the leading axes of the "
             "argument that this site reads.",
         )

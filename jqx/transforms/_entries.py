@@ -1,4 +1,4 @@
-"""What is recorded at the sites of a call: by the calibrators of its plan, and by observers."""
+"""The entries of the statistics of a call: those of calibrators of its plan, and of observers."""
 
 import dataclasses
 import functools
@@ -25,10 +25,10 @@ class Part(NamedTuple):
     """An operand of a site, or its result.
 
     Attributes:
-      key: name of its statistics.
-      about: what an observer is told.
+      key: the name of its statistics.
+      about: the description that an observer receives.
       kind: its shape and dtype in one step of the loops around the site.
-      place: which operand of the contraction it is; -1 for the result.
+      place: index of the operand of the contraction; -1 for the result.
     """
 
     key: str
@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One entry of the statistics: what one observer records of one operand of a site.
+    """One entry of the statistics: what one observer records for one operand of a site.
 
     Attributes:
       key: its name in the statistics.
       site: the site.
-      observer: what records.
+      observer: the observer.
       part: the operand.
     """
 
@@ -62,8 +62,8 @@ class Entry:
     def observe(
         self, x: jax.Array, sizes: jax.Array | None = None, weights: jax.Array | None = None
     ) -> Any:
-        """Returns the statistics of one operand; `sizes` are those of the groups of its rows, and
-        `weights` how much it counts.
+        """Returns the statistics of one operand; `sizes` are the sizes of the groups of its rows,
+        and `weights` how much its elements count.
         """
         about = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
         return self.observer.observe(x, about)
@@ -71,13 +71,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """All that is recorded in a call.
+    """All entries of a call.
 
     Attributes:
       recorded: the entries that are computed, by key.
-      shared: for each entry of the statistics, in order, the key of the one that is computed: of
-        operands that are one value, along the same axes, an observer sees the first.
-      places: the entries that say where a weight stands: they depend on no value.
+      shared: for each entry of the statistics, in order, the key of the entry that is computed. If
+        operands are one value along the same axes, an observer records only the first.
+      places: the entries of `jqx.observers.places`, which depend on no value.
     """
 
     recorded: Mapping[str, Entry]
@@ -93,8 +93,8 @@ class Entries:
         return found
 
     def by_weight(self) -> "dict[Weight | None, Entries]":
-        """Returns the entries whose observers have one weight, for each; those whose observers have
-        none are among the first.
+        """Returns for each `weight` the entries of the observers that have it. Those of observers
+        without one are added to the first.
         """
         given = dict.fromkeys(entry.observer.weight for entry in self.recorded.values())
         first, *others = [weight for weight in given if weight is not None] or [None]
@@ -107,21 +107,21 @@ class Entries:
         return {first: of(first, None)} | {weight: of(weight) for weight in others}
 
     def at(self, address: Address) -> Sequence[Entry]:
-        """Returns the entries of the site at an address, or of those inside the equation there."""
+        """Returns the entries of the site at an address, or of the sites inside its equation."""
         return self._at.get(address, ())
 
 
 def entries_of(
     function: str, plan: Plan, jaxpr: Any, found: Sequence[Found], given: Checked
 ) -> Entries:
-    """Returns what is recorded in a call.
+    """Returns the entries of a call.
 
     Args:
-      function: who asks, for messages.
+      function: name of the calling function, for messages.
       plan: the plan of the call.
-      jaxpr: what it computes.
+      jaxpr: the jaxpr of the call.
       found: its contractions.
-      given: the observers, beside the calibrators of the plan.
+      given: the observers, in addition to the calibrators of the plan.
     """
     items = {item.address: item for item in found if item.address}
     entries: list[Entry] = []
@@ -156,7 +156,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
     parts = []
     for i, (operand, own) in enumerate(zip(site.operands, axes, strict=True)):
         side = ("lhs", "rhs")[i]
-        # Of a convolution the features come first; along the others the kernel slides.
+        # In a convolution the features come first; along the other axes the kernel slides.
         summed = own.contracted[:1] if site.op == "conv_general_dilated" else own.contracted
         about = ObservedSite(
             site.path,
@@ -184,7 +184,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
 
 
 def _patches_of(eqn: _compat.Eqn) -> Patches | None:
-    """Returns how a convolution takes patches of its image; `None` for all else."""
+    """Returns how a convolution takes patches of its image; `None` for any other operation."""
     p = eqn.params
     if eqn.primitive.name != "conv_general_dilated" or p["batch_group_count"] != 1:
         return None
@@ -201,7 +201,7 @@ def _kind_of(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
-    """Finds the entries that are of one value and alike in all that an observer is told."""
+    """Finds the entries that have the same value and the same description for observers."""
     numbers = numbered(jaxpr)
     first: dict[Any, Entry] = {}
     shared = {}
@@ -217,7 +217,7 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
 
 
 def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
-    """Raises where the three functions of an observer do not return one kind of statistics."""
+    """Raises if the three functions of an observer do not return the same kind of statistics."""
     about, kind = dataclasses.replace(entry.part.about, path=""), entry.part.kind
     what = (entry.observer, about, kind.shape, kind.dtype)
     if what in checked:
@@ -237,9 +237,9 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
             function,
             f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
             "return.",
-            given=f"{kinds_of(empty)} and {kinds_of(found)}, of {entry.part.key!r}",
+            given=f"{kinds_of(empty)} and {kinds_of(found)}, for {entry.part.key!r}",
             expected="one structure, with the same shapes and dtypes",
-            mend=f"let `empty` return what `{name}` does, of no values.",
+            mend=f"let `empty` return what `{name}` would return for no values.",
         )
         raise ValueError(text)
 
@@ -252,17 +252,17 @@ def kinds_of(stats: Any) -> str:
 def _check_looks(
     function: str, plan: Plan, given: Checked, looks: set[tuple[Observer, str]]
 ) -> None:
-    """Raises where an observer looks at no operand of the sites that its pattern matches."""
+    """Raises if an observer records no operand of the sites that its pattern matches."""
     for pattern, observers in given:
         for observer in observers:
             if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
                 continue
             text = message(
                 function,
-                f"the observer {str(observer)!r} looks at no operand of its sites.",
+                f"the observer {str(observer)!r} records no operand of its sites.",
                 given=f"observers[{pattern!r}]",
-                expected="an operand that its `looks_at` takes: by default an activation beside a "
-                "weight; for a calibrator one that the plan quantizes",
+                expected="an operand that its `looks_at` accepts: by default an activation that is "
+                "multiplied by a weight; for a calibrator an operand that the plan quantizes",
                 mend="name other sites, or leave that observer out.",
             )
             raise ValueError(text)

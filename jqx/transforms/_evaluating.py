@@ -1,4 +1,4 @@
-"""Errors that a function raises while it is traced: said to be its own, with its arguments."""
+"""Errors that a function raises while it is traced are attributed to it, with its arguments."""
 
 import contextlib
 import inspect
@@ -10,18 +10,18 @@ import jax
 from .._errors import message
 
 _OWN = (TypeError, ValueError, LookupError, AttributeError)
-"""What arguments that do not fit make of a function."""
+"""The exceptions that a function raises for arguments that do not fit."""
 
 _TRACED = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
-"""What JAX raises where a function asks for a value that is traced."""
+"""The exceptions that JAX raises if a function needs the value of a traced array."""
 
 
 @contextlib.contextmanager
 def evaluating(
     function: str, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Raises in four parts where `f` fails on its arguments; jqx's own errors pass as they are, and
-    those of JAX keep their class.
+    """Raises an error in four parts if `f` fails on its arguments. Errors of jqx pass unchanged,
+    and errors of JAX keep their class.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def evaluating(
             raise
         text = _text(function, f, args, kwargs, error)
         if isinstance(error, _TRACED):
-            same = type(error).__new__(type(error))  # it would ask for the tracer
+            same = type(error).__new__(type(error))  # its constructor would require the tracer
             same.args = (text,)
             raise same from error
         raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
@@ -47,13 +47,13 @@ def _text(
     misfit = _misfit(f, args, kwargs)
     if misfit is not None:
         problem, expected = misfit
-        mend = "pass the arguments of f, in its order."
+        mend = "pass the arguments of f in its order."
         return message(function, problem, given=given or "none", expected=expected, mend=mend)
     why = next(iter(str(error).splitlines()), "")
-    expected = "arguments that f itself takes, in its order"
-    mend = "call f itself on them to see where it fails."
+    expected = "arguments that f accepts, in its order"
+    mend = "call f itself with them to see where it fails."
     if isinstance(error, _TRACED):
-        mend = "write f with jax.numpy, as jax.jit needs it: it is traced, without values."
+        mend = "write f with jax.numpy, as for jax.jit: it is traced, without values."
     elif any(hasattr(x, "aval") for x in args):
         mend += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."
     return message(
@@ -68,10 +68,10 @@ def _text(
 def _misfit(
     f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """Returns why `f` does not take as many arguments, or of such names, and what it takes."""
+    """Returns why `f` does not accept these arguments, and what it accepts; otherwise `None`."""
     try:
         signature = inspect.signature(f)
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # it has no signature
         return None
     try:
         signature.bind(*args, **kwargs)
@@ -82,7 +82,7 @@ def _misfit(
 
 
 def _shown(x: Any) -> str:
-    """Returns an argument by its type: an array with its shape, a tree by its number of arrays."""
+    """Describes an argument by its type: an array by its shape, a tree by its arrays."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}{list(x.shape)}"
     leaves = [leaf for leaf in jax.tree.leaves(x) if hasattr(leaf, "shape")]

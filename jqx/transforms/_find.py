@@ -1,4 +1,4 @@
-"""Finding the contractions of a jaxpr, in order, and the weights that reach them."""
+"""Finds the contractions of a jaxpr, in order, and the weights that reach them."""
 
 import dataclasses
 import re
@@ -13,17 +13,17 @@ from ._origin import Address, Loop, Origin
 from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
 
 _PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
-"""Name scope of a part of a scan that is split: rules know none of it."""
+"""The name scope of a part of a split scan; rules do not see it."""
 
 HIDDEN = "jqx_channel_map"
-"""Name of jitted functions whose contractions are part of another one, and nothing of their own."""
+"""Name of jitted functions whose contractions belong to another contraction and are not found."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A contraction, or a lookup in a weight, met in a traced function.
+    """A contraction, or a lookup in a weight, found in a traced function.
 
-    `address` is `()` where it is never evaluated as a site: it stays in float for the `reason`.
+    `address` is `()` if it is never evaluated as a site: it stays in float for the `reason`.
     """
 
     address: Address
@@ -34,23 +34,23 @@ class Found:
 
     @property
     def family(self) -> Contraction:
-        """How its primitive is read and evaluated."""
+        """The rules for reading and evaluating its primitive."""
         return CONTRACTIONS[self.eqn.primitive.name]
 
     @property
     def op(self) -> str:
-        """The operation, as policies call it."""
+        """The name of the operation in policies."""
         return self.family.op
 
     @property
     def path(self) -> str:
-        """Path of its weight (the right one of two; of several joined, all), or its name scope."""
+        """Path of its weight (the right one of two; all of several joined), or its name scope."""
         origin = self._weight
         return self.scope if origin is None else origin.name
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """What rules match: the path of each of its weights, or its name scope."""
+        """The paths that rules match: the path of each of its weights, or its name scope."""
         origin = self._weight
         if origin is None:
             return (_PART.sub("", self.scope),)
@@ -68,7 +68,7 @@ class Found:
 
 
 def contraction_of(eqn: Eqn) -> Contraction:
-    """Returns how the primitive of a contraction is read and evaluated."""
+    """Returns the rules for reading and evaluating the primitive of a contraction."""
     return CONTRACTIONS[eqn.primitive.name]
 
 
@@ -80,7 +80,7 @@ def is_marked(eqn: Eqn) -> bool:
 
 
 def holds_contraction(eqn: Eqn) -> bool:
-    """Whether a contraction stands anywhere inside the jaxprs of an equation, but hidden ones."""
+    """Whether the jaxprs inside an equation hold a contraction at any depth that is not hidden."""
     return _compat.name_of_jit(eqn) != HIDDEN and any(
         inner.primitive.name in CONTRACTIONS or holds_contraction(inner)
         for jaxpr in _compat.sub_jaxprs(eqn)
@@ -89,7 +89,7 @@ def holds_contraction(eqn: Eqn) -> bool:
 
 
 class Addressed(NamedTuple):
-    """An equation, the address that a site in its place has, and whether it counts in addresses."""
+    """An equation, the address of a site in its place, and whether it counts in addresses."""
 
     address: Address
     eqn: Eqn
@@ -97,8 +97,8 @@ class Addressed(NamedTuple):
 
 
 def addressed(jaxpr: Any, address: Address = ()) -> Iterator[Addressed]:
-    """Yields the equations of an open jaxpr, each with the address that a site in its place has:
-    that of the function around, and how many marked ones stand before it.
+    """Yields the equations of an open jaxpr, each with the address of a site in its place: the
+    address of the enclosing function, and the number of marked equations before it.
     """
     count = 0
     for eqn in jaxpr.eqns:
@@ -116,7 +116,7 @@ def find(
 ) -> tuple[list[Found], list[Origin | None]]:
     """Returns the contractions of a jaxpr and the origins of its results.
 
-    `reason` says why all of them stay in float, where they do.
+    `reason` is given if all of them stay in float, and says why.
     """
     env: dict[Any, Origin | None] = dict(zip(jaxpr.invars, origins, strict=True))
 
@@ -135,7 +135,7 @@ def find(
                 why = reason or family.excuse(eqn)
                 origins_here = known[: len(family.axes(eqn))]
                 found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
-        elif not marked and not any(known):  # nothing inside, and nothing that passes through
+        elif not marked and not any(known):  # no contraction inside, and no weight passes through
             pass
         elif name in FORMS and any(True for _ in _compat.sub_jaxprs(eqn)):
             inside = _Inside(here, inner_scope, reason)
@@ -146,7 +146,7 @@ def find(
         else:
             inside = _Inside(here, inner_scope, reason)
             for body in _compat.sub_jaxprs(eqn):
-                inside.leave(body, f"it stands inside `{name}`, which jqx does not look into")
+                inside.leave(body, f"it is inside `{name}`, which jqx does not look into")
             found += inside.found
         env.update(zip(eqn.outvars, results, strict=False))
     return found, [origin_of(atom) for atom in jaxpr.outvars]
@@ -193,7 +193,7 @@ def dtypes_of(call: Any) -> dict[str, Any]:
 
 
 def _without_integers(item: Found, floats: Set[str]) -> Found:
-    """Takes a parameter of integers for an activation where one of floats is multiplied by it."""
+    """Treats a parameter of integers as an activation if a parameter of floats multiplies it."""
     real = [
         origin is not None and any(part.path in floats for part in origin.parts)
         for origin in item.origins

@@ -1,7 +1,7 @@
-"""Weights that are on the same devices as the rows (FSDP), gathered as codes and scales.
+"""Weights partitioned along the same axes as the rows (FSDP), gathered as codes and scales.
 
-Where the rows and a weight are partitioned along the same axes of a mesh, a compiler gathers the
-weight before the product: of one whose scales are in blocks, what was made of its codes, in floats.
+If the rows and a weight are partitioned along the same axes of a mesh, a compiler gathers the
+weight before the product. If its scales are in blocks, the compiler gathers dequantized floats.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from ._weight_places import WeightPlaces
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Axes of the mesh along which weights are gathered where a contraction reads them.
+    """Mesh axes along which weights are gathered where a contraction reads them.
 
     Attributes:
-      places: those of weights.
-      left: these, once weights are gathered.
+      places: how weights are partitioned.
+      left: how they are partitioned after they are gathered.
     """
 
     places: WeightPlaces
     left: WeightPlaces
 
     def weight(self, operand: Operand, x: Any) -> Any:
-        """Returns a QTensor with its codes and scales on all devices along the axes; all else as it
-        is.
+        """Returns a QTensor with its codes and scales on all devices along the axes; other values
+        are unchanged.
         """
         if operand.role != "weight" or not is_quantized(x):
             return x
@@ -44,7 +44,7 @@ class Gathered:
 
 
 def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
-    """Returns along which axes weights are gathered; `None` where a compiler decides it."""
+    """Returns the axes along which weights are gathered; `None` if the compiler decides."""
     if axes is None:
         return None
     names = (axes,) if isinstance(axes, str) else axes
@@ -61,12 +61,12 @@ def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
         is_names and bool(names) and own.issuperset(names),
         error=ValueError,
         function=function,
-        problem="`gather_axes` are no axes that weights are partitioned along.",
+        problem="`gather_axes` are not axes along which weights are partitioned.",
         given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(own)}"
-        + (", as their types say" if any(map(has_explicit_axes, meshes)) else ""),
-        expected="the name of an axis of a mesh, or a tuple of names, that the compiler partitions "
-        "weights along, as shardings= says",
+        + (", according to their types" if any(map(has_explicit_axes, meshes)) else ""),
+        expected="the name of a mesh axis, or a tuple of names, along which the compiler "
+        "partitions weights, according to shardings=",
         mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "
-        "with explicit axes say jax.sharding.reshard(w, ...) in the function.",
+        "with explicit axes call jax.sharding.reshard(w, ...) in the function.",
     )
     return Gathered(places, places.without(names))

@@ -1,12 +1,13 @@
-"""Functions whose input was taken for the weight: `f(x, params)` planned without `params=1`, and
-`f(x)` that closes over its weights. Without an error here the plan would look complete, and
-`quantize_params` would quantize the batch.
+"""Detects functions whose input was taken for the weight: `f(x, params)` planned without
+`params=1`, and `f(x)` that closes over its weights. Without an error here the plan would look
+complete, and `quantize_params` would quantize the batch.
 
-A weight, by its place alone, is what argument 0 holds. It is the input where each product of it is
-with an array from a tree in another argument, or, where no other argument is multiplied by
-anything, with one that `f` closes over; and where it stands as inputs do: it contracts its last
-axis and the other another one, or, where that does not tell, it is on the left. A lone array is
-refused for that; a tree, where also more arrays of the other tree are multiplied than of its own.
+By position alone, the contents of argument 0 are the weights. They are the input under two
+conditions. First, each product of them is with an array from a tree in another argument. If no
+other argument is in a product, it is with an array that `f` closes over. Second, they are in the
+position of an input: they contract their last axis and the other operand contracts another one, or,
+if that does not distinguish them, they are on the left. For a single array this suffices. For a
+tree, more arrays of the other tree than of its own must be in products.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +24,12 @@ from ._trace import Call
 
 
 class _Leaf(NamedTuple):
-    """An array that a function is given, or closes over.
+    """An array that a function takes or closes over.
 
     Attributes:
-      place: the argument that it is in, by position or name; `None` where it is closed over, or
-        computed from what is.
-      path: its path there; empty for an argument that is an array.
+      place: the argument that holds it, by position or name; `None` if it is closed over, or
+        computed from such arrays.
+      path: its path in the argument; empty for an argument that is an array.
       aval: its shape and dtype.
     """
 
@@ -38,23 +39,23 @@ class _Leaf(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two axes or more, of floats, as weights of products have."""
+        """Whether it has two or more axes and a float dtype, as weights of products do."""
         return len(self.aval.shape) > 1 and jnp.issubdtype(self.aval.dtype, jnp.floating)
 
     @property
     def name(self) -> str:
-        """Its path, as a key of its argument."""
+        """Its path in its argument, with dtype and shape."""
         where = "an array" if self.place is None else f"{self.path!r} of argument {self.place}"
         return f"{where}, {self.aval.dtype}{list(self.aval.shape)}"
 
 
 class _Product(NamedTuple):
-    """A product of a planned weight and another array, each through views alone.
+    """A product of a planned weight and another array, each reached through views only.
 
     Attributes:
       weight: the planned weight.
-      other: what it is multiplied by.
-      as_input: whether the planned weight stands as inputs do.
+      other: the array that it is multiplied by.
+      as_input: whether the planned weight is in the position of an input.
     """
 
     weight: _Leaf
@@ -63,8 +64,8 @@ class _Product(NamedTuple):
 
 
 def check_inputs(function: str, call: Call, planned: Iterable[Found], weights: Weights) -> None:
-    """Raises where the input of a function was planned as its weight; `planned` are contractions of
-    quantized weights.
+    """Raises if the input of a function was planned as its weight; `planned` are the contractions
+    with quantized weights.
     """
     before = {item.address: item for item in planned if None in item.origins}
     if not isinstance(weights.params, int) or not before:
@@ -98,7 +99,7 @@ def check_inputs(function: str, call: Call, planned: Iterable[Found], weights: W
 
 
 def _leaves(call: Call) -> list[_Leaf]:
-    """Returns the arrays that a function is given."""
+    """Returns the arrays that a function takes."""
     return [
         _Leaf(keys[1].idx if keys[0].idx == 0 else keys[1].key, path_of(keys[2:]), atom.aval)
         for keys, atom in zip(call.keys, call.jaxpr.invars, strict=True)
@@ -108,8 +109,8 @@ def _leaves(call: Call) -> list[_Leaf]:
 def _product(
     item: Found, before: Found, leaves: Sequence[_Leaf], given: Sequence[Source]
 ) -> _Product | None:
-    """Returns the product that a contraction is; `None` where the other operand is neither a matrix
-    from a tree nor one of the function itself. `given` says what the operands are made from.
+    """Returns a contraction as a product; `None` if the other operand is neither a matrix from a
+    tree nor one that the function closes over. `given` has the sources of the operands.
     """
     side = 0 if before.origins[1] is None else 1
     weight, other = item.origins[side], item.origins[1 - side]
@@ -128,14 +129,14 @@ def _product(
             item.origins, item.family.kept(item.eqn), item.eqn.invars, strict=False
         )
     ]
-    tells = item.op == "dot_general" and last[0] != last[1]
-    return _Product(leaves[int(weight.path)], parts[0], last[side] if tells else side == 0)
+    is_known = item.op == "dot_general" and last[0] != last[1]
+    return _Product(leaves[int(weight.path)], parts[0], last[side] if is_known else side == 0)
 
 
 def _contracts_last(
     origin: Origin | None, kept: Sequence[int], rank: int, leaves: Sequence[_Leaf]
 ) -> bool:
-    """Whether the last axis of an array is contracted, of one that was given before all views."""
+    """Whether a contraction sums over the last axis of an array, as it was before any views."""
     if origin is None:
         return rank - 1 not in kept
     rank = len(leaves[int(origin.path)].aval.shape)
@@ -150,10 +151,10 @@ def _refuse(function: str, product: _Product, params: int) -> NoReturn:
         mend = "pass the weights as an argument, f(params, x); those of an nnx model by nnx.split, "
         mend += "or use jqx.nnx.quantize."
     elif isinstance(place, str):
-        problem = f"argument {params} is planned as the weight, and looks like the input of `f`."
+        problem = f"argument {params} is planned as the weight, but looks like the input of `f`."
         mend = f"pass {place} by position, and that position as params=."
     else:
-        problem = f"argument {params} is planned as the weight, and looks like the input of `f`."
+        problem = f"argument {params} is planned as the weight, but looks like the input of `f`."
         mend = f"pass params={place} to jqx.make_plan, whose plan every transform takes."
     raise ValueError(
         message(
@@ -161,6 +162,6 @@ def _refuse(function: str, product: _Product, params: int) -> NoReturn:
             problem,
             given=f"{own}, multiplied by {product.other.name}",
             expected="weights in the argument that params= names",
-            mend=f"{mend} (Where argument {params} is the weight: params=({params},).)",
+            mend=f"{mend} (If argument {params} is the weight: params=({params},).)",
         )
     )

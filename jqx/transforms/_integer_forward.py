@@ -1,4 +1,4 @@
-"""A contraction on integers, with the gradient of the numbers that they stand for."""
+"""A contraction on integers, with the gradient of the dequantized contraction."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +19,14 @@ def integer_forward(
     count: int,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Evaluates a contraction of QTensors, or of arrays beside them.
+    """Evaluates a contraction of QTensors, or of QTensors and arrays.
 
     Args:
       eqn: the contraction.
       codes: the operands, as they are contracted.
-      real: the same as arrays; gradients are with respect to the first of them.
-      count: how many operands can be quantized; these come first.
-      dtype: of the operands of the contractions of the backward pass.
+      real: the same as arrays; gradients are with respect to the first `count` of them.
+      count: number of operands that can be quantized; these come first.
+      dtype: dtype of the operands of the contractions in the backward pass.
     """
 
     @jax.custom_vjp

@@ -1,6 +1,6 @@
-"""Evaluating a jaxpr with a rule for its sites; every other equation is evaluated as it stands.
+"""Evaluates a jaxpr with a rule for its sites; every other equation is evaluated unchanged.
 
-Nothing is patched and no state is kept: what a site records comes back as a dict beside the
+Nothing is patched and no state is kept: the records of sites are returned as a dict next to the
 results.
 """
 
@@ -30,22 +30,23 @@ from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted
 
 _NOWHERE = -1
-"""Part of an address that no site has: that of an equation without contractions is the next one's.
+"""Part of an address that no site has, because an equation without contractions has the address of
+the next one.
 """
 
 _TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
-"""Primitives that are given a weight with the stack that it is one of."""
+"""Primitives that receive a weight together with the stack that it is part of."""
 
 Given = tuple[dict[str, Affine], jax.Array | None]
-"""What sites read beside their operands: scales by key, and a random key."""
+"""What sites read in addition to their operands: scales by key, and a random key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules(abc.ABC):
-    """What a transform does at the sites of a plan, and where a weight meets anything else.
+    """What a transform does at the sites of a plan, and where a weight reaches other operations.
 
     Attributes:
-      plan: the sites.
+      plan: the plan with the sites.
       affines: scales, by key.
       key: for gradient estimators that draw random numbers.
     """
@@ -55,14 +56,14 @@ class Rules(abc.ABC):
     key: jax.Array | None = None
 
     function: ClassVar[str | None] = None
-    """What errors about scales that the user gave are said of; `None` where there are none."""
+    """The function named in errors about scales from the user; `None` if there are none."""
 
     differentiable: ClassVar[bool] = True
-    """Whether derivative rules of the user are kept."""
+    """Whether custom derivative rules of the user are kept."""
 
     @property
     def is_counting(self) -> bool:
-        """Whether it is followed how much the rows of a batch count."""
+        """Whether the counts of the rows of a batch are tracked."""
         return False
 
     @abc.abstractmethod
@@ -70,36 +71,36 @@ class Rules(abc.ABC):
         """Evaluates a planned contraction."""
 
     def scope(self, here: Address) -> AbstractContextManager[Any]:
-        """Returns the name scope that the contraction at an address is evaluated in."""
+        """Returns the name scope in which the contraction at an address is evaluated."""
         return contextlib.nullcontext()
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates a contraction of quantized arrays that is no site of the plan."""
+        """Evaluates a contraction of quantized arrays that is not a site of the plan."""
         return self.unsupported(eqn, operands)
 
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates an equation that has no quantized form of the arrays among its operands."""
+        """Evaluates an equation that has no quantized form for its quantized operands."""
         return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
 
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
-        """Makes an array of a quantized one, where an equation, or a result, can have no other."""
+        """Dequantizes a value where an equation, or a result, supports only arrays."""
         return real_of(x)
 
     def unseen(self, here: Address) -> Records:
-        """Returns the empty records of the sites inside an equation, but of those whose weight it
+        """Returns the empty records of the sites inside an equation, except those whose weight it
         steps over.
         """
         return {}
 
     def merge(self, here: Address, a: Records, b: Records) -> Records:
-        """Returns the records of two evaluations of what stands inside an equation together."""
+        """Returns the merged records of two evaluations of the inside of an equation."""
         return {}
 
 
 def interpret(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rules, address: Address = ()
 ) -> tuple[list[Any], Records]:
-    """Evaluates a jaxpr and returns its results and what its sites recorded."""
+    """Evaluates a jaxpr and returns its results and the records of its sites."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     last_use = {
@@ -141,11 +142,11 @@ def _evaluate(
             if rules.function is not None and rules.affines:
                 kept, shapes = CONTRACTIONS[name].kept(eqn), [x.aval.shape for x in eqn.invars]
                 check_sums(rules.function, site, kept, shapes, rules.affines)
-            with _told(f"{site.op} at path {site.path!r}, rule {site.rule}"):
+            with _noted(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], _compat.vary(records, _compat.manual_axes())
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
-            with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
+            with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
     has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(here)
     attend = attention_over(eqn, operands) if quantized and not has_sites else None
@@ -156,7 +157,7 @@ def _evaluate(
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
         return _compat.bind(eqn, operands), {}
-    with _told(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
+    with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
         seen = view(eqn, operands)
         if seen is None and name in UPDATES:
             seen = _updated(eqn, operands)
@@ -172,8 +173,8 @@ def evaluate_counted(
     here: Address = (_NOWHERE,),
     holds_site: bool = False,
 ) -> tuple[list[Any], Records]:
-    """Evaluates an equation, and says how much its results count; sites and forms do so inside.
-    Without an address none of the contractions in it is a site.
+    """Evaluates an equation and tracks how much its results count. Sites and forms track it inside.
+    Without an address none of its contractions is a site.
     """
     name = eqn.primitive.name
     if name in FORMS or (name in CONTRACTIONS and rules.plan.site_at(here) is not None):
@@ -184,15 +185,15 @@ def evaluate_counted(
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Writes to a quantized array, and, where real values go with its codes, to both."""
+    """Writes to a quantized array, and to the float values that go with its codes, if any."""
     codes = UPDATES[eqn.primitive.name](eqn, [codes_of(x) for x in operands])
     real = lambda: _compat.bind(eqn, [real_of(x) for x in operands])[0]  # noqa: E731
     return None if codes is None else [with_codes(codes, real, operands)]
 
 
 @contextlib.contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Adds to an error where in the function it arose."""
+def _noted(where: str) -> Iterator[None]:
+    """Adds to an error where in the function it was raised."""
     try:
         yield
     except Exception as error:
@@ -202,7 +203,7 @@ def _told(where: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """Runs the functions inside an equation by the rules of the transform."""
+    """Runs the functions inside an equation with the rules of the transform."""
 
     eqn: Eqn
     rules: Rules
@@ -270,14 +271,14 @@ class _Runner:
 
 
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Evaluates a view of quantized arrays; where real values go with their codes, a view of both.
-    Returns `None` where the equation is no view of those among its operands, or joins formats.
+    """Evaluates a view of quantized arrays, and of the float values that go with their codes, if
+    any. Returns `None` if the equation is not a view of its quantized operands, or joins formats.
     """
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
     if not _is_view(eqn, quantized):
         return None
     formats = {_format(codes_of(operands[i])) for i in quantized}
-    if len(eqn.outvars) == 1 and len(formats) > 1:  # no one tensor holds them
+    if len(eqn.outvars) == 1 and len(formats) > 1:  # no single tensor can hold them
         return None
     seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
     if not any(isinstance(x, Trainable) for x in operands):
@@ -293,7 +294,7 @@ def _format(q: QTensor) -> Any:
 
 
 def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:
-    """Whether an equation is a view of its operands at those places, as planning sees it."""
+    """Whether an equation is a view of its operands at these places, as planning sees it."""
     view = VIEWS.get(eqn.primitive.name)
     known = [
         Origin.of_leaf("", atom.aval.ndim) if i in quantized else None

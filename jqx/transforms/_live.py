@@ -1,7 +1,7 @@
-"""What of a traced function is live: what its results and effects need, in loops and branches too.
+"""The live part of a traced function: what its results and effects need, in loops and branches too.
 
-JAX drops dead code everywhere but in a `while` (before jax 0.11). There a carried value that
-nothing needs is handed on as it is, so that what computes it is dead.
+JAX drops dead code everywhere except in a `while` (before jax 0.11). There a carried value that
+nothing needs is passed on unchanged, so that the code that computes it is dead.
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from .._compat import Eqn
 
 
 def live(jaxpr: Any) -> Any:
-    """Returns an open jaxpr without dead code, with the same operands and results; the very same
-    where there is none.
+    """Returns an open jaxpr without dead code, with the same operands and results; the same object
+    if there is no dead code.
     """
     if not _may_hold_dead(jaxpr, {}):
         return jaxpr
@@ -26,7 +26,7 @@ def live(jaxpr: Any) -> Any:
 
 def _may_hold_dead(jaxpr: Any, known: dict[int, bool]) -> bool:
     """Whether there is a `while`, a result of an equation that nothing reads, or an operand that a
-    function inside of an equation does not read; where there is none, nothing is dead.
+    function inside an equation does not read. If there is none, nothing is dead.
     """
     if id(jaxpr) not in known:
         read = _read(jaxpr)
@@ -43,12 +43,12 @@ def _may_hold_dead(jaxpr: Any, known: dict[int, bool]) -> bool:
 
 
 def _read(jaxpr: Any) -> set[int]:
-    """Returns which values of an open jaxpr its equations and its results read, by `id`."""
+    """Returns the `id` of each value of an open jaxpr that its equations or results read."""
     return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
 
 
 class _Size(NamedTuple):
-    """How many equations there are, those inside of others included, and how many are `while`."""
+    """The number of equations, including those inside others, and of `while` loops among them."""
 
     eqns: int
     loops: int
@@ -64,7 +64,7 @@ def _size(jaxpr: Any, known: dict[int, _Size] | None = None) -> _Size:
 
 
 def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
-    """Returns an open jaxpr in whose `while` loops nothing is dead, or the very same."""
+    """Returns an open jaxpr without dead code in its `while` loops; the same object if none."""
     if id(jaxpr) not in known:
         read = _read(jaxpr)
         eqns = [_with_live_bodies(eqn, read, known) for eqn in jaxpr.eqns]

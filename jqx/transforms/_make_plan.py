@@ -24,48 +24,48 @@ def make_plan(
     names: Names = None,
     unsupported: str = "error",
 ) -> Callable[P, Plan]:
-    """Returns a function of the arguments of `f` that decides which contractions are quantized, and
+    """Returns a function of the arguments of `f` that plans which contractions are quantized, and
     how.
 
     The uses of one weight are decided together, by the first rule that matches any of them: all
-    take the same codes, or all stay in float. What no result needs is no part of a plan.
+    take the same codes, or all stay in float. Code that no result needs is not part of a plan.
 
-    Where rules select steps of a scan over stacked weights, such as `layers[0]`, `layers[-2:]` or
-    `layers[1:3]/mlp/.*`, the scan is split there: each part is a scan, and its contractions are
-    sites with paths such as `layers/w[0:1]`, which may stand in rules again. Negative steps count
-    from the end. All weights that the scan steps over are split with it (as are other scans over
-    them): `quantize_params` makes them `jqx.Segments`. It may stand in jit, remat, cond, while and
-    other scans, and its weights may pass through views that leave the steps apart.
+    If rules select steps of a scan over stacked weights, such as `layers[0]`, `layers[-2:]` or
+    `layers[1:3]/mlp/.*`, the scan is split there. Each part is a scan, and its contractions are
+    sites with paths such as `layers/w[0:1]`, which rules may use again. Negative steps count from
+    the end. All weights that the scan steps over are split with it (as are other scans over them):
+    `quantize_params` makes them `jqx.Segments`. The scan may be inside jit, remat, cond, while and
+    other scans, and its weights may pass through views that keep the steps apart.
 
     Args:
       f: any JAX function; it is traced, never changed.
-      policy: rules; the first that matches a contraction wins.
+      policy: an ordered list of rules; the first that matches a contraction applies.
       params: position, or positions, of the arguments that hold weights.
-      names: names in place of key paths, for rules, plans and scales: a dict such as
-        `{"0": "embed", "cache": None}`, which renames what stands at a path or under it (`None`: it
-        holds no weights), or a function from a tuple of JAX's keys to a name. The plan keeps them.
-        By default the keys joined by `/`; the key of the value of an `nnx.Variable` is no part of
-        it.
-      unsupported: what to do where a weight to be quantized also reaches an operation without a
-        quantized form: `"error"`, or `"dequantize"` to plan it as `jqx.convert` runs it with the
-        same argument. (`jqx.simulate` runs it in any case.)
+      names: names to use instead of key paths, for rules, plans and scales. Either a dict such as
+        `{"0": "embed", "cache": None}`, which renames a path and everything below it (`None`: it
+        holds no weights), or a function from a tuple of JAX's keys to a name. The plan keeps the
+        names. By default a name is the keys joined by `/`, without the key of the value of an
+        `nnx.Variable`.
+      unsupported: what to do if a weight to be quantized also reaches an operation without a
+        quantized form: `"error"`, or `"dequantize"` to plan it for `jqx.convert` with the same
+        argument. (`jqx.simulate` runs it in any case.)
 
     Returns:
-      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or values of
-      `jax.ShapeDtypeStruct`. The plan holds for any batch size. To type checkers its parameters are
-      those of `f`, and a `jax.ShapeDtypeStruct` is no array: pass what `jax.eval_shape` returns, or
-      a `typing.cast`.
+      `plan(*args, **kwargs) -> Plan`, where the arguments may be arrays or
+      `jax.ShapeDtypeStruct` values. The plan holds for any batch size. For type checkers its
+      parameters are those of `f`, and a `jax.ShapeDtypeStruct` is not an array: pass the result of
+      `jax.eval_shape`, or use `typing.cast`.
 
     Raises:
-      TypeError: `f` is no function, `policy` no `Policy`, or a name no string.
-      ValueError: a rule matches nothing, two rules give one weight different specs, a spec does
-        not fit the contraction it is for, a path in `names` is not there, or two weights have one
-        name; or a rule selects steps that a scan has not, or that are not those of one axis of the
-        weight.
-      NotImplementedError: a weight to be quantized reaches an operation without a quantized form
-        (this one is a ValueError too: another policy fits); or a scan is to be split inside a
-        `shard_map` or a custom derivative rule, or a weight reaches it through an operation that
-        mixes its steps.
+      TypeError: if `f` is not a function, `policy` is not a `Policy`, or a name is not a string.
+      ValueError: if a rule matches nothing; if two rules give one weight different specs; if a spec
+        does not fit its contraction; if a path in `names` does not exist; if two weights have the
+        same name; or if a rule selects steps that a scan does not have, or steps over more than one
+        axis of the weight.
+      NotImplementedError: if a weight to be quantized reaches an operation without a quantized form
+        (this error is also a ValueError, since another policy fits); or if a scan would be split
+        inside a `shard_map` or a custom derivative rule, or a weight reaches it through an
+        operation that mixes its steps.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -87,7 +87,7 @@ def make_plan(
 def planner(
     f: Callable[..., Any], policy: Policy, weights: Weights, unsupported: str = "error"
 ) -> Callable[..., Plan]:
-    """Returns what `make_plan` does; weights may be split otherwise than the policy says."""
+    """Returns the result of `make_plan`; weights may be split differently from the policy."""
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         call = trace_call("make_plan", f, weights, args, kwargs, lazy=True)

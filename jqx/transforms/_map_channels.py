@@ -35,28 +35,29 @@ _NAME, _SIDES = "map_channels", ("lhs", "rhs")
 
 @called("map_channels", "call it in two steps: jqx.map_channels(f, plan, maps)(params, x).")
 def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
-    """Returns `f` with maps of channels at its contractions: in float, with the same contractions,
-    so that a plan of `f` is one of it too.
+    """Returns `f` with maps of channels at its contractions, in float. The contractions are the
+    same, so a plan of `f` is also a plan of the result.
 
-    Algorithms change weights so that the mapped function of the new weights is `f` of the old ones,
-    and rounds better. XLA joins scales and shifts with what stands before or after them.
+    Algorithms change weights so that the mapped function with the new weights equals `f` with the
+    old ones, and rounds better. XLA fuses scales and shifts with the operations before or after
+    them.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`.
-      maps: what is done, by the key of an operand that is no weight, or of a result, of a site such
-        as `layer0/w:dot_general:lhs`; of a contraction that the plan skips
-        `<path>:<op>~<place among skipped ones>:lhs`. Several are done in order. A `LowRank` is of
-        the result of a `dot_general` with a weight.
+      maps: the maps, by the key of an operand that is not a weight, or of a result. The key of a
+        site is for example `layer0/w:dot_general:lhs`. For a contraction that the plan skips it is
+        `<path>:<op>~<index among skipped ones>:lhs`. Several maps apply in order. A `LowRank`
+        applies to the result of a `dot_general` with a weight.
 
     Returns:
-      A function of the arguments of `f` with its result.
+      A function with the arguments and the result of `f`.
 
     Raises:
-      TypeError: `f` is no function, `plan` no plan, or `maps` no dict of maps.
-      ValueError: a key is unknown, a map does not fit its value, or the plan was made for another
-        function.
-      NotImplementedError: the plan splits a scan.
+      TypeError: if `f` is not a function, `plan` is not a plan, or `maps` is not a dict of maps.
+      ValueError: if a key is unknown, a map does not fit its value, or the plan was made for
+        another function.
+      NotImplementedError: if the plan splits a scan.
 
     Gradient: that of the maps, with respect to arguments and to the arrays of `maps`.
 
@@ -79,7 +80,7 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
         not unknown,
         error=ValueError,
         function=name,
-        problem="`maps` has keys that the plan does not know.",
+        problem="`maps` has keys that are not in the plan.",
         given=some(unknown),
         expected=f"keys of operands and results, such as {some(sorted(places))}",
         mend="take the keys of plan.sites: operand.key, or site.output_key.",
@@ -90,7 +91,7 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
         function=name,
         problem="the plan splits a scan.",
         given="rules that select steps, such as 'layers[0]'",
-        expected="a plan of the function as it is",
+        expected="a plan of the unsplit function",
         mend="use a policy that does not select steps.",
     )
     wanted: dict[Address, dict[int, str]] = {}
@@ -116,7 +117,7 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
 
 
 def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
-    """Returns maps, several of each key, after checking that they are some."""
+    """Returns a tuple of maps for each key, after checking their types."""
     mend = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
     check_instance(function, "maps", maps, Mapping, mend=mend)
     each = {
@@ -130,13 +131,15 @@ def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
 
 
 def with_maps(function: str, first: Maps, then: Maps) -> Maps:
-    """Returns the maps of one after those of another."""
+    """Returns the maps of `first` followed by those of `then`."""
     a, b = as_maps(function, first), as_maps(function, then)
     return a | {key: a.get(key, ()) + own for key, own in b.items()}
 
 
 def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
-    """Returns for each key the address of a contraction, and which operand of it; -1 its result."""
+    """Returns for each key the address of a contraction, and the index of its operand; -1 for its
+    result.
+    """
     found = {}
     for site in plan.sites:
         for i, operand in enumerate(site.operands):
@@ -153,8 +156,8 @@ def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
 
 
 class _Here(NamedTuple):
-    """A contraction with maps: the operands that they are of, -1 the result, and their channels;
-    `factor` is the operand that a weight is multiplied by, `None` where that is not one.
+    """A contraction with maps: the index of each mapped operand (-1 for the result), its channels,
+    and in `factor` the operand that is multiplied by a weight, `None` for other contractions.
     """
 
     site: Site
@@ -163,7 +166,7 @@ class _Here(NamedTuple):
 
 
 def _site(item: Found, keys: Mapping[int, str]) -> _Here:
-    """Returns what is mapped at a contraction."""
+    """Returns the contraction with what is mapped there."""
     first = keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
@@ -171,9 +174,9 @@ def _site(item: Found, keys: Mapping[int, str]) -> _Here:
             origin is None or i not in keys,
             error=ValueError,
             function=_NAME,
-            problem="a map is of a weight.",
+            problem="a map is for a weight.",
             given=repr(keys.get(i)),
-            expected="an operand that is no weight, or a result",
+            expected="an operand that is not a weight, or a result",
             mend="change the weight itself.",
         )
         role = "activation" if origin is None else "weight"
@@ -241,17 +244,17 @@ def _check_fits(
     x: jax.Array,
     factor: tuple[jax.Array, Channels] | None,
 ) -> None:
-    """Checks that a map is one of those channels."""
+    """Checks that a map fits these channels."""
     *stack, count = channels.shape(x.shape)
     if isinstance(each, LowRank):
         require_that(
             factor is not None,
             error=ValueError,
             function=_NAME,
-            problem=f"there can be no LowRank at {key!r}.",
-            given="an operand, or the result of something else",
+            problem=f"LowRank is not possible at {key!r}.",
+            given="an operand, or the result of another operation",
             expected="the result of a dot_general with one weight",
-            mend="add it to the results of such contractions.",
+            mend="use it for the results of such contractions.",
         )
         assert factor is not None
         rank, inputs = jnp.shape(each.b)[-2], factor[1].shape(factor[0].shape)
@@ -274,6 +277,6 @@ def _check_fits(
             problem=f"a map of {key!r} does not fit its channels.",
             given=f"{name} of shape {shape}, in one step of the loops around it",
             expected=str(wanted[name]),
-            mend="give it the channels of that value, with a leading axis for each scan over the "
+            mend="give it the channels of this value, with a leading axis for each scan over the "
             "weight.",
         )

@@ -1,4 +1,4 @@
-"""What is given as `observers=`: checked, and matched with the sites of a plan."""
+"""Checks `observers=`, and matches observers with the sites of a plan."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from ._plan import Plan
 from ._site import Site
 
 GivenObservers = Mapping[str, Observer | Calibrator | Sequence[Observer | Calibrator]] | None
-"""What `observers=` of a transform takes: what is recorded, by paths of sites."""
+"""The type of `observers=` of a transform: observers by paths of sites."""
 
 Checked = tuple[tuple[str, tuple[Observer, ...]], ...]
-"""The same as pairs, calibrators among them as observers."""
+"""The same as pairs, in which calibrators are wrapped as observers."""
 
 
 def check_observers(function: str, observers: GivenObservers) -> Checked:
-    """Returns what is given as `observers=`, after checking that it is a dict of observers."""
+    """Returns `observers=` as pairs, after checking that it is a dict of observers."""
     if observers is None:
         return ()
     mend = "pass for example observers={'.*': jqx.observers.hessian}."
@@ -55,7 +55,7 @@ def _as_observer(function: str, name: str, value: Any) -> Observer:
             function,
             f"`{name}` cannot be hashed.",
             given=f"a {type(value).__name__}",
-            expected="a frozen value: two that are equal record the same",
+            expected="a frozen value: two equal observers record the same",
             mend="write it with @dataclasses.dataclass(frozen=True).",
         )
         raise TypeError(text) from None
@@ -63,7 +63,7 @@ def _as_observer(function: str, name: str, value: Any) -> Observer:
 
 
 def is_for(pattern: str, plan: Plan, path: str) -> bool:
-    """Whether a regular expression matches the path of a site, or of the weight that its own is a
+    """Whether a regular expression matches the path of a site, or of the weight that this path is a
     part of.
     """
     return any(re.fullmatch(pattern, own) for own in {path, plan.whole_of(path)})
@@ -71,8 +71,8 @@ def is_for(pattern: str, plan: Plan, path: str) -> bool:
 
 def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, list[Observer]]]:
     """Returns the sites of a plan, each with the observers whose regular expression matches its
-    path, or that of the weight that its own is a part of; raises where one matches none, or where
-    two observers of a site have one name.
+    path, or the path of the weight that its path is a part of. Raises if an expression matches
+    nothing, or two observers of a site have the same name.
     """
     for pattern, _ in given:
         if not any(is_for(pattern, plan, site.path) for site in plan.sites):
@@ -86,9 +86,9 @@ def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, 
         if twice is not None:
             text = message(
                 function,
-                "two observers of one site have one name.",
+                "two observers of one site have the same name.",
                 given=f"{twice!r} more than once at {site.path!r}",
-                expected="observers that differ in str(observer): it names their statistics",
+                expected="observers that differ in str(observer), which names their statistics",
                 mend="let __str__ of the observer show its parameters.",
             )
             raise ValueError(text)
@@ -113,7 +113,7 @@ def _unmatched(function: str, plan: Plan, pattern: str) -> str:
 
 
 def keys_of(function: str, plan: Plan, given: Checked) -> dict[str, tuple[Site, Observer]]:
-    """Returns what the entries of the observers of a plan may be called, and whose they are."""
+    """Returns the possible keys of observers' entries, each with its site and observer."""
     return {
         f"{key}@{observer}": (site, observer)
         for site, observers in observers_of(function, plan, given)
@@ -125,8 +125,8 @@ def keys_of(function: str, plan: Plan, given: Checked) -> dict[str, tuple[Site, 
 def without_observers(
     plan: Plan, stats: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Returns the entries of statistics that are of no observer: of none that is known, and not
-    called as one of an observer of the plan is.
+    """Returns the entries of statistics that belong to no observer: they are not known, and their
+    keys are not those of observers of the plan.
     """
     static = plan.static_specs()
     names = {key for site in plan.sites for key in site.keys}

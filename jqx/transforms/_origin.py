@@ -1,15 +1,15 @@
-"""Where a traced value comes from: a weight, or several joined, seen through views."""
+"""The origin of a traced value: a weight, or several joined, seen through views."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 Address = tuple[int, ...]
-"""Place of an equation: its number among the contractions and calls of each enclosing jaxpr."""
+"""Address of an equation: its index among the contractions and calls of each enclosing jaxpr."""
 
 
 class Loop(NamedTuple):
-    """A scan that steps over the leading axis of a weight: where it stands, and its length."""
+    """A scan that steps over the leading axis of a weight: its address and its length."""
 
     address: Address
     length: int
@@ -24,9 +24,9 @@ class Origin:
       dims: for each axis of the value, the axes of the weight that it holds.
       merged: sets of axes of the weight that a reshape has merged: a scale varies along all or
         none.
-      loops: the scans that gave a slice of the weight to each of their steps, from the outermost.
-      stepped: for each of them the axes of the weight that it steps over.
-      beside: the other weights that lie beside it in the value, each with axes of its own.
+      loops: the scans that gave a slice of the weight to each of their steps, outermost first.
+      stepped: for each of these scans the axes of the weight that it steps over.
+      beside: the other weights that are joined with it in the value, each with its own axes.
     """
 
     path: str
@@ -43,8 +43,8 @@ class Origin:
 
     @classmethod
     def joined(cls, parts: Iterable["Origin | None"]) -> "Origin | None":
-        """A value that several weights lie in, or several views of one; `None` where something else
-        does, or where scans step over some of them only.
+        """A value joined from several weights, or several views of one; `None` if anything else is
+        part of it, or if scans step over only some of them.
         """
         known: dict[Origin, None] = {}
         for part in parts:
@@ -58,24 +58,24 @@ class Origin:
 
     @property
     def parts(self) -> tuple["Origin", ...]:
-        """The weights that lie in the value, each by itself."""
+        """The weights joined in the value, each as a separate origin."""
         return dataclasses.replace(self, beside=()), *self.beside
 
     @property
     def name(self) -> str:
-        """The paths of those weights."""
+        """The paths of these weights."""
         return "+".join(dict.fromkeys(part.path for part in self.parts))
 
     def through(self, view: Callable[["Origin"], "Origin | None"]) -> "Origin | None":
-        """What a view of all of them together shows."""
+        """The origin of a view of all of them together."""
         return Origin.joined(map(view, self.parts))
 
     def with_dims(self, dims: Iterable[frozenset[int]]) -> "Origin":
-        """The same weight with its axes elsewhere."""
+        """The same weight with its axes moved."""
         return dataclasses.replace(self, dims=tuple(dims))
 
     def step_of(self, loop: Loop) -> "Origin | None":
-        """What one step of a scan over the leading axis sees."""
+        """The origin of the value in one step of a scan over the leading axis."""
 
         def step(part: "Origin") -> "Origin":
             return dataclasses.replace(
@@ -88,7 +88,7 @@ class Origin:
         return self.through(step)
 
     def kept(self, dims: Iterable[int], rank: int) -> frozenset[int]:
-        """Returns the axes of the weight that lie in the axes `dims` of the value alone."""
+        """Returns the axes of the weight that are only in the axes `dims` of the value."""
         dims = set(dims)
         lost = set().union(*(held for dim, held in enumerate(self.dims) if dim not in dims))
         return close_over_merges(frozenset(range(rank)) - lost, self.merged)

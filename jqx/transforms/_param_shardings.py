@@ -1,4 +1,4 @@
-"""Where parameters lie over devices: the shardings of a model's arrays become those of QTensors."""
+"""Shardings of parameters: those of a model's arrays become those of QTensors."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ._plan import Plan
 from ._signature import parameter_of
 
 Place = Sharding | PartitionSpec | None
-"""Where an array lies; `None` says nothing."""
+"""The sharding of an array; `None` means unspecified."""
 
 
 def is_place(x: Any) -> bool:
@@ -21,12 +21,12 @@ def is_place(x: Any) -> bool:
 
 
 def as_place(function: str, place: Any, mesh: Mesh | None, path: str) -> Place:
-    """Returns where a leaf lies, after checking that it says so; on a mesh where there is one."""
+    """Returns the sharding of a leaf, after checking its type; a PartitionSpec is put on `mesh`."""
     require_that(
         is_place(place),
         error=TypeError,
         function=function,
-        problem=f"what stands for {path!r} is no sharding.",
+        problem=f"the entry for {path!r} is not a sharding.",
         given=f"an object of type {type(place).__name__}",
         expected="a jax.sharding.NamedSharding, a jax.sharding.PartitionSpec, or None",
         mend="pass the tree of parameters with a sharding in the place of each array.",
@@ -37,7 +37,7 @@ def as_place(function: str, place: Any, mesh: Mesh | None, path: str) -> Place:
 
 
 def as_sharding(function: str, place: Any, path: str) -> Sharding | None:
-    """Returns where a leaf lies as a sharding: a PartitionSpec on the mesh around."""
+    """Returns the sharding of a leaf; a PartitionSpec is put on the current mesh."""
     found = as_place(function, place, None, path)
     if not isinstance(found, PartitionSpec):
         return found
@@ -46,10 +46,10 @@ def as_sharding(function: str, place: Any, path: str) -> Sharding | None:
 
 
 def of_leaf(function: str, place: Place, leaf: Any, path: str) -> Any:
-    """Returns a leaf with a sharding in the place of each of its arrays; `None` stays.
+    """Returns a leaf with a sharding in place of each of its arrays; `None` stays.
 
     Raises:
-      ValueError: a PartitionSpec stands alone, of a mesh that is not known; or see `shardings_of`.
+      ValueError: if a PartitionSpec is given and the mesh is not known; or see `shardings_of`.
     """
     if place is None:
         return None
@@ -58,23 +58,23 @@ def of_leaf(function: str, place: Place, leaf: Any, path: str) -> Any:
 
 
 def _check_mesh(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
-    """Returns the sizes of the axes of the mesh around, after checking that there is one."""
+    """Returns the sizes of the axes of the current mesh, after checking that there is one."""
     around = jax.sharding.get_abstract_mesh()
     require_that(
         not around.empty,
         error=ValueError,
         function=function,
-        problem=f"the mesh whose axes {path!r} is partitioned along is not known.",
+        problem=f"the mesh along whose axes {path!r} is partitioned is not known.",
         given=f"{spec}",
-        expected="a mesh: it says how many parts there are",
+        expected="a mesh, which has the number of partitions",
         mend="pass NamedShardings, or call it in `with jax.set_mesh(mesh):`.",
     )
     return dict(around.shape)
 
 
 def floats_of(function: str, plan: Plan, tree: Any) -> Any:
-    """Returns the parameters that a plan was made for, without numbers, in the form of a tree of
-    shardings; leaves that are none of its parameters are what they are there.
+    """Returns the parameters that a plan was made for, as shapes and dtypes, in the form of a tree
+    of shardings. Leaves that are not its parameters stay as they are.
     """
     own = rooted(plan.params, tree)
     flat = flatten(own, is_place)
@@ -86,8 +86,8 @@ def floats_of(function: str, plan: Plan, tree: Any) -> Any:
 
 
 def of_params(function: str, tree: Any, params: Any, mesh: Mesh | None) -> Any:
-    """Returns parameters with a sharding in the place of each array; leaves that are no arrays, and
-    those of which nothing is said, are what `tree` has.
+    """Returns parameters with a sharding in place of each array. Leaves that are not arrays, and
+    those without a sharding, are taken from `tree`.
     """
 
     def at(keys: Any, place: Any, leaf: Any) -> Any:

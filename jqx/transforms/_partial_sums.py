@@ -1,8 +1,8 @@
-"""Products whose contracted axis is on several devices: each scales its part of the sum before the
-parts are added, in a dtype of the user's.
+"""Products whose contracted axis is split over several devices: each device scales its part of the
+sum before the parts are added, in a dtype that the user chooses.
 
-A compiler that parts a product of integers adds the int32 sums of the devices, four bytes an
-element. Scaled first, the parts are as small as the dtype that they are added in.
+A compiler that partitions a product of integers adds the int32 sums of the devices, four bytes an
+element. If they are scaled first, the parts are as small as the dtype in which they are added.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from .primitives import CONTRACTIONS
 
 @dataclasses.dataclass(frozen=True)
 class PartialSums:
-    """In which dtype parts of sums are added, and where weights lie.
+    """The dtype in which parts of sums are added, and the partitioning of weights.
 
     Attributes:
-      dtype: of the parts.
-      places: those of weights.
+      dtype: dtype of the parts.
+      places: how weights are partitioned.
     """
 
     dtype: Any
     places: WeightPlaces
 
     def contract(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> jax.Array | None:
-        """Returns the product of a site with its parts added so; `None` where there are none."""
+        """Returns the product of a site with its parts added in `dtype`; `None` without parts."""
         if eqn.primitive.name != "dot_general":
             return None
         family = CONTRACTIONS[eqn.primitive.name]
@@ -56,7 +56,7 @@ class PartialSums:
         for (a, b), entry in zip(pairs, summed, strict=True):
             left[a] = right[b] = entry
         explicit = has_explicit_axes(mesh)
-        if not explicit:  # all but the contracted axes are the compiler's
+        if not explicit:  # the compiler handles all but the contracted axes
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]
         given = [x.quantized() if isinstance(x, OnTheWay) else x for x in sides]
@@ -79,12 +79,12 @@ class PartialSums:
 
 
 def partial_sums(function: str, dtype: Any, places: WeightPlaces) -> PartialSums | None:
-    """Returns how parts of sums are added; `None` where a compiler decides it.
+    """Returns how parts of sums are added; `None` if the compiler decides.
 
     Args:
-      function: the caller, for messages.
-      dtype: that parts are added in, or `None`.
-      places: those of weights.
+      function: name of the calling function, for messages.
+      dtype: dtype in which parts are added, or `None`.
+      places: how weights are partitioned.
     """
     if dtype is None:
         return None
@@ -94,9 +94,9 @@ def partial_sums(function: str, dtype: Any, places: WeightPlaces) -> PartialSums
         any(any(map(names_of, place.spec)) for place in places.known.values()),
         error=ValueError,
         function=function,
-        problem="`partial_dtype` has no use: no weight is partitioned, as far as is known.",
+        problem="`partial_dtype` has no effect: no weight is known to be partitioned.",
         given=f"partial_dtype == {jnp.dtype(kind).name}, "
-        + ("shardings of no partitioned weight" if places.given else "no shardings"),
+        + ("no shardings of partitioned weights" if places.given else "no shardings"),
         expected="shardings of the weights, or arrays of a mesh with explicit axes",
         mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
     )
@@ -110,8 +110,9 @@ def _specs(x: Any, entries: Sequence[Any], mesh: Any) -> Any:
 
 
 def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Adds the parts of the devices. XLA on CPU (jaxlib 0.10.2) adds 16 bits in 32 bits, but ends
-    the process where the axes of a mesh are the compiler's in part: there it is written out.
+    """Adds the parts of the devices. XLA on CPU (jaxlib 0.10.2) adds 16-bit values in 32 bits, but
+    aborts the process if the compiler handles some axes of the mesh. So on CPU the conversion is
+    explicit.
     """
 
     def in_float32(x: jax.Array) -> jax.Array:

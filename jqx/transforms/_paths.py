@@ -1,4 +1,4 @@
-"""What the leaves of parameters are called: their key paths, or names of the user's."""
+"""Names of the leaves of parameters: their key paths, or names that the user gives."""
 
 import dataclasses
 import itertools
@@ -16,21 +16,21 @@ Params = int | tuple[int, ...]
 """Position, or positions, of the arguments that hold weights."""
 
 Names = Mapping[str, str | None] | Callable[[tuple[Any, ...]], str] | None
-"""The user's names: by path, `None` for what is no weight, or of the keys of a path."""
+"""The user's names, by path or as a function of the keys; `None` for what is not a weight."""
 
 Renamed = tuple[tuple[str, str | None], ...]
-"""Paths that have another name, each with that name; `None` where they are no weights."""
+"""Paths with another name, each with that name; `None` for paths that are not weights."""
 
 
 class Part(NamedTuple):
     """Consecutive steps of a weight that a scan steps over.
 
     Attributes:
-      path: its own, such as `layers/w[0:1]`.
-      whole: that of the weight.
+      path: path of the part, such as `layers/w[0:1]`.
+      whole: path of the weight.
       start: the first step.
-      stop: where the last one ends.
-      length: how many steps there are in all.
+      stop: the end of the last step.
+      length: total number of steps.
     """
 
     path: str
@@ -41,12 +41,12 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Where a weight is split, with the scans that step over it.
+    """The split of a weight and of the scans that step over it.
 
     Attributes:
-      path: of the weight.
-      axis: of the weight that the scans step over.
-      bounds: where the parts begin, and where the last one ends.
+      path: path of the weight.
+      axis: axis of the weight that the scans step over.
+      bounds: the starts of the parts, and the end of the last one.
     """
 
     path: str
@@ -66,18 +66,18 @@ EACH = "each"
 """Splits every scan over weights at each of its steps."""
 
 Splits = tuple[Split, ...] | Policy | Literal["each"]
-"""Where weights are split: as a plan says, as the rules of a policy do, or at each step."""
+"""How weights are split: as in a plan, by the rules of a policy, or at each step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Which arguments hold weights, and what these are called.
+    """The arguments that hold weights, and the names of the weights.
 
     Attributes:
       params: position, or positions.
       names: the user's names; those of a plan are `Renamed`.
-      lines: the parameters that a plan was made for, as its signature has them; `None` for any.
-      splits: where weights are split.
+      lines: the parameters that a plan was made for, as in its signature; `None` for any.
+      splits: how weights are split.
     """
 
     params: Params
@@ -86,8 +86,8 @@ class Weights:
     splits: Splits = ()
 
     def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
-        """Returns the name of each leaf, given by its keys inside the parameters; `None` stays, and
-        is the name of what is no weight.
+        """Returns the name of each leaf, given by its keys inside the parameters. `None` stays
+        `None`, which is also the name of what is not a weight.
         """
         paths = [None if key is None else path_of(key) for key in keys]
         if self.names is None:
@@ -125,27 +125,27 @@ def check_names(function: str, names: Any) -> None:
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """Returns the path that keys stand for."""
+    """Returns the path for a tuple of keys."""
     return keystr(keys, simple=True, separator="/")
 
 
 def rooted(places: Params, params: Any) -> Any:
-    """Returns parameters under the paths that a plan knows them by: those of several arguments
+    """Returns parameters under the paths that a plan uses: the paths in one of several arguments
     begin with its position.
     """
     return params if isinstance(places, int) else dict(zip(places, params, strict=True))
 
 
 def is_whole(x: Any) -> bool:
-    """Whether a node stands for one array: a QTensor, or Segments."""
+    """Whether a node represents one array: a QTensor, or Segments."""
     return isinstance(x, (QTensor, Segments))
 
 
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] = is_whole
 ) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of a pytree, QTensors and Segments whole, each with its keys. That of the
-    value of an `nnx.Variable` is none of them.
+    """Returns the leaves of a pytree, each with its keys; QTensors and Segments are leaves. The key
+    of the value of an `nnx.Variable` is left out.
     """
     flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
     found = []
@@ -159,20 +159,20 @@ def flatten(
 
 
 def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
-    """Returns which paths have another name, of those that have one at all."""
+    """Returns the paths that have another name, without those that have no path."""
     pairs = zip(paths, names, strict=True)
     return tuple((path, name) for path, name in pairs if path is not None and path != name)
 
 
 def _is_variable(x: Any) -> bool:
-    """Whether a node is a variable of Flax, which need not be imported here: who has one has."""
+    """Whether a node is a variable of Flax. If there is one, Flax has been imported."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def _named(path: str, table: Mapping[str, str | None]) -> str | None:
-    """Returns a path with the longest part in front that has a name replaced by that name; `None`
-    where it is no weight.
+    """Returns a path in which the longest prefix that has a name is replaced by that name; `None`
+    if it is not a weight.
     """
     parts = path.split("/")
     for count in range(len(parts), 0, -1):
@@ -193,9 +193,9 @@ def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> N
         not unknown,
         error=ValueError,
         function=function,
-        problem="`names` names a path that the parameters have not.",
+        problem="`names` has a path that the parameters do not have.",
         given=", ".join(map(repr, unknown[:4])),
-        expected=f"paths, or their beginnings: {', '.join(map(repr, paths[:4])) or '(none)'}",
+        expected=f"paths, or prefixes of them: {', '.join(map(repr, paths[:4])) or '(none)'}",
         mend="print a plan made without names=: it lists the paths.",
     )
 
@@ -206,8 +206,8 @@ def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) ->
         not wrong,
         error=TypeError,
         function=function,
-        problem="`names` gives something else than a string.",
+        problem="`names` gives a name that is not a string.",
         given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
-        expected="a string for each path; None, in a dict, for what is no weight",
+        expected="a string for each path; in a dict, None for what is not a weight",
         mend='pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.',
     )

@@ -1,5 +1,5 @@
-"""Where the elements of weights stand in what contractions multiply by: found by passing the number
-of each element through the views of a function.
+"""The positions of weights' elements in the matrices that contractions multiply by. They are found
+by passing the number of each element through the views of a function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from ._trace import Call
 from .primitives import CONTRACTIONS, FORMS, SHARDINGS, VIEWS
 
 _SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *SHARDINGS}
-"""Views that leave every element where it is."""
+"""Views that leave every element in place."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class _Placed:
     """A weight, or several joined, seen through views.
 
     Attributes:
-      sizes: of each weight, by path.
-      elements: makes for each element of the value the number of that of the weight, int32; those
-        of the second weight are numbered behind those of the first.
-      loops: how many axes in front are steps of the scans around.
+      sizes: the size of each weight, by path.
+      elements: returns for each element of the value its number in the weight, int32; elements of a
+        second weight are numbered after those of the first.
+      loops: number of leading axes that are steps of the enclosing scans.
     """
 
     sizes: dict[str, int]
@@ -42,11 +42,11 @@ class _Placed:
     loops: int = 0
 
     def step_of(self, loop: Loop) -> "_Placed":
-        """What one step of a scan over the leading axis sees."""
+        """The value in one step of a scan over the leading axis."""
         return replace(self, loops=self.loops + 1)
 
     def among(self, sizes: dict[str, int]) -> "_Placed":
-        """Returns the same, numbered among the weights of `sizes`."""
+        """Returns the same value, numbered among the weights of `sizes`."""
         if [*sizes] == [*self.sizes]:
             return self
 
@@ -57,8 +57,8 @@ class _Placed:
 
 
 def renumbered(elements: Any, own: Mapping[str, int], others: Mapping[str, int]) -> Any:
-    """Returns numbers of elements of some weights, given their sizes by path, as they are among
-    others.
+    """Converts the numbers of elements of some weights, given their sizes by path, to the numbers
+    that they have among others.
     """
     starts = np.cumsum([0, *others.values()])[:-1]
     start = dict(zip(others, starts.tolist(), strict=True))
@@ -78,8 +78,8 @@ Known = Sequence[_Placed | None]
 def places_of(
     plan: Plan, call: Call, entries: Sequence[Entry]
 ) -> dict[str, Callable[[], jax.Array]]:
-    """Returns for each entry what makes that which `jqx.observers.places` says of it, where there
-    is something to say.
+    """Returns for each entry that has one the function that computes its statistics of
+    `jqx.observers.places`.
     """
     if not entries:
         return {}
@@ -155,7 +155,7 @@ class _Follower:
                     self.found[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
             return nothing
         if name in FORMS:
-            # Of what stands inside of a shard_map each device sees a part.
+            # Inside a shard_map each device has only a part.
             inside = [None] * len(known) if name == "shard_map" else known
             return FORMS[name].track(eqn, inside, _Inside(self, here))  # type: ignore[arg-type]
         if name in VIEWS:
@@ -177,7 +177,7 @@ class _Inside:
 
 
 def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
-    """Returns what a view makes of weights: nothing where it reads something else than them."""
+    """Returns the result of a view of weights; nothing if it reads other values as well."""
     weights = [x for x in known if x is not None]
     first = weights[0]
     if eqn.primitive.name == "optimization_barrier":
@@ -209,5 +209,5 @@ def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
 
 
 def _numbered(elements: jax.Array) -> QTensor:
-    """Returns the numbers of elements as codes, which views move as they move codes."""
+    """Returns the numbers of elements as codes, so that views move them as they move codes."""
     return QTensor(elements, jnp.ones((1,) * elements.ndim), qtype=jnp.dtype("int32"))

@@ -1,4 +1,4 @@
-"""Plan: every contraction of a function, and what is to become of it. A static, hashable value."""
+"""Plan: every contraction of a function, and how it is quantized. A static, hashable value."""
 
 import dataclasses
 import difflib
@@ -33,12 +33,12 @@ from ._site import Site, Skipped, Unreached, Weight
 from ._split import parts_of
 
 _VERSION = 1
-"""Of what `to_dict` writes."""
+"""The version of the format that `to_dict` writes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Tabular):
-    """What `make_plan` decided: sites, weights, and what was left alone. Prints as a table.
+    """The decisions of `make_plan`: sites, weights, and skipped contractions. Prints as a table.
 
     Attributes:
       sites: the contractions that are quantized.
@@ -46,10 +46,10 @@ class Plan(Tabular):
       weights: the parameters that are quantized.
       params: position or positions of the arguments that hold weights.
       signature: one line per parameter and contraction of the function that the plan is for.
-      names: key paths of parameters that `names=` of `make_plan` calls something else, `None` of
-        those that it takes for no weights.
-      unreached: parameters of floats that no contraction multiplies by; not compared.
-      splits: parameters that are in parts, each with a path of its own such as `layers/w[0:1]`,
+      names: key paths of parameters that `names=` of `make_plan` renames, each with its name;
+        `None` for those that are not weights.
+      unreached: float parameters that no contraction multiplies by; not compared.
+      splits: parameters that are split into parts, each with its own path such as `layers/w[0:1]`,
         because rules select steps of a scan over them.
     """
 
@@ -64,13 +64,13 @@ class Plan(Tabular):
 
     @property
     def parameters(self) -> Weights:
-        """Which arguments hold weights, and what these are called."""
+        """The arguments that hold weights, and the names of the weights."""
         lines = tuple(line for line in self.signature if is_parameter_line(line))
         return Weights(self.params, self.names, lines, self.splits)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the function planned: its parameters and contractions, no batch sizes."""
+        """A hash of the planned function: its parameters and contractions, without batch sizes."""
         return hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
 
     def static_specs(self) -> dict[str, QSpec]:
@@ -82,10 +82,10 @@ class Plan(Tabular):
         return {key: spec for site in self.sites for key, spec in site.static_specs().items()}
 
     def __getitem__(self, path: str) -> tuple[Site | Skipped, ...]:
-        """Returns the contractions on a path, quantized or skipped, in order.
+        """Returns the contractions with a path, quantized or skipped, in order.
 
         Raises:
-          KeyError: there is none.
+          KeyError: if there is none.
         """
         found = tuple(item for item in (*self.sites, *self.skipped) if item.path == path)
         if not found:
@@ -94,7 +94,7 @@ class Plan(Tabular):
             raise KeyError(
                 message(
                     "Plan",
-                    "no contraction is on that path.",
+                    "no contraction has that path.",
                     given=repr(path),
                     expected=f"one of {len(known)} paths, such as {some(close)}",
                     mend="print the plan: it lists every path.",
@@ -103,15 +103,15 @@ class Plan(Tabular):
         return found
 
     def to_dict(self, values: Values = NONE) -> dict[str, Any]:
-        """Returns the plan as what `json.dumps` takes: jqx's own values by public name and fields.
+        """Returns the plan as a dict for `json.dumps`: jqx's own values by public name and fields.
 
         Args:
-          values: names for objects that are not jqx's own, such as a calibrator of yours: they are
-            written by that name alone.
+          values: names for objects that are not part of jqx, such as a calibrator of yours. They
+            are stored only by that name.
 
         Raises:
-          TypeError: `values` is no dict of names.
-          ValueError: an object is neither jqx's own nor among `values`.
+          TypeError: if `values` is not a dict of names.
+          ValueError: if an object is neither part of jqx nor among `values`.
 
         Example:
           >>> import json, jqx, jax.numpy as jnp
@@ -130,12 +130,12 @@ class Plan(Tabular):
 
         Args:
           data: from `to_dict`, or from `json.loads`.
-          values: the objects that are not jqx's own, by the names that they were written with.
+          values: the objects that are not part of jqx, by the names that they were stored with.
 
         Raises:
-          ValueError: the version, a field or a name is unknown, a field is missing or not of its
-            kind, or an object is not among `values`.
-          TypeError: `values` is no dict of names, or a value refuses its fields.
+          ValueError: if the version, a field or a name is unknown; if a field is missing or has the
+            wrong type; or if an object is not among `values`.
+          TypeError: if `values` is not a dict of names, or a value rejects its fields.
         """
         check_values("Plan.from_dict", values)
         fields = check_version("Plan.from_dict", data, _VERSION)
@@ -143,13 +143,14 @@ class Plan(Tabular):
             return record_from_json("Plan.from_dict", fields, Plan, values, "plan")
 
     def map_weights(self, f: Callable[[Weight, Any], Any], params: Any) -> Any:
-        """Returns parameters with `f(weight, leaf)` in the place of each leaf that is to be
-        quantized, such as codes that an algorithm chooses; the others are the very same objects. Of
-        a weight that the plan splits `f` is given the parts, and `Segments` take its place.
+        """Returns parameters with `f(weight, leaf)` in place of each leaf that is to be quantized,
+        such as codes that an algorithm chooses. The others are the very same objects. For a weight
+        that the plan splits, `f` is called for each part, and `Segments` take its place.
 
         Args:
-          f: a function of a `Weight` of the plan, and of the array that it stands for.
-          params: those that the plan was made for; a tuple of arguments where there are several.
+          f: a function of a `Weight` of the plan and of its array.
+          params: the parameters that the plan was made for; a tuple of arguments if there are
+            several.
 
         Example:
           >>> import jqx, jax.numpy as jnp
@@ -184,25 +185,25 @@ class Plan(Tabular):
         return tuple(mapped[place] for place in self.params)
 
     def site_at(self, address: Address) -> Site | None:
-        """Returns the site at an address, or `None` where there is none."""
+        """Returns the site at an address, or `None` if there is none."""
         return self._by_address.get(address)
 
     def site_of_key(self, key: str) -> Site:
-        """Returns the site whose operand, or result, a key names."""
+        """Returns the site with an operand, or a result, of this key."""
         return self._by_key[key]
 
     def name_at(self, address: Address) -> str | None:
-        """Returns what the contraction at an address is called, or `None` where there is none that
-        the transforms look into: a site by its name, a skipped one by its place among those.
+        """Returns the name of the contraction at an address, or `None` if there is none that the
+        transforms look into. A skipped contraction is named by its index among those.
         """
         return self._names.get(address)
 
     def name_of_skipped(self, index: int) -> str:
-        """Returns what a contraction that stays in float is called."""
+        """Returns the name of a contraction that stays in float."""
         return f"{self.skipped[index].path}:{self.skipped[index].op}~{index}"
 
     def has_sites_in(self, here: Address) -> bool:
-        """Whether a site stands inside an equation."""
+        """Whether there is a site inside an equation."""
         return here in self._around
 
     def keys_in(self, here: Address) -> frozenset[str]:
@@ -233,12 +234,12 @@ class Plan(Tabular):
         return around
 
     def weight_at(self, path: str | None) -> Weight | None:
-        """Returns the weight on a path, or `None` where it is not quantized."""
+        """Returns the weight with a path, or `None` if it is not quantized."""
         return self._weights.get(path)
 
     def weights_in(self, site: Site) -> tuple[str, ...]:
-        """Returns the paths of the weights that a site multiplies by: of several that are joined
-        all, in the order of `weights`.
+        """Returns the paths of the weights that a site multiplies by; if several are joined, all of
+        them, in the order of `weights`.
         """
         own = tuple(x.path for x in site.operands if x.path is not None)
         if not own or site.path in own:
@@ -251,11 +252,11 @@ class Plan(Tabular):
         return {weight.path: weight for weight in self.weights}
 
     def split_of(self, path: str | None) -> Split | None:
-        """Returns where the parameter on a path is split, or `None` where it is not."""
+        """Returns the split of the parameter with a path, or `None` if it is not split."""
         return next((split for split in self.splits if split.path == path), None)
 
     def whole_of(self, path: str) -> str:
-        """Returns the path of the weight that the one on a path is a part of, or that path."""
+        """Returns the path of the weight that a path is a part of, or the path itself."""
         return self._wholes.get(path, path)
 
     @functools.cached_property
@@ -263,25 +264,25 @@ class Plan(Tabular):
         return {part.path: part.whole for split in self.splits for part in split.parts}
 
     def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
-        """Raises where a function is not the one that the plan was made for."""
+        """Raises if a function is not the one that the plan was made for."""
         check_same(function, signature, self.signature)
 
     def check_parameters(self, function: str, lines: Sequence[str]) -> None:
-        """Raises where parameters are not those that the plan was made for."""
+        """Raises if parameters are not those that the plan was made for."""
         rest = [line for line in self.signature if not is_parameter_line(line)]
         self.check_signature(function, (*lines, *rest))
 
     def check_affines(
         self, function: str, affines: Mapping[str, Affine] | None
     ) -> dict[str, Affine]:
-        """Returns the scales given, none for `None`, after checking that the plan knows each of
-        them, and that none of a static activation or output is missing among them.
+        """Returns the given scales, or an empty dict for `None`. Checks that the plan has each of
+        them, and that the scale of no static activation or output is missing.
         """
         return check_affines(function, self, affines)
 
     def scales_of(self, function: str, affines: GivenAffines) -> dict[str, Affine]:
-        """Returns the scales that a function runs with: those given, all that the plan needs; or
-        none for `"dynamic"`, which takes every scale from the values at hand.
+        """Returns the scales that a function runs with: those given, which must be complete, or
+        none for `"dynamic"`, which computes every scale from the current values.
         """
         return required_affines(function, self, affines)
 

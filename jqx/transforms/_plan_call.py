@@ -1,4 +1,4 @@
-"""From a traced call and a policy to a plan."""
+"""Makes a plan from a traced call and a policy."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from ._trace import Call, trace_call
 def signature_of(call: Call, found: Sequence[Found], *, axes: bool = True) -> tuple[str, ...]:
     """Returns one line per parameter and contraction, without batch sizes.
 
-    `axes=False` leaves out where the axes of a weight stand in what is contracted, as plans of
+    `axes=False` leaves out the position of a weight's axes in the contracted operand, as plans of
     jqx 0.1.0 do.
     """
     lines = [*call.lines]
@@ -39,7 +39,7 @@ def signature_of(call: Call, found: Sequence[Found], *, axes: bool = True) -> tu
 
 
 def _described(origin: Origin, axes: bool) -> str:
-    """Returns the paths of a weight, or of several joined, such as `w[1,0]` of a transposed one."""
+    """Returns the paths of a weight, or of joined ones; a transposed one is such as `w[1,0]`."""
     if not axes:
         return origin.name
     own = [["&".join(map(str, sorted(held))) for held in part.dims] for part in origin.parts]
@@ -50,7 +50,7 @@ def _described(origin: Origin, axes: bool) -> str:
 def check_function_of(
     function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], mend: str
 ) -> None:
-    """Raises where a function, at arguments such as these, is not the one that a plan is for."""
+    """Raises if a function, with such arguments, is not the one that a plan is for."""
     call = trace_call(function, f, plan.parameters, args, {}, lazy=True)
     _check_signature(function, plan, call, contractions(call), mend)
 
@@ -70,7 +70,7 @@ def plan_call(
     weights: Weights,
     found: list[Found] | None = None,
 ) -> Plan:
-    """Plans a traced call; `found` are its contractions, where they are known."""
+    """Plans a traced call; `found` are its contractions, if known."""
     found = contractions(call) if found is None else found
     chosen, used = choose(found, policy, dtypes_of(call), call.parts)
     sites: list[tuple[Site, Found]] = []
@@ -112,7 +112,7 @@ def plan_call(
 
 
 def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:
-    """Returns the contractions of a quantized weight."""
+    """Returns the contractions with a quantized weight."""
     return [
         item
         for site, item in sites
@@ -163,7 +163,7 @@ def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
 
 
 def _named(shape: Sequence[Any]) -> Shape:
-    """Returns a shape with the names of symbolic sizes, of `jax.export`, in their place."""
+    """Returns a shape in which symbolic sizes of `jax.export` are replaced by their names."""
     return tuple(str(n) if export.is_symbolic_dim(n) else int(n) for n in shape)
 
 
@@ -208,7 +208,7 @@ def _check_used(
 
 
 def as_plan(function: str, plan: Plan | Policy, call: Call, weights: Weights) -> Plan:
-    """Returns the plan of a call: the one given, after checking that it fits, or a policy's."""
+    """Returns the plan of a call: the given one, after checking that it fits, or a policy's."""
     return with_contractions(function, plan, call, weights)[0]
 
 
@@ -226,6 +226,6 @@ def with_contractions(
 
 
 def params_of(function: str, plan: Any) -> Weights:
-    """Returns which arguments hold weights, after checking that `plan` is a Plan or a Policy."""
+    """Returns the arguments that hold weights, after checking that `plan` is a Plan or a Policy."""
     check_plan(function, plan, order=f"{function}(f, plan)", policies=True)
     return plan.parameters if isinstance(plan, Plan) else Weights(0, splits=plan)

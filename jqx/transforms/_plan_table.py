@@ -5,16 +5,16 @@ from typing import Any
 from .._table import Table
 
 _WIDTHS = (60, 24, 48, 48, 64, 160)
-"""How many characters a column takes at most, as `HEAD` names them: longer cells are cut."""
+"""The largest width of each column of `HEAD` in characters; longer cells are cut."""
 
 _MOST = 8
-"""How many parameters that no contraction reads are listed."""
+"""The largest number of parameters that no contraction reads in the table."""
 
 HEAD = ("path", "op", "shapes", "weight", "activation", "rule")
 
 
 def plan_table(plan: Any) -> Table:
-    """Returns the table of a `Plan`; what stays in float is dimmed where that can be shown."""
+    """Returns the table of a `Plan`; what stays in float is dimmed if the output supports it."""
     rows = tuple(_rows(plan))
     return Table(HEAD, rows, _footer(plan), texts=len(HEAD), bright=len(plan.sites))
 
@@ -40,7 +40,7 @@ def _rows(plan: Any) -> list[tuple[str, ...]]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Returns a cell of at most a width: of what is longer, the beginning and the end."""
+    """Returns a cell of at most a width; a longer text keeps its beginning and its end."""
     if len(text) <= width:
         return text
     end = (width - 1) // 2
@@ -48,7 +48,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _rule(site: Any) -> str:
-    """Returns the rule of a site, and where its weight has other codes than that rule gives."""
+    """Returns the rule of a site, and a note if its weight has other codes than the rule gives."""
     if site.codes is None:
         return str(site.rule)
     return f"{site.rule}; takes the codes of its {site.codes}"
@@ -63,9 +63,7 @@ def _footer(plan: Any) -> str:
 
 
 def _share(plan: Any) -> str:
-    """Returns which share of the multiply-adds is quantized, in words; of symbolic sizes no share
-    is known.
-    """
+    """Returns the quantized share of the multiply-adds, in words; empty if sizes are symbolic."""
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     known = [number for number in macs if number is not None]
     if not sum(known) or len(known) < len(macs):

@@ -1,5 +1,5 @@
-"""Bars that show how far something is, on standard error: where that is a terminal, and where tqdm
-is installed (of the extra `examples`).
+"""Progress bars on standard error, if that is a terminal and tqdm is installed (in the extra
+`examples`).
 """
 
 import contextlib
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Returns a bar of tqdm, which shows nothing where there is no terminal; `None` without tqdm.
+    """Returns a bar of tqdm, which shows nothing without a terminal; `None` without tqdm.
 
     Args:
-      what: is done.
-      unit: is counted.
-      items: to go through; `None` where `update` of the bar counts.
-      **options: of tqdm, such as `total`.
+      what: description of the work.
+      unit: the unit that is counted.
+      items: items to iterate over; `None` if the caller calls `update` of the bar.
+      **options: options of tqdm, such as `total`.
     """
     if importlib.util.find_spec("tqdm") is None:
         return None
@@ -31,8 +31,8 @@ def progress_bar(what: str, unit: str, items: Iterable[Any] | None = None, **opt
 def advancing(
     what: str, unit: str, total: int | None, progress: bool, **options: Any
 ) -> Iterator[Callable[..., Any]]:
-    """Shows a bar where that is asked for, as long as the context lasts; yields what moves it on,
-    by one or by a number.
+    """Shows a bar, if `progress`, as long as the context lasts; yields the function that advances
+    it, by one or by a number.
     """
     bar = progress_bar(what, unit, total=total, **options) if progress else None
     try:
@@ -43,7 +43,7 @@ def advancing(
 
 
 def with_bar(what: str, unit: str, items: Collection[T], progress: bool = True) -> Iterator[T]:
-    """Yields items, with a bar from one second on: of what is mostly done sooner."""
+    """Yields items, with a bar that appears only after one second, since most work is shorter."""
     with advancing(what, unit, len(items), progress, delay=1) as advance:
         for item in items:
             yield item
@@ -55,6 +55,6 @@ def _nothing(by: int = 1) -> None:
 
 
 def tell(bar: Any, text: str) -> None:
-    """Writes a line above a bar, where there is one that shows."""
+    """Writes a line above a bar, if the bar is visible."""
     if bar is not None and not bar.disable:
         bar.write(text, file=sys.stderr)

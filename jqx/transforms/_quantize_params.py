@@ -1,4 +1,4 @@
-"""`quantize_params`: the weights of a plan become QTensors; and floats again."""
+"""`quantize_params` and `dequantize_params`: weights of a plan to QTensors, and back to floats."""
 
 from collections.abc import Mapping
 from typing import Any, overload
@@ -42,39 +42,40 @@ def quantize_params(
     algorithm chooses.
 
     Args:
-      params: the argument of `f` that holds its weights; a tuple of arguments where the plan was
-        made with several. Leaves may be `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      params: the argument of `f` that holds its weights; a tuple of arguments if the plan was made
+        with several. Leaves may be `jax.ShapeDtypeStruct`, which gives abstract QTensors.
       plan: from `make_plan`.
       affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
-        activations are not read here.
+        activations are ignored.
       algorithm: chooses the codes, such as `jqx.algorithms.gptq()`; `None` rounds to nearest.
-      stats: what the algorithm asks for, from `calibrate_batches(..., observers=
+      stats: the statistics that the algorithm needs, from `calibrate_batches(..., observers=
         algorithm.observers)`.
       donate: whether each float weight that is a JAX array is deleted as soon as its codes are
-        ready: then no more is held than all float weights, one of them again and its codes. An
-        array that is a leaf more than once goes with its last, and stays where one is not planned.
+        ready. Then at most all float weights, a copy of one of them and its codes are in memory. An
+        array that is a leaf several times is deleted after the last one, and kept if one of these
+        leaves is not planned.
       target: `"cpu"`, `"gpu"` or `"tpu"`, such as `jax.default_backend()`, lays the codes out as
-        `jqx.pack_for` does: a product of few rows reads them several times as fast. `None` leaves
-        them plain, as files keep them.
-      shardings: where the arrays of `params` are to lie, as `jqx.parallel.shardings` takes them:
-        each device gets its part of a float weight, quantizes that, and never has another. `None`
-        leaves weights where they are: of one that is partitioned over devices, codes and scales
-        are partitioned alike.
+        `jqx.pack_for` does, which makes products with few rows several times as fast. `None` keeps
+        the default layout, as files have it.
+      shardings: the shardings of the arrays of `params`, as `jqx.parallel.shardings` takes them.
+        Each device receives its part of a float weight, quantizes it, and never holds another part.
+        `None` leaves weights in place: if one is partitioned over devices, codes and scales are
+        partitioned in the same way.
 
     Returns:
-      The same tree; leaves that the plan does not quantize are the very same objects, unless
-      `shardings` put them elsewhere, and a `jqx.interop.Lazy` is quantized when it is read. Where
-      rules select steps of a scan, the weights that it steps over are `Segments` of QTensors, and
-      of arrays where a part stays in float. To type checkers it has the type of `params`, so that
-      it fits the function: a QTensor among its leaves is an array to them. To use one as what it
-      is, write `typing.cast(jqx.QTensor, qparams["w"])`.
+      The same tree. Leaves that the plan does not quantize are the very same objects, unless
+      `shardings` move them. A `jqx.interop.Lazy` is quantized when it is read. If rules select
+      steps of a scan, the weights that it steps over are `Segments` of QTensors, and of arrays for
+      parts that stay in float. For type checkers the result has the type of `params`, so that it
+      fits the function: a QTensor among its leaves is an array to them. To use one as a QTensor,
+      write `typing.cast(jqx.QTensor, qparams["w"])`.
 
     Raises:
-      TypeError: `plan` is no `Plan`, or `algorithm` no algorithm.
-      ValueError: `stats` are given and no algorithm, or `algorithm` beside `affines` or `donate`; a
-        weight of the plan is missing, has another shape or dtype, or is quantized
-        already; `donate=True` under `jax.jit`; `target` is unknown; or elements that share a scale
-        would be on two devices.
+      TypeError: if `plan` is not a `Plan`, or `algorithm` is not an algorithm.
+      ValueError: if `stats` are given without an algorithm, or `algorithm` together with `affines`
+        or `donate`; if a weight of the plan is missing, has another shape or dtype, or is already
+        quantized; if `donate=True` under `jax.jit`; if `target` is unknown; or if elements that
+        share a scale would be on two devices.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -129,7 +130,7 @@ def quantize_params(
             leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
             continue
         chosen = Quantizing(tuple(weights), plan.split_of(name), given, target, sharding)
-        made = leaf.then(chosen, chosen.said()) if isinstance(leaf, Lazy) else chosen(leaf)
+        made = leaf.then(chosen, chosen.description()) if isinstance(leaf, Lazy) else chosen(leaf)
         leaves.append(made)
         if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
@@ -146,11 +147,11 @@ def dequantize_params(params: QTensor | Segments) -> jax.Array: ...
 def dequantize_params(params: T) -> T: ...
 @called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
 def dequantize_params(params: Any) -> Any:
-    """Returns `params` with every QTensor, and all Segments, as the float array they stand for.
+    """Returns `params` with every QTensor, and all Segments, dequantized to a float array.
 
     Args:
-      params: any pytree; leaves that are no QTensors are the very same objects, and those that are
-        `jqx.interop.Lazy` stay so.
+      params: any pytree; leaves that are not QTensors are the very same objects, and those that are
+        `jqx.interop.Lazy` stay lazy.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -168,7 +169,7 @@ def _dequantized(x: Any) -> Any:
 
 
 def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
-    """Returns codes that lie as `shardings` say, or as the parameters that they were made of."""
+    """Returns codes sharded as `shardings` say, or as the parameters that they were made from."""
     named = _named("quantize_params", rooted(plan.params, params), plan)
     tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
     places = _places(plan, tree, shardings, named)
@@ -183,7 +184,7 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
         algorithm is not None or stats is None,
         error=ValueError,
         function="quantize_params",
-        problem="`stats` have no use: rounding to nearest reads none.",
+        problem="`stats` have no effect: rounding to nearest does not read them.",
         given="stats, and algorithm=None",
         expected="an algorithm, or no stats",
         mend="pass algorithm=, such as jqx.algorithms.gptq(); scales of activations go to convert.",
@@ -194,7 +195,7 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
         function="quantize_params",
         problem="an algorithm finds the scales of weights itself, and reads all of them at once.",
         given="affines" if affines else "donate=True",
-        expected="neither affines nor donate beside algorithm",
+        expected="neither affines nor donate together with algorithm",
         mend="leave them out; scales of activations go to jqx.convert.",
     )
 
@@ -202,7 +203,7 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
 def _places(
     plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
 ) -> list[Sharding | None]:
-    """Returns where each leaf is to lie: as `shardings` say, or else where it is partitioned."""
+    """Returns the sharding of each leaf: from `shardings`, or its own if it is partitioned."""
     if shardings is None:
         return [sharding_of(leaf) for _, leaf in named]
     check_arguments("quantize_params", plan.params, shardings)
@@ -214,8 +215,8 @@ def _places(
                 "quantize_params",
                 "`shardings` are not for these parameters.",
                 given=str(error).splitlines()[0],
-                expected="the tree of `params`, with a sharding in the place of each array",
-                mend="make them of it, such as jax.tree.map(lambda x: x.sharding, params).",
+                expected="the tree of `params`, with a sharding in place of each array",
+                mend="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
             )
         ) from error
     pairs = zip(named, flat, strict=True)
@@ -223,7 +224,7 @@ def _places(
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
-    """Returns what the plan says of a parameter, part by part; nothing where it stays as it is."""
+    """Returns the planned weights of a parameter, part by part; empty if it is not quantized."""
     split = plan.split_of(name)
     paths = [name] if split is None else [part.path for part in split.parts]
     weights = [plan.weight_at(path) for path in paths]
@@ -231,8 +232,8 @@ def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
 
 
 def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
-    """Returns the leaves of parameters, QTensors whole, each with the name that the plan has, or
-    `None` where it is no weight; of what the plan splits the parts.
+    """Returns the leaves of parameters with the names that the plan has, or `None` for those that
+    are not weights. QTensors are leaves, and weights that the plan splits are returned in parts.
     """
     leaves: list[tuple[str | None, Any]] = []
     for name, leaf in _named(function, params, plan):
@@ -252,12 +253,12 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
 
 
 def _delete(x: Any, quantized: QTensor | Segments) -> None:
-    """Frees a float weight once its codes are there."""
+    """Deletes a float weight once its codes are ready."""
     require_that(
         _compat.is_concrete(x),
         error=ValueError,
         function="quantize_params",
-        problem="`donate` has no meaning under jax.jit.",
+        problem="`donate` has no effect under jax.jit.",
         given="donate=True and traced parameters",
         expected="donate=False",
         mend="call quantize_params outside of jit, or donate the argument: jax.jit(..., "
@@ -269,7 +270,7 @@ def _delete(x: Any, quantized: QTensor | Segments) -> None:
 
 
 def check_arguments(function: str, places: Params, params: Any) -> None:
-    """Checks that there is a tuple of arguments where weights stand in several."""
+    """Checks that arguments are given as a tuple if several hold weights."""
     if isinstance(places, int):
         return
     several = isinstance(params, (tuple, list))
@@ -278,7 +279,7 @@ def check_arguments(function: str, places: Params, params: Any) -> None:
         several and len(params) == len(places),
         error=ValueError,
         function=function,
-        problem="the weights stand in several arguments.",
+        problem="the weights are in several arguments.",
         given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
         expected=f"a tuple of {len(places)} arguments, those at the positions {places}",
         mend="pass the arguments named in params=, as a tuple in that order.",

@@ -29,31 +29,33 @@ def quantize_state(
 ) -> T:
     """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
 
-    Every transform takes such a tree in place of the float one: the function still sees arrays of
-    the same shape and dtype, contractions read the codes, and what is written is quantized.
+    Every transform takes such a tree in place of the float one. The function still sees arrays of
+    the same shape and dtype, contractions read the codes, and values are quantized when written.
 
     Args:
       tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
         arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
-      specs: how to quantize the leaves whose path, named as weights are in a plan, a regular
-        expression matches in full; the first that matches wins. A `QSpec`, a scheme such as
-        `"int8"` (one scale a token), or a pair of either and an `Affine` where many writes share a
-        scale. Of relative granularities, `per_token()` and `per_channel()` give each vector along
-        the last axis a scale of its own, and `per_group(size)` each of its blocks.
+      specs: how to quantize leaves, by regular expressions that must match the path of a leaf in
+        full. Paths are named as for weights in a plan, and the first match applies. A value is a
+        `QSpec`, a scheme such as `"int8"` (one scale for each token), or a pair of either and an
+        `Affine` if many writes share a scale. The relative granularities `per_token()` and
+        `per_channel()` give each vector along the last axis its own scale, and `per_group(size)`
+        each of its blocks.
       target: the platform whose kernel reads the caches in `jqx.decode_attention`, as for
-        `jqx.pack_for`; `None` is without one.
+        `jqx.pack_for`; `None` uses no kernel.
 
     Returns:
-      The same tree; leaves that nothing matches are the very same objects. To type checkers it has
+      The same tree; leaves that nothing matches are the very same objects. For type checkers it has
       the type of `tree`, as in `jqx.quantize_params`.
 
     Raises:
-      TypeError: `specs` is no dict of specs, or a leaf that one matches is not of floats.
-      ValueError: a regular expression is invalid or matches nothing that is left; a leaf is
-        quantized already; a spec does not fit a leaf; a scale that many writes share would come
-        from an array of zeros; the target is unknown, or its kernel reads no such codes.
+      TypeError: if `specs` is not a dict of specs, or a matched leaf has no float dtype.
+      ValueError: if a regular expression is invalid or matches no remaining leaf; if a leaf is
+        already quantized; if a spec does not fit a leaf; if a scale that many writes share would
+        come from an array of zeros; or if the target is unknown, or its kernel cannot read such
+        codes.
 
-    Gradient: by JAX, of scales; none of codes.
+    Gradient: from JAX, for scales; none for codes.
     NaN and infinities: as in `QTensor.quantize`.
 
     Example:
@@ -81,7 +83,7 @@ def quantize_state(
         raise ValueError(
             message(
                 "quantize_state",
-                f"{unused[0]!r} matches no leaf that an earlier entry has not taken.",
+                f"{unused[0]!r} matches no leaf that is left by earlier entries.",
                 given=f"{len(rules)} regular expressions",
                 expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
                 mend="correct it, move it up, or drop it.",
@@ -110,7 +112,7 @@ def _rules(specs: Any) -> Rules:
             isinstance(text, str) and isinstance(spec, (QSpec, str)),
             error=TypeError,
             function="quantize_state",
-            problem="`specs` has an entry that is no spec.",
+            problem="`specs` has an entry that is not a spec.",
             given=f"{text!r}: {shown(given)}",
             expected="a regular expression: a QSpec or a scheme, or a pair of it and an Affine",
             mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
@@ -135,7 +137,7 @@ def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTen
         is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating),
         error=TypeError,
         function="quantize_state",
-        problem=f"the leaf {name!r} is no array of floats.",
+        problem=f"the leaf {name!r} is not an array of floats.",
         given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
         expected="float16, bfloat16, float32 or float64",
         mend="write a regular expression that does not match it, such as '.*(key|value)'.",
@@ -150,16 +152,16 @@ def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTen
         affine is not None or not _shares_a_scale(q) or not _is_zero(leaf),
         error=ValueError,
         function="quantize_state",
-        problem=f"the scale of {name!r} would come from zeros, and writes would share it.",
+        problem=f"the scale of {name!r} would come from zeros and be shared by later writes.",
         given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
-        expected="a scale for each part that is written at once, or one that is given",
+        expected="a scale for each part that is written at once, or a given scale",
         mend="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
     )
     return q
 
 
 def _shares_a_scale(q: QTensor) -> bool:
-    """Whether an axis before one with scales of its own, or all axes, share a scale."""
+    """Whether elements share a scale along an axis before one with several scales, or all do."""
     own = [m > 1 for m, n in zip(q.scale.shape, q.shape, strict=True) if n > 1]
     return (bool(own) and own != sorted(own, reverse=True)) or (len(own) > 1 and not any(own))
 

@@ -1,4 +1,4 @@
-"""One parameter of a plan, quantized: in parts, laid out, where it is to lie."""
+"""Quantizes one parameter of a plan: in parts, laid out for a target, and sharded."""
 
 import functools
 import hashlib
@@ -20,18 +20,18 @@ from ._site import Weight
 from ._split import parts_of
 
 _VERSION = 1
-"""Of the numbers that this version makes of a weight."""
+"""The version of the numbers that result from quantizing a weight."""
 
 
 class Quantizing(NamedTuple):
-    """What a plan makes of one parameter.
+    """How a plan quantizes one parameter.
 
     Attributes:
-      weights: of its parts; one where it is whole.
-      split: where it is split, or `None`.
+      weights: the weights of its parts; a single one if it is whole.
+      split: how it is split, or `None`.
       affines: scales that are given.
-      target: for which codes are laid out, or `None`.
-      sharding: where it is to lie, or `None`.
+      target: target of the layout of codes, or `None`.
+      sharding: its sharding, or `None`.
     """
 
     weights: tuple[Weight | None, ...]
@@ -49,9 +49,9 @@ class Quantizing(NamedTuple):
         ]
         return parts[0] if self.split is None else Segments(parts, self.split.axis)
 
-    def said(self) -> str | None:
-        """Returns all that the result depends on beside the parameter; `None` where values of the
-        user's are among it, of which no text tells one from another.
+    def description(self) -> str | None:
+        """Describes everything that the result depends on apart from the parameter; `None` if it
+        depends on objects of the user, which no text can identify.
         """
         keys = [weight.key for weight in self.weights if weight is not None]
         given = [np.asarray(x) for key in keys for x in self.affines.get(key, ()) if x is not None]
@@ -70,7 +70,7 @@ def _quantized(
     target: str | None,
     sharding: Sharding | None,
 ) -> Any:
-    """Returns a weight, or a part of one, quantized and laid out; a part in float as it is."""
+    """Returns a weight, or a part of one, quantized and laid out; a float part is unchanged."""
     if weight is None:
         return at_place(x, sharding, None)
     quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
@@ -78,20 +78,20 @@ def _quantized(
 
 
 def at_place(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
-    """Puts a leaf where it is to lie."""
+    """Puts a leaf on devices according to its sharding."""
     if sharding is None or not hasattr(leaf, "shape"):
         return leaf
     return put("quantize_params", leaf, sharding, path or "")
 
 
 def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
-    """Returns parameters with the weights of a plan as a target contracts them fastest."""
+    """Returns parameters with the weights of a plan in the fastest layout for a target."""
     return plan.map_weights(lambda weight, leaf: _laid_out(leaf, weight, target), params)
 
 
 def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
-    """Lays a weight out; where its scales do not tell what is contracted, the plan does. No kernel
-    reads one that is on several devices, as compilers do not part kernels.
+    """Lays a weight out. If its scales do not show which axis is contracted, the plan does. Kernels
+    cannot read a weight on several devices, because compilers do not partition kernels.
     """
     if isinstance(leaf, Lazy):
         return leaf.then(lambda x: _laid_out(x, weight, target), f"for {target}")
@@ -110,8 +110,8 @@ def quantize_weight(
     sharding: Sharding | None = None,
     path: str = "",
 ) -> QTensor:
-    """Quantizes one weight with the scale given, or with its calibrator's, where it is to lie. One
-    program is compiled for all weights that are alike.
+    """Quantizes one weight with the given scale, or with that of its calibrator, in its sharding.
+    One program is compiled for all weights of the same kind.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         q = jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
@@ -133,5 +133,5 @@ _compiled = jax.jit(QTensor.quantize, static_argnames="spec")
 
 @functools.lru_cache(maxsize=1024)
 def _partitioned(spec: QSpec, structure: Any, leaves: tuple[Sharding, ...]) -> Any:
-    """Returns a program that quantizes weights, each device a part of them."""
+    """Returns a program that quantizes weights, with a part on each device."""
     return jax.jit(partial(QTensor.quantize, spec=spec), out_shardings=structure.unflatten(leaves))

@@ -15,7 +15,7 @@ UNSUPPORTED = ("error", "dequantize")
 
 
 def check_unsupported(function: str, unsupported: Any) -> None:
-    """Checks that `unsupported` says what to do."""
+    """Checks the value of `unsupported`."""
     require_that(
         unsupported in UNSUPPORTED,
         error=ValueError,
@@ -28,7 +28,7 @@ def check_unsupported(function: str, unsupported: Any) -> None:
 
 
 def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
-    """Returns the parameters of floats, of two axes or more, that no contraction multiplies by."""
+    """Returns the float parameters with two or more axes that no contraction multiplies by."""
     reached = {
         part.path for item in found for origin in item.origins if origin for part in origin.parts
     }
@@ -42,7 +42,7 @@ def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
         return ()
     codes, returned = followed(call, set(rest))
     why = dict.fromkeys(returned, "f returns it")
-    why |= dict.fromkeys(codes.contracted, "only what a loop or branch makes of it is multiplied")
+    why |= dict.fromkeys(codes.contracted, "only a result of a loop or branch on it is multiplied")
     only = "computes with it: only what a contraction itself multiplies is quantized"
     for escape in reversed(codes.escapes):
         why |= dict.fromkeys(escape.paths, f"`{escape.eqn.primitive.name}` {only}")
@@ -51,7 +51,7 @@ def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
 
 
 def followed(call: Call, paths: set[str]) -> tuple[Codes, set[str]]:
-    """Follows the codes of some weights; returns what was seen, and which of them `f` returns."""
+    """Follows the codes of some weights; returns what was found, and which of them `f` returns."""
     codes = Codes()
     given = [frozenset({path} & paths) if path is not None else frozenset() for path in call.paths]
     results = codes.follow(call.jaxpr, given)

@@ -1,4 +1,4 @@
-"""Why no weight reaches a contraction: what its operands are computed from."""
+"""Reasons why no weight reaches a contraction: what its operands are computed from."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ NO_WEIGHT = "no weight reaches it through views, and no rule without a weight sp
 
 
 _DRAWS = ("random_", "rng_", "prng_", "threefry")
-"""How the names of primitives begin that make random numbers and keys: they return no weight."""
+"""Prefixes of the names of primitives that make random numbers and keys; they return no weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a value is computed from.
+    """The inputs that a value is computed from.
 
     Attributes:
       weights: the paths of weights.
-      closure: whether arrays that the function closes over are among it.
-      other: whether other arguments are.
-      drawn: whether random numbers are.
-      through: the first operation on a weight that is no view.
+      closure: whether it depends on arrays that the function closes over.
+      other: whether it depends on other arguments.
+      drawn: whether it depends on random numbers.
+      through: the first operation on a weight that is not a view.
     """
 
     weights: frozenset[str] = frozenset()
@@ -45,19 +45,19 @@ class Source:
 
     @property
     def is_closed_over(self) -> bool:
-        """Whether it is computed from arrays alone that the function closes over."""
+        """Whether it is computed only from arrays that the function closes over."""
         return self.closure and not (self.weights or self.other or self.drawn)
 
     @property
     def reason(self) -> str | None:
-        """Why it is no weight; `None` where it depends on other arguments, as activations do."""
+        """Why it is not a weight; `None` if it depends on other arguments, as activations do."""
         if self.other:
             return None
         if self.weights:
             known = sorted(self.weights)
             names = " and ".join(map(repr, known[:3]))
             names += f" and {len(known) - 3} more" if len(known) > 3 else ""
-            by = f"`{self.through}`, which is no view" if self.through else "more than views"
+            by = f"`{self.through}`, which is not a view" if self.through else "more than views"
             return f"an operand is computed from {names} by {by}: compute it outside of f"
         if self.closure:
             return "an operand is closed over by f: pass weights in an argument that params= names"
@@ -69,7 +69,7 @@ _CLOSURE = Source(closure=True)
 
 
 def reasons(call: Call) -> dict[int, str]:
-    """Returns what is known of the operands of contractions, by the `id` of the equation."""
+    """Returns the reasons for the operands of contractions, by the `id` of the equation."""
     known = {place: [source.reason for source in each] for place, each in sources(call).items()}
     return {place: next(filter(None, why)) for place, why in known.items() if any(why)}
 
@@ -77,7 +77,7 @@ def reasons(call: Call) -> dict[int, str]:
 def sources(call: Call) -> dict[int, list[Source]]:
     """Returns what the operands of contractions are computed from, by the `id` of the equation.
 
-    A function that is called twice is known by all its calls together.
+    The sources of a function that is called twice are those of all its calls together.
     """
     found: dict[int, list[Source]] = {}
     given = [
@@ -88,7 +88,7 @@ def sources(call: Call) -> dict[int, list[Source]]:
 
 
 def _follow(jaxpr: Any, given: Sequence[Source], found: dict[int, list[Source]]) -> list[Source]:
-    """Follows sources through a jaxpr; returns those of its results."""
+    """Follows sources through a jaxpr; returns the sources of its results."""
     body, _ = _compat.open_jaxpr(jaxpr)
     env = dict.fromkeys(body.constvars, _CLOSURE)
     env.update(zip(body.invars, given, strict=True))
@@ -117,7 +117,7 @@ def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> l
         if together.weights and not together.through and name not in VIEWS:
             together = dataclasses.replace(together, through=name)
         return [together] * count
-    # The operands of a body are the last ones of its equation. A loop may mix all that it carries.
+    # The operands of a body are the last ones of its equation. A loop may mix all carried values.
     apart = name in FORMS and name not in ("scan", "while")
     results = []
     for body in bodies:

@@ -1,4 +1,4 @@
-"""What `convert` refuses, found where it is planned, and by the name of the weight."""
+"""Raises the errors of `convert` when planning, with the name of the weight."""
 
 from .. import _compat
 from .._errors import message
@@ -14,11 +14,11 @@ class Unsupported(NotImplementedError, ValueError):
 
 
 def check_reach(function: str, call: Call, plan: Plan) -> None:
-    """Raises where a weight of a plan reaches an operation without a quantized form."""
+    """Raises if a weight of a plan reaches an operation without a quantized form."""
     codes, _ = followed(call, {weight.path for weight in plan.weights})
     if codes.escapes:
         raise _refusal(function, plan, codes.escapes[0])
-    if codes.mixed:  # whether they are of one format is known when they are there
+    if codes.mixed:  # whether their formats agree is known only when the call is traced
         try:
             check_converts(call, plan)
         except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""Specs of a plan in the axes of what they are for: of weights, and of activations at a site."""
+"""Resolves specs of a plan to the axes of weights, and of activations at a site."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ def resolve_weights(
     sites: Sequence[tuple[Site, Found]],
     shapes_of: Mapping[str, tuple[int, ...]],
 ) -> tuple[Weight, ...]:
-    """Resolves the spec of every weight in its own axes; sites that share one must agree."""
+    """Resolves the spec of every weight in its own axes; sites that share a weight must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
     kept: dict[str, list[frozenset[int]]] = {}
     stacked: dict[str, list[frozenset[int]]] = {}
@@ -68,9 +68,9 @@ def resolve_weights(
 def _stacked(part: Origin, kept: Sequence[int], batch: Sequence[int], rank: int) -> frozenset[int]:
     """Returns the axes of a weight along which it is a stack of weights.
 
-    They lie in batch axes, or nowhere in the value, which is one of the stack. `vmap` makes no
-    batch axis where the other operand is one for all: there they are those that stand before all
-    that is contracted, of which the last is left to the weights themselves.
+    They are in batch axes, or not in the value at all, which is then one of the stack. `vmap` makes
+    no batch axis if all share the other operand. Then they are the axes in front of all contracted
+    ones, of which the last is left to the weights themselves.
     """
     batch_axes, own = part.kept(batch, rank), part.kept(kept, rank)
     contracted = min(frozenset(range(rank)) - own, default=0)
@@ -85,14 +85,14 @@ def resolve_activation(
     where: str,
     stacked: Sequence[int] = (),
 ) -> QSpec:
-    """Returns the spec of an activation, or of a result, in its own axes; `where` is for errors."""
+    """Resolves the spec of an activation, or of a result, in its own axes; `where` for errors."""
     require_that(
         spec.dynamic or not spec.granularity.is_relative,
         error=ValueError,
         function=function,
         problem=f"a static scale per token is bound to one batch size ({where}).",
         given=f"granularity {spec.granularity} with dynamic=False",
-        expected="per_tensor() where static, or dynamic=True",
+        expected="per_tensor() for static scales, or dynamic=True",
         mend="pass dynamic=True, or granularity=jqx.per_tensor().",
     )
     resolved = spec.resolve(len(shape), kept, stacked)
@@ -108,13 +108,13 @@ def _check_kept(
     where: str,
     tied: bool = False,
 ) -> None:
-    """Raises where each element that the contraction sums over has a scale of its own.
+    """Raises if each element that the contraction sums over has its own scale.
 
-    `tied` says that others contract other axes of the same weight.
+    With `tied`, other sites contract other axes of the same weight.
     """
     mend = "use per_channel() or per_group(size), which find those axes, or name them."
     if tied:
-        mend = "its sites contract different axes: give it a rule of its own before, with "
+        mend = "its sites contract different axes: put a separate rule for it first, with "
         mend += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."
     try:
         groups = groups_of(function, spec, shape)

@@ -1,4 +1,4 @@
-"""Where the rules of a policy split the weights of scans."""
+"""Finds where the rules of a policy split the weights of scans."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -12,8 +12,8 @@ from ._paths import Part, Split
 
 
 def selecting(found: Sequence[Found], policy: Policy, parts: Mapping[str, Part]) -> dict[int, Rule]:
-    """Returns the rules that select steps, by place: what stands in brackets is part of a regular
-    expression where that matches a contraction. `parts` are the weights that are parts of one.
+    """Returns the rules that select steps, by index. A rule whose path, brackets included, matches
+    a contraction as a regular expression is not one. `parts` are the weights that are parts of one.
     """
 
     def matches(rule: Rule, item: Found) -> bool:
@@ -34,7 +34,7 @@ def selects(rule: Rule, part: Part, op: str) -> bool:
         return False
     try:
         start, stop = rule.selector.resolve("make_plan", part.whole, part.length)
-    except ValueError:  # it is told where the scan is split, unless it is optional
+    except ValueError:  # raised where the scan is split, unless the rule is optional
         return False
     return start <= part.start and part.stop <= stop
 
@@ -42,8 +42,8 @@ def selects(rule: Rule, part: Part, op: str) -> bool:
 def rule_for(
     policy: Policy, part: Part, op: str, selecting: Collection[int] | None = None
 ) -> tuple[int, Rule] | None:
-    """Returns the first rule that is for a part, with its place; `None` if none is. `selecting` are
-    the places of rules that select steps, `None` for all that may.
+    """Returns the first rule for a part and its index; `None` if there is none. `selecting` has the
+    indices of rules that select steps, `None` for all that may.
     """
     for place, rule in enumerate(policy.rules):
         selects_steps = selecting is None or place in selecting
@@ -55,7 +55,7 @@ def rule_for(
 
 
 class _Use(NamedTuple):
-    """A weight that a scan steps over, at a contraction."""
+    """The use of a weight that a scan steps over in a contraction."""
 
     scan: Address
     length: int
@@ -67,9 +67,9 @@ class _Use(NamedTuple):
 def splits_of(
     function: str, found: Sequence[Found], policy: Policy | None, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[Split, ...]:
-    """Returns where the scans of a function are split: with a scan all weights that it steps over,
-    and with a weight all scans that step over it. `shapes` are those of the parameters; without a
-    policy they are split at each step.
+    """Returns the splits of the scans of a function. All weights that a scan steps over are split
+    with it, and all scans that step over a weight are split with it. `shapes` are those of the
+    parameters. Without a policy all are split at each step.
     """
     rules = {} if policy is None else selecting(found, policy, {})
     if policy is not None and not rules:
@@ -107,7 +107,7 @@ def splits_of(
 
 
 def _together(uses: Sequence[_Use]) -> dict[str, Any]:
-    """Returns one name for all weights that are stepped over together, by any scans."""
+    """Returns one name for all weights that any scans step over together."""
     name: dict[Any, Any] = {}
     for use in uses:
         a, b = (name.setdefault(x, x) for x in (use.scan, use.path))
@@ -124,7 +124,7 @@ def _refuse(function: str, rule: Rule, use: _Use, shape: tuple[int, ...]) -> Non
     raise ValueError(
         message(
             function,
-            f"the path of a rule selects steps of {use.path!r}, which are not those of one axis.",
+            f"the path of a rule selects steps of {use.path!r}, which are not steps of one axis.",
             given=f"path {rule.path!r}; a weight of the shape {list(shape)}, and a scan of "
             f"{use.length} steps over axes {sorted(use.axes)}",
             expected="a scan over all indices of one axis of the weight",
@@ -134,7 +134,7 @@ def _refuse(function: str, rule: Rule, use: _Use, shape: tuple[int, ...]) -> Non
 
 
 def check_split(function: str, found: Sequence[Found], splits: Sequence[Split]) -> None:
-    """Raises where a weight was split that no scan reads in parts."""
+    """Raises if a weight was split but no scan reads its parts."""
     whole = {part.path: part.whole for split in splits for part in split.parts}
     apart: set[str] = set()
     for item in found:
@@ -150,8 +150,8 @@ def check_split(function: str, found: Sequence[Found], splits: Sequence[Split]) 
                     f"the weight {split.path!r}, whose steps a rule selects, reaches its scan "
                     "through an operation that mixes them.",
                     given=f"bounds {list(split.bounds)} along axis {split.axis}",
-                    expected="views that leave the steps apart and in order, such as astype, "
+                    expected="views that keep the steps apart and in order, such as astype, "
                     "transpose and reshape of other axes",
-                    mend="prepare the weight outside of f, or let the rules match it whole.",
+                    mend="prepare the weight outside of f, or let rules match the whole weight.",
                 )
             )

@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""What other folders of jqx import from this one, but users do not."""
 
 from ._affines import GivenAffines as GivenAffines
 from ._algorithm import Algorithm as Algorithm

@@ -1,4 +1,4 @@
-"""Where a call is not the one that a plan was made for: the first difference, and what it means."""
+"""Errors for a call that differs from the planned one: the first difference, and its meaning."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def parameter_line(path: str, leaf: Any) -> str:
 
 
 def parameter_of(line: str) -> tuple[str, jax.ShapeDtypeStruct]:
-    """Returns the path and the kind of the parameter that a line describes."""
+    """Returns the path, shape and dtype of the parameter that a line describes."""
     path, dtype, sizes = re.fullmatch(r"parameter (.*): (\w+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
     shape = tuple(int(size) for size in sizes.split(",") if size)
     return path, jax.ShapeDtypeStruct(shape, dtype)
@@ -31,7 +31,7 @@ def is_parameter_line(line: str) -> bool:
 def check_same(
     function: str, signature: Sequence[str], planned: Sequence[str], mend: str = AGAIN
 ) -> None:
-    """Raises where a function, or its parameters, are not those that the plan was made for."""
+    """Raises if a function, or its parameters, are not those that the plan was made for."""
     if tuple(signature) == tuple(planned):
         return
     length = max(len(signature), len(planned))
@@ -52,7 +52,7 @@ def check_same(
 
 
 def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
-    """Raises where the operands of a contraction have other numbers of axes than they had."""
+    """Raises if the operands of a contraction have another number of axes than when planned."""
     shapes = {item.address: item.shapes for item in (*plan.skipped, *plan.sites)}
     for item in found:
         now = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
@@ -65,9 +65,9 @@ def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
                 function,
                 "an argument has another number of axes than when the plan was made.",
                 given=f"{item.op} of {_shown(now)}{where}",
-                expected=f"{_shown(planned)}, of any batch size",
+                expected=f"{_shown(planned)}, with any batch size",
                 mend="give it the axes that it had, such as x[None] for one example of a batch, or "
-                "make the plan for such an argument; under jax.vmap, for what one call sees.",
+                "make the plan for such an argument; under jax.vmap, for arguments of one call.",
             )
         )
 

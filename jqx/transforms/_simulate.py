@@ -37,7 +37,7 @@ class _FakeQuantize(Rules):
     function: ClassVar[str | None] = "simulate"
 
     def weight(self, leaf: Any, weight: Weight | None) -> Any:
-        """Rounds a weight; keeps its codes beside it where contractions run on integers."""
+        """Rounds a weight; also keeps its codes if contractions run on integers."""
         given = is_quantized(leaf)
         if weight is None:
             return Trainable.state(leaf) if given else leaf
@@ -47,13 +47,13 @@ class _FakeQuantize(Rules):
         return Trainable(leaf if given else self.quantize(leaf, weight.spec, weight.key), real)
 
     def quantize(self, x: Any, spec: QSpec, name: str) -> QTensor:
-        """Returns the codes of what `round` returns, which gradients do not pass."""
+        """Returns the codes for the result of `round`, without gradients."""
         fixed = jax.lax.stop_gradient((jnp.asarray(x), self.affines.get(name)))
         q = QTensor.quantize(fixed[0], spec, fixed[1])
         return dataclasses.replace(q, values=_kept(q.values))
 
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
-        """Rounds to the grid of a spec, with random numbers of its own for each name."""
+        """Rounds to the grid of a spec, with separate random numbers for each name."""
         key = None
         if draws(spec.gradient) and self.key is not None:
             key = jax.random.fold_in(self.key, zlib.crc32(name.encode()))
@@ -81,8 +81,8 @@ class _FakeQuantize(Rules):
         return result, {}
 
     def holds_codes(self, site: Site, operands: Sequence[Any]) -> bool:
-        """Whether the weights of a site come with their codes, as all do but those that a rule of
-        the user differentiates.
+        """Whether the weights of a site come with their codes. Only those inside custom derivative
+        rules of the user do not.
         """
         weights = [
             x
@@ -111,44 +111,46 @@ def simulate(
     """Returns `f` with its quantization simulated in floating point, for training.
 
     Weights are rounded to their grid before their first use, activations (and outputs) at their
-    sites, each with the gradient estimator of its spec. The contractions run in float; with
-    `backward=` they run on integers, as `convert` runs them, and only those of the backward pass
-    in float.
+    sites, each with the gradient estimator of its spec. The contractions run in float. With
+    `backward=` they run on integers, as in `convert`, and only those of the backward pass run in
+    float.
 
-    To evaluate what will be deployed, pass `backward=jnp.float32`: the result has the bits of
-    `convert`. Without it both drift apart with depth, for products in float and on integers differ
-    in the last bit, now and then a value is rounded to the other of two codes, and every layer
-    amplifies that. Of a language model of 30 layers (SmolLM2-135M, W8A8, dynamic scales) they
-    differ by .0009 after one layer and by .12 in the logits (relative L2), which is as much as
-    quantization itself costs.
+    To evaluate what will be deployed, pass `backward=jnp.float32`: the result has the same bits as
+    that of `convert`. Without it the two diverge with depth. Products in float and on integers
+    differ in the last bit, so that now and then a value is rounded to another code, and every layer
+    amplifies the difference. In a language model with 30 layers (SmolLM2-135M, W8A8, dynamic
+    scales) they differ by 0.0009 after one layer and by 0.12 in the logits (relative L2), which is
+    as much as the error of quantization itself.
 
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
-        them from the values at hand instead. `None` where the plan has no static ones. Weights
-        take theirs from the values at hand, unless `affines` has an entry `<path>:weight`.
-      backward: `None`, or the float dtype that operands of the contractions of the backward pass
-        are rounded to, such as `jnp.bfloat16`: the forward pass then runs on integers and has
-        the bits of `convert`. Inside `jax.custom_jvp` and `jax.custom_vjp` it stays in float.
-      key: random key, for specs whose gradient estimator draws numbers; a new one for each step.
+      plan: a `Plan`, or a `Policy` to plan the call with (then argument 0 holds the parameters).
+      affines: scales from `jqx.affines`, for every static activation and output. `"dynamic"`
+        computes them from the current values instead. `None` if the plan has no static ones.
+        Scales of weights are computed from their values, unless `affines` has an entry
+        `<path>:weight`.
+      backward: `None`, or the float dtype to which the operands of contractions in the backward
+        pass are rounded, such as `jnp.bfloat16`. The forward pass then runs on integers and has the
+        same bits as `convert`. Inside `jax.custom_jvp` and `jax.custom_vjp` it stays in float.
+      key: random key, for specs whose gradient estimator draws numbers; pass a new one for each
+        step.
 
     Returns:
-      A function of the arguments of `f` with its result. QTensors that are weights of the plan are
-      dequantized; all others, such as a cache, stay quantized, as in `convert`: what is written to
-      them is quantized, and its gradient passes straight through.
+      A function with the arguments and the result of `f`. QTensors that are weights of the plan are
+      dequantized. All others, such as a cache, stay quantized, as in `convert`: values are
+      quantized when written, with a straight-through gradient.
 
     Raises:
-      TypeError: `f` is no function, `plan` no plan or `backward` no float dtype.
-      ValueError: the plan was made for another function, `affines` does not fit it, a static
-        activation or output has no scale, `key` is missing or has no use, or `backward` is given
-        and the gradient estimator of a spec sees something else than the integers.
+      TypeError: if `f` is not a function, `plan` is not a plan or `backward` is not a float dtype.
+      ValueError: if the plan was made for another function, `affines` does not fit it, a static
+        activation or output has no scale, `key` is missing or has no effect, or `backward` is given
+        and the gradient estimator of a spec does not work on the integers.
 
-    Gradient: with respect to all float arguments, and to given scales; scales from the values at
-      hand count as constants. A symmetric scale by `absmax` clips nothing, so `ste` is the identity
-      there: also for a NaN, which makes all NaN that its scale covers. Inside `jax.custom_jvp` and
-      `jax.custom_vjp` the rule of the user holds, evaluated in float: scales that are used there
-      alone get a gradient of zero.
+    Gradient: with respect to all float arguments, and to given scales. Dynamic scales are
+      constants. A symmetric scale by `absmax` clips nothing, so `ste` is the identity there. This
+      includes NaN, which makes all values that share its scale NaN. Inside `jax.custom_jvp` and
+      `jax.custom_vjp` the rule of the user applies, evaluated in float. Scales that are used only
+      there have a gradient of zero.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -187,16 +189,16 @@ def simulate(
 
 
 def _result(x: Any) -> Any:
-    """Returns what the caller passed as codes as codes, and a weight as the floats it is."""
+    """Returns state that the caller passed as codes as codes, and a weight as floats."""
     return x.codes if isinstance(x, Trainable) and x.is_state else real_of(x)
 
 
 def _kept(codes: jax.Array) -> jax.Array:
     """Returns codes that are kept for the backward pass, as codes.
 
-    XLA on CPU would rather keep the quotients, four times as large, and round them again where they
-    are dequantized. It removes barriers before it fuses, but moves nothing through a condition that
-    it cannot decide: one behind a barrier.
+    XLA on CPU would otherwise keep the quotients, which are four times as large, and round them
+    again where they are dequantized. It removes barriers before it fuses, but moves nothing through
+    a condition whose value it cannot know, such as a constant behind a barrier.
     """
 
     def on_cpu(codes: jax.Array) -> jax.Array:
@@ -220,7 +222,7 @@ def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
         backward is None or not strange,
         error=ValueError,
         function="simulate",
-        problem="`backward` has the forward pass run on integers, which an estimator does not see.",
+        problem="`backward` runs the forward pass on integers, which this estimator does not use.",
         given=f"backward == {backward}, and the estimator {strange[0].gradient}" if strange else "",
         expected="estimators that differentiate the rounding, such as jqx.gradients.ste",
         mend="choose another gradient= for that spec, or backward=None.",
@@ -232,8 +234,8 @@ def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
         key is None or any(draws(spec.gradient) for spec in _specs_of(plan)),
         error=ValueError,
         function="simulate",
-        problem="`key` has no use.",
-        given="a key, and no spec whose gradient estimator draws random numbers",
+        problem="`key` has no effect.",
+        given="a key, but no spec whose gradient estimator draws random numbers",
         expected="key=None",
         mend="drop key, or use an estimator such as jqx.gradients.stochastic.",
     )

@@ -1,4 +1,4 @@
-"""What a plan says of one contraction, and of one weight."""
+"""The entries of a plan: contractions, parameters, and how they are quantized."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from ..tensor import QSpec
 from ._origin import Address, Loop
 
 Shape = tuple[int | str, ...]
-"""Sizes when the plan was made; a symbolic one by its name."""
+"""Sizes when the plan was made; a symbolic size is its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Operand:
 
     Attributes:
       role: `"weight"` or `"activation"`.
-      spec: how it is quantized, its granularity absolute; `None` leaves it in float.
+      spec: how it is quantized, with absolute granularity; `None` leaves it in float.
       key: name of its statistics and scale, such as `layer0/w:dot_general:lhs`.
       path: key path of the weight, the first of several joined; `None` for an activation.
-      axes: for each axis of a weight at the site the axes of the parameter that it holds; empty
-        where they are the same ones; not compared.
+      axes: for each axis of a weight at the site, the axes of the parameter that it holds; empty
+        if they are the same; not compared.
     """
 
     role: Literal["weight", "activation"]
@@ -40,24 +40,24 @@ class Site:
     """One contraction that is quantized.
 
     Attributes:
-      address: its place in the traced function.
-      path: key path of its weight inside the parameters, of several joined all (`a+b`), or its name
-        scope where it has none.
-      scope: name scopes that the function opened around it.
+      address: its address in the traced function.
+      path: key path of its weight inside the parameters, all paths of joined ones (`a+b`), or its
+        name scope if it has no weight.
+      scope: name scopes around it in the function.
       op: the operation, such as `dot_general`.
       operands: left and right, or the table of a lookup.
       output: how the result is quantized; `None` leaves it in float.
       output_key: name of the result's statistics and scale.
-      rule: place in the policy of the rule that chose all this; where none is for the site but for
-        another use of its weight, of that one.
+      rule: index in the policy of the rule that applies. If no rule is for the site but one is for
+        another use of its weight, the index of that rule.
       loops: scans that step over its weights: its statistics and scales have a leading axis for
         each.
-      shapes: shapes of the operands when the plan was made, a symbolic size by its name; not
+      shapes: shapes of the operands when the plan was made, a symbolic size as its name; not
         compared.
-      result: that of the result, likewise.
-      macs: multiply-adds when the plan was made, `None` where a size was symbolic; not compared.
-      codes: the operation of the other use that its weight has its codes from, where its own rule
-        gives it none, or others: a weight has one set of codes. `None` where its own rule does.
+      result: shape of the result, in the same form; not compared.
+      macs: multiply-adds when the plan was made, `None` if a size was symbolic; not compared.
+      codes: the operation of the other use from which its weight takes its codes, if its own rule
+        gives it none, or others: a weight has one set of codes. `None` if its own rule applies.
     """
 
     address: Address
@@ -77,14 +77,14 @@ class Site:
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         names = "path op shapes operands output rule result macs loops codes".split()
         known = {name: getattr(self, name) for name in names}
-        told = {name: x for name, x in known.items() if x is not None and x != ()}
-        return constructor(self, told, path, subtree_renderer)
+        info = {name: x for name, x in known.items() if x is not None and x != ()}
+        return constructor(self, info, path, subtree_renderer)
 
     @property
     def name(self) -> str:
-        """Its path and operation, such as `layer0/w:dot_general`, numbered where others have both.
+        """Its path and operation, such as `layer0/w:dot_general`, numbered if others have both.
 
-        What `convert` makes of it stands in a name scope of this name: `jqx[layer0/w:dot_general]`.
+        `convert` evaluates it in a name scope of this name: `jqx[layer0/w:dot_general]`.
         """
         return self.output_key.removesuffix(":out")
 
@@ -100,7 +100,7 @@ class Site:
         return self.static_specs()[key].granularity.scale_shape(shape)
 
     def loops_in(self, here: Address) -> tuple[Loop, ...]:
-        """Returns those of its loops that stand inside an equation."""
+        """Returns those of its loops that are inside an equation."""
         n = len(here)
         return tuple(x for x in self.loops if len(x.address) > n and x.address[:n] == here)
 
@@ -118,7 +118,7 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """One contraction that stays in float, and why.
+    """One contraction that stays in float, and the reason.
 
     `shapes` and `macs` are those of the operands when the plan was made; they are not compared.
     """
@@ -135,11 +135,11 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Unreached:
-    """One parameter of two axes or more that no contraction multiplies by, and why.
+    """One parameter with two or more axes that no contraction multiplies by, and the reason.
 
     Attributes:
       path: its path inside the parameters.
-      reason: what is done with it instead.
+      reason: how it is used instead.
       shape: its shape.
     """
 
@@ -154,11 +154,11 @@ class Weight:
 
     Attributes:
       path: its key path inside the parameters.
-      spec: how it is quantized, its granularity in its own axes.
-      key: name of its scale, where one is given from outside.
-      sites: how many sites share it.
-      contracted: -1 where its products contract its last axis, as in `x @ w.T`; `None` where they
-        contract another one, or others; not compared.
+      spec: how it is quantized, with its granularity in its own axes.
+      key: name of its scale among given scales.
+      sites: number of sites that share it.
+      contracted: -1 if its products contract its last axis, as in `x @ w.T`; `None` if they
+        contract another one, or several; not compared.
     """
 
     path: str

@@ -1,8 +1,9 @@
-"""A traced function whose scans are split by steps: each part is a scan, its weights are leaves.
+"""Splits the scans of a traced function by steps: each part is a scan, and its weights are leaves.
 
-A rewriting of the jaxpr before anything else reads it. A weight in parts passes through views part
-by part; where a scan steps over it, one scan a part takes its place: what is carried threads
-through them, what is stacked is joined. Wherever else the weight is read, it is joined first.
+This rewrites the jaxpr before anything else reads it. A weight in parts passes through views part
+by part. A scan that steps over it is replaced by one scan for each part: carried values pass
+through them in order, and stacked results are joined. Wherever else the weight is read, it is
+joined first.
 """
 
 import dataclasses
@@ -34,11 +35,11 @@ _REFUSED = {
     "custom_jvp_call": "a `jax.custom_jvp`",
     "custom_vjp_call": "a `jax.custom_vjp`",
 }
-"""Forms that a weight does not enter in parts."""
+"""Forms that a weight cannot enter in parts."""
 
 
 def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
-    """Returns a leaf in parts: those of Segments, or slices of an array."""
+    """Returns the parts of a leaf: those of Segments, or slices of an array."""
     kind = abstract(leaf)
     if isinstance(kind, Segments):
         require_that(
@@ -72,17 +73,17 @@ def rewritten(
     given: Sequence[Any],
     out: Callable[[list[Any]], Any],
 ) -> tuple[Any, list[Any], Any]:
-    """Returns a traced function of leaves of which some are in parts.
+    """Returns a traced function in which some leaves are in parts.
 
     Args:
-      function: who asks, for messages.
+      function: name of the calling function, for messages.
       jaxpr: the function.
       consts: values of its constvars.
-      given: for each operand what it is traced at, `Segments` of that where it is in parts.
-      out: makes what the function returns of its results.
+      given: a stand-in for each operand, or `Segments` of stand-ins if it is in parts.
+      out: makes the result of the function from the results of the jaxpr.
 
     Returns:
-      The jaxpr, whose operands are the parts, its constants, and the structure of what it returns.
+      The jaxpr, whose operands are the parts, its constants, and the structure of its result.
     """
     tree, out_tree = jax.tree.structure(list(given)), None
 
@@ -128,16 +129,16 @@ def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
 
 
 def joined(x: Any) -> Any:
-    """Returns a weight in parts as one array; all else as it is."""
+    """Returns a weight in parts as one array; other values are unchanged."""
     return lax.concatenate(x.parts, x.axis) if isinstance(x, Segments) else x
 
 
 def _scan(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
-    """Runs a scan over weights in parts as one scan a part, in the order of its steps."""
+    """Runs a scan over weights in parts as one scan for each part, in the order of its steps."""
     consts, count = _compat.scan_counts(eqn)
     first = consts + count
     fixed, carry = operands[:consts], operands[consts:first]
-    # Only along the axis that is stepped over is a weight in parts of use.
+    # Parts are useful only along the axis that the scan steps over.
     xs = [joined(x) if isinstance(x, Segments) and x.axis else x for x in operands[first:]]
     bounds = {x.bounds for x in xs if isinstance(x, Segments)}
     apply, runner = FORMS["scan"].apply, _Runner(function, eqn)
@@ -159,7 +160,7 @@ def _scan(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
 
 
 def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Evaluates a view part by part; `None` where a result is not in these parts."""
+    """Evaluates a view part by part; `None` if a result does not have these parts."""
     parted = [x for x in operands if isinstance(x, Segments)]
     if eqn.primitive.name == "optimization_barrier":
         leaves, tree = jax.tree.flatten(list(operands))
@@ -187,13 +188,13 @@ def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         own = [x.parts[i] if isinstance(x, Segments) else x for x in operands]
         try:
             each.append(_compat.bind(_of_size(eqn, axes[0], part.shape[axis]), own))
-        except (TypeError, ValueError):  # a primitive of the user's with sizes of its own
+        except (TypeError, ValueError):  # a custom primitive with other parameters for sizes
             return None
     return [Segments(parts, at) for parts, at in zip(zip(*each, strict=True), axes, strict=True)]
 
 
 def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
-    """Returns a view of a part, of some size along an axis of the result."""
+    """Returns a view for a part, with a given size along an axis of the result."""
     params = dict(eqn.params)
     for name in _SIZES:
         if isinstance(params.get(name), tuple):
@@ -203,7 +204,7 @@ def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
 
 @dataclasses.dataclass(frozen=True)
 class _Runner:
-    """Evaluates the functions inside an equation; nothing is given to sites, or recorded."""
+    """Evaluates the functions inside an equation; sites get nothing, and nothing is recorded."""
 
     function: str
     eqn: Eqn
@@ -259,7 +260,7 @@ def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
             f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
             given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
             f"{list(given.bounds)}{_compat.at_line_of(eqn)}",
-            expected="a scan that stands in jit, remat, cond, while or other scans alone",
+            expected="a scan inside jit, remat, cond, while or other scans only",
             mend="let the rules select whole weights there, or split the weights in f.",
         )
     )

@@ -1,4 +1,4 @@
-"""Tracing a function of any pytrees: its array leaves, what they are called, and its jaxpr."""
+"""Traces a function of any pytrees: its array leaves, their names, and its jaxpr."""
 
 import dataclasses
 from collections import Counter
@@ -41,19 +41,19 @@ def is_quantized(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced: it has a shape and a dtype. All others are static."""
+    """Whether a leaf is traced, because it has a shape and a dtype. All others are static."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def is_parameter(x: Any) -> bool:
     """Whether a leaf of the parameters belongs to a plan. A number does not: under `jax.jit` it is
-    an array without axes, elsewhere it may be static.
+    an array without axes, and elsewhere it may be static.
     """
     return is_array(x) and x.shape != ()
 
 
 class Traced(NamedTuple):
-    """What a function was traced to: as the fields of a `Call`."""
+    """The result of tracing a function, with fields of a `Call`."""
 
     jaxpr: Any
     consts: list[Any]
@@ -65,16 +65,16 @@ class Call:
     """A function traced at its arguments.
 
     Attributes:
-      jaxpr: what it computes, without dead code; its invars are the array leaves of the arguments,
-        in order.
+      jaxpr: the jaxpr, without dead code; its invars are the array leaves of the arguments, in
+        order.
       consts: values of the jaxpr's constvars.
-      leaves: the array leaves, QTensors whole.
-      paths: for each leaf the path of a weight, or `None` where it is no parameter.
+      leaves: the array leaves; QTensors are leaves.
+      paths: for each leaf the path of a weight, or `None` if it is not a parameter.
       names: the key paths of weights that have another name.
-      out_tree: structure of the result; what does not depend on a traced value is in it.
+      out_tree: structure of the result; it holds what does not depend on a traced value.
       keys: for each leaf its keys inside `(args, kwargs)`.
-      lines: the parameters as a signature has them.
-      splits: which of them are in parts: these are leaves of their own.
+      lines: the parameters as in a signature.
+      splits: the parameters that are in parts; each part is a leaf.
     """
 
     jaxpr: Any
@@ -94,11 +94,11 @@ class Call:
 
 
 class TracedOnce:
-    """A function that transforms trace once for arguments of one kind, however many are called on
-    it: a plan, a calibration and a conversion read one jaxpr.
+    """A function that transforms trace only once for arguments of the same types. A plan, a
+    calibration and a conversion then read the same jaxpr.
 
-    It keeps what it was traced to, which may hold the tracers of a trace around it: it is made for
-    one call, and does not outlive it.
+    It stores its traces, which may hold tracers of an enclosing trace. So it is made for one call,
+    and does not outlive the call.
     """
 
     def __init__(self, f: Callable[..., Any]):
@@ -109,7 +109,7 @@ class TracedOnce:
         return self.f(*args, **kwargs)
 
     def trace(self, kind: Any, trace: Callable[[], Traced]) -> Traced:
-        """Returns what `trace` does, or did for arguments of this kind."""
+        """Returns the result of `trace`, or the stored one for arguments of this kind."""
         for known, traced in self._traces:
             if known == kind:
                 return traced
@@ -126,10 +126,11 @@ def trace_call(
     *,
     lazy: bool = False,
 ) -> Call:
-    """Traces `f(*args, **kwargs)`; QTensors stand for the float arrays that they are made of.
+    """Traces `f(*args, **kwargs)`; QTensors are replaced by the float arrays that they represent.
 
-    Leaves without shape and dtype are static: they reach `f`, and come out of it, as they are.
-    `lazy` says that leaves may be `Lazy`, as nothing computes on them; else these are an error.
+    Leaves without shape and dtype are static: they reach `f`, and are returned by it, unchanged.
+    With `lazy`, leaves may be `Lazy`, because nothing is computed on them; otherwise these are an
+    error.
     """
     weights = params if isinstance(params, Weights) else Weights(params)
     params = weights.params
@@ -138,7 +139,7 @@ def trace_call(
         all(0 <= position < len(args) for position in positions),
         error=ValueError,
         function=function,
-        problem="`params` names an argument that is not there.",
+        problem="`params` names an argument that does not exist.",
         given=f"params == {params!r} and {len(args)} positional arguments",
         expected="positions of arguments that hold weights",
         mend="pass the weights as a positional argument, and its position as params=.",
@@ -178,7 +179,7 @@ def trace_call(
 
 
 def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
-    """Returns a call whose scans are split, as a plan says, or as a policy does."""
+    """Returns a call whose scans are split, as in a plan, or by a policy."""
     splits = wanted if isinstance(wanted, tuple) else ()
     if wanted == EACH or (isinstance(wanted, Policy) and any(r.selector for r in wanted.rules)):
         named = zip(call.paths, call.leaves, strict=True)
@@ -207,7 +208,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
     outvars = call.jaxpr.outvars
 
     def out(results: list[Any]) -> Any:
-        """Parameters in parts that are handed on as they are stay so."""
+        """Keeps parameters in parts if they are returned unchanged."""
         whole = [
             x if not _compat.is_literal(v) and v in kept else joined(x)
             for x, v in zip(results, outvars, strict=True)
@@ -235,16 +236,16 @@ def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> N
         if isinstance(leaf, Segments) and path not in splits:
             text = message(
                 function,
-                "Segments stand where the plan splits no scan.",
+                "there are Segments for a weight that the plan does not split.",
                 given=f"{leaf!r} for {path!r}",
-                expected="an array, or a QTensor where the plan quantizes it",
+                expected="an array, or a QTensor if the plan quantizes it",
                 mend="quantize the parameters with this plan, or pass segments.dequantize().",
             )
             raise ValueError(text)
 
 
 def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
-    """Traces a function at the leaves of `(args, kwargs)`, of which the static ones are marked."""
+    """Traces a function at the leaves of `(args, kwargs)`, in which static ones are marked."""
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
@@ -279,7 +280,7 @@ def as_params(function: str, params: Any) -> Params:
 
 
 class _Same:
-    """A static leaf of the arguments: it equals itself alone, whatever its class says."""
+    """A static leaf of the arguments: it equals only itself, whatever its class defines."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -313,10 +314,10 @@ def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
         not twice,
         error=ValueError,
         function=function,
-        problem="two weights have one path.",
+        problem="two weights have the same path.",
         given=f"{', '.join(map(repr, twice[:4]))} more than once",
         expected="parameters whose key paths, joined by '/', differ",
-        mend="rename one, or pass names=: a key that holds '/' reads like a key inside of another.",
+        mend="rename one, or pass names=: a key that contains '/' looks like a nested key.",
     )
 
 
@@ -327,7 +328,7 @@ def _check_parameters(
     leaves: Sequence[Any],
     paths: Sequence[str | None],
 ) -> None:
-    """Raises where parameters are not those of the plan; names the argument that has them."""
+    """Raises if parameters are not those of the plan; names the argument that has them."""
     named = zip(paths, leaves, strict=True)
     lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
     if weights.lines is None or lines == [*weights.lines]:

@@ -1,4 +1,4 @@
-"""Which operands of the contractions of a jaxpr are one value: known by number, as compilers do."""
+"""Finds which operands of contractions in a jaxpr are one value, by value numbering."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _TRANSPARENT |= {"custom_jvp_call", "custom_vjp_call"}
 class Numbered(NamedTuple):
     """The operands and the result of a contraction by number.
 
-    Equal numbers are equal values; `inside` is the loop, branch or `shard_map` that they are of.
+    Equal numbers are equal values; `inside` is the loop, branch or `shard_map` they belong to.
     """
 
     inside: Address
@@ -28,7 +28,7 @@ class Numbered(NamedTuple):
 
 
 def numbered(jaxpr: Any) -> dict[Address, Numbered]:
-    """Returns the numbers of what each contraction of an open jaxpr reads and returns."""
+    """Returns the numbers of the operands and the result of each contraction of an open jaxpr."""
     numbering = _Numbering()
     numbering.follow(jaxpr, [numbering.new() for _ in jaxpr.invars], (), ())
     return numbering.found
@@ -36,8 +36,8 @@ def numbered(jaxpr: Any) -> dict[Address, Numbered]:
 
 @dataclass
 class _Numbering:
-    """Numbers of values: two equations with one primitive, parameters and operands share them, and
-    so do two calls of functions that compute the same.
+    """Numbers of values. Two equations with the same primitive, parameters and operands share them,
+    and so do two calls of functions that compute the same.
     """
 
     found: dict[Address, Numbered] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Numbering:
         return next(self.count)
 
     def number(self, key: Any) -> int:
-        """Returns the number of what a key describes; a new one where nothing can be said of it."""
+        """Returns the number for a key; a new one if the key cannot be hashed."""
         try:
             return self.known.setdefault(key, self.new())
         except TypeError:  # a parameter without a hash
@@ -57,7 +57,7 @@ class _Numbering:
     def follow(
         self, body: Any, operands: Sequence[int], address: Address, inside: Address
     ) -> list[int]:
-        """Numbers the values of a jaxpr, and returns those of its results."""
+        """Numbers the values of a jaxpr, and returns the numbers of its results."""
         env = {var: self.new() for var in body.constvars}
         env.update(zip(body.invars, operands, strict=True))
 
@@ -80,14 +80,14 @@ class _Numbering:
         return list(map(read, body.outvars))
 
     def results(self, eqn: Eqn, values: Sequence[int]) -> list[int]:
-        """Numbers the results of an equation that is not looked into."""
+        """Numbers the results of an equation without looking inside."""
         if eqn.effects:
             return [self.new() for _ in eqn.outvars]
         what = (eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda pair: pair[0])))
         return [self.number((*what, *values, i)) for i in range(len(eqn.outvars))]
 
     def form(self, eqn: Eqn, values: Sequence[int], here: Address, inside: Address) -> list[int]:
-        """Numbers what is inside an equation."""
+        """Numbers the values inside an equation."""
         transparent = eqn.primitive.name in _TRANSPARENT
         within = _Inside(self, here, inside, values if transparent else None)
         FORMS[eqn.primitive.name].track(eqn, [None] * len(values), within)
@@ -96,8 +96,8 @@ class _Numbering:
 
 @dataclass
 class _Inside:
-    """Numbers the values of the functions inside an equation; of a transparent one by those of its
-    operands.
+    """Numbers the values of the functions inside an equation; those of a transparent one get the
+    numbers of its operands.
     """
 
     numbering: _Numbering

@@ -1,4 +1,4 @@
-"""What stands for a quantized array while a function is evaluated: codes, with or without real
+"""The forms of a quantized array while a function is evaluated: codes, with or without float
 values. It is a weight of the plan, or quantized state: a QTensor that the caller passed.
 """
 
@@ -20,9 +20,9 @@ class Trainable:
     """A quantized array in training.
 
     Attributes:
-      codes: what contractions on integers see.
-      real: the same numbers as an array, through which gradients pass.
-      is_state: whether the caller passed codes, and gets codes where it is a result.
+      codes: the operand of contractions on integers.
+      real: the dequantized values, through which gradients pass.
+      is_state: whether the caller passed codes, and receives codes if it is a result.
     """
 
     codes: QTensor
@@ -36,25 +36,25 @@ class Trainable:
 
 
 def is_coded(x: Any) -> bool:
-    """Whether a value stands for an array, and is none itself: it is quantized, or in parts."""
+    """Whether a value represents an array without being one: it is quantized, or in parts."""
     return isinstance(x, (QTensor, Trainable, Segments))
 
 
 def codes_of(x: Any) -> Any:
-    """Returns the codes of a quantized array; arrays as they are."""
+    """Returns the codes of a quantized array; arrays are unchanged."""
     return x.codes if isinstance(x, Trainable) else x
 
 
 def real_of(x: Any) -> Any:
-    """Returns the real values of a quantized array; all else as it is."""
+    """Returns the dequantized values of a quantized array; other values are unchanged."""
     if isinstance(x, QTensor):
         return x.dequantize()
     return x.real if isinstance(x, Trainable) else x
 
 
 def map_codes(f: Callable[[QTensor], Any], x: Any, real: Any = None) -> Any:
-    """Applies `f` to the codes of a quantized array; its real values, where it has them, stay, or
-    `real` takes their place.
+    """Applies `f` to the codes of a quantized array. Its float values, if any, stay, or are
+    replaced by `real`.
     """
     if not isinstance(x, Trainable):
         return f(x)
@@ -62,13 +62,13 @@ def map_codes(f: Callable[[QTensor], Any], x: Any, real: Any = None) -> Any:
 
 
 def with_codes(codes: Any, real: Callable[[], jax.Array], operands: Any) -> Any:
-    """Returns what was made of operands: codes alone, or, where one of the operands has real values
-    beside its codes, both; `real` computes them in float, and gives the gradient.
+    """Returns the result of an operation on operands: only its codes, or, if an operand has float
+    values with its codes, both. `real` computes the result in float, and gives the gradient.
     """
-    beside = [x for x in operands if isinstance(x, Trainable)]
-    if not beside or not isinstance(codes, QTensor):
+    trainable = [x for x in operands if isinstance(x, Trainable)]
+    if not trainable or not isinstance(codes, QTensor):
         return codes
-    is_state = any(x.is_state for x in beside)
+    is_state = any(x.is_state for x in trainable)
     return Trainable(codes, straight_through(codes.dequantize(), real()), is_state)
 
 

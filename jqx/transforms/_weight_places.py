@@ -1,4 +1,4 @@
-"""Where weights lie: by which axes of a mesh each axis of an operand is partitioned."""
+"""Partitioning of weights: the mesh axes along which each axis of an operand is partitioned."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -18,18 +18,18 @@ from ._site import Operand
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlaces:
-    """Where weights lie.
+    """The partitioning of weights.
 
     Attributes:
-      known: shardings of weights by path; in explicit sharding their types tell.
-      given: whether the user has given them.
+      known: shardings of weights by path; with explicit axes their types carry them.
+      given: whether they were passed by the user.
     """
 
     known: Mapping[str, NamedSharding]
     given: bool
 
     def without(self, axes: Collection[str]) -> "WeightPlaces":
-        """Returns where weights lie that were gathered along some axes of the mesh."""
+        """Returns the partitioning after weights are gathered along some axes of the mesh."""
 
         def left(entry: Any) -> Any:
             return tuple(name for name in names_of(entry) if name not in axes) or None
@@ -41,8 +41,8 @@ class WeightPlaces:
         return WeightPlaces(known, self.given)
 
     def of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
-        """Returns the mesh that an operand is known to be on, and by which of its axes each axis of
-        the operand is partitioned.
+        """Returns the mesh of an operand, if known, and the mesh axes along which each axis of the
+        operand is partitioned.
         """
         array = x.x if isinstance(x, OnTheWay) else x
         typed = sharding_of(array)
@@ -69,12 +69,12 @@ class WeightPlaces:
 def weight_places(
     function: str, plan: Plan, shardings: Any, params: Mapping[str | None, Any]
 ) -> WeightPlaces:
-    """Returns where the weights of a plan lie.
+    """Returns the partitioning of the weights of a plan.
 
     Args:
-      function: the caller, for messages.
-      plan: of the function.
-      shardings: as the argument of `convert`; `None` where the arrays tell.
+      function: name of the calling function, for messages.
+      plan: the plan of the function.
+      shardings: the argument of `convert`; `None` if the arrays carry their shardings.
       params: the leaves of the call by path.
     """
     if shardings is None:
@@ -88,7 +88,7 @@ def weight_places(
             for name, (_, place) in pairs
             if name is not None
         }
-    weights = [weight.path for weight in plan.weights]  # a part lies as the whole does
+    weights = [weight.path for weight in plan.weights]  # a part has the sharding of the whole
     own = {path: places.get(path, places.get(plan.whole_of(path))) for path in weights}
     known = {path: place for path, place in own.items() if isinstance(place, NamedSharding)}
     return WeightPlaces(known, shardings is not None)

@@ -234,7 +234,7 @@ def test_they_follow_what_changes_weights():
         (lambda: auto_round(steps=2.5), TypeError, "steps"),
         (lambda: auto_round(learning_rate=-1.0), ValueError, "`learning_rate` is out of range"),
         (lambda: auto_round(blocks=3), TypeError, "`blocks`"),
-        (lambda: auto_round(blocks="("), ValueError, "`blocks` is no regular expression"),
+        (lambda: auto_round(blocks="("), ValueError, "`blocks` is not a regular expression"),
         (lambda: auto_round(calibrator="mse"), TypeError, "`calibrator`"),
         (lambda: auto_round(60), TypeError, "pass options by name"),
     ],

@@ -446,7 +446,7 @@ def test_statistics_are_needed_and_not_for_rounding():
     plan = plan_of(unrolled, "int4")
     with pytest.raises(NotImplementedError, match=r"algorithm\.observers"):
         jqx.quantize_params(PARAMS, plan, algorithm=gptq())
-    with pytest.raises(ValueError, match="`stats` have no use"):
+    with pytest.raises(ValueError, match="`stats` have no effect"):
         jqx.quantize_params(PARAMS, plan, stats={})
     with pytest.raises(ValueError, match="donate=True"):
         jqx.quantize_params(PARAMS, plan, algorithm=gptq(), stats={}, donate=True)

@@ -161,7 +161,7 @@ def test_queries_and_keys_are_rotated_alike():
     for pattern, error, fact in (
         ("mixed:.*", ValueError, "which matches no site"),
         (".*", ValueError, "also matches other sites(.|\n)+'scores:dot_general'"),
-        ("(", ValueError, "no regular expression"),
+        ("(", ValueError, "not a regular expression"),
         (3, TypeError, "`products`"),
     ):
         with pytest.raises(error, match=fact) as info:

@@ -64,7 +64,7 @@ def test_what_is_no_path_is_refused(path):
 def test_names_of_no_file_are_refused(tmp_path):
     for name in ("", "a\0b"):
         for call in (jqx.load, lambda p: jqx.save(p, jnp.ones(2))):
-            assert_refused(lambda c=call, n=name: c(n), "names no file")
+            assert_refused(lambda c=call, n=name: c(n), "not the name of a file")
     assert_refused(
         lambda: jqx.save(f"{tmp_path}/new/", jnp.ones(2)), "the name of a folder", error=OSError
     )

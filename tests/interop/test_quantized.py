@@ -183,7 +183,7 @@ def test_several_arguments_names_and_values_of_the_user(tmp_path):
         jqx.load(tmp_path / "a")
     bound = jqx.load(tmp_path / "a", values={"mine": mine}).bind(g)
     same(bound(X, X), quantized(X, X))
-    with pytest.raises(ValueError, match="stand in several"):
+    with pytest.raises(ValueError, match="are in several"):
         quantize(W, [(X, X)])
 
 

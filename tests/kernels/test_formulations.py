@@ -250,9 +250,9 @@ def test_codes_that_lie_for_another_tpu_are_refused_where_that_is_known(monkeypa
         return run.lower(lowering_platforms=("tpu",))
 
     lower("tpu7x")  # no TPU is at hand
-    monkeypatch.setattr(_compat_kernels, "chip_at_hand", lambda: "TPU v6 lite")
+    monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU v6 lite")
     lower("tpu-v6e")
     with pytest.raises(ValueError, match=r"lies for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"):
         lower("tpu7x")
-    monkeypatch.setattr(_compat_kernels, "chip_at_hand", lambda: "TPU7x")
+    monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU7x")
     lower("tpu7x")

@@ -347,7 +347,7 @@ def test_what_cannot_be_followed_is_an_error_that_names_the_site():
         (other, rows, ValueError, ["'w:dot_general'", "argument '2' of shape (3, 4)"]),
         (joined, rows, ValueError, ["'w:dot_general'", "argument '2' of shape (3, 4)"]),
         (other, lambda x, y: x[:5, 0], ValueError, ["no argument", "(5,)", "(8, 4), (3, 4)"]),
-        (other, lambda x, y: 3, TypeError, ["returns no array", "int"]),
+        (other, lambda x, y: 3, TypeError, ["does not return an array", "int"]),
         (other, lambda x, y: x[:, 0].astype(complex), ValueError, ["complex64"]),
         (other, lambda x, y: np.full(8, -1), ValueError, ["below 0"]),
     ]:
@@ -371,4 +371,4 @@ def test_what_cannot_be_followed_is_an_error_that_names_the_site():
         jax.eval_shape(
             jqx.calibrate(other, plan, observers={".*": hessian(weight=lambda x: x)}), p, x, y
         )
-    assert "less its parameters" in refusal.value.__notes__[0]
+    assert "without its parameters" in refusal.value.__notes__[0]

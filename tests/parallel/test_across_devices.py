@@ -82,7 +82,7 @@ def test_a_row_parallel_product_in_shard_map_has_the_sums_of_one_device():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match="`axis_name` names no axis"):
+    with pytest.raises(TypeError, match="`axis_name` names no mesh axis"):
         AcrossDevices(3)
     with pytest.raises(TypeError, match="`calibrator`"):
         AcrossDevices("model", "absmax")

@@ -82,13 +82,13 @@ def test_weights_of_a_scan_and_seen_through_views():
 ERRORS = {
     "no use": (
         {"shardings": {"up": None}},
-        "`shardings` have no use",
+        "`shardings` have no effect",
         "pass partial_dtype=jnp.bfloat16",
     ),
     "integers": ({"partial_dtype": jnp.int8}, "`partial_dtype`", "float"),
     "not partitioned": (
         {"partial_dtype": jnp.bfloat16},
-        "`partial_dtype` has no use: no weight is partitioned",
+        "`partial_dtype` has no effect: no weight is known to be partitioned",
         "pass shardings=",
     ),
 }

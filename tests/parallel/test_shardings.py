@@ -199,13 +199,13 @@ ERRORS = {
     "no mesh": (
         lambda mesh: jqx.parallel.shardings({"w": P("data")}, {"w": block_of(8, {})}),
         ValueError,
-        "the mesh whose axes 'w' is partitioned along is not known",
-        "a mesh: it says how many parts there are",
+        "the mesh along whose axes 'w' is partitioned is not known",
+        "a mesh, which has the number of partitions",
     ),
     "no sharding": (
         lambda mesh: jqx.parallel.shardings({"w": "data"}, {"w": block_of(8, {})}, mesh=mesh),
         TypeError,
-        "what stands for 'w' is no sharding",
+        "the entry for 'w' is not a sharding",
         "a jax.sharding.NamedSharding",
     ),
     "target": (

@@ -154,7 +154,7 @@ def test_blocks_are_of_the_size_that_is_asked_for(preset):
     assert rule.weight == nvfp4
     (rule,) = preset(weight={"granularity": jqx.per_channel()}).rules
     assert rule.weight == dataclasses.replace(weight, granularity=jqx.per_channel())
-    with pytest.raises(ValueError, match=f"presets.{preset.__name__}: .*both say who shares"):
+    with pytest.raises(ValueError, match=f"presets.{preset.__name__}: .*both set the granularity"):
         preset(block=16, weight={"granularity": jqx.per_channel()})
     with pytest.raises(ValueError, match="a group has no elements"):
         preset(block=0)

@@ -145,7 +145,7 @@ def test_what_is_no_algorithm_is_refused():
 
     asks.observers = {"nowhere": jqx.observers.mean}  # pyright: ignore
     for algorithm, error, fact in (
-        (3, TypeError, r"jqx\.ptq: `algorithm` is no algorithm"),
+        (3, TypeError, r"jqx\.ptq: `algorithm` is not an algorithm"),
         (Corrected, TypeError, r"call the class: Corrected\(\)"),
         (asks, ValueError, "matches no site"),
         (lambda plan, params, stats: None, ValueError, "other parameters"),

@@ -18,14 +18,14 @@ def f(w, x):
 PLAN = jqx.make_plan(f, jqx.presets.w8a8())(W, X)
 SCALE, ZERO = jnp.full((1, 1), 0.02), jnp.zeros((1, 1), jnp.int8)
 WRONG = {
-    "a number": (Affine(0.02, None), TypeError, "no array of floats"),
-    "a list": (Affine([[0.02]], None), TypeError, "no array of floats"),
-    "None": (Affine(None, None), TypeError, "no array of floats"),
-    "int32": (Affine(jnp.ones((1, 1), jnp.int32), None), TypeError, "no array of floats"),
-    "bool": (Affine(np.ones((1, 1), bool), None), TypeError, "no array of floats"),
-    "an array": (SCALE, TypeError, "no scale and zero point"),
-    "a dict": ({"scale": SCALE}, TypeError, "no scale and zero point"),
-    "one part": ((SCALE,), TypeError, "no scale and zero point"),
+    "a number": (Affine(0.02, None), TypeError, "not an array of floats"),
+    "a list": (Affine([[0.02]], None), TypeError, "not an array of floats"),
+    "None": (Affine(None, None), TypeError, "not an array of floats"),
+    "int32": (Affine(jnp.ones((1, 1), jnp.int32), None), TypeError, "not an array of floats"),
+    "bool": (Affine(np.ones((1, 1), bool), None), TypeError, "not an array of floats"),
+    "an array": (SCALE, TypeError, "not a scale and zero point"),
+    "a dict": ({"scale": SCALE}, TypeError, "not a scale and zero point"),
+    "one part": ((SCALE,), TypeError, "not a scale and zero point"),
     "a zero point of int32": (Affine(SCALE, ZERO.astype(jnp.int32)), TypeError, "codes of int8"),
     "a zero point of floats": (Affine(SCALE, SCALE), TypeError, "codes of int8"),
     "a zero point that is a number": (Affine(SCALE, 0), TypeError, "codes of int8"),
@@ -34,8 +34,8 @@ WRONG = {
         ValueError,
         "`zero_point` does not fit `scale`",
     ),
-    "too few axes": (Affine(jnp.full((1,), 0.02), None), ValueError, "not the axes"),
-    "no axes": (Affine(jnp.float32(0.02), None), ValueError, "not the axes"),
+    "too few axes": (Affine(jnp.full((1,), 0.02), None), ValueError, "does not have the axes"),
+    "no axes": (Affine(jnp.float32(0.02), None), ValueError, "does not have the axes"),
     "a scale per contracted index": (
         Affine(jnp.full((1, 16), 0.02), None),
         ValueError,

@@ -84,7 +84,7 @@ def test_what_has_no_static_scale_needs_none():
 @pytest.mark.parametrize("transform", ["convert", "simulate", "compare"])
 def test_other_values_of_affines_are_refused(transform, given):
     plan = plan_of(f, jqx.presets.w8a8(), PARAMS, X)
-    with pytest.raises(TypeError, match="`affines` is no dict of scales"):
+    with pytest.raises(TypeError, match="`affines` is not a dict of scales"):
         TRANSFORMS[transform](f, plan, given)(PARAMS, X)
 
 

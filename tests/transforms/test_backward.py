@@ -126,5 +126,5 @@ def test_bad_arguments_are_refused():
             jqx.simulate(function("jitted"), plan, "dynamic", backward=dtype)
     noisy = jqx.QSpec(jnp.int8, gradient=jqx.gradients.stochastic)
     policy = jqx.Policy([jqx.Rule(activation=noisy)])
-    with pytest.raises(ValueError, match="which an estimator does not see"):
+    with pytest.raises(ValueError, match="which this estimator does not use"):
         jqx.simulate(function("jitted"), policy, "dynamic", backward=jnp.float32)(weights(), rows())

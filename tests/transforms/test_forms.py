@@ -268,7 +268,7 @@ def test_a_contraction_in_the_condition_of_a_loop_is_no_site_of_its_body():
     real, w = functools.partial(f, matmul), weights()
     x = on_device(np.full((2, K), 1 / 8, np.float32))
     plan = jqx.make_plan(real, POLICIES[policy])(w, x)
-    assert [skip.reason for skip in plan.skipped] == ["it stands in the condition of a while loop"]
+    assert [skip.reason for skip in plan.skipped] == ["it is in the condition of a while loop"]
     expected = assert_by_hand(f, real, plan, w, x)
     assert not np.array_equal(expected, x)
 

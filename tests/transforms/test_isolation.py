@@ -174,7 +174,7 @@ def test_an_array_that_also_stays_in_float_is_not_deleted(path):
 def test_donating_under_jit_is_refused():
     plan = jqx.make_plan(lambda w, x: x @ w, jqx.presets.w8a16())(normal(0, 8, 8), normal(1, 2, 8))
     quantize = jax.jit(functools.partial(jqx.quantize_params, plan=plan, donate=True))
-    with pytest.raises(ValueError, match="`donate` has no meaning"):
+    with pytest.raises(ValueError, match="`donate` has no effect"):
         quantize(normal(0, 8, 8))
 
 

@@ -68,10 +68,10 @@ def test_names_cover_several_arguments_and_scales():
     ("names", "error", "fact"),
     [
         (3, TypeError, "`names` is neither a dict nor a function"),
-        ({"0": 1}, TypeError, "`names` gives something else than a string"),
-        (lambda keys: None, TypeError, "`names` gives something else than a string"),
-        ({"2": "a"}, ValueError, "`names` names a path that the parameters have not"),
-        ({"0/w": "1"}, ValueError, "two weights have one path"),
+        ({"0": 1}, TypeError, "`names` gives a name that is not a string"),
+        (lambda keys: None, TypeError, "`names` gives a name that is not a string"),
+        ({"2": "a"}, ValueError, "`names` has a path that the parameters do not have"),
+        ({"0/w": "1"}, ValueError, "two weights have the same path"),
     ],
 )
 def test_names_that_are_none_are_refused(names, error, fact):

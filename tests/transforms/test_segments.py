@@ -326,7 +326,7 @@ def test_steps_are_those_that_python_selects(length):
         wanted = range(length)[key]
         outside = any(x is not None and not -length <= x <= length for x in (key.start, key.stop))
         if len(wanted) == 0 or outside:
-            with pytest.raises(ValueError, match="steps that the scan has not"):
+            with pytest.raises(ValueError, match="steps that the scan does not have"):
                 selector.resolve("make_plan", "layers/w", length)
         else:
             found = range(*selector.resolve("make_plan", "layers/w", length))
@@ -371,9 +371,9 @@ def test_what_matches_as_a_regular_expression_stays_one():
 
 
 ERRORS = {
-    "layers[5]": "steps that the scan has not",
-    "layers[-6:]": "steps that the scan has not",
-    "layers[2:2]": "steps that the scan has not",
+    "layers[5]": "steps that the scan does not have",
+    "layers[-6:]": "steps that the scan does not have",
+    "layers[2:2]": "steps that the scan does not have",
     "layers[::2]": "every other step",
     "layers[0]/.*[1]": "selects steps twice",
     "head[0]": "no scan steps over a weight at 'head",
@@ -417,7 +417,7 @@ def test_scans_that_cannot_be_split_are_errors():
         w = jax.tree.map(lambda w: w[1:], p["layers"])
         return lax.scan(lambda h, w: (h @ w["a"], None), x, w)[0]
 
-    with pytest.raises(ValueError, match="not those of one axis"):
+    with pytest.raises(ValueError, match="not steps of one axis"):
         jqx.make_plan(half, policy)(PARAMS, X)
 
     def turned(p, x):
@@ -431,7 +431,7 @@ def test_segments_of_another_plan_are_errors():
     plan, q = quantized(plain, MIXED)
     whole = jqx.make_plan(plain, WHOLE)(PARAMS, X)
     other = jqx.make_plan(plain, PARTS)(PARAMS, X)
-    with pytest.raises(ValueError, match="the plan splits no scan"):
+    with pytest.raises(ValueError, match="the plan does not split"):
         jqx.convert(plain, whole)(q, X)
     with pytest.raises(ValueError, match="Segments do not fit the plan"):
         jqx.convert(plain, other)(q, X)

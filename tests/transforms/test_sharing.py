@@ -169,8 +169,8 @@ def test_several_arguments_are_calibrated_and_trained_together():
     ("params", "error", "fact"),
     [
         ((1, 1), ValueError, "names an argument twice"),
-        (-1, ValueError, "names an argument that is not there"),
-        ((1, 4), ValueError, "names an argument that is not there"),
+        (-1, ValueError, "names an argument that does not exist"),
+        ((1, 4), ValueError, "names an argument that does not exist"),
         ((1, "3"), TypeError, "`params` must be an integer"),
         (True, TypeError, "`params` must be an integer"),
     ],

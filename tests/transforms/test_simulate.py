@@ -176,7 +176,7 @@ def test_an_estimator_that_draws_needs_a_key(gradient, role):
 @pytest.mark.parametrize("role", ["weight", "activation"])
 def test_a_key_that_nothing_draws_from_is_refused(gradient, role):
     params, _, simulated = noisy(gradient, role=role)
-    with pytest.raises(ValueError, match="`key` has no use"):
+    with pytest.raises(ValueError, match="`key` has no effect"):
         simulated(params, X, KEY)
 
 

@@ -417,10 +417,10 @@ def test_bad_state_is_refused():
     spec = jqx.QSpec(jnp.int8, jqx.per_token())
     cases = [
         ({"K": spec}, ValueError, "'K' matches no leaf"),
-        ({"k": spec, ".*k": spec}, ValueError, "'.*k' matches no leaf that an earlier"),
-        ({".*": spec}, TypeError, "'index' is no array of floats"),
-        ({"k": jnp.int8}, TypeError, "an entry that is no spec"),
-        ({"(": spec}, ValueError, "is no regular expression"),
+        ({"k": spec, ".*k": spec}, ValueError, "'.*k' matches no leaf that is left"),
+        ({".*": spec}, TypeError, "'index' is not an array of floats"),
+        ({"k": jnp.int8}, TypeError, "an entry that is not a spec"),
+        ({"(": spec}, ValueError, "is not a regular expression"),
         ([spec], TypeError, "specs"),
         ({"k": jqx.QSpec(jnp.int8)}, ValueError, "would come from zeros"),
         ({"k": jqx.QSpec(jnp.int8, jqx.per_axis(1))}, ValueError, "would come from zeros"),

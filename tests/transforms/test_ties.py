@@ -146,7 +146,7 @@ def test_integers_cast_inside_are_no_weights(other):
     x = normal(1, 4, 4)
     plan = jqx.make_plan(g, POLICY)(params, x)
     assert [weight.path for weight in plan.weights] == ["w"]
-    reasons = ["the parameter 'codes' is int8, not of floats"]
+    reasons = ["the parameter 'codes' is int8, not a float"]
     assert [skip.reason for skip in plan.skipped] == ([] if other else reasons)
     q = jqx.quantize_params(params, plan)
     assert q["codes"] is params["codes"]

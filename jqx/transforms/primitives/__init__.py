@@ -1,4 +1,4 @@
-"""What the transforms know of each primitive, one family a file."""
+"""The rules of the transforms for each primitive, one family a file."""
 
 from ._contractions import Contraction as Contraction
 from ._counts import counted as counted

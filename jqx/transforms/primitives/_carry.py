@@ -1,4 +1,4 @@
-"""What a loop carries: what its steps change, and quantized arrays that it hands on as they are."""
+"""The carried values of a loop: those that steps change, and unchanged quantized arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from ._form import Runner
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """The carried values of a loop; quantized ones that no step changes are shared by all.
+    """The carried values of a loop. Quantized values that no step changes are shared by all steps.
 
     Attributes:
       init: the values before the first step; each keeps its format.
-      shared: places of those that are shared.
-      runner: brings what a step has changed to that format.
+      shared: indices of the shared values.
+      runner: converts the values that a step has changed to that format.
     """
 
     init: Sequence[Any]
@@ -33,11 +33,11 @@ class Carry:
         return cls(init, frozenset(i for i in kept if is_coded(init[i])), runner)
 
     def start(self) -> list[Any]:
-        """Returns what changes, before the first step."""
+        """Returns the values that change, before the first step."""
         return [x for i, x in enumerate(self.init) if i not in self.shared]
 
     def changing(self, state: Sequence[Any]) -> list[Any]:
-        """Returns what changes, of all that is carried."""
+        """Returns the values that change, out of all carried values."""
         found = []
         for i, (x, init) in enumerate(zip(state, self.init, strict=True)):
             try:
@@ -48,14 +48,14 @@ class Carry:
         return found
 
     def state(self, values: Sequence[Any]) -> list[Any]:
-        """Returns all that is carried, given what changes."""
+        """Returns all carried values, given those that change."""
         rest = iter(values)
         return [x if i in self.shared else next(rest) for i, x in enumerate(self.init)]
 
 
 def settled(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
-    """Runs a loop. What a step does not know of a carried value no step does: the loop is traced
-    anew.
+    """Runs a loop. If the counts of a carried value are unknown after a step, they are unknown in
+    all steps, and the loop is traced again.
     """
     while True:
         try:
@@ -67,6 +67,6 @@ def settled(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
 
 
 def unchanged(jaxpr: Any, consts: int, count: int) -> list[int]:
-    """Returns which carried values a loop hands on as they are."""
+    """Returns which carried values a loop passes on unchanged."""
     body, _ = _compat.open_jaxpr(jaxpr)
     return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]

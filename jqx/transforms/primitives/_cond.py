@@ -1,6 +1,6 @@
-"""`cond` and `switch`: each branch is looked into; what a branch not taken records is nothing.
+"""`cond` and `switch`: each branch is searched; a branch that is not taken records nothing.
 
-A result that one branch gives quantized has that format from all.
+A result that one branch returns quantized has the same format in all branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 def _as_common(
     branch: Callable[..., Any], common: Sequence[Any], runner: Runner, *args: Any
 ) -> tuple[list[Any], Records]:
-    """Evaluates a branch; its results have the format of those of all branches."""
+    """Evaluates a branch and converts its results to the common formats of all branches."""
     results, records = branch(*args)
     return [runner.like(x, form) for x, form in zip(results, common, strict=True)], records
 

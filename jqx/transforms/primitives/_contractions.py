@@ -34,18 +34,18 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """How one contraction primitive is read and evaluated.
+    """How a contraction primitive is read and evaluated.
 
     Attributes:
-      op: what policies call it.
-      axes: what becomes of the axes of each operand that can be quantized; these come first.
-      pattern: what of its parameters a plan depends on; no sizes.
-      macs: how many multiply-adds it takes.
+      op: its name in policies.
+      axes: the roles of the axes of each operand that can be quantized; these operands come first.
+      pattern: the parameters on which a plan depends, without sizes.
+      macs: the number of multiply-adds.
       apply: evaluates it on arrays and QTensors.
-      gradients: the backward pass: from arrays and the cotangent, the gradients of those that can
-        be quantized, contracted in a dtype.
-      excuse: why an equation has no quantized form; `None` where it has one.
-      needs_weight: whether it is a site only where its first operand is a weight.
+      gradients: the backward pass: from arrays and the cotangent to the gradients of the operands
+        that can be quantized, contracted in a dtype.
+      excuse: why an equation has no quantized form; `None` if it has one.
+      needs_weight: whether it is a site only if its first operand is a weight.
     """
 
     op: str
@@ -58,18 +58,18 @@ class Contraction:
     needs_weight: bool = False
 
     def kept(self, eqn: Eqn) -> tuple[Axes, ...]:
-        """Returns the axes that the result has, of each operand that can be quantized."""
+        """Returns the axes that the result keeps, for each operand that can be quantized."""
         return tuple(axes.kept for axes in self.axes(eqn))
 
     def batch(self, eqn: Eqn) -> tuple[Axes, ...]:
-        """Returns, of the same operands, the axes along which stacks meet array by array."""
+        """Returns the batch axes of the same operands."""
         return tuple(axes.batch for axes in self.axes(eqn))
 
 
 def _transposed(
     eqn: Eqn, operands: Sequence[jax.Array], cotangent: jax.Array, dtype: DTypeLike
 ) -> Sequence[jax.Array]:
-    """The backward pass as JAX has it."""
+    """The backward pass of JAX."""
     count = len(CONTRACTIONS[eqn.primitive.name].axes(eqn))
     narrow = _compat.with_result(eqn, dtype)
     _, pull = jax.vjp(
@@ -84,7 +84,7 @@ def _dimensions(eqn: Eqn) -> Dimensions:
     return _dimensions_of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
 
 
-_dimensions_of = functools.lru_cache(Dimensions.of)  # read several times a site, and most are alike
+_dimensions_of = functools.lru_cache(Dimensions.of)  # read several times a site, mostly equal ones
 
 
 def _macs(eqn: Eqn) -> int:
@@ -121,7 +121,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 
 
 def _sums_scales(x: Any, contracting: Axes) -> bool:
-    """Whether the scale of an operand varies along the sum, as that of cached values does."""
+    """Whether the scale of an operand varies along the sum, as for cached values."""
     return isinstance(x, QTensor) and not can_leave_sum(x.groups, contracting)
 
 
@@ -192,7 +192,7 @@ def _ragged_excuse(eqn: Eqn) -> str | None:
     plain = dots == _RAGGED and tuple(numbers.lhs_ragged_dimensions) == (0,)
     if plain and tuple(numbers.rhs_group_dimensions) == (0,):
         return None
-    return "its groups are not those of rows beside a stack of matrices, as in lax.ragged_dot"
+    return "its groups are not rows for a stack of matrices, as in lax.ragged_dot"
 
 
 def _ragged_macs(eqn: Eqn) -> int:
@@ -214,14 +214,14 @@ def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 
 def _gather_excuse(eqn: Eqn) -> str | None:
     if _looked_up(eqn) is None:
-        return "it is no lookup along one axis, as jnp.take is"
+        return "it is not a lookup along one axis, as in jnp.take"
     if eqn.invars[0].aval.ndim < 2:
-        return "each row of the table is one number, and would need a scale of its own"
+        return "each row of the table is one number, and would need its own scale"
     return None
 
 
 def _looked_up(eqn: Eqn) -> int | None:
-    """Returns the axis along which a gather takes whole slices, as `jnp.take` does, and a mapped
+    """Returns the axis along which a gather takes whole slices, as in `jnp.take` and a mapped
     `lax.dynamic_index_in_dim`.
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -239,7 +239,7 @@ def _looked_up(eqn: Eqn) -> int | None:
 
 
 def _gather_axes(eqn: Eqn) -> tuple[OperandAxes, ...]:
-    """A lookup of matrices takes each from a stack; the rows of a table are its own."""
+    """A lookup in a stack of matrices has a batch axis; a table has none."""
     axis = _looked_up(eqn)
     kept = () if axis is None else (axis,)
     return (OperandAxes((), kept, kept if eqn.invars[0].aval.ndim > 2 else ()),)
@@ -259,14 +259,14 @@ def _gather_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     assert axis is not None
     places = indices[..., numbers.start_index_map.index(axis)]
     if mode == "fill" and jnp.issubdtype(places.dtype, jnp.signedinteger):
-        # To the primitive a negative index is out of bounds; to `take` it counts from the end.
+        # For the primitive a negative index is out of bounds; for `take` it counts from the end.
         places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
         places = jnp.where(places < 0, table.shape[axis], places)
     fill = eqn.params["fill_value"] if mode == "fill" else None
     found = take(table, places, axis=axis, mode=mode, fill_value=fill)
     if not numbers.collapsed_slice_dims:
         found = jnp.expand_dims(found, axis + places.ndim)
-    # The axes of the indices stand together in `found`; a gather names where the others go.
+    # The axes of the indices are adjacent in `found`; a gather names the positions of the others.
     batch = range(axis, axis + places.ndim)
     others = [i for i in range(found.ndim) if i not in batch]
     order = np.zeros(found.ndim, int)

@@ -1,8 +1,9 @@
-"""How much the elements of results count, by how much those of operands do: rules of primitives.
+"""How much the elements of results count, given the counts of operands: a rule for each primitive.
 
-What is made of one element each counts as much as the least of those; what is made of several along
-an axis, as a sum is, as much as the most. So a mean over tokens counts if one of them does, and
-attention as much as the token that asks. What only moves elements moves how much they count.
+A value made of one element of each operand counts as much as the least of them. A value made of
+several elements along an axis, such as a sum, counts as much as the largest. So a mean over tokens
+counts if one of them does, and attention counts as much as the token of the query. Operations that
+only move elements move their counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +22,13 @@ from ._contractions import CONTRACTIONS
 
 Counts = jax.Array | list[jax.Array | None]
 Rule = Callable[[Eqn, Sequence[Any], Sequence[Any]], Counts | None]
-"""From an equation, its operands and its results: how much the elements of the results count;
-`None` where that is not known.
+"""Maps an equation, its operands and its results to the counts of the elements of the results;
+`None` if they are unknown.
 """
 
 
 def counted(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation, with how much their elements count."""
+    """Returns the results of an equation with the counts of their elements."""
     operands = [Counted(x, None, "it is quantized state") if is_coded(x) else x for x in operands]
     some = [x for x in operands if is_counted(x)]
     if not some or all(map(is_coded, results)):
@@ -52,14 +53,14 @@ def _is_lost(x: Any) -> bool:
 
 
 def _least(counts: Sequence[jax.Array]) -> jax.Array:
-    """Returns the least of counts, of which some may be of one number."""
+    """Returns the least of counts, some of which may be scalars."""
     rank = max(x.ndim for x in counts)
     return reduce(jnp.minimum, (x if x.ndim == rank else x.reshape((1,) * rank) for x in counts))
 
 
 def _elementwise(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     found = _least([x.counts for x in operands if _known(x)])
-    # One number says nothing of the elements that it is joined with.
+    # The count of a scalar does not extend to the elements that it is combined with.
     rank = eqn.outvars[0].aval.ndim
     if found.ndim not in (0, rank):
         return None
@@ -67,7 +68,7 @@ def _elementwise(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> C
 
 
 def _moved(*places: int) -> Rule:
-    """What an equation does with the operands at these places, it does with what they count."""
+    """Applies an equation that moves the operands at these indices to their counts as well."""
 
     def rule(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
         moved = [operands[i] for i in places] if places else operands
@@ -83,14 +84,14 @@ def _moved(*places: int) -> Rule:
 
 
 def _pad(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    """What is added around counts 0."""
+    """Padding counts 0."""
     if not _known(operands[0]):
         return None
     return lax.pad(counts_of(operands[0]), jnp.float32(0), eqn.params["padding_config"])
 
 
 def _gather(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    """What is taken counts as it did, and no more than the index; what is filled in counts 0."""
+    """A value that is read keeps its count, limited by that of the index; fill values count 0."""
     table, indices = operands
     p, found = eqn.params, []
     numbers = p["dimension_numbers"]
@@ -115,7 +116,7 @@ def _gather(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts
 
 
 def _scatter(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    """What is written counts as what is written there; what is added to, as a sum."""
+    """A written value has the count of the update; a value that is added to counts like a sum."""
     target, indices, updates = operands
     if _is_lost(target) or _is_lost(updates):
         return None
@@ -183,7 +184,7 @@ def _ragged(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts
 
 
 def _conv(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    """A pixel counts as that of its patch which counts most."""
+    """A pixel counts as much as the one of its patch that counts most."""
     image, p = operands[0], eqn.params
     if not _known(image) or p["batch_group_count"] != 1:
         return None
@@ -208,7 +209,7 @@ def _barrier(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Count
 
 
 def _everywhere(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    """What is summed over devices counts as that of the device which counts most."""
+    """A sum over devices counts as much as on the device where it counts most."""
     if eqn.params.get("axis_index_groups") is not None:
         return None
     axes = eqn.params["axes"]

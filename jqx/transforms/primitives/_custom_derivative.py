@@ -1,10 +1,10 @@
-"""`jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule stays the user's.
+"""`jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule of the user is kept.
 
-The rule sees what the function saw in float, and is told as in float what is differentiated; of its
-results, derivatives of higher order are those of the rule. Scales that are used inside get no
-gradient from it.
-Where a QTensor is among the operands, or nothing is to be differentiated, the body is evaluated as
-if the rule were not there.
+The rule receives the inputs of the float function, and the same information on what is
+differentiated as in float. Derivatives of higher order are those of the rule. Scales that are used
+inside get no gradient from it.
+If a QTensor is among the operands, or nothing is differentiated, the body is evaluated as if there
+were no rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,8 +66,8 @@ def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 
 
 def _function_of(eqn: Eqn, args: Sequence[Any]) -> Callable[[dict[int, Any]], list[Any]]:
-    """Returns an equation as a function of some of its operands, by place. Those that are not
-    differentiated stay out of it: a rule that asks is told what it is told in float.
+    """Returns an equation as a function of some of its operands, by index. Those that are not
+    differentiated are constants, so a rule receives the same information as in float.
     """
     return lambda some: _compat.bind(eqn, [some.get(i, x) for i, x in enumerate(args)])
 

@@ -1,4 +1,4 @@
-"""What the transforms do at a primitive that holds functions: how they look into it and run it."""
+"""How the transforms search and run the functions that a primitive holds."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from ..._compat import Eqn
 from .._origin import Address, Origin
 
 Records = dict[str, Any]
-"""What sites recorded, by key."""
+"""Records of sites, by key."""
 
 
 class Finder(Protocol):
-    """How planning looks for contractions inside an equation."""
+    """How planning finds contractions inside an equation."""
 
     @property
     def here(self) -> Address: ...
@@ -20,7 +20,7 @@ class Finder(Protocol):
     def enter(
         self, jaxpr: Any, known: Sequence[Origin | None], part: Address = ()
     ) -> list[Origin | None]:
-        """Looks into a function whose operands are known; returns what is known of its results."""
+        """Searches a function with operands of known origins; returns those of its results."""
         ...
 
     def leave(self, jaxpr: Any, reason: str) -> None:
@@ -31,7 +31,7 @@ class Finder(Protocol):
 class Runner(Protocol):
     """How evaluation runs the functions inside an equation.
 
-    `given` is what sites read beside their operands: scales, and a random key; a pytree.
+    `given` is what sites read in addition to their operands: scales and a random key; a pytree.
     """
 
     @property
@@ -45,32 +45,32 @@ class Runner(Protocol):
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Address = (), given: Any = None
     ) -> tuple[list[Any], Records]:
-        """Evaluates a function; returns its results and what its sites recorded."""
+        """Evaluates a function; returns its results and the records of its sites."""
         ...
 
     def split(self, length: int) -> tuple[Any, Any]:
-        """Returns what each step of this scan is given, stacked, and what all are given alike."""
+        """Returns the stacked inputs of the steps of this scan, and the inputs shared by all."""
         ...
 
     def join(self, step: Any, shared: Any) -> Any:
-        """Returns what one step is given."""
+        """Returns the inputs of one step."""
         ...
 
     def numbered(self, given: Any, step: Any) -> Any:
-        """Returns what the step of a loop is given: random numbers of its own."""
+        """Returns the inputs of a step of a loop, with its own random numbers."""
         ...
 
     def unseen(self) -> Records:
-        """Returns the records of no evaluation, of sites whose records this equation merges."""
+        """Returns empty records of the sites whose records this equation merges."""
         ...
 
     def merge(self, a: Records, b: Records) -> Records:
-        """Returns the records of two evaluations together."""
+        """Returns the merged records of two evaluations."""
         ...
 
     @property
     def is_counting(self) -> bool:
-        """Whether it is followed how much the rows of a batch count."""
+        """Whether the counts of the rows of a batch are tracked."""
         ...
 
     def carried(self, x: Any) -> Any:
@@ -82,7 +82,7 @@ class Runner(Protocol):
         ...
 
     def dense(self, x: Any) -> Any:
-        """Returns a value that must be an array here; raises, or dequantizes, where it is not."""
+        """Returns a value that must be an array here; raises, or dequantizes, if it is not."""
         ...
 
     def like(self, x: Any, other: Any) -> Any:
@@ -92,11 +92,11 @@ class Runner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How one primitive that holds functions is looked into and evaluated.
+    """How a primitive that holds functions is searched and evaluated.
 
     Attributes:
-      track: finds what is inside; returns what is known of the results.
-      apply: evaluates it; returns the results and what sites recorded.
+      track: finds what is inside; returns the origins of the results.
+      apply: evaluates it; returns the results and the records of sites.
     """
 
     track: Callable[[Eqn, Sequence[Origin | None], Finder], Sequence[Origin | None]]
@@ -104,8 +104,8 @@ class Form:
 
 
 def looks_into(body: str) -> Callable[..., Sequence[Origin | None]]:
-    """Returns the `track` of a primitive with one function, of its own operands and results, in the
-    parameter `body`.
+    """Returns the `track` of a primitive with one function in the parameter `body`, which has the
+    same operands and results.
     """
 
     def track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> list[Origin | None]:
@@ -115,7 +115,7 @@ def looks_into(body: str) -> Callable[..., Sequence[Origin | None]]:
 
 
 def as_function(runner: Runner, jaxpr: Any) -> Callable[..., tuple[list[Any], Records]]:
-    """Returns a function that evaluates a body, of what it is given and of its operands."""
+    """Returns a function of what sites are given and of operands that evaluates a body."""
 
     def run(given: Any, *args: Any) -> tuple[list[Any], Records]:
         return runner.run(jaxpr, args, given=given)

@@ -1,4 +1,4 @@
-"""`jit`: what is inside is jitted again, under its own name and with its own shardings."""
+"""`jit`: the inside is jitted again, with the same name and shardings."""
 
 from collections.abc import Sequence
 from typing import Any

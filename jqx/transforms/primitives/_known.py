@@ -1,4 +1,4 @@
-"""What is known of primitives, by name: the rules of jqx, and those of the user around them."""
+"""Rules of primitives by name: those of jqx, and those that the user has added."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from ._views import VIEWS as OF_VIEWS
 Rule = TypeVar("Rule")
 
 _ADDED = jax.make_user_context(())
-"""Rules of users, as pairs of a name and a rule: a part of what `jax.jit` looks traces up by."""
+"""Rules of users, as pairs of a name and a rule; part of the key of traces in `jax.jit`."""
 
 
 class Known(Mapping[str, Rule], Generic[Rule]):
@@ -44,19 +44,19 @@ VIEWS: Known[View] = Known(View, OF_VIEWS)
 
 @contextlib.contextmanager
 def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
-    """Tells the transforms of primitives that jqx does not know, for what is planned, calibrated,
-    simulated and converted inside.
+    """Adds rules for primitives that jqx does not know, for planning, calibration, simulation and
+    conversion inside the context.
 
-    Only this thread is concerned, and nothing is left behind. A plan that was made inside fits its
-    function inside alone.
+    It affects only this thread, and only inside the context. A plan that was made inside fits its
+    function only inside.
 
     Args:
       rules: by the name of the primitive, a `Contraction`, whose operands can be quantized, or a
         `View`, through which a weight passes. The primitive has no functions among its parameters.
 
     Raises:
-      TypeError: `rules` is no mapping, or one is no rule.
-      ValueError: jqx has a rule of that name.
+      TypeError: if `rules` is not a mapping, or an entry is not a rule.
+      ValueError: if jqx has a rule for a primitive of that name.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -79,7 +79,7 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
             primitive not in {*OF_CONTRACTIONS, *OF_VIEWS},
             error=ValueError,
             function=name,
-            problem="jqx has a rule for this primitive.",
+            problem="jqx already has a rule for this primitive.",
             given=f"rules[{primitive!r}]",
             expected="the name of another primitive",
             mend="leave it out.",

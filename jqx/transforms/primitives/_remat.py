@@ -1,4 +1,4 @@
-"""`jax.checkpoint`: the body is computed anew in the backward pass, quantized."""
+"""`jax.checkpoint`: the body is recomputed in the backward pass, quantized."""
 
 from collections.abc import Sequence
 from typing import Any

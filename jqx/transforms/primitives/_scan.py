@@ -1,5 +1,5 @@
-"""`scan`: quantized xs give each step a slice, or, where a kernel reads them, one of the stack;
-constants are shared; what is carried keeps its format.
+"""`scan`: each step gets a slice of quantized xs, or, if a kernel reads them, one of the stack.
+Constants are shared, and carried values keep their format.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
 
 def _sliceable(x: Any) -> Any:
-    """Gives each index of the leading axis of a weight scales of its own."""
+    """Gives each index of the leading axis of a weight its own scales."""
     return map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
 
 

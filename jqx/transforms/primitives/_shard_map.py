@@ -1,4 +1,4 @@
-"""`shard_map`: each device looks into its part; a scale is partitioned in step with its weight."""
+"""`shard_map`: each device sees its part; a scale is partitioned in step with its weight."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence
 
 
 def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    """Each device hands out its records with an axis in front, along which they are merged."""
+    """Each device returns its records with a leading axis, along which they are merged."""
     options = _compat.shard_map_options(eqn)
     axes, sizes = options["axis_names"], dict(options["mesh"].shape)
 

@@ -1,4 +1,4 @@
-"""Views that say where an array lies: every array of a QTensor goes along."""
+"""Views that set the sharding of an array; they apply to every array of a QTensor."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,10 +29,10 @@ def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
         sharding.is_fully_replicated,
         error=NotImplementedError,
         function="jit",
-        problem="a quantized weight is sharded by other than names of mesh axes.",
+        problem="the sharding of a quantized weight does not name mesh axes.",
         given=f"{sharding} for {q!r}",
         expected="a jax.sharding.NamedSharding",
-        mend="shard it by a mesh and a PartitionSpec, or outside of f.",
+        mend="shard it with a mesh and a PartitionSpec, or outside of f.",
     )
     return jax.tree.map(lambda _: sharding, q)
 

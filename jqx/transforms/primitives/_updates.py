@@ -1,7 +1,7 @@
-"""Writing to quantized arrays, and taking from them anywhere: what is written is quantized to the
-format of the target, and what is taken has the format that it had.
+"""Writes to quantized arrays, and reads at any positions. Written values are quantized to the
+format of the target, and values that are read keep their format.
 
-A weight does not go through: a plan takes what is written to for an array.
+Weights do not pass through: a plan treats the target of a write as an array.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ...tensor import QTensor
 from ._view import starts_of
 
 Update = Callable[[Eqn, Sequence[Any]], Any]
-"""From operands, of which some are QTensors, the result; `None` where it has no quantized form."""
+"""Maps operands, some of them QTensors, to the result; `None` if there is no quantized form."""
 
 
 def _dynamic_update_slice(eqn: Eqn, operands: Sequence[Any]) -> Any:

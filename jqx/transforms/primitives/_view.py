@@ -1,4 +1,4 @@
-"""What the transforms do at a primitive through which weights pass quantized."""
+"""How the transforms handle a primitive through which weights pass quantized."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ Known = Sequence[Origin | None]
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How one view primitive treats weights among its operands.
+    """How a view primitive treats weights among its operands.
 
     Attributes:
-      track: from the origins of the operands, those of the results; `None` for a result that is no
-        weight any more.
-      apply: from operands, of which those that are tracked may be QTensors, the results.
+      track: maps the origins of the operands to those of the results; `None` for a result that is
+        no longer a weight.
+      apply: maps operands, of which those that are tracked may be QTensors, to the results.
     """
 
     track: Callable[[Eqn, Known], Known]
@@ -32,8 +32,8 @@ def of_one(
     track: Callable[[Eqn, int, Origin], Origin | None],
     apply: Callable[[Eqn, int, Sequence[Any]], Any],
 ) -> View:
-    """A view of the one operand that is a weight; both rules get its position. Every result shows
-    the same axes.
+    """Returns a view of the one operand that is a weight; both rules get its position. All results
+    show the same axes.
     """
 
     def track_one(eqn: Eqn, known: Known) -> Known:
@@ -58,8 +58,8 @@ def _positions(known: Sequence[Any]) -> list[int]:
 
 
 def starts_of(starts: Sequence[Any]) -> list[Any]:
-    """Returns where a dynamic slice starts, as jqx reads it: to the primitive a negative start is
-    0, to `jqx.dynamic_slice` it counts from the end.
+    """Returns the starts of a dynamic slice for jqx: the primitive clamps a negative start to 0,
+    but in `jqx.dynamic_slice` it counts from the end.
     """
     return [max(int(x), 0) if _is_known(x) else jnp.maximum(x, 0) for x in starts]
 
@@ -69,5 +69,5 @@ def _is_known(x: Any) -> bool:
 
 
 def same(eqn: Eqn, position: int, origin: Origin) -> Origin:
-    """The axes of the weight stay where they are."""
+    """Returns the origin unchanged, because the axes of the weight stay in place."""
     return origin

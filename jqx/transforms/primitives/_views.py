@@ -1,4 +1,4 @@
-"""View primitives: a weight passes through them quantized, its scale in step."""
+"""View primitives: a weight passes through them quantized, together with its scale."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ def _track_reshape(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
 
 
 def _read_order(eqn: Eqn) -> Sequence[int]:
-    """The order in which a reshape reads the axes: not their own where `vmap` turned them first."""
+    """Returns the order in which a reshape reads the axes, which `vmap` may have transposed."""
     given = eqn.params["dimensions"]
     return range(eqn.invars[0].aval.ndim) if given is None else given
 
@@ -123,9 +123,9 @@ def _apply_neg(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
 
 
 def _apply_rev(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
-    turned = eqn.params["dimensions"]
+    flipped = eqn.params["dimensions"]
     q = operands[0]
-    return q[tuple(slice(None, None, -1 if axis in turned else 1) for axis in range(q.ndim))]
+    return q[tuple(slice(None, None, -1 if axis in flipped else 1) for axis in range(q.ndim))]
 
 
 def _apply_split(eqn: Eqn, position: int, operands: Sequence[Any]) -> list[QTensor]:
@@ -172,7 +172,7 @@ def _apply_stack(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
 
 _UNCHANGED = of_one(same, _identity)
 _EACH = View(lambda eqn, known: known, lambda eqn, operands: list(operands))
-"""As many results as operands, each as it is."""
+"""A view with as many results as operands, each unchanged."""
 
 VIEWS: dict[str, View] = {
     "broadcast_in_dim": of_one(_track_broadcast, _apply_broadcast),

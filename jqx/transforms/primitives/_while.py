@@ -1,5 +1,5 @@
-"""`while`: weights among its constants, or carried as they are, are shared by its steps; what is
-carried keeps its format.
+"""`while`: weights among its constants, or carried unchanged, are shared by its steps. Other
+carried values keep their format.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def _track(eqn: Eqn, known: Sequence[Origin | None], finder: Finder) -> Sequence
     count = len(eqn.outvars)
     carried = unchanged(eqn.params["body_jaxpr"], first - at, count)
     state = [known[first + i] if i in carried else None for i in range(count)]
-    finder.leave(eqn.params["cond_jaxpr"], "it stands in the condition of a while loop")
+    finder.leave(eqn.params["cond_jaxpr"], "it is in the condition of a while loop")
     finder.enter(eqn.params["body_jaxpr"], [*known[at:first], *state])
     return state
 
@@ -48,7 +48,7 @@ def _apply(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any]
 
 
 def _places(eqn: Eqn) -> tuple[int, int]:
-    """Returns where the constants of the body begin among the operands, and what is carried."""
+    """Returns the indices of the first constant of the body and of the first carried operand."""
     at = eqn.params["cond_nconsts"]
     return at, at + eqn.params["body_nconsts"]
 

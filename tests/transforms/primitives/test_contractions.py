@@ -142,7 +142,7 @@ def test_what_is_no_lookup_along_one_axis_is_listed_and_its_codes_go_on():
         jqx.make_plan(f, POLICIES["weights"])(*args)
     plan = jqx.make_plan(f, POLICIES["weights"], unsupported="dequantize")(*args)
     assert [skip.reason for skip in plan.skipped] == [
-        "it is no lookup along one axis, as jnp.take is"
+        "it is not a lookup along one axis, as in jnp.take"
     ]
     q = jqx.quantize_params(args[0], plan)
     with pytest.raises(NotImplementedError, match="reaches `reduce_sum`"):
@@ -162,4 +162,4 @@ def test_grouped_products_of_another_pattern_are_listed():
         return lax.ragged_dot_general(x, w, jnp.array([2, 3]), numbers)
 
     plan = jqx.make_plan(f, jqx.presets.w8a16())(normal(0, 5, 4), normal(1, 5, 3))
-    assert len(plan.sites) == 0 and "groups are not those of rows" in plan.skipped[0].reason
+    assert len(plan.sites) == 0 and "groups are not rows" in plan.skipped[0].reason

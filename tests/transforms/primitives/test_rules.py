@@ -114,7 +114,7 @@ def test_a_jitted_transform_is_traced_anew_inside():
 WRONG = {
     "no rule": ({"halves": 3}, TypeError, r"rules\['halves'\]"),
     "no mapping": ([1], TypeError, "`rules` is not a"),
-    "one of jqx": ({"reshape": RULES["halves"]}, ValueError, "jqx has a rule"),
+    "one of jqx": ({"reshape": RULES["halves"]}, ValueError, "jqx already has a rule"),
 }
 
 
