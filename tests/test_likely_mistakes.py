@@ -180,7 +180,7 @@ MISTAKES = {
     ),
     "batches of a policy": (lambda: jqx.calibrate_batches(f, W8A8, P, [X]), "plan first"),
     "batches of a dict": (lambda: jqx.calibrate_batches(f, PLAN, P, {"x": X}), "[batch]"),
-    "no batches": (lambda: jqx.calibrate_batches(f, PLAN, P, []), "make the generator anew"),
+    "no batches": (lambda: jqx.calibrate_batches(f, PLAN, P, []), "create the generator again"),
     "missing batches": (lambda: jqx.calibrate_batches(f, PLAN, P), "params, batches)"),
     "a batch of words": (
         lambda: jqx.calibrate_batches(f, PLAN, P, [("text",)], progress=False),
