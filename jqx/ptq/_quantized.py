@@ -120,8 +120,8 @@ def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def summary(plan: Plan, report: "diagnostics.Report") -> str:
     """Returns a one-line summary: what was quantized, and how many bytes that saves."""
     count = len(plan.sites) + len(plan.skipped)
-    before, after = report.bytes_before, report.bytes_after
+    before, after, packed = report.bytes_before, report.bytes_after, report.bytes_packed
     return (
         f"{len(plan.sites)} of {count} contractions, "
         f"{before:,} bytes of parameters become {after:,}"
-    )
+    ) + (f", {packed:,} with packed codes" if packed < after else "")
