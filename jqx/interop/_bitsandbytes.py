@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, with scales that may be quantized in turn.
+"""Checkpoints of bitsandbytes with 4 bits, nf4 and fp4, whose scales may be quantized too.
 
 A weight `w` [N, K] has
 
@@ -10,9 +10,9 @@ A weight `w` [N, K] has
     w.quant_state.bitsandbytes__nf4      uint8, JSON: shape, block size, dtype, and the offset of
                                          all scales
 
-Blocks lie in rows, where the block size divides K; else a weight is refused. Scales that are
-quantized in blocks of 256 stay so where these blocks are whole rows of scales, or parts of one;
-elsewhere they are decoded to float32.
+Blocks are within rows if the block size divides K; otherwise the weight is an error. Scales that
+are quantized in blocks of 256 stay quantized if these blocks are whole rows of scales or parts of
+one row; otherwise they are decoded to float32.
 
 Sources: https://github.com/bitsandbytes-foundation/bitsandbytes (0.50); Dettmers et al., "QLoRA",
 arXiv:2305.14314.
@@ -38,16 +38,16 @@ from ._source import Source
 _STATE = ".quant_state.bitsandbytes__"
 
 MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", ".SCB")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _U8, _F32 = np.dtype(np.uint8), np.dtype(np.float32)
 _DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 _MOST = 10_000
-"""Bytes of what is said of a weight."""
+"""Maximum size in bytes of the description of a weight."""
 
 
 class Says(NamedTuple):
-    """What the config says of a weight: the dtype of its real array."""
+    """The config of a weight: the dtype of its real array."""
 
     dtype: str
 
@@ -68,9 +68,9 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
         refuse(
             source,
             path,
-            "has blocks that go across rows.",
+            "has blocks that cross rows.",
             given=f"blocks of {size} in rows of {columns}",
-            expected="whole blocks in each row, which a QTensor has",
+            expected="whole blocks in each row, as in a QTensor",
         )
     checked(source, path, (rows * columns // 2, 1), (_U8,))
     form, places = _table(source, f"{path}.quant_map", 16, kind)
@@ -98,7 +98,7 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
 
 
 def _said(source: Source, name: str) -> Config:
-    """Returns what is said of a weight."""
+    """Returns the description of a weight."""
     (length, *_), _ = checked(source, name, None, (_U8,))
     text = source.read(name, _U8).tobytes() if length <= _MOST else b""
     try:
@@ -107,7 +107,7 @@ def _said(source: Source, name: str) -> Config:
         refuse(
             source,
             name,
-            "is no JSON.",
+            "is not JSON.",
             given=f"{length} bytes",
             expected=f"a JSON object of at most {_MOST} bytes",
         )
@@ -123,8 +123,8 @@ def _shape(said: Config) -> tuple[int, int]:
 
 
 def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook, np.ndarray]:
-    """Returns the format of codes, and which entry of it each code is: files need not sort them,
-    and may have a zero of either sign.
+    """Returns the format of codes, and the entry of the format for each code: tables in files need
+    not be sorted, and may have a zero of either sign.
     """
     checked(source, name, (count,), (_F32,))
     numbers = source.read(name, _F32)
@@ -133,7 +133,7 @@ def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook,
         refuse(
             source,
             name,
-            "is no table of numbers.",
+            "is not a table of numbers.",
             given=f"{len(entries)} numbers",
             expected=f"{count} finite numbers",
         )
@@ -143,20 +143,20 @@ def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook,
 
 
 def _pairs(places: np.ndarray) -> np.ndarray:
-    """Returns what becomes of each byte: codes changed for places, the first in the low half."""
+    """Returns a table for each byte: codes replaced by places, the first in the low half."""
     byte = np.arange(256)
     return places[byte >> 4] | places[byte & 15] << np.uint8(4)
 
 
 class _Nested(NamedTuple):
-    """Scales that are codes of a table, with scales and an offset of their own.
+    """Scales that are codes of a table, with a scale and an offset.
 
     Attributes:
-      like: the QTensor of scales, abstract; or float32, where its blocks would go across rows.
+      like: the QTensor of scales, abstract; or float32 if its blocks would cross rows.
       entries: the number of each code.
-      places: which entry of the format each code is.
-      size: of a block.
-      offset: of all scales.
+      places: the entry of the format for each code.
+      size: size of a block.
+      offset: offset of all scales.
     """
 
     like: Any
@@ -197,10 +197,10 @@ class _Nested(NamedTuple):
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor of nf4 becomes, without quantized scales.
+    """Returns the encoded form of a QTensor of nf4, without quantized scales.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     module_of(path, leaf, "bitsandbytes")
     plain = leaf.offset is None and leaf.order is None and leaf.scale.dtype == _F32

@@ -1,14 +1,14 @@
 """Checkpoints of MLX: affine codes of 2 to 8 bits with float minimums, mxfp4, mxfp8, nvfp4.
 
-A layer `m` of a weight [N, K] has
+A layer `m` with a weight [N, K] has
 
     m.weight   uint32 [N, K * bits / 32]: streams of codes
     m.scales   [N, K / group]: of the dtype of the model; E8M0, or the bits of float8_e4m3, as uint8
     m.biases   [N, K / group], of the dtype of the scales: a weight is scale * code + bias. Only
                where the mode is affine, with unsigned codes; scales may be negative.
 
-Tables of embeddings are quantized as matrices are. MLX computes in the dtype of the scales: in
-float32 its weights are those of jqx, in 16 bits it rounds the product before it adds the bias.
+Embedding tables are quantized in the same way as matrices. MLX computes in the dtype of the scales:
+in float32 its weights equal those of jqx; in 16 bits it rounds the product before it adds the bias.
 
 Source: https://ml-explore.github.io/mlx (mlx.core.quantize, version 0.32).
 """
@@ -39,7 +39,7 @@ from ._encoded import (
 from ._source import Source
 
 MARKS = (".scales", ".biases")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
@@ -49,7 +49,7 @@ _U8 = np.dtype(np.uint8)
 
 
 class Says(NamedTuple):
-    """What the config says of a layer."""
+    """The config of a layer."""
 
     group_size: int
     bits: int
@@ -88,9 +88,9 @@ def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> Co
         refuse(
             source,
             names[0],
-            "has no whole groups.",
+            "does not hold a whole number of groups.",
             given=f"uint32{list(stored)}, for {bits} bits and groups of {size}",
-            expected="rows of words that hold groups, two axes or three",
+            expected="rows of words that hold whole groups, two axes or three",
         )
     shape = (*stored[:-1], columns)
     groups = Groups(shape, (*(1,) * (len(shape) - 1), size))
@@ -124,10 +124,10 @@ def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> Co
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor becomes.
+    """Returns the encoded form of a QTensor.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     module, form = module_of(path, leaf, "MLX"), format_of(leaf.qtype)
     rows = set(leaf.groups.sizes[:-1]) == {1}
@@ -147,7 +147,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         "MLX",
         expected=f"integers of {', '.join(map(str, _BITS))} bits in groups of "
         f"{', '.join(map(str, _GROUPS))}, mxfp4, mxfp8 or nvfp4; inputs in order",
-        mend="quantize it so, leave it in float, or write compressed-tensors.",
+        mend="quantize it like that, leave it in float, or write compressed-tensors.",
     )
 
 
@@ -175,7 +175,7 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
 
 
 def _kind_of(leaf: QTensor) -> np.dtype:
-    """Returns the dtype of scales and biases: that of the scale, where it holds both."""
+    """Returns the dtype of scales and biases: that of the scale, if it can hold both."""
     kind, exact = np.dtype(leaf.scale.dtype), leaf.zero_point is None
     if isinstance(leaf.scale, QTensor) or isinstance(leaf.offset, QTensor):
         return np.dtype(np.float32)
@@ -185,7 +185,7 @@ def _kind_of(leaf: QTensor) -> np.dtype:
 
 
 def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
-    """A weight of mxfp4, mxfp8 or nvfp4."""
+    """Encodes a weight of mxfp4, mxfp8 or nvfp4."""
     columns = leaf.shape[-1]
     tensors = {
         f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * says.bits // 32)),

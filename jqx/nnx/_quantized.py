@@ -16,10 +16,10 @@ from ._state import State
 
 
 class Quantized(State):
-    """Base of modules whose methods run through the transforms, on the weights of a float one.
+    """Base of modules whose methods run through the transforms, on the weights of a float module.
 
-    A subclass names the float class as its second base. It takes that one's arguments, and by name
-    `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
+    A subclass names the float class as its second base. It takes the arguments of that class, plus
+    the keyword arguments `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
     """
 
     def __init__(
