@@ -192,7 +192,7 @@ def _order(source: Source, module: str, args: Config, groups: Groups) -> np.ndar
 
 
 def _plain(source: Source, module: str, args: Config, asked: np.dtype | None) -> CodedLeaf:
-    """Reads a weight of `int-quantized`, `float-quantized` or `mxfp8-quantized`: one code per byte."""
+    """Reads a weight of `int-quantized`, `float-quantized`, `mxfp8-quantized`: a code per byte."""
     integers = args.one_of("type", ("int", "float"), "int") == "int"
     form: Any = Integer(8) if integers else jnp.dtype(jnp.float8_e4m3fn)
     shape, codes = _stored(source, f"{module}.weight", form.storage if integers else form)

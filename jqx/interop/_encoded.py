@@ -93,7 +93,7 @@ def codes_of(q: QTensor) -> np.ndarray:
 
 
 def scale_of(q: QTensor) -> np.ndarray:
-    """Returns the scale of a QTensor of NumPy arrays as an array; a quantized scale is dequantized."""
+    """Returns the scale of a QTensor of NumPy arrays as an array, dequantized if necessary."""
     scale = q.scale
     return np.asarray(scale.dequantize() if isinstance(scale, QTensor) else scale)
 

@@ -29,7 +29,7 @@ Share = tuple[int, int]
 
 
 class _Kept(Replacement):
-    """A replacement whose file has a name that the next run knows, and stays until it is complete."""
+    """A replacement whose file has a name that the next run knows. It stays until complete."""
 
     def __init__(self, function: str, path: Path) -> None:
         super().__init__(function, path)

@@ -45,7 +45,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _attention(self) -> Any:
-        """Returns attention over the cache, or over the given keys and values while it is created."""
+        """Returns attention over the cache, or over keys and values as given at its creation."""
         assert self.cache is not None and self.scope is not None
         scope, format, name = self.scope, self.cache, type(self).__name__
         plain: Any = self.attention_fn

@@ -149,7 +149,7 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
 def _scaled(
     function: str, path: str, product: LowRank, layer: Adapter
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns both matrices of a product, each with half of the factor that cancels `alpha / rank`."""
+    """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)
     rank, whole = a.shape[-1], min(a.shape[-2], b.shape[-1])
     require_that(

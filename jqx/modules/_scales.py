@@ -40,5 +40,5 @@ def check_calibrated(function: str, missing: list[str], where: str) -> None:
         given=f"{where}, without statistics or a scale: {', '.join(missing[:4])}{more}",
         expected="statistics of a calibration or a fixed scale for each",
         mend="call the module in Mode.CALIBRATE on typical inputs first, keeping the statistics; "
-        'or, if no site has any, pass scales="dynamic" to compute all scales from the values of the call.',
+        'or, if no site has any, pass scales="dynamic": scales from the values of the call.',
     )

@@ -33,7 +33,7 @@ class Over(nnx.Module):
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, Any]:
-        """Returns `run`, a function of the float module, as a function of weights and a pure call."""
+        """Returns `run`, a function of the float module, as one of weights, and as a pure call."""
         raise NotImplementedError
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -266,7 +266,7 @@ def test_arguments_that_do_not_fit(tmp_path):
     refuse("`limit` has no use", limit=3)
     refuse("`activation` has no use", activation="int8:token:dynamic")
     write(path, leaves, "gguf", metadata={**METADATA, "general.alignment": 64})
-    refuse("is there already", error=FileExistsError)
+    refuse("exists already", error=FileExistsError)
     write(path, {"v": jnp.ones(3)}, "gguf", metadata=METADATA, overwrite=True)
     assert jqx.load(path).keys() == {"v"}
     with jqx.interop.read(path) as archive:
