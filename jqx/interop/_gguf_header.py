@@ -25,7 +25,7 @@ _NUMBERS = {
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-_TOLD = ("uint32", "float32")
+_PYTHON_DTYPES = ("uint32", "float32")
 """Dtypes that Python numbers are written as; numbers of other dtypes are read as NumPy's."""
 
 _LEAST = {**{kind: np.dtype(d).itemsize for kind, d in _NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
@@ -150,8 +150,8 @@ class _Cursor:
         if kind == _BOOL:
             return self.number("<u1", what) != 0
         x = self.scalar(_NUMBERS[kind], what)
-        told = x.dtype.name in _TOLD or (x.dtype.name == "int32" and x < 0)
-        return x.item() if told else x.dtype.newbyteorder("=").type(x)
+        as_python = x.dtype.name in _PYTHON_DTYPES or (x.dtype.name == "int32" and x < 0)
+        return x.item() if as_python else x.dtype.newbyteorder("=").type(x)
 
     def _array(self, key: str) -> Any:
         what = f"the value of {key}"

@@ -116,8 +116,8 @@ def files_of(path: str) -> str:
     real = os.path.realpath(path)
     names = [os.path.join(base, name) for base, _, own in os.walk(real) for name in own]
     stats = [(os.path.relpath(name, real), os.stat(name)) for name in sorted(names or [real])]
-    told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return f"{real} {told}"
+    states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return f"{real} {states}"
 
 
 def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:

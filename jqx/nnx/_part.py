@@ -39,7 +39,7 @@ class Whole:
         return f"<{'/'.join(self.path)}, {self.mode}>"
 
 
-TOLD = ("policy", "mode", "backward", "quant_dynamic")
+COPIED = ("policy", "mode", "backward", "quant_dynamic")
 """Attributes of a whole that are copied to its parts."""
 
 
@@ -95,11 +95,11 @@ def make_parts(module: Any) -> None:
         if part is not module and not isinstance(part, Over) and has_members(type(part)):
             become(part, over(type(part), Part, type(part).__name__))
             names = tuple(map(str, path))
-            known = {name: getattr(module, name) for name in TOLD}
+            known = {name: getattr(module, name) for name in COPIED}
             cast(Part, part).quant_part = Whole(names, **known, learned=False)
 
 
-def tell_parts(module: nnx.Module, **known: Any) -> None:
+def update_parts(module: nnx.Module, **known: Any) -> None:
     """Updates the parts of a module after a change."""
     for _, part in nnx.iter_modules(module):
         if isinstance(part, Part):

@@ -10,7 +10,7 @@ from ..modules import Mode
 from ..modules._shared import QuantizedFunction, Scales, Wanted, holds_codes, optional
 from ..policy import Policy
 from ._classes import Run
-from ._part import TOLD, make_parts, tell_parts
+from ._part import COPIED, make_parts, update_parts
 from ._pure import PureCall, pure_call
 from ._state import State
 
@@ -36,10 +36,10 @@ class Quantized(State):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in TOLD:
-            tell_parts(self, **{name: value})
+        if name in COPIED:
+            update_parts(self, **{name: value})
         elif name == "learned_scales":
-            tell_parts(self, learned=value is not None)
+            update_parts(self, learned=value is not None)
 
     def _q_set_up(
         self,

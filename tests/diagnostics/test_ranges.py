@@ -719,7 +719,7 @@ def test_bounds_are_pytrees_by_position_or_name():
         ({1: (0, 1, 2)}, "does not fit"),
         ({1: {"a": (0, 1)}}, "does not fit"),
         ({1: (math.nan, 1)}, "does not fit"),
-        ({2: (0, 300)}, "beyond its dtype"),
+        ({2: (0, 300)}, "exceed its dtype"),
     ],
 )
 def test_wrong_bounds_are_refused(bounds, problem):

@@ -197,13 +197,13 @@ def test_places_that_are_none_are_refused(path, place):
 @pytest.mark.parametrize("dtype", [None, 3, ["F32"], {"F32": 1}])
 def test_dtypes_that_are_none_are_refused(path, dtype):
     path.write_bytes(file_of({"x": {**entry(), "dtype": dtype}}, bytes(8)))
-    assert_refused(lambda: jqx.load(path), "without dtype")
+    assert_refused(lambda: jqx.load(path), "without consistent dtype")
 
 
 @pytest.mark.parametrize("fields", [None, 3, "x", [], {}])
 def test_tensors_without_fields_are_refused(path, fields):
     path.write_bytes(file_of({"x": fields}))
-    assert_refused(lambda: jqx.load(path), "without dtype")
+    assert_refused(lambda: jqx.load(path), "without consistent dtype")
 
 
 def test_a_key_that_stands_twice_is_refused(path):

@@ -163,7 +163,7 @@ def test_templates_that_are_none_are_refused():
         with pytest.raises(error, match=words):
             Name(*arguments)
     for names in ("ab", [("a",)], [1]):
-        with pytest.raises(TypeError, match="`names` are no rules"):
+        with pytest.raises(TypeError, match="`names` are not rules"):
             named({"a": jnp.ones(2)}, names)
 
 

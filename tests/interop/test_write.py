@@ -179,7 +179,7 @@ TAIL = QTensor.quantize(jnp.ones((2, 100)), jqx.QSpec("int4", jqx.per_block({0: 
 WRONG = {
     "a float minimum": (ValueError, "no float minimum", {"a.weight": OFFSET}),
     "a tail": (ValueError, "groups of equal size .* the last group has 4", {"a.weight": TAIL}),
-    "a name": (ValueError, "called <module>.weight", {"kernel": integers(4)}),
+    "a name": (ValueError, "named <module>.weight", {"kernel": integers(4)}),
     "nf4": (ValueError, "float8_e4m3fn", {"a.weight": floats(jqx.QSpec(jqx.numerics.nf4))}),
     "nothing quantized": (ValueError, "nothing is quantized", {"a.weight": jnp.ones(2)}),
     "twice": (
@@ -189,7 +189,7 @@ WRONG = {
     ),
     "no tensor": (TypeError, "there is no tensor at 'a.b'", {"a": {"b": 1}}),
     "a key": (TypeError, "a key of the dict at 'a' is not a string", {"a": {0: jnp.ones(2)}}),
-    "no dict": (TypeError, "no dict of tensors", jnp.ones(2)),
+    "no dict": (TypeError, "not a dict of tensors", jnp.ones(2)),
 }
 
 
