@@ -38,7 +38,7 @@ SCHEMES = """schemes: a format (a dtype of JAX, or a name of jqx.numerics), and 
   int8:tensor, int8:channel     one scale in all, one a channel
   uint4:group=64:asymmetric     zero points
   int4:calibrator=mse           a calibrator, by its name in jqx.calibrators
-  int8:contract=0,1             which axes are summed over, where the layout does not tell"""
+  int8:contract=0,1             which axes are summed over, if the layout does not imply it"""
 """The description of schemes in `--help`."""
 
 

@@ -158,7 +158,7 @@ def explain(
             problem="`affines` has no use without a plan.",
             given="affines, and plan == None",
             expected="the plan that these scales belong to",
-            mend="pass plan=, or the converted function alone.",
+            mend="pass plan=, or only the converted function.",
         )
         low = lowering(f, *args, target=target)
         return _without_plan(low, _plain(args, target))

@@ -3,7 +3,7 @@
 A layer `m` with a weight [N, K] has
 
     m.qweight  int32 [K, N / 8]: nibble i of a word is column (0, 2, 4, 6, 1, 3, 5, 7)[i] of its 8
-    m.qzeros   int32 [groups, N / 8]: likewise
+    m.qzeros   int32 [groups, N / 8]: in the same order
     m.scales   float16 [groups, N]
 
 Source: https://github.com/casper-hansen/AutoAWQ (0.2.7); Lin et al., "AWQ", arXiv:2306.00978.

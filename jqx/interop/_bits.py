@@ -154,7 +154,7 @@ def repacked(
       count: number of codes in a row.
       flip: value that is xor-ed with each code: `2**(bits - 1)` makes signed codes from codes
         stored with `2**(bits - 1)` added.
-      order: position of each code in its row; `None` keeps the order.
+      order: index of the code of a row at each place; `None` keeps the order.
       before: makes the streams of some rows from the data of the file, if these are not streams.
 
     Returns:

@@ -3,7 +3,7 @@ DeepSeek-V3 and Qwen3.
 
 A weight `w` [N, K], such as `m.weight`, is float8_e4m3, and has
 
-    fbgemm_fp8  w_scale float32 [N, 1]; m.input_scale_ub float32 [1], a leaf of its own
+    fbgemm_fp8  w_scale float32 [N, 1]; m.input_scale_ub float32 [1], a separate leaf
     fp8         w_scale_inv float32 [ceil(N / 128), ceil(K / 128)]: multiplied, despite its name;
                 the last blocks may be smaller ones. float8_e8m0 where `scale_fmt` is ue8m0
 

@@ -5,7 +5,7 @@ A layer `m` with a weight [N, K] has
     m.weight   uint32 [N, K * bits / 32]: streams of codes
     m.scales   [N, K / group]: of the dtype of the model; E8M0, or the bits of float8_e4m3, as uint8
     m.biases   [N, K / group], of the dtype of the scales: a weight is scale * code + bias. Only
-               where the mode is affine, with unsigned codes; scales may be negative.
+               if the mode is affine, with unsigned codes; scales may be negative.
 
 Embedding tables are quantized in the same way as matrices. MLX computes in the dtype of the scales:
 in float32 its weights equal those of jqx; in 16 bits it rounds the product before it adds the bias.

@@ -183,7 +183,7 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
         error=ValueError,
         function="interop.read",
         problem=f"{folder!r} lacks files of the model.",
-        given=f"{wanted[0]!r} alone, and no {INDEX}",
+        given=f"{wanted[0]!r} only, and no {INDEX}",
         expected="all files, and the index",
         mend="download the folder again; or pass the file itself, to read its tensors.",
     )

@@ -4,7 +4,7 @@
     {"segments": [node, ...], "axis": axis}
     {"array": name of the tensor, "dtype": dtype}
     {"qtensor": path, "fields": static fields, "values": node, "scale": node, "zero_point": node}
-    (and "offset": node, "order": node, where it has them)
+    (and "offset": node, "order": node, if it has them)
 
 A leaf's path is its keys, joined with "/". An array is the tensor of that name. A QTensor is the
 tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; if its scale is quantized too,

@@ -47,8 +47,8 @@ class Whole(Quantized, kw_only=True):
             function=type(self).__name__,
             problem="a method returns modules among other values.",
             given=", ".join(type(module).__name__ for module in modules),
-            expected="arrays and values, or one module alone",
-            mend="return the module from a method of its own.",
+            expected="arrays and values, or a single module",
+            mend="return the module from a separate method.",
         )
         return _Part(self, lambda module: call(module, method, *args, **kwargs))
 

@@ -137,7 +137,7 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
             problem="an adapter cannot hold what is kept at a site.",
             given=f"{', '.join(type(x).__name__ for x in values)} at {key!r}",
             expected="one LowRank, at the result of a product with a parameter `kernel`",
-            mend="quantize with loftq or eora alone, or after algorithms that keep nothing at "
+            mend="quantize with only loftq or eora, or after algorithms that keep nothing at "
             "sites.",
         )
         (value,) = values

@@ -731,5 +731,5 @@ def test_wrong_bounds_are_refused(bounds, problem):
 def test_traced_weights_and_strange_bounds_are_refused():
     with pytest.raises(ValueError, match="traced"):
         jax.jit(lambda w: ranges(matmul, DYNAMIC)(w, X))(W)
-    with pytest.raises(TypeError, match="no mapping"):
+    with pytest.raises(TypeError, match="not a mapping"):
         ranges(matmul, DYNAMIC, bounds=(0, 1))

@@ -192,7 +192,7 @@ def test_what_is_refused():
     assert "at least 384 bytes" in str(error.value)
     with pytest.raises(TypeError, match="budget"):
         search(chain, WAYS["int8"], WAYS, 1000)
-    with pytest.raises(ValueError, match="always there"):
+    with pytest.raises(ValueError, match="always included"):
         search(chain, WAYS["int8"], {"float": WAYS["int8"]}, Bytes(1))
     with pytest.raises(TypeError, match="candidate"):
         search(chain, WAYS["int8"], {"int8": "int8"}, Bytes(1))

@@ -185,6 +185,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
     for split in ({2: (2, 3)}, {1: (2, 2)}):
         refused("does not fit its rule", names=[Name("a", "a"), Name("b", "b", split=split)])
     assert_refused(lambda: tree({"a": 1}, names), "`archive`", error=TypeError)
-    assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "no array", error=TypeError)
+    assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "not an array", error=TypeError)
     rules = [Name("l.{i}.a", "a")]
     assert_refused(lambda: named({"a": jnp.ones(())}, rules), "does not have the axes")
