@@ -21,7 +21,7 @@ def to_orbax(tree: Any) -> Any:
     """Returns a tree of QTensors and arrays with dtypes that Orbax stores.
 
     Orbax saves QTensors unchanged, each device its part, and restores them to any mesh. The
-    exception are codes of `jnp.uint4` and `jnp.uint2`: this function returns them as int4 and int2
+    exceptions are codes of `jnp.uint4` and `jnp.uint2`: this function returns them as int4 and int2
     with the same bits. `from_orbax` inverts it.
 
     Args:

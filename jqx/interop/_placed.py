@@ -41,7 +41,7 @@ def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
             kept == x.dtype,
             error=ValueError,
             function="interop.tree",
-            problem=f"{path!r} would lose precision on a device.",
+            problem=f"{path!r} would lose bits on a device.",
             given=f"{x.dtype.name}, which JAX would cut to {kept.name}",
             expected="dtypes that JAX supports",
             mend="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",

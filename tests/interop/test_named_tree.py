@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with jqx.interop.read(tmp_path / "m") as archive:
             assert_refused(lambda: tree(archive, names, **more), words, error=error)
 
-    refused("'a' would lose precision", sharding=one)
+    refused("'a' would lose bits", sharding=one)
     refused("'b' does not fit its sharding", sharding=lambda path, _: cut if path == "b" else None)
     refused("the leaf 'up' is not an array", TypeError, like={"up": 3})
     for split in ({-1: (2, 3)}, {1: 6}, {1: [2, 3]}, {1: (2, 0)}, [1]):
