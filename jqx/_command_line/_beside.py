@@ -61,13 +61,13 @@ def left_out(
 def _of_config(archive: Archive, activation: str | None) -> list[str]:
     """Returns the parts of a config, other than those of weights, that are not written again."""
     config = quantization_of(archive.config)
-    said = {} if config is None else config.data
-    groups = said.get("config_groups", {}).values()
+    data = {} if config is None else config.data
+    groups = data.get("config_groups", {}).values()
     fields = [f"{kind}_activations" for kind in ("input", "output")]
     found = [field for field in fields if any(group.get(field) for group in groups)]
     found = found if activation is None else []
-    found += ["kv_cache_scheme"] if said.get("kv_cache_scheme") else []
-    found += ["activation_scheme: static"] if said.get("activation_scheme") == "static" else []
+    found += ["kv_cache_scheme"] if data.get("kv_cache_scheme") else []
+    found += ["activation_scheme: static"] if data.get("activation_scheme") == "static" else []
     return [f"{field} of the config" for field in found]
 
 

@@ -75,8 +75,8 @@ def _leaf(archive: Archive, path: str, spec: QSpec | None) -> Lazy:
     leaf = archive.lazy(path)
     if spec is None:
         return leaf
-    said = str(to_json("quantize", spec, QSpec, NONE))
-    return leaf.then(partial(quantize_leaf, spec=spec), said)
+    source = str(to_json("quantize", spec, QSpec, NONE))
+    return leaf.then(partial(quantize_leaf, spec=spec), source)
 
 
 def _share(text: str) -> tuple[int, int]:

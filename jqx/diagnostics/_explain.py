@@ -285,5 +285,7 @@ def _footer(explanation: Explanation) -> str:
     text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
     if not explanation.plain:
         return text
-    lie = f"{len(explanation.plain)} weights are not in the layout that the target reads fastest: "
-    return f"{lie}target= of quantize_params, or pack_for, converts them\n{text}"
+    layouts = (
+        f"{len(explanation.plain)} weights are not in the layout that the target reads fastest: "
+    )
+    return f"{layouts}target= of quantize_params, or pack_for, converts them\n{text}"

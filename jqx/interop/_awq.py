@@ -40,7 +40,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _I32, _INT4 = np.dtype(np.int32), Integer(4)
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a layer.
 
     Attributes:
@@ -183,18 +183,18 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         made = (_words(codes.T), _words(points.T), exact_halves(path, q, name).T)
         return dict(zip(tensors, made, strict=True))
 
-    return Encoded(tensors, make, Says(leaf.groups.sizes[1], columns, zeros))
+    return Encoded(tensors, make, LayerConfig(leaf.groups.sizes[1], columns, zeros))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
       ValueError: if layers have groups of different sizes.
     """
-    cut = [own.group for own in says.values() if own.group < own.inputs]
+    cut = [own.group for own in layers.values() if own.group < own.inputs]
     group = cut[0] if cut else -1
-    for path, own in says.items():
+    for path, own in layers.items():
         if cut and own.group != min(group, own.inputs):
             refuse_leaf(
                 path,
@@ -206,7 +206,7 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
             )
     names = [name.removesuffix(".weight") for name in floats]
     for name in names:
-        part = next((path for path in says if name in path.removesuffix(".weight")), None)
+        part = next((path for path in layers if name in path.removesuffix(".weight")), None)
         if part is not None:
             refuse_leaf(
                 part,
@@ -220,7 +220,7 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
         "quant_method": "awq",
         "bits": 4,
         "group_size": group,
-        "zero_point": any(own.zero_point for own in says.values()),
+        "zero_point": any(own.zero_point for own in layers.values()),
         "version": "gemm",
         "modules_to_not_convert": names or None,
     }

@@ -46,7 +46,7 @@ _MOST = 10_000
 """Maximum size in bytes of the description of a weight."""
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a weight: the dtype of its real array."""
 
     dtype: str
@@ -61,9 +61,9 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
 
 
 def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | None) -> CodedLeaf:
-    said = _said(source, state)
-    said.one_of("quant_type", (kind,))
-    size, (rows, columns) = said.integer("blocksize"), _shape(said)
+    state_config = _read_state(source, state)
+    state_config.one_of("quant_type", (kind,))
+    size, (rows, columns) = state_config.integer("blocksize"), _shape(state_config)
     if columns % size or columns % 2:
         refuse(
             source,
@@ -82,7 +82,7 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
     _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
     scale: Any = _F32
-    nested = _Nested.of(source, path, said, rows, count) if absmax == _U8 else None
+    nested = _Nested.of(source, path, state_config, rows, count) if absmax == _U8 else None
     if nested is not None:
         tensors.append((f"{path}.nested_absmax", _F32))
         beside.append(f"{path}.nested_quant_map")
@@ -92,12 +92,12 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
         values = repacked(codes.reshape(rows, -1), 4, columns, before=partial(np.take, pairs))
         return [values, *(scales if nested is None else nested.decode(*scales))]
 
-    real = asked or _DTYPES[said.one_of("dtype", tuple(_DTYPES))]
+    real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
     like = weight(groups, form, scale, real_dtype(source, real, None))
     return CodedLeaf(path, tuple(tensors), like, decode, tuple(beside))
 
 
-def _said(source: Source, name: str) -> Config:
+def _read_state(source: Source, name: str) -> Config:
     """Returns the description of a weight."""
     (length, *_), _ = checked(source, name, None, (_U8,))
     text = source.read(name, _U8).tobytes() if length <= _MOST else b""
@@ -113,13 +113,13 @@ def _said(source: Source, name: str) -> Config:
         )
 
 
-def _shape(said: Config) -> tuple[int, int]:
-    shape = said.data.get("shape")
+def _shape(state_config: Config) -> tuple[int, int]:
+    shape = state_config.data.get("shape")
     if isinstance(shape, list) and len(shape) == 2:
         rows, columns = shape
         if type(rows) is type(columns) is int and min(rows, columns) > 0:
             return rows, columns
-    said.refuse("shape", "two sizes")
+    state_config.refuse("shape", "two sizes")
 
 
 def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook, np.ndarray]:
@@ -166,11 +166,13 @@ class _Nested(NamedTuple):
     offset: np.float32
 
     @classmethod
-    def of(cls, source: Source, path: str, said: Config, rows: int, count: int) -> "_Nested":
-        size = said.integer("nested_blocksize")
-        offset = said.data.get("nested_offset")
+    def of(
+        cls, source: Source, path: str, state_config: Config, rows: int, count: int
+    ) -> "_Nested":
+        size = state_config.integer("nested_blocksize")
+        offset = state_config.data.get("nested_offset")
         if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
-            said.refuse("nested_offset", "a finite number")
+            state_config.refuse("nested_offset", "a finite number")
         assert offset is not None
         checked(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
         name = f"{path}.nested_quant_map"
@@ -230,12 +232,12 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         table = np.asarray(nf4.entries, np.float32)
         return dict(zip(names, (made, scale_of(q).reshape(-1), table, text), strict=True))
 
-    return Encoded(tensors, make, Says(dtype))
+    return Encoded(tensors, make, LayerConfig(dtype))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint."""
-    first, *_ = says.values()
+    first, *_ = layers.values()
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -13,7 +13,7 @@ from ..tensor import QSpec
 NAME = "compressed-tensors"
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a weight.
 
     Attributes:
@@ -50,27 +50,27 @@ _HEAD = "lm_head"
 
 
 def config(
-    says: Mapping[str, Says], floats: Sequence[str], activation: QSpec | None
+    layers: Mapping[str, LayerConfig], floats: Sequence[str], activation: QSpec | None
 ) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Args:
-      says: config of each QTensor, by its path.
+      layers: config of each QTensor, by its path.
       floats: names of the weights that stay in float.
       activation: how the activations that multiply the weights are quantized.
 
     Raises:
       ValueError: if the format has no such activations.
     """
-    kinds = list(dict.fromkeys(says.values()))
+    kinds = list(dict.fromkeys(layers.values()))
     formats = sorted({kind.format for kind in kinds})
     inputs = None if activation is None else _inputs(activation)
     ignored = dict.fromkeys(name.removesuffix(".weight") for name in floats)
-    if len(kinds) == 1 and f"{_HEAD}.weight" not in says:
+    if len(kinds) == 1 and f"{_HEAD}.weight" not in layers:
         ignored[_HEAD] = None  # if tied to the table it has no tensor, but is a Linear
     groups = {}
     for i, kind in enumerate(kinds):
-        modules = [path.removesuffix(".weight") for path, own in says.items() if own == kind]
+        modules = [path.removesuffix(".weight") for path, own in layers.items() if own == kind]
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(kinds) == 1 else modules,
             "weights": _weights(kind),
@@ -89,7 +89,7 @@ def config(
     }
 
 
-def _weights(kind: Says) -> dict[str, Any]:
+def _weights(kind: LayerConfig) -> dict[str, Any]:
     args = _arguments(kind.bits, kind.type, kind.strategy, kind.group, symmetric=kind.symmetric)
     args["block_structure"] = None if kind.block is None else list(kind.block)
     args["actorder"] = "group" if kind.ordered else None

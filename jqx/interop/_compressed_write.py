@@ -14,7 +14,7 @@ from ..numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..tensor import QSpec, QTensor
 from ._bits import stream_length, to_stream
 from ._coded import FLOATS
-from ._compressed_config import NAME, Says
+from ._compressed_config import NAME, LayerConfig
 from ._encoded import (
     Encoded,
     check_no_offset,
@@ -90,7 +90,7 @@ def _integers(
     whole = group == leaf.shape[-1]
     plain = activation is not None and bits == 8 and whole
     zeros, ordered = leaf.zero_point is not None or not form.signed, leaf.order is not None
-    says = Says(
+    layer = LayerConfig(
         "int-quantized" if plain else "pack-quantized",
         bits,
         "int",
@@ -129,7 +129,7 @@ def _integers(
             made["weight_zero_point"] = _signed(points) if plain else packed
         return {f"{module}.{name}": array for name, array in made.items()}
 
-    return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, says)
+    return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, layer)
 
 
 def _signed(codes: np.ndarray) -> np.ndarray:
@@ -151,22 +151,22 @@ def _floats(path: str, module: str, leaf: QTensor) -> Encoded:
     *lead, rows, columns = leaf.groups.sizes
     entries: tuple[int, ...] = leaf.groups.scale_shape
     if entries == (1,) * leaf.ndim:
-        says, entries = Says("float-quantized", 8, "float", strategy="tensor"), (1,)
+        layer, entries = LayerConfig("float-quantized", 8, "float", strategy="tensor"), (1,)
     elif set(lead) - {1}:
         _refuse(path, leaf, "a scale for each matrix of a stack, or one", "quantize it again")
     elif rows > 1:
-        says = Says("float-quantized", 8, "float", strategy="block", block=(rows, columns))
+        layer = LayerConfig("float-quantized", 8, "float", strategy="block", block=(rows, columns))
     elif columns < leaf.shape[-1]:
-        says = Says("float-quantized", 8, "float", strategy="group", group=columns)
+        layer = LayerConfig("float-quantized", 8, "float", strategy="group", group=columns)
     else:
-        says = Says("float-quantized", 8, "float")
+        layer = LayerConfig("float-quantized", 8, "float")
     weight, scale = f"{module}.weight", f"{module}.weight_scale"
     code = jnp.dtype(jnp.float8_e4m3fn)
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
         return {weight: codes_of(q).view(code), scale: scale_of(q).reshape(entries)}
 
-    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, says)
+    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, layer)
 
 
 def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
@@ -180,14 +180,14 @@ def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
     if form == mxfp8_e4m3:
         code, weight = jnp.dtype(jnp.float8_e4m3fn), f"{module}.weight"
         tensors = {weight: (code, leaf.shape), scale: (_U8, entries)}
-        says = Says("mxfp8-quantized", 8, "float", strategy="group", group=32)
+        layer = LayerConfig("mxfp8-quantized", 8, "float", strategy="group", group=32)
     else:
         weight = f"{module}.weight_packed"
         tensors = {weight: (_U8, (*leaf.shape[:-1], leaf.shape[-1] // 2)), scale: (_U8, entries)}
-        says = Says("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
+        layer = LayerConfig("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
     second = f"{module}.weight_global_scale"
     if form == nvfp4:
-        says = Says("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
+        layer = LayerConfig("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
         tensors[scale] = (jnp.dtype(jnp.float8_e4m3fn), entries)
         tensors[second] = (np.dtype(np.float32), (1,))
         inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
@@ -206,7 +206,7 @@ def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
             made[scale] = np.asarray(q.scale).view(_U8)
         return made
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
 def _divisor(factor: np.ndarray) -> np.ndarray:

@@ -21,12 +21,12 @@ class Encoded(NamedTuple):
     Attributes:
       tensors: dtype and shape of the tensors to write, by name.
       make: computes these from the QTensor, whose leaves are NumPy arrays, by name.
-      says: the config of the QTensor: a hashable value that the format defines.
+      layer: the config of the QTensor: a hashable value that the format defines.
     """
 
     tensors: Tensors
     make: Callable[[QTensor], Mapping[str, np.ndarray]]
-    says: Any
+    layer: Any
 
 
 def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, mend: str) -> NoReturn:

@@ -35,7 +35,7 @@ class Format(NamedTuple):
 
     Attributes:
       name: name of the format.
-      says: returns whether a config (`config.json`) belongs to a checkpoint in this format.
+      matches: returns whether a config (`config.json`) belongs to a checkpoint in this format.
       marks: suffixes of the names of tensors that float checkpoints do not have.
       leaves: yields the QTensors of a checkpoint, given its source and the requested real dtype.
         Tensors that are not used for them are plain arrays.
@@ -44,7 +44,7 @@ class Format(NamedTuple):
     """
 
     name: str
-    says: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     marks: tuple[str, ...]
     leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
     alone: bool = False
@@ -54,11 +54,11 @@ class Format(NamedTuple):
 def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     """Returns a function that returns whether a config has one of these quantization methods."""
 
-    def says(config: Mapping[str, Any]) -> bool:
+    def matches(config: Mapping[str, Any]) -> bool:
         found = quantization_of(config)
         return found is not None and found.data.get("quant_method") in names
 
-    return says
+    return matches
 
 
 def _is_mlx(config: Mapping[str, Any]) -> bool:
@@ -146,12 +146,12 @@ def format_of_source(source: Source) -> Format | None:
     if own is not None:
         return own
     config = source.config or {}
-    found = next((form for form in FORMATS if form.says(config)), None)
-    said = quantization_of(config)
-    if found is None and said is not None:
-        method = said.data.get("quant_method")
+    found = next((form for form in FORMATS if form.matches(config)), None)
+    quantization = quantization_of(config)
+    if found is None and quantization is not None:
+        method = quantization.data.get("quant_method")
         why = _UNREAD.get(method, "no such format is known") if isinstance(method, str) else ""
-        said.refuse(
+        quantization.refuse(
             "quant_method", f"one of {', '.join(form.name for form in FORMATS)}{why and f': {why}'}"
         )
     return _marked(source) if found is None and not source.asked else found

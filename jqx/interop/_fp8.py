@@ -34,7 +34,7 @@ _CODE = jnp.dtype(jnp.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a layer.
 
     Attributes:
@@ -127,10 +127,10 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         return {weight: codes_of(q).view(_CODE), scale: scale_of(q)}
 
     tensors = {weight: (_CODE, leaf.shape), scale: (_F32, entries)}
-    return Encoded(tensors, make, Says((rows, columns), leaf.shape[-2:]))
+    return Encoded(tensors, make, LayerConfig((rows, columns), leaf.shape[-2:]))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
@@ -138,9 +138,9 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
     """
     sizes = []
     for axis in range(2):
-        cut = [own.block[axis] for own in says.values() if own.block[axis] < own.shape[axis]]
-        sizes.append(cut[0] if cut else max(128, *(own.shape[axis] for own in says.values())))
-    for path, own in says.items():
+        cut = [own.block[axis] for own in layers.values() if own.block[axis] < own.shape[axis]]
+        sizes.append(cut[0] if cut else max(128, *(own.shape[axis] for own in layers.values())))
+    for path, own in layers.items():
         wanted = tuple(min(n, size) for n, size in zip(own.shape, sizes, strict=True))
         if own.block != wanted:
             refuse_leaf(

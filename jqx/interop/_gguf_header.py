@@ -65,13 +65,13 @@ def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, 
         key = cursor.string(f"key {i} of {pairs}")
         check(path, key not in metadata, f"the key {shown(key)} twice", "each key once")
         metadata[key] = cursor.value(cursor.number("<u4", "the type of a value"), shown(key))
-    said = metadata.get("general.alignment", 32)
-    is_integer = isinstance(said, (int, np.integer)) and not isinstance(said, bool)
-    alignment = int(said) if is_integer else 0
+    stored = metadata.get("general.alignment", 32)
+    is_integer = isinstance(stored, (int, np.integer)) and not isinstance(stored, bool)
+    alignment = int(stored) if is_integer else 0
     check(
         path,
         alignment > 0 and alignment & (alignment - 1) == 0,
-        f"general.alignment == {shown(said)}",
+        f"general.alignment == {shown(stored)}",
         "a power of two",
     )
     entries: dict[str, Entry] = {}

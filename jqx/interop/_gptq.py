@@ -54,7 +54,7 @@ _BITS = (2, 3, 4, 8)
 _I32 = np.dtype(np.int32)
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a layer.
 
     Attributes:
@@ -122,17 +122,17 @@ def leaf_of(
       first: whether zero points are stored less 1.
       asked: the requested real dtype; `None` takes the dtype of the scales.
     """
-    said = Says(
+    layer = LayerConfig(
         config.one_of("bits", _BITS),
         -1 if config.data.get("group_size", -1) == -1 else config.integer("group_size"),
         config.flag("sym", True),
         config.flag("desc_act", False),
     )
-    bits, form = said.bits, Integer(said.bits)
+    bits, form = layer.bits, Integer(layer.bits)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros", "g_idx")]
     (words, rows), _ = _matrix(source, names[0], None, (_I32,))
     columns = words * 32 // bits
-    size = columns if said.group == -1 else min(said.group, columns)
+    size = columns if layer.group == -1 else min(layer.group, columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
     if words * 32 % bits or not rows * columns:
@@ -146,14 +146,14 @@ def leaf_of(
     _, kind = _matrix(source, names[1], (count, rows), FLOATS)
     _matrix(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
     order = None
-    beside = [names[2]] if said.sym else []
+    beside = [names[2]] if layer.sym else []
     if names[3] in source.entries:
         beside.append(names[3])
         checked(source, names[3], (columns,), (_I32,))
         order = order_of(source, names[3], source.read(names[3], _I32), size)
-    elif said.desc_act:
+    elif layer.desc_act:
         checked(source, names[3], (columns,), (_I32,), "as desc_act == true")
-    if said.sym:
+    if layer.sym:
         _check_symmetric(source, names[2], bits, rows, first)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
@@ -164,9 +164,9 @@ def leaf_of(
 
     more = {} if order is None else {"order": abstract(leading(2, columns), "int32")}
     real = real_dtype(source, asked, kind)
-    like = weight(groups, form, kind, real, zero_point=not said.sym, **more)
+    like = weight(groups, form, kind, real, zero_point=not layer.sym, **more)
     tensors = [(names[0], _I32), (names[1], kind)]
-    tensors += [] if said.sym else [(names[2], _I32)]
+    tensors += [] if layer.sym else [(names[2], _I32)]
     return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, tuple(beside))
 
 
@@ -234,7 +234,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         )
     size, count = leaf.groups.sizes[1], leaf.groups.scale_shape[1]
     sym = leaf.zero_point is None and form.signed
-    says = Says(bits, -1 if count == 1 else size, sym, leaf.order is not None)
+    layer = LayerConfig(bits, -1 if count == 1 else size, sym, leaf.order is not None)
     tensors = {
         f"{module}.qweight": (_I32, (columns * bits // 32, rows)),
         f"{module}.qzeros": (_I32, (count, rows * bits // 32)),
@@ -249,14 +249,14 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         made = (words.T, points, exact_halves(path, q, name).T, index)
         return dict(zip(tensors, made, strict=True))
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint of `gptq_v2`."""
-    (most, _), *_ = Counter(says.values()).most_common(1)
+    (most, _), *_ = Counter(layers.values()).most_common(1)
     dynamic: dict[str, dict[str, Any]] = {}
-    for path, own in says.items():
+    for path, own in layers.items():
         if own != most:
             dynamic[f"+:^{re.escape(path.removesuffix('.weight'))}$"] = _fields(own)
     for name in floats:
@@ -267,12 +267,12 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
         "quant_method": "gptq",
         **_fields(most),
         "checkpoint_format": "gptq_v2",
-        "lm_head": "lm_head.weight" in says,
+        "lm_head": "lm_head.weight" in layers,
         "pack_dtype": "int32",
         **({"dynamic": dynamic} if dynamic else {}),
     }
 
 
-def _fields(said: Says) -> dict[str, Any]:
-    bits, group, sym, desc_act = said
+def _fields(layer: LayerConfig) -> dict[str, Any]:
+    bits, group, sym, desc_act = layer
     return {"bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}

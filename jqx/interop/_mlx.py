@@ -48,7 +48,7 @@ _U32 = np.dtype(np.uint32)
 _U8 = np.dtype(np.uint8)
 
 
-class Says(NamedTuple):
+class LayerConfig(NamedTuple):
     """The config of a layer."""
 
     group_size: int
@@ -65,22 +65,22 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
         module = name.removesuffix(end)
         if name.endswith(end) and config.data.get(module) is not False:
             own = config.part(module) if isinstance(config.data.get(module), Mapping) else config
-            yield _leaf(source, module, _said(own), dtype)
+            yield _leaf(source, module, _layer_config(own), dtype)
 
 
-def _said(config: Config) -> Says:
+def _layer_config(config: Config) -> LayerConfig:
     mode = config.one_of("mode", ("affine", *_FLOATS), "affine")
     if mode == "affine":
-        return Says(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
+        return LayerConfig(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
     form = _FLOATS[mode]
     size = config.integer("group_size", form.size)
     if size != form.size:
         config.refuse("group_size", f"{form.size}, of {mode}")
-    return Says(size, config.one_of("bits", (form.bits,), form.bits), mode)
+    return LayerConfig(size, config.one_of("bits", (form.bits,), form.bits), mode)
 
 
-def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> CodedLeaf:
-    size, bits, mode = said
+def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | None) -> CodedLeaf:
+    size, bits, mode = layer
     names = [f"{module}.{end}" for end in ("weight", "scales", "biases")]
     stored, _ = checked(source, names[0], None, (_U32,))
     columns = stored[-1] * 32 // bits if stored else 0
@@ -138,7 +138,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         known = form in names and size == form.size and rows
         inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
         if fits and known and leaf.offset is None and (inner is None or inner.size == 1):
-            return _floats(path, module, leaf, Says(size, form.bits, names[form]))
+            return _floats(path, module, leaf, LayerConfig(size, form.bits, names[form]))
     elif isinstance(form, Integer) and fits and form.bits in _BITS and size in _GROUPS:
         return _affine(path, module, leaf, form)
     refuse_leaf(
@@ -171,7 +171,7 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
         }
         return made
 
-    return Encoded(tensors, make, Says(size, bits, "affine"))
+    return Encoded(tensors, make, LayerConfig(size, bits, "affine"))
 
 
 def _kind_of(leaf: QTensor) -> np.dtype:
@@ -184,12 +184,12 @@ def _kind_of(leaf: QTensor) -> np.dtype:
     return kind if exact else np.dtype(np.float32)
 
 
-def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
+def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encoded:
     """Encodes a weight of mxfp4, mxfp8 or nvfp4."""
     columns = leaf.shape[-1]
     tensors = {
-        f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * says.bits // 32)),
-        f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // says.group_size)),
+        f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * layer.bits // 32)),
+        f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // layer.group_size)),
     }
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
@@ -204,16 +204,16 @@ def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
                     mend="quantize it to mxfp4, or write compressed-tensors.",
                 )
             scale = scale.values
-        codes = codes_of(q) if says.bits == 8 else to_stream(codes_of(q), says.bits)
+        codes = codes_of(q) if layer.bits == 8 else to_stream(codes_of(q), layer.bits)
         words = np.ascontiguousarray(codes).view("<u4")
         return dict(zip(tensors, (words, np.asarray(scale).view(_U8)), strict=True))
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization` of a checkpoint."""
-    (most, _), *_ = Counter(says.values()).most_common(1)
-    own = {path.removesuffix(".weight"): x._asdict() for path, x in says.items() if x != most}
+    (most, _), *_ = Counter(layers.values()).most_common(1)
+    own = {path.removesuffix(".weight"): x._asdict() for path, x in layers.items() if x != most}
     plain = {name.removesuffix(".weight"): False for name in floats}
     return {**most._asdict(), **own, **plain}

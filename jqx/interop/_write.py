@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
     Attributes:
       encode: returns the encoded form of a QTensor, given its path.
-      config: returns the quantization config, given `says` of each encoded QTensor by path and the
+      config: returns the quantization config, given `layer` of each encoded QTensor by path and the
         names of weights in float.
       key: its key in the config.
       activations: whether both take, as the last argument, how activations are quantized.
@@ -66,7 +66,7 @@ def _refused(path: str, leaf: QTensor) -> Encoded:
     )
 
 
-def _nothing(says: Any, floats: Any) -> dict[str, Any]:
+def _nothing(layers: Any, floats: Any) -> dict[str, Any]:
     return {}
 
 
@@ -176,10 +176,10 @@ dtype=float32, 2,560 bytes)
         for name, leaf in leaves.items()
         if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
     ]
-    says = {name: each.says for name, each in encoded.items()}
+    layers = {name: each.layer for name, each in encoded.items()}
     model = _config(config, tree)
     if target.key:
-        model[target.key] = target.config(says, floats, *more)
+        model[target.key] = target.config(layers, floats, *more)
     tensors = _tensors(leaves, encoded)
     files = {**_tokenizer(tokenizer), "config.json": _text_of(model)}
     with FolderWriter(
@@ -364,9 +364,9 @@ def _config(config: Any, tree: Any) -> dict[str, Any]:
         mend="pass config=json.load(...) of the float model; config={} writes only that of "
         "the quantization.",
     )
-    said = ("quantization_config", "compression_config", "quantization")
+    keys = ("quantization_config", "compression_config", "quantization")
     assert isinstance(config, Mapping)
-    return {key: value for key, value in config.items() if key not in said}
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, bytes]:
