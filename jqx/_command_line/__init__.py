@@ -1,3 +1,3 @@
-"""`python -m jqx`: one sub-command a file."""
+"""`python -m jqx`: one file for each sub-command."""
 
 from ._main import main as main

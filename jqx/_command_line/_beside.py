@@ -1,4 +1,4 @@
-"""What a checkpoint has beside its tensors: what becomes of it, and what is left out."""
+"""The parts of a checkpoint other than its tensors: which are kept, and which are left out."""
 
 import json
 import os
@@ -13,11 +13,11 @@ OWN = "jqx"
 """The format of `jqx.save`."""
 
 _WRITTEN = ("config.json", "quantize_config.json", *TOKENIZERS)
-"""Files that a folder gets again, as they are or anew."""
+"""Files that the output folder gets too, copied or written again."""
 
 
 def texts(archive: Archive) -> dict[str, str]:
-    """Returns the metadata of a file as safetensors files have them: what is no text, as JSON."""
+    """Returns the metadata of a file for safetensors files, with values other than text as JSON."""
     return {
         key: value if isinstance(value, str) else json.dumps(value, default=_plain)
         for key, value in archive.metadata.items()
@@ -32,13 +32,13 @@ def _plain(x: Any) -> Any:
 def left_out(
     archive: Archive, source: str, format: str, activation: str | None = None
 ) -> list[str]:
-    """Returns what a checkpoint of another format does not get, in words.
+    """Returns what a checkpoint of another format does not keep, in words.
 
     Args:
-      archive: what is read.
+      archive: the input.
       source: its path.
-      format: what is written.
-      activation: how activations are to be quantized, where that is said anew.
+      format: the output format.
+      activation: how activations are to be quantized, if this is passed again.
     """
     found = []
     if archive.quantized is not None:
@@ -59,15 +59,15 @@ def left_out(
 
 
 def _of_config(archive: Archive, activation: str | None) -> list[str]:
-    """Returns what a config says of other things than weights, and one that is written does not."""
+    """Returns the parts of a config, other than those of weights, that are not written again."""
     config = quantization_of(archive.config)
-    said = {} if config is None else config.data
-    groups = said.get("config_groups", {}).values()
+    data = {} if config is None else config.data
+    groups = data.get("config_groups", {}).values()
     fields = [f"{kind}_activations" for kind in ("input", "output")]
     found = [field for field in fields if any(group.get(field) for group in groups)]
     found = found if activation is None else []
-    found += ["kv_cache_scheme"] if said.get("kv_cache_scheme") else []
-    found += ["activation_scheme: static"] if said.get("activation_scheme") == "static" else []
+    found += ["kv_cache_scheme"] if data.get("kv_cache_scheme") else []
+    found += ["activation_scheme: static"] if data.get("activation_scheme") == "static" else []
     return [f"{field} of the config" for field in found]
 
 
@@ -76,6 +76,6 @@ def _shortly(names: list[str]) -> str:
 
 
 def print_left_out(found: list[str]) -> None:
-    """Prints it, a line each."""
+    """Prints the list, one entry per line."""
     for text in found:
         print(f"left out: {text}")

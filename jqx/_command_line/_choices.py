@@ -1,12 +1,12 @@
-"""Which tensors of a file are quantized, and how: by rules, then by the policy.
+"""Chooses which tensors of a file are quantized, and how: by rules, then by the policy.
 
-A file tells no contraction. So by convention a weight is a float tensor of two axes or more whose
-name ends in weight, weights, kernel, embedding or embeddings; a policy covers these, and a rule
-whatever it matches. Of these, a lookup table is one of two axes whose name, less a last `.weight`,
-ends in embedding, embeddings, embed_tokens, wte or wpe; a policy leaves it in float, as presets do,
-unless `--tables` says otherwise. In the layout of torch, [out, in, ...], each index of the first
-axis has its own scale; in that of flax, [..., in, out], of the last, and of embeddings of the
-first.
+A file does not describe contractions. By convention a weight is a float tensor with two or more
+axes whose name ends in weight, weights, kernel, embedding or embeddings. A policy applies to these;
+a rule applies to every tensor that it matches. A lookup table is a weight with two axes whose name,
+without a final `.weight`, ends in embedding, embeddings, embed_tokens, wte or wpe. A policy leaves
+tables in float, as presets do, unless `--tables` is passed. In the layout of torch, [out, in, ...],
+each index of the first axis has its own scale; in that of flax, [..., in, out], each index of the
+last axis, and for embeddings of the first.
 """
 
 import argparse
@@ -32,22 +32,22 @@ _TABLE = re.compile(r".*(embeddings?|embed_tokens|wte|wpe)(\.weight)?", re.DOTAL
 _PRESETS = [name for name in vars(presets) if not name.startswith("_")]
 
 SCHEMES = """schemes: a format (a dtype of JAX, or a name of jqx.numerics), and options after colons
-  float                         as it is
+  float                         unchanged
   int8, float8_e4m3fn, nvfp4    one scale a channel; in a block format, one a block
   int4:group=32, nf4:block=64   one scale for each 32 or 64 weights along the axes that are summed
   int8:tensor, int8:channel     one scale in all, one a channel
   uint4:group=64:asymmetric     zero points
   int4:calibrator=mse           a calibrator, by its name in jqx.calibrators
-  int8:contract=0,1             which axes are summed over, where the layout does not tell"""
-"""What `--help` says of schemes."""
+  int8:contract=0,1             which axes are summed over, if the layout does not imply it"""
+"""The description of schemes in `--help`."""
 
 
 class Choice(NamedTuple):
-    """What becomes of a tensor.
+    """What to do with a tensor.
 
     Attributes:
-      spec: how it is quantized; `None` leaves it as it is.
-      why: which rule says so, or why there is none.
+      spec: how it is quantized; `None` leaves it unchanged.
+      why: the rule that applies, or why there is none.
     """
 
     spec: QSpec | None
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how tensors are quantized."""
+    """Adds the options that choose how tensors are quantized."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", 79)
     parser.epilog = SCHEMES
@@ -63,30 +63,30 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tables",
         metavar="SCHEME",
-        help="what --policy makes of lookup tables, such as int8; float by default",
+        help="the scheme of lookup tables with --policy, such as int8; float by default",
     )
     parser.add_argument(
         "--rule",
         action="append",
         default=[],
         metavar="REGEX=SCHEME",
-        help="for tensors whose whole name matches; before the policy, the first one wins; "
+        help="for tensors whose whole name matches; overrides --policy; the first match wins; "
         "such as '.*mlp.*=int4:group=32', 'lm_head.*=float'",
     )
     parser.add_argument(
         "--layout",
         choices=["torch", "flax"],
         help="weights are [out, in, ...] or [..., in, out]; by default, names that end in kernel "
-        "are of flax",
+        "have the layout of flax",
     )
 
 
 def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
-    """Returns what becomes of each leaf of a file.
+    """Returns the choice for each leaf of a file.
 
     Raises:
-      ValueError: a rule matches nothing; a rule or the policy is for what is quantized already; a
-        spec does not fit; a layout is given for nothing.
+      ValueError: if a rule matches nothing, a rule or the policy applies to a tensor that is
+        quantized already, a spec does not fit, or a layout is passed without use.
     """
     rules = [parse_rule(text) for text in args.rule]
     require_that(
@@ -95,7 +95,7 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
         function="quantize",
         problem="`--layout` has no use.",
         given=f"--layout {args.layout}, neither a policy nor rules",
-        expected="a policy or rules, which it is for",
+        expected="a policy or rules, to which it applies",
         mend="pass --policy or --rule too, or leave it out.",
     )
     policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
@@ -127,21 +127,21 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
 
 
 def _tables(args: argparse.Namespace) -> Scheme:
-    """Returns what becomes of lookup tables."""
+    """Returns the scheme of lookup tables."""
     require_that(
         args.tables is None or args.policy is not None,
         error=ValueError,
         function="quantize",
         problem="`--tables` has no use without a policy.",
         given=f"--tables {args.tables}",
-        expected="a policy, whose tables these are",
+        expected="a policy, since the option is for its tables",
         mend="pass --policy, or --rule 'regex=scheme' for the tables.",
     )
     return parse_scheme(args.tables or "float")
 
 
 def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
-    """Quantizes an array; codes of less than 8 bits are packed along its last axis."""
+    """Quantizes an array; codes of fewer than 8 bits are packed along its last axis."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return _abstract(x, spec)
     packs = format_of(spec.qtype).bits < 8 and x.ndim > 0
@@ -149,7 +149,7 @@ def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
 
 
 def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
-    """Returns a leaf of a file, abstract as `read` gives it, quantized where a choice says so."""
+    """Returns a leaf of a file, abstract if `read` is, quantized if the choice has a spec."""
     leaf = read(path)
     return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
 
@@ -164,7 +164,7 @@ def _is_weight(path: str, leaf: Any) -> bool:
 
 
 def _check_left(path: str, found: FileRule | None, policy: str | None) -> None:
-    """Checks that what is quantized already is to stay as it is."""
+    """Checks that a tensor that is quantized already is left unchanged."""
     if found is None and policy is None:
         return
     given = f"--policy {policy}" if found is None else f"the rule {found.text!r}"
@@ -175,7 +175,7 @@ def _check_left(path: str, found: FileRule | None, policy: str | None) -> None:
         problem=f"the tensor {path!r} is quantized already.",
         given=given,
         expected="float tensors",
-        mend="start from the float file; or leave such tensors as they are, with a rule before all "
+        mend="start from the float file; or leave such tensors unchanged, with a rule before all "
         "others such as --rule '.*mlp.*=float'.",
     )
 
@@ -190,7 +190,7 @@ def _chosen(path: str, leaf: Any, scheme: Scheme, why: str, layout: str | None) 
         problem=f"the tensor {path!r} is float64, which JAX would cut to float32.",
         given="float64, and no 64-bit numbers in JAX",
         expected="float32, bfloat16 or float16",
-        mend="set JAX_ENABLE_X64=1 in the environment, or leave it alone with a rule '...=float'.",
+        mend="set JAX_ENABLE_X64=1 in the environment, or keep it with a rule '...=float'.",
     )
     spec = scheme.spec
     try:
@@ -222,7 +222,7 @@ def _check_used(rules: list[FileRule], used: set[FileRule | None]) -> None:
             error=ValueError,
             function="quantize",
             problem=f"the rule {rule.text!r} matches nothing.",
-            given="no tensor of such a name, or none that an earlier rule leaves",
+            given="no tensor with such a name, or only ones that an earlier rule matches",
             expected="a regular expression that matches whole names of float tensors",
             mend="see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run.",
         )

@@ -1,4 +1,4 @@
-"""`python -m jqx convert`: a checkpoint of one format to another, tensor by tensor."""
+"""`python -m jqx convert`: converts a checkpoint to another format, tensor by tensor."""
 
 import argparse
 import dataclasses
@@ -17,42 +17,42 @@ from ._choices import Choice, add_choices, choose, made
 from ._output import add_force, check_absent, print_json, savings, size_of
 
 _IN_HALF = ("gptq", "awq", GGUF)
-"""Formats that hold scales in float16: those of weights that are quantized here are."""
+"""Formats with float16 scales: weights quantized here get such scales."""
 
 
 def add(commands: Any) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "convert",
-        help="write a checkpoint in the format of others",
+        help="write a checkpoint in the format of another library",
         description="Reads a checkpoint of any format that jqx.load reads and writes another, "
-        "tensor by tensor. Codes and scales stay what they are; with --policy or --rule, float "
+        "tensor by tensor. Codes and scales do not change; with --policy or --rule, float "
         "weights are quantized on the way. A tensor that a format cannot hold is an error that "
-        "names it; what else is left out is printed. Files of jqx keep metadata that are no text "
+        "names it; other data that is left out is printed. Files of jqx keep non-text metadata "
         "as JSON.",
     )
-    parser.add_argument("input", help="a folder as Hugging Face has them, or a file")
+    parser.add_argument("input", help="a folder in the layout of Hugging Face, or a file")
     parser.add_argument("output", help="the folder to write; for jqx and gguf, the file")
     parser.add_argument(
-        "--format", required=True, choices=[OWN, *TARGETS, GGUF], help="what is written"
+        "--format", required=True, choices=[OWN, *TARGETS, GGUF], help="the output format"
     )
     parser.add_argument(
         "--config", metavar="PATH", help="config.json of the model; by default, that of the input"
     )
     parser.add_argument(
-        "--metadata", metavar="PATH", help="of gguf: a JSON file; by default, that of the input"
+        "--metadata", metavar="PATH", help="for gguf: a JSON file; by default, that of the input"
     )
     parser.add_argument(
-        "--activation", metavar="SCHEME", help="of compressed-tensors, such as int8:token:dynamic"
+        "--activation", metavar="SCHEME", help="for compressed-tensors, such as int8:token:dynamic"
     )
     add_choices(parser)
     add_force(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a line")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code."""
+    """Runs the sub-command and returns the exit code."""
     check_absent("convert", args.output, args.force)
     with Archive(args.input) as archive:
         choices = choose(archive, args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _in_half(choice: Choice) -> Choice:
-    """Returns a choice whose scales are numbers of float16."""
+    """Returns a choice with scales that float16 can hold."""
     spec = choice.spec
     if spec is None or isinstance(format_of(spec.qtype), Block):
         return choice
@@ -83,7 +83,7 @@ def _in_half(choice: Choice) -> Choice:
 
 
 def _arguments(args: argparse.Namespace, archive: Archive) -> dict[str, Any]:
-    """Returns what `write` is told beside the leaves."""
+    """Returns the arguments of `write` other than the leaves."""
     if args.format == GGUF:
         _check_unused(args, "config", "activation")
         known = archive.metadata if archive.format == GGUF else None
@@ -107,20 +107,20 @@ def _check_unused(args: argparse.Namespace, *names: str) -> None:
             function="convert",
             problem=f"`--{name}` has no use for {args.format}.",
             given=f"--{name} {getattr(args, name)}",
-            expected="nothing: this format does not say it",
+            expected="nothing: this format has no such data",
             mend="leave it out.",
         )
 
 
 def _check_names(named: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
-    """Checks that each tensor keeps a name of its own."""
+    """Checks that each tensor keeps a unique name."""
     require_that(
         len(named) == len(specs),
         error=ValueError,
         function="convert",
-        problem="two tensors have one name.",
-        given='paths that differ in "/" and "." alone',
-        expected='a name for each, with "." in the place of "/"',
+        problem="two tensors have the same name.",
+        given='paths that differ only in "/" and "."',
+        expected='a unique name for each, with "." in place of "/"',
         mend="rename one of them, with jqx.interop.tree and named.",
     )
 

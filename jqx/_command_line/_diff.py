@@ -1,4 +1,4 @@
-"""`python -m jqx diff`: what differs between two files, tensor by tensor."""
+"""`python -m jqx diff`: shows the differences of two files, tensor by tensor."""
 
 import argparse
 import dataclasses
@@ -20,15 +20,15 @@ _HEAD = ("path", "a", "b", "differs in", "max abs", "relative", "SQNR dB")
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two files.
+    """The difference of one tensor between two files.
 
     Attributes:
-      path: its name.
-      a: kind and shape in the first file; `None` where it is not there.
-      b: in the second.
+      path: name of the tensor.
+      a: kind and shape in the first file; `None` if it is missing there.
+      b: kind and shape in the second file.
       what: what differs: presence, shape, dtype, scheme, values.
-      max_abs: the largest difference of two numbers; NaN where shapes differ.
-      relative: `sqrt(sum (a - b)**2 / sum a**2)`; likewise.
+      max_abs: the largest absolute difference of two numbers; NaN if shapes differ.
+      relative: `sqrt(sum (a - b)**2 / sum a**2)`; NaN if shapes differ.
       sqnr: the same in decibels, `-20 log10(relative)`.
     """
 
@@ -46,18 +46,18 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
         help="compare two files",
-        description="Compares two safetensors files tensor by tensor, of floats or quantized: "
-        "equal means equal bits. Errors are those of the real numbers.",
+        description="Compares two safetensors files tensor by tensor, float or quantized: "
+        "equal means equal bits. Errors are those of the dequantized values.",
         epilog="Exit codes: 0 equal, 1 different, 2 wrong usage, or a wrong file.",
     )
     parser.add_argument("a", help="a safetensors file")
     parser.add_argument("b", help="another one")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code: 0 where the files are equal, else 1."""
+    """Runs the sub-command and returns the exit code: 0 if the files are equal, else 1."""
     with Archive(args.a) as a, Archive(args.b) as b:
         paths = dict.fromkeys((*a.paths, *b.paths))
         found = [compare(path, a, b) for path in with_bar("diff", "tensor", paths)]
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(path: str, a: Archive, b: Archive) -> Difference:
-    """Returns how a tensor differs between two files."""
+    """Returns the difference of a tensor between two files."""
     if path not in a or path not in b:
         first, second = (_kind(file.spec(path)) if path in file else None for file in (a, b))
         return Difference(path, first, second, ("presence",))
@@ -119,7 +119,7 @@ def _real(x: Any) -> np.ndarray:
 
 
 def _errors(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Returns the largest and the relative difference, and that in decibels; sums are float64."""
+    """Returns the largest and the relative difference, and that in dB; sums are float64."""
     wide = np.complex128 if "complex" in x.dtype.name + y.dtype.name else np.float64
     largest = signal = noise = 0.0
     for start in range(0, x.size, _CHUNK):

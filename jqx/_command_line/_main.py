@@ -1,4 +1,4 @@
-"""`main`: reads the arguments, runs a sub-command, says in one line what went wrong."""
+"""`main`: parses the arguments, runs a sub-command, and prints errors in one line."""
 
 import argparse
 import importlib
@@ -20,7 +20,7 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and leave."""
+    """Raises an exception where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{self.prog}: {message}; see {self.prog} --help")
@@ -33,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; `None` takes those of the process.
 
     Returns:
-      0 where all went well and, for `diff`, the files are equal; 1 where `diff` finds a
-      difference, or `verify` a fault; 2 for wrong arguments or files, with one line on standard
-      error.
+      0 on success, for `diff` if the files are equal; 1 if `diff` finds a difference or `verify` a
+      problem; 2 for wrong arguments or files, with one line on standard error.
     """
     parser = _Parser(prog="python -m jqx", description=__doc__, epilog=_CODES)
     parser.description = "Quantize, convert, verify, measure and draw files of weights."
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except _UsageError as error:
         return _failed(str(error))
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, TypeError, ValueError) as error:

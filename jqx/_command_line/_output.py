@@ -1,4 +1,4 @@
-"""What sub-commands print beside tables."""
+"""Output of sub-commands other than tables."""
 
 import argparse
 import json
@@ -11,12 +11,12 @@ from ..tensor import QTensor
 
 
 def print_json(data: Any) -> None:
-    """Prints JSON; infinite and NaN numbers, which it lacks, as null."""
+    """Prints JSON, with infinite and NaN numbers, which JSON lacks, as null."""
     print(json.dumps(finite(data), indent=2))
 
 
 def savings(before: int, after: int) -> str:
-    """Returns in words what became of a number of bytes."""
+    """Returns a description of the change of a number of bytes."""
     times = f" ({before / after:.2f} times fewer)" if after else ""
     return f"{before:,} bytes become {after:,}{times}"
 
@@ -27,19 +27,19 @@ def size_of(leaf: Any) -> int:
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that allows to write over what is there."""
-    parser.add_argument("--force", action="store_true", help="replace what is there already")
+    """Adds the option to overwrite existing output."""
+    parser.add_argument("--force", action="store_true", help="replace existing output")
 
 
 def check_absent(function: str, path: str, force: bool) -> None:
-    """Checks that no file, and no folder of a checkpoint, is replaced unless that is asked for."""
+    """Checks that no file or checkpoint folder is replaced without `--force`."""
     is_model = os.path.isdir(path) and function == "convert"
     require_that(
         force or not (os.path.isfile(path) or is_model),
         error=FileExistsError,
         function=function,
-        problem=f"{path!r} is there already.",
+        problem=f"{path!r} exists already.",
         given="no --force",
-        expected="the name of something new",
+        expected="a new name",
         mend="choose another name, or pass --force.",
     )

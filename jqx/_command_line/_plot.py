@@ -1,4 +1,4 @@
-"""`python -m jqx plot`: a picture of the weights of a file."""
+"""`python -m jqx plot`: draws the weights of a file."""
 
 import argparse
 import importlib
@@ -30,20 +30,20 @@ def add(commands: Any) -> None:
         "plot",
         help="draw the weights of a file",
         description="Draws weights of a safetensors file, with matplotlib: their ranges as boxes, "
-        "the signal to noise that a policy and rules leave them, or how one of them lies on the "
-        "grid that it is rounded to.",
+        "their signal-to-noise ratios under a policy and rules, or the values of one on its "
+        "quantization grid.",
     )
     parser.add_argument("file", help="a safetensors file")
     parser.add_argument("--out", required=True, metavar="PICTURE", help="such as picture.png")
     parser.add_argument("--kind", choices=list(_KINDS), default="ranges", help="ranges by default")
-    parser.add_argument("--tensor", default=".*", metavar="REGEX", help="draw these alone")
+    parser.add_argument("--tensor", default=".*", metavar="REGEX", help="draw only these")
     add_choices(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a line")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code."""
+    """Runs the sub-command and returns the exit code."""
     plots = _plots()
     with Archive(args.file) as archive:
         chosen = {
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(figure: Any, path: str) -> None:
-    """Writes a picture, in the format that its name ends in; in PNG where it says none."""
+    """Writes a picture in the format of its file extension, PNG by default."""
     picture = io.BytesIO()
     with Replacement("plot", path) as file:
         figure.savefig(picture, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
@@ -79,7 +79,7 @@ def _save(figure: Any, path: str) -> None:
 
 
 def _plots() -> Any:
-    """Returns the module that draws; it needs matplotlib, which jqx does not."""
+    """Returns the module that draws. It needs matplotlib, which jqx itself does not."""
     require_that(
         importlib.util.find_spec("matplotlib") is not None,
         error=ValueError,
@@ -111,7 +111,7 @@ def _is_drawn(leaf: Any) -> bool:
 
 
 class _Reals(Mapping[str, Any]):
-    """The real arrays of tensors, each read when it is asked for."""
+    """The dequantized arrays of tensors, each read when it is used."""
 
     def __init__(self, archive: Archive, paths: Mapping[str, Choice]) -> None:
         self._archive, self._paths = archive, paths
@@ -137,7 +137,7 @@ def _sqnr(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[A
         drawn,
         error=ValueError,
         function="plot",
-        problem="no float tensor is quantized, so that there is no noise.",
+        problem="no float tensor is quantized, so there is no noise.",
         given=f"{len(chosen)} tensors",
         expected="a float file, and a policy or rules",
         mend="pass --policy, or --rule 'regex=scheme'.",
@@ -160,9 +160,9 @@ def _histogram(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tu
         len(drawn) == 1,
         error=ValueError,
         function="plot",
-        problem="a histogram is of one quantized tensor.",
-        given=f"{len(drawn)} of them: {', '.join(list(drawn)[:4]) or 'none'}",
-        expected="one that is quantized, or that a policy or rules quantize",
+        problem="a histogram shows one quantized tensor.",
+        given=f"{len(drawn)} tensors: {', '.join(list(drawn)[:4]) or 'none'}",
+        expected="one tensor that is quantized, or that a policy or rules quantize",
         mend="narrow --tensor, or pass --policy or --rule.",
     )
     ((path, spec),) = drawn.items()

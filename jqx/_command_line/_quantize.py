@@ -1,4 +1,4 @@
-"""`python -m jqx quantize`: a file of floats to a file of QTensors, tensor by tensor."""
+"""`python -m jqx quantize`: quantizes a file of floats to a file of QTensors."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
         help="quantize the weights of a file",
-        description="Quantizes weights of a safetensors file, one at a time, and writes what "
+        description="Quantizes weights of a safetensors file, one at a time. Writes a file that "
         "jqx.load reads.",
     )
     parser.add_argument("input", help="a file or folder that jqx.load reads")
@@ -32,8 +32,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep what is written, where the process ends early, and go on there when it is run "
-        "again; beside the output, as .part",
+        help="if the process ends early, keep what is written and continue there when it is run "
+        "again; the data is next to the output, as .part",
     )
     parser.add_argument(
         "--share",
@@ -43,12 +43,12 @@ def add(commands: Any) -> None:
         help="write as process I of N, 0/N to N-1/N, on one file system; resumes",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code."""
+    """Runs the sub-command and returns the exit code."""
     check_absent("quantize", args.output, args.force or args.dry_run)
     with Archive(args.input) as archive:
         choices = choose(archive, args)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             function="quantize",
             problem="nothing would be quantized.",
             given=f"{len(choices)} tensors, policy {args.policy}, {len(args.rule)} rules",
-            expected="a policy, for tensors named as weights are, or a rule",
+            expected="a policy, for tensors with names of weights, or a rule",
             mend="pass --policy, or --rule 'regex=scheme' for other names.",
         )
         specs = {path: made(archive.spec, path, choices[path]) for path in archive.paths}
@@ -71,19 +71,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leaf(archive: Archive, path: str, spec: QSpec | None) -> Lazy:
-    """Returns a leaf of a file that is read, and quantized, when it is written."""
+    """Returns a lazy leaf of a file, which is read and quantized when it is written."""
     leaf = archive.lazy(path)
     if spec is None:
         return leaf
-    said = str(to_json("quantize", spec, QSpec, NONE))
-    return leaf.then(partial(quantize_leaf, spec=spec), said)
+    source = str(to_json("quantize", spec, QSpec, NONE))
+    return leaf.then(partial(quantize_leaf, spec=spec), source)
 
 
 def _share(text: str) -> tuple[int, int]:
-    """Returns which of how many processes this one is."""
+    """Parses the index of this process and the number of processes."""
     place, _, count = text.partition("/")
     if not (place.isdecimal() and count.isdecimal() and int(place) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of 0/n, 1/n, ..., (n-1)/n")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of 0/n, 1/n, ..., (n-1)/n")
     return int(place), int(count)
 
 

@@ -1,4 +1,4 @@
-"""`python -m jqx report`: what quantization does, or has done, to each weight of a file."""
+"""`python -m jqx report`: the effect of quantization on each weight of a file."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ from ._choices import Choice, add_choices, choose, quantize_leaf
 from ._output import print_json, savings
 
 _FIELDS = ("weights", "kept", "bytes_before", "bytes_after")
-"""What a report says of a file; of its contractions nothing is known."""
+"""What a report shows of a file; its contractions are unknown."""
 
 
 def add(commands: Any) -> None:
@@ -24,17 +24,17 @@ def add(commands: Any) -> None:
         "report",
         help="measure what quantization does to each weight",
         description="Measures what a policy and rules would do to each weight of a safetensors "
-        "file: bits with scales, bytes, range, clipped share, groups of zeros alone, signal to "
-        "noise. Of what is quantized already, the last and the clipped share are not known.",
+        "file: bits with scales, bytes, range, clipped share, groups of zeros only, signal to "
+        "noise. For tensors quantized already, the last and the clipped share are unknown.",
     )
     parser.add_argument("file", help="a safetensors file")
     add_choices(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code."""
+    """Runs the sub-command and returns the exit code."""
     with Archive(args.file) as archive:
         choices = choose(archive, args)
         paths = with_bar("report", "tensor", choices)

@@ -1,4 +1,4 @@
-"""How a rule is written on the command line: `regex=scheme`; see `jqx/tensor/_scheme.py`."""
+"""Parses rules of the command line, `regex=scheme`; see `jqx/tensor/_scheme.py`."""
 
 import re
 from typing import NamedTuple
@@ -18,10 +18,10 @@ class FileRule(NamedTuple):
 
 
 def parse_rule(text: str) -> FileRule:
-    """Returns the rule that `regex=scheme` says.
+    """Returns the rule for a text `regex=scheme`.
 
     Raises:
-      ValueError: it is not of this form.
+      ValueError: if the text does not have this form.
 
     Example:
       >>> rule = parse_rule("layers.[0-9]+.*=int4:group=32")

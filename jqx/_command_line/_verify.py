@@ -1,4 +1,4 @@
-"""`python -m jqx verify`: a quantized checkpoint beside the float model."""
+"""`python -m jqx verify`: compares a quantized checkpoint with the float model."""
 
 import argparse
 from typing import Any
@@ -13,31 +13,31 @@ def add(commands: Any) -> None:
         "verify",
         help="check a quantized checkpoint against the float model",
         description="Reads a checkpoint again and compares it with the float model, tensor by "
-        "tensor: what is missing, of another shape, not finite, lost or too far away.",
-        epilog="Exit codes: 0 all is right, 1 something is wrong, 2 wrong usage, or a wrong file.",
+        "tensor: what is missing, has another shape, is not finite, lost or too different.",
+        epilog="Exit codes: 0 no problems, 1 problems, 2 wrong usage, or a wrong file.",
     )
     parser.add_argument("file", help="a folder or file that jqx.load reads")
-    parser.add_argument("reference", help="the float model, likewise")
+    parser.add_argument("reference", help="the float model, in the same forms")
     parser.add_argument(
         "--least",
         type=float,
         default=3.0,
         metavar="DB",
-        help="signal to noise that a weight must have, in dB; 3 by default",
+        help="minimum signal-to-noise ratio of a weight, in dB; 3 by default",
     )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="REGEX",
-        help="tensors that are not compared, by whole name",
+        help="regular expression of the whole names of tensors that are not compared",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs it and returns the exit code: 0 where nothing is wrong, else 1."""
+    """Runs the sub-command and returns the exit code: 0 if there are no problems, else 1."""
     found = verify(args.file, args.reference, least=args.least, ignore=args.ignore)
     if args.json:
         print_json({"ok": found.ok, **found.to_dict()})

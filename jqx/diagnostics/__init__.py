@@ -1,4 +1,4 @@
-"""Which layer hurts, is it really quantized, what will the chip run."""
+"""Error and sensitivity of each layer, and what compilers make of a quantized function."""
 
 import typing as _typing
 
@@ -31,5 +31,5 @@ from ._sensitivity import sensitivity as sensitivity
 from ._sweep import relative_error as relative_error
 from ._weights import WeightError as WeightError
 
-if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+if not _typing.TYPE_CHECKING:  # type checkers report old and unknown names
     __getattr__ = _renamed(__name__, {})

@@ -1,4 +1,4 @@
-"""The accumulators of planned contractions: how large sums of integer codes may become."""
+"""The accumulators of planned contractions: bounds of the sums of integer codes."""
 
 import dataclasses
 import math
@@ -26,17 +26,17 @@ Ends = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """How large the sums of one site may become, the largest of its channels and layers.
+    """Bounds of the sums of one site, over all its channels and layers.
 
     Attributes:
-      path: that of its weight, or its name scope.
+      path: path of its weight, or its name scope.
       op: the operation.
-      lhs: the least and the largest code of the left operand, less its zero point; `None` where it
+      lhs: the smallest and the largest code of the left operand, less its zero point; `None` if it
         is in float.
-      rhs: those of the right operand.
-      products: how many are summed in integers: those of a block, where scales are in blocks.
-      sums: the least and the largest sum; `None` where the site does not sum integers.
-      how: what jqx does.
+      rhs: the same of the right operand.
+      products: number of products summed in integers: those of a block, if scales are in blocks.
+      sums: the smallest and the largest sum; `None` if the site does not sum integers.
+      how: how jqx computes the sums.
     """
 
     path: str
@@ -63,14 +63,14 @@ class Accumulator:
 
     @property
     def used(self) -> float | None:
-        """The share of the range of an int32 that the sums take; above 1 they overflow it."""
+        """The share of the range of int32 that the sums use; above 1 they overflow it."""
         if self.sums is None:
             return None
         low, high = limits(jnp.int32)
         return max(self.sums[0] / low, self.sums[1] / high, 0.0)
 
     def merge(self, other: "Accumulator") -> "Accumulator":
-        """Returns the larger of both, of two steps of a loop."""
+        """Returns the union of both, for two steps of a loop."""
 
         def joined(a: Ends | None, b: Ends | None) -> Ends | None:
             return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
@@ -80,18 +80,18 @@ class Accumulator:
 
 
 def not_reached(site: Site) -> Accumulator:
-    """Returns the row of a site in a branch that is never taken, or a loop that never runs."""
+    """Returns the row of a site in a branch or a loop that never runs."""
     return Accumulator(site.path, site.op, None, None, 0, None, "not reached")
 
 
 class _Seen(NamedTuple):
-    """An operand as a site sees it.
+    """An operand as used by a site.
 
     Attributes:
-      real: the numbers that its codes stand for.
-      codes: less their zero points; `None` where they are no integers.
-      sizes: how many elements along each axis share a scale.
-      every: what the codes of its format may be, less any zero point.
+      real: the real values of its codes.
+      codes: the codes less their zero points; `None` if they are not integers.
+      sizes: number of elements along each axis that share a scale.
+      every: the possible codes of its format, less any zero point.
     """
 
     real: Interval
@@ -107,7 +107,7 @@ def at_site(
     affines: Mapping[str, Affine],
     found: dict[Address, Accumulator],
 ) -> list[Interval]:
-    """Notes the accumulator of a site, and returns its operands as the site sees them."""
+    """Records the accumulator of a site, and returns its operands as used by the site."""
     seen = [
         _seen(operand.spec, operand.role == "weight", affines.get(operand.key), x, v.aval)
         for operand, x, v in zip(site.operands, xs, eqn.invars, strict=False)
@@ -119,7 +119,7 @@ def at_site(
 
 
 def of_output(site: Site, x: Interval, affines: Mapping[str, Affine], aval: Any) -> Interval:
-    """Returns the result of a site as it is quantized."""
+    """Returns the result of a site after its quantization."""
     return _seen(site.output, False, affines.get(site.output_key), x, aval).real
 
 
@@ -139,7 +139,7 @@ def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
 
 
 def _how(lhs: int, rhs: int, products: int) -> str:
-    """Returns what jqx does with codes of such magnitudes."""
+    """Returns how jqx sums products of codes with these magnitudes."""
     if max(lhs, rhs) > 2**16:
         return "refused"
     parts = math.ceil(products * lhs * rhs / ACCUMULATOR)
@@ -176,7 +176,7 @@ def _seen(
 
 
 def _less_zero_points(q: QTensor) -> Interval | None:
-    """Returns the codes of a weight, each less its zero point, where they are integers."""
+    """Returns the codes of a weight, each less its zero point, if they are integers."""
     form = format_of(q.qtype)
     if not isinstance(form, Integer):
         return None
@@ -187,8 +187,8 @@ def _less_zero_points(q: QTensor) -> Interval | None:
 
 
 def _all_codes(qtype: Any, symmetric: bool, x: Interval = ANY) -> Interval | None:
-    """Returns the codes less zero points that a scale of the values at hand may give: they have the
-    signs of the values.
+    """Returns the codes less zero points that a dynamic scale may give: they have the signs of the
+    values.
     """
     form = format_of(qtype)
     if not isinstance(form, Integer):
@@ -202,7 +202,7 @@ def _all_codes(qtype: Any, symmetric: bool, x: Interval = ANY) -> Interval | Non
 def _static(
     x: Interval, spec: QSpec, affine: Affine, dtype: Any
 ) -> tuple[Interval, Interval | None]:
-    """Returns the numbers and the codes less zero points at a given scale, which rise with `x`."""
+    """Returns the values and the codes less zero points at a given scale; both rise with `x`."""
     scale, zero = affine
     options = {"round_mode": spec.rounding, "numerics": spec.numerics}
     codes = [
@@ -219,8 +219,8 @@ def _static(
 
 
 def _near(x: Interval, spec: QSpec) -> Interval:
-    """Returns what values become that are rounded at a scale of their own: a step further out at
-    most, of a scale for the largest of them; in formats that are not uniform, twice as far.
+    """Returns the interval of values rounded at a dynamic scale: at most one step further out, for
+    the scale of the largest value; twice as far in formats that are not uniform.
     """
     if not isinstance(format_of(spec.qtype), Integer) or math.isinf(x.largest):
         return Interval(2 * min(x.low, 0.0), 2 * max(x.high, 0.0))

@@ -1,8 +1,8 @@
 """`compare`: the error of a quantized function, site by site, in one pass.
 
 Two members of a `vmap` evaluate the function at the same time, one in float and one with rounded
-operands; at each site they exchange their results, and what is kept are a few sums, merged through
-loops and branches as statistics of calibration are.
+operands. They exchange their results at each site. Only a few sums are kept, which are merged
+through loops and branches like statistics of calibration.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ _MEMBERS = "jqx.compare"
 
 
 class _Sums(NamedTuple):
-    """What is kept of one result `y` in float, and of two others: rounded, `z`; and rounded from
-    operands in float, `local`.
+    """Sums over one float result `y` and two others: `z`, rounded; and `local`, rounded from float
+    operands.
     """
 
     seen: jax.Array
@@ -115,7 +115,7 @@ class _Both(Rules):
         return lax.select(jnp.broadcast_to(_is_rounded(), x.real.shape), _floats(x), x.real)
 
     def unseen(self, here: Address) -> Records:
-        """Of those that stand in this equation, and do not step with it."""
+        """Returns the records of sites inside this equation that do not step with it."""
         return {
             site.output_key: _Sums.empty(tuple(loop.length for loop in site.loops_in(here)))
             for site in self.plan.sites
@@ -132,13 +132,13 @@ def _is_rounded() -> jax.Array:
 
 
 def _floats(x: Any) -> Any:
-    """Returns the numbers that the codes of a weight stand for."""
+    """Returns the dequantized values of a weight."""
     codes = codes_of(x)
     return codes.dequantize() if is_quantized(codes) else codes
 
 
 class _Entry(Protocol):
-    """What is read of an entry of a report of `jqx.algorithms`, of one matrix."""
+    """The fields used of an entry of a report of `jqx.algorithms`, for one matrix."""
 
     sites: tuple[str, ...]
     step: tuple[int, ...]
@@ -155,35 +155,36 @@ def compare(
     weights: Any = None,
     report: Sequence[_Entry] | None = None,
 ) -> Callable[P, Comparison]:
-    """Returns a function that compares `f` with its quantized self, at each site.
+    """Returns a function that compares `f` with its quantized form at each site.
 
-    Both are evaluated side by side, in one pass, as the two members of a `jax.vmap`; through jit,
-    scans (one row a layer where a scan steps over a weight), loops and branches. What is quantized
-    is rounded as `simulate` does it, and multiplied in float. No result is kept, so a deep function
-    fits in memory. `convert` drifts away from this with depth: a site's own error holds for both,
-    but take the error of the whole function from `simulate(f, plan, affines, backward=jnp.float32)`
-    or `convert`, which have the same bits.
+    Both are evaluated together in one pass, as the two members of a `jax.vmap`, through jit, scans
+    (one row per layer if a scan steps over a weight), loops and branches. Quantized operands are
+    rounded as in `simulate`, and multiplied in float. No result is kept, so a deep function fits in
+    memory. The results of `convert` drift away from these with depth. A site's own error holds for
+    both, but take the error of the whole function from `simulate(f, plan, affines,
+    backward=jnp.float32)` or `convert`, which are bitwise equal.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`, of every static activation and output; `"dynamic"` takes
-        them from the values at hand instead. `None` where the plan has no static ones.
-      weights: the parameters with the codes that are compared, as `jqx.quantize_params` or an
-        algorithm returned them (`Quantized.params`, `Chosen.params`): a tuple where there are
-        several positions. `None` rounds the parameters of the call to nearest.
-      report: what an algorithm reported of its matrices (`Quantized.details`, `Chosen.report`):
-        each row tells the objective of its weight.
+      affines: scales from `jqx.affines`, for every static activation and output; `"dynamic"`
+        computes them from the values of the call instead. `None` if the plan has no static ones.
+      weights: the parameters with the codes to compare, as returned by `jqx.quantize_params` or by
+        an algorithm (`Quantized.params`, `Chosen.params`); a tuple if there are several positions.
+        `None` rounds the parameters of the call to nearest.
+      report: the report of an algorithm on its matrices (`Quantized.details`, `Chosen.report`), for
+        the objective of the weight in each row.
 
     Returns:
-      `compared(*args, **kwargs) -> Comparison`, of float parameters. It compiles, and computes.
+      `compared(*args, **kwargs) -> Comparison`, a function of float parameters. It compiles and
+      computes.
 
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function, `affines` does not fit it, a static
+      TypeError: if `f` is not a function or `plan` is not a plan.
+      ValueError: if the plan was made for another function, `affines` does not fit it, a static
         activation or output has no scale, or a parameter is quantized already.
 
-    NaN, infinity: a result with a NaN has the SQNR NaN.
+    NaN, infinity: a result with a NaN has an SQNR of NaN.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -209,9 +210,9 @@ def compare(
             return _side_by_side(call, known, leaves, given, codes)
 
         out, records = jax.jit(both)(call.leaves, given, codes)
-        told = _objectives(report or ())
+        objectives = _objectives(report or ())
         rows = tuple(
-            row for site in known.sites for row in _rows(site, records[site.output_key], told)
+            row for site in known.sites for row in _rows(site, records[site.output_key], objectives)
         )
         return Comparison(rows, _error("(result)", "", (), out))
 
@@ -274,7 +275,7 @@ def _codes_by_path(plan: Plan, weights: Any) -> dict[str, QTensor]:
             isinstance(x, QTensor) and x.qtype == weight.spec.qtype,
             error=ValueError,
             function="compare",
-            problem="`weights` are not of this plan.",
+            problem="`weights` do not belong to this plan.",
             given=f"{x!r} for {weight.path!r}" if is_quantized(x) else f"floats: {weight.path!r}",
             expected=f"a QTensor of {weight.spec}",
             mend="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
@@ -305,14 +306,16 @@ def _check_floats(call: Call, plan: Plan) -> None:
         problem="a parameter is quantized already, so that its float values are not known.",
         given=f"QTensors for {', '.join(map(repr, done[:4]))}",
         expected="float parameters",
-        mend="pass the parameters as they were before jqx.quantize_params.",
+        mend="pass the original parameters, not the result of jqx.quantize_params.",
     )
 
 
-def _rows(site: Site, sums: _Sums, told: Mapping[str, Sequence[_Entry]]) -> Iterator[SiteError]:
+def _rows(
+    site: Site, sums: _Sums, objectives: Mapping[str, Sequence[_Entry]]
+) -> Iterator[SiteError]:
     for layer in np.ndindex(np.shape(sums.seen)):
         row = _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
-        entries = [x for x in told.get(site.name, ()) if x.step[: len(layer)] == layer]
+        entries = [x for x in objectives.get(site.name, ()) if x.step[: len(layer)] == layer]
         before = sum(x.before for x in entries)
         after = sum(x.after for x in entries)
         objective = after / before if before else 1.0

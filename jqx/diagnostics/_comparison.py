@@ -1,4 +1,4 @@
-"""What `compare` returns: the error of each site, and of the result."""
+"""The result of `compare`: the error of each site, and of the result."""
 
 import dataclasses
 import math
@@ -9,20 +9,21 @@ from ._table import Table, Tabular, decibels, finite
 
 @dataclasses.dataclass(frozen=True)
 class SiteError:
-    """The error of the results of one site, of one layer where it stands in a scan over layers.
+    """The error of the results of one site, for one layer if it is in a scan over layers.
 
     Attributes:
-      path: that of its weight, or its name scope.
+      path: path of its weight, or its name scope.
       op: the operation.
-      layer: place in the scans that step over its weight; empty outside of them.
-      sqnr: signal to noise, in dB, of the quantized function beside the float one: the error that
-        has gathered up to here. Infinite where equal, NaN where the site never ran.
-      local_sqnr: that of this site alone: quantized operands that are in float up to here.
-      cosine: of both results.
-      max_error: largest difference between both results.
-      local_max_error: that of this site alone.
-      objective: what an algorithm has reported of the weight: the objective of the codes it chose,
-        as a part of that of rounding to nearest; `None` where it reported nothing of it.
+      layer: index in the scans that step over its weight; empty outside scans.
+      sqnr: signal-to-noise ratio in dB of the quantized function relative to the float function:
+        the error accumulated up to this site. Infinite if both are equal, NaN if the site never
+        ran.
+      local_sqnr: the same of this site alone: its quantized operands are in float up to here.
+      cosine: cosine similarity of both results.
+      max_error: largest absolute difference of both results.
+      local_max_error: the same of this site alone.
+      objective: the objective of the chosen codes that an algorithm has reported for the weight,
+        relative to that of rounding to nearest; `None` if it reported nothing.
       scheme: how its operands are quantized, such as `float x int4 per_group(32)`.
     """
 
@@ -39,13 +40,13 @@ class SiteError:
 
     @property
     def name(self) -> str:
-        """Path, operation where there are several on it, and layer."""
+        """Path, operation if there are several on the path, and layer."""
         return self.path + "".join(f"[{i}]" for i in self.layer)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(Tabular):
-    """What `compare` found. Prints as a table; `to_dict`, `to_markdown` give it as data and text.
+    """The result of `compare`. Prints as a table; `to_dict` and `to_markdown` return data and text.
 
     Attributes:
       sites: one error for each site, and for each layer of a scan, in the order of the plan.
@@ -56,7 +57,7 @@ class Comparison(Tabular):
     result: SiteError
 
     def worst(self, count: int = 5) -> tuple[SiteError, ...]:
-        """Returns the sites with the largest errors of their own, the worst first."""
+        """Returns the sites with the largest local errors, the worst first."""
         ran = [site for site in self.sites if not math.isnan(site.local_sqnr)]
         return tuple(sorted(ran, key=lambda site: site.local_sqnr)[:count])
 
@@ -78,12 +79,12 @@ class Comparison(Tabular):
         head = ("path", "op", "own SQNR dB", "SQNR dB", "cosine", "own max error", "max error")
         note = "own: this site alone, on float operands; the rest: all quantized up to there"
         if any(row.objective is not None for row in every):
-            told = ("" if row.objective is None else f"{row.objective:.3f}" for row in every)
-            rows = [(*cells, text) for cells, text in zip(rows, told, strict=True)]
+            objectives = ("" if row.objective is None else f"{row.objective:.3f}" for row in every)
+            rows = [(*cells, text) for cells, text in zip(rows, objectives, strict=True)]
             head = (*head, "objective")
             note += "; objective: of the codes chosen, as a part of that of rounding to nearest"
         return Table(head, tuple(rows), note, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the rows as what `json.dumps` takes; infinite and NaN values as `None`."""
+        """Returns the rows as a dict for `json.dumps`; infinite and NaN values are `None`."""
         return finite(dataclasses.asdict(self))

@@ -1,4 +1,4 @@
-"""One contraction of a compiled program: what it multiplies, what runs it, what came before it."""
+"""One contraction of a compiled program: its operands, what runs it, what came before it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ from ._hlo_kernels import Kernel, kernels
 
 SCOPE = re.compile(r"jqx\[((?:\[[0-9]+:[0-9]+\]|.)*?)\](?=/|\)|$)")
 MULTIPLIES = re.compile(r"/multiplies_(\w+)/")
-"""What a kernel of jqx multiplies, which its operands do not tell."""
-KINDS = {  # of fusions, as XLA names them
+"""Operands of jqx kernels, which the operands of the custom call do not show."""
+KINDS = {  # kinds of fusions, by their names in XLA
     "__triton_gemm": "Triton fusion",
     "__triton_nested_gemm_fusion": "Triton fusion",
     "__cudnn$fusion": "cuDNN fusion",
@@ -19,10 +19,10 @@ KINDS = {  # of fusions, as XLA names them
     "__onednn_fusion": "oneDNN fusion",
 }
 SHARE = 8
-"""A scale stands for more codes than these: what is smaller than an operand by as much is one."""
+"""A scale stands for more codes than this: operands smaller by this factor are scales."""
 
 Fed = Mapping[int, Instruction]
-"""Operands of a kernel by place, as the parameters that stand for them inside."""
+"""Operands of a kernel by index, as the parameters of its computation."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Contraction:
     """A contraction of an optimized program.
 
     Attributes:
-      site: the site of a plan that it belongs to, in a function from `jqx.convert`; else empty.
+      site: its site in a plan, for a function from `jqx.convert`; otherwise empty.
       op_name: name scopes and the primitive that it was traced from.
       operands: types that are multiplied, such as `s8[32,256]`.
       result: type of the sums.
-      reads: for each operand the dtypes that the kernel reads from memory for it, scales left out.
-      runs: what multiplies: a custom call by its name (a library, or a kernel of the user), a
+      reads: the dtypes that the kernel reads from memory for each operand, without scales.
+      runs: what computes it: a custom call by its name (a library, or a kernel of the user), a
         fusion by its kind, or an instruction of the compiler.
       widened: copies of codes in wider types that kernels wrote to memory before it, such as
         `bf16[256,512] of w.values`.
-      left: why the matrix units of a GPU or TPU do not run it, or not on the codes; empty where
-        they do, and on CPU.
-      times: how often it runs; `None` where a loop runs until a condition fails.
-      cycles: what the compiler for TPUs expects one run of its kernel to take, of arithmetic alone;
+      left: why the matrix units of a GPU or TPU do not run it, or not on codes; empty if they do,
+        and on CPU.
+      times: how often it runs; `None` in a loop that runs until a condition fails.
+      cycles: cycles that the TPU compiler estimates for one run of its kernel, arithmetic only;
         `None` on other targets.
       kernel: name of its kernel; several contractions may share one.
     """
@@ -79,7 +79,7 @@ def contractions_of(program: Program, platform: str) -> list[Contraction]:
 
 
 def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -> Contraction:
-    # Kernels are told first which matrix each tile is multiplied by, or which tokens count.
+    # The first operands of kernels are the matrix of each tile, or which tokens count.
     first = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
     operands = program.operands_of(inner, first)
     if inner.opcode == "multiply":
@@ -110,13 +110,13 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
 
 
 def _multiplied(it: Instruction, op_name: str) -> str:
-    """Returns the type of an operand as it is multiplied."""
+    """Returns the type of an operand at its multiplication."""
     found = MULTIPLIES.search(op_name)
     return it.type if found is None else f"{found[1]}{it.type[len(it.dtype) :]}"
 
 
 def _before_broadcast(program: Program, it: Instruction) -> Instruction:
-    """Returns what a value repeats, which a product of elements has spread out."""
+    """Returns the value that a broadcast repeats for a product of elements."""
     named = program.named[program.home[it.line]]
     while it.opcode in SHAPED and it.operands[0] in named:
         it = named[it.operands[0]]

@@ -1,4 +1,4 @@
-"""`dashboard`: one page of all that is known of a quantized model."""
+"""`dashboard`: a page about a quantized model."""
 
 import html
 import math
@@ -47,7 +47,7 @@ _WAYS = {
     ),
     "What stays in float": ("plan", "dashboard(quantized)  # in place of its report"),
 }
-"""For each section what it is made of, and how to get it."""
+"""For each section, what it is made from and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Dashboard:
     """A page about a quantized model, which `dashboard` returns. A notebook shows it.
 
     Attributes:
-      title: of the page.
-      html: the whole page: no script, and nothing that is loaded from elsewhere.
-      missing: which sections it does not have, since nothing was given for them.
+      title: title of the page.
+      html: the whole page, without scripts and external resources.
+      missing: the sections that the page does not have, since their data was not passed.
     """
 
     title: str
@@ -68,8 +68,8 @@ class Dashboard:
         """Writes the page to a file, in UTF-8, such as `"model.html"`.
 
         Raises:
-          TypeError: `path` is no path.
-          OSError: the file cannot be written.
+          TypeError: if `path` is not a path.
+          OSError: if the file cannot be written.
         """
         with Replacement("Dashboard.save", path) as file:
             file.write(0, memoryview(self.html.encode()))
@@ -85,7 +85,7 @@ class Dashboard:
         return f'<iframe srcdoc="{inside}" sandbox title="{name}" style="{style}"></iframe>'
 
 
-@called("diagnostics.dashboard", "pass what jqx.ptq returned: dashboard(quantized).")
+@called("diagnostics.dashboard", "pass the result of jqx.ptq: dashboard(quantized).")
 def dashboard(
     model: Any,
     params: Any = None,
@@ -96,28 +96,28 @@ def dashboard(
     assignment: Assignment | None = None,
     title: str = "Quantized model",
 ) -> Dashboard:
-    """Returns a page about a quantized model: sizes, errors, what is sensitive, what the chip runs.
+    """Returns a page about a quantized model: sizes, errors, sensitivities, and what the chip runs.
 
-    Nothing is computed but the report of a plan. What is not given has no section: the page says
-    which, and how to get it.
+    Only the report of a plan is computed. Data that is not passed has no section; the page lists
+    these sections and how to get them.
 
     Args:
-      model: what `jqx.ptq` returned, or `jqx.load` of a quantized function; or a `Report`; or a
+      model: the result of `jqx.ptq`, or of `jqx.load` for a quantized function; or a `Report`; or a
         `Plan`, with `params`.
-      params: the float parameters of a plan, for its report; a tuple where there are several.
+      params: the float parameters of a plan, for its report; a tuple if there are several.
       comparison: from `jqx.compare`: the error of each site.
-      sensitivities: from `jqx.diagnostics.sensitivity`: what the quantization of each weight costs.
-      explanation: from `jqx.explain`, or `jqx.lowering`: what compilers make of it.
+      sensitivities: from `jqx.diagnostics.sensitivity`: the cost of quantizing each weight.
+      explanation: from `jqx.explain` or `jqx.lowering`: the compiled contractions.
       assignment: from `jqx.diagnostics.search`: the scheme of each weight.
-      title: of the page.
+      title: title of the page.
 
     Returns:
       A `Dashboard`: `save` writes it, and a notebook shows it. The page is one file that needs no
-      network and no script, readable in light and dark, on a desk and on a phone.
+      network and no script. It is readable in light and dark mode, on desktops and phones.
 
     Raises:
-      TypeError: `model` is none of these, or another argument not what it is to be.
-      ValueError: `params` is given without a plan, or does not fit it.
+      TypeError: if `model` is none of these, or another argument has another type.
+      ValueError: if `params` is passed without a plan, or does not fit it.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -174,9 +174,9 @@ def _known(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
         params is None or is_plan,
         error=ValueError,
         function="diagnostics.dashboard",
-        problem="`params` is given without a plan.",
+        problem="`params` is passed without a plan.",
         given=f"an object of type {type(model).__name__}, and params",
-        expected="params beside a Plan alone: anything else has a report",
+        expected="params only with a Plan: anything else has a report",
         mend="leave params out.",
     )
     if isinstance(model, Plan):
@@ -191,7 +191,7 @@ def _known(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
             "diagnostics.dashboard",
             "`model` is not a quantized model.",
             given=f"an object of type {type(model).__name__}",
-            expected="what jqx.ptq returned, a Report, or a Plan",
+            expected="the result of jqx.ptq, a Report, or a Plan",
             mend="pass quantized = jqx.ptq(f, policy)(params, batches), or "
             "jqx.make_plan(f, policy)(params, *batch) and params.",
         )
@@ -204,7 +204,7 @@ def _cards(
     comparison: Comparison | None,
     explanation: Explanation | Lowering | None,
 ) -> list[tuple[str, str, str]]:
-    """Returns what is to be seen first."""
+    """Returns the summary cards at the top of the page."""
     found = []
     if known is not None:
         before, after = known.bytes_before, known.bytes_after
@@ -245,9 +245,9 @@ def _missing(names: tuple[str, ...]) -> str:
         return ""
     inside = "".join(f"<dt>{text(name)}</dt><dd>{code(_WAYS[name][1])}</dd>" for name in names)
     keywords = [_WAYS[name][0] for name in names if _WAYS[name][0] not in ("report", "plan")]
-    told = "Pass them to dashboard by name: " + ", ".join(f"{x}={x}" for x in keywords) + "."
+    how = "Pass them to dashboard by name: " + ", ".join(f"{x}={x}" for x in keywords) + "."
     return section(
         "Not on this page",
-        note("Nothing was given for these.", *([told] if keywords else [])),
+        note("Nothing was given for these.", *([how] if keywords else [])),
         f"<dl>{inside}</dl>",
     )

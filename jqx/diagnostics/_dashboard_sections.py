@@ -1,4 +1,4 @@
-"""The sections of a dashboard, each of what one function of jqx has found."""
+"""The sections of a dashboard, each for the result of one function of jqx."""
 
 import math
 from collections import Counter
@@ -28,11 +28,11 @@ _REALLY = {
     "float": "floats",
     "gone": "no contraction of that name",
 }
-"""What `Explained.really` means, the best first."""
+"""The meaning of each `Explained.really`, the best first."""
 
 
 def size(count: float) -> str:
-    """Returns bytes with a unit."""
+    """Returns a number of bytes with a unit."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -41,18 +41,18 @@ def size(count: float) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """Returns how many there are of what, in words."""
+    """Returns a count with its noun, in words."""
     return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def bits_of_report(report: Report) -> float:
-    """Returns bits for each weight that is quantized, the mean: each counts by its float bytes."""
+    """Returns the mean bits per quantized weight, weighted by float bytes."""
     whole = sum(w.bytes_before for w in report.weights)
     return sum(w.bits * w.bytes_before for w in report.weights) / whole if whole else math.nan
 
 
 def sizes(report: Report) -> str:
-    """Returns how large parameters are before and after, and which formats there are."""
+    """Returns the sizes of the parameters before and after, and their formats."""
     found: dict[str, list[WeightError]] = {}
     for weight in report.weights:
         found.setdefault(short_scheme(weight.scheme), []).append(weight)
@@ -94,7 +94,7 @@ def _colors(count: int) -> list[str]:
 
 
 def weights(report: Report) -> str:
-    """Returns the signal to noise of each weight, the worst first."""
+    """Returns the signal-to-noise ratio of each weight, the worst first."""
     order = in_model_order([w.path for w in report.weights])
     every = [report.weights[i] for i in order]
     top = max((w.sqnr for w in every if math.isfinite(w.sqnr)), default=1.0) or 1.0
@@ -130,7 +130,7 @@ def _faults(w: WeightError) -> str:
 
 
 def costs(found: Sensitivities) -> str:
-    """Returns what the quantization of each weight costs, the worst first."""
+    """Returns the cost of quantizing each weight, the worst first."""
     most = max((row.cost for row in found.ranked), default=0.0) or 1.0
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     rows = [
@@ -190,8 +190,8 @@ def _nan_last(x: float) -> float:
 
 
 def chip(found: Explanation | Lowering, plan: Plan | None) -> str:
-    """Returns what a compiler makes of each site; a plan says which of them are quantized, where
-    the explanation was made without.
+    """Returns what a compiler makes of each site; a plan says which sites are quantized, if the
+    explanation was made without a plan.
     """
     low = found.lowering if isinstance(found, Explanation) else found
     sizes = ", ".join(f"{name} {size(n)}" for name, n in low.memory.items() if n)
@@ -226,9 +226,9 @@ def _explained(found: Explanation, plan: Plan | None) -> list[str]:
     ]
     inside = [stacks(parts, names, colors)]
     if wanted:
-        told = f"{counted(len(wanted), 'quantized site')} whose kernels read no codes:"
+        title = f"{counted(len(wanted), 'quantized site')} whose kernels read no codes:"
         head = ("site", "op", "plan", "what runs")
-        inside += [note(told, kind="bad"), grid(Table(head, tuple(wanted), texts=4))]
+        inside += [note(title, kind="bad"), grid(Table(head, tuple(wanted), texts=4))]
     if found.plain:
         inside.append(
             note(
@@ -241,7 +241,7 @@ def _explained(found: Explanation, plan: Plan | None) -> list[str]:
 
 
 def in_float(plan: Plan) -> str:
-    """Returns what a plan leaves in float, and why."""
+    """Returns the contractions that a plan leaves in float, and why."""
     reasons: dict[str, list[str]] = {}
     for item in plan.skipped:
         reasons.setdefault(item.reason, []).append(f"{item.path or '(unnamed)'}, {item.op}")
@@ -266,22 +266,22 @@ def _some(names: Sequence[str]) -> str:
 
 
 def mixture(found: Assignment) -> str:
-    """Returns which scheme a search gave to each weight, and what one scheme for all would take."""
+    """Returns the scheme that a search gave to each weight, and the cost of one scheme for all."""
     rows = [("this mixture", size(found.bytes), f"{found.measured:.4g}")]
     rows += [(f"{name} on all", size(n), f"{x:.4g}") for name, (n, x) in found.uniform.items()]
     schemes = tuple((path or "(argument)", name) for path, name in found.schemes.items())
     count = Counter(found.schemes.values())
-    told = ", ".join(f"{n} in {name}" for name, n in count.most_common())
+    schemes_text = ", ".join(f"{n} in {name}" for name, n in count.most_common())
     return section(
         "Search",
-        note(f"Weights: {told}."),
+        note(f"Weights: {schemes_text}."),
         grid(Table(("scheme", "bytes of weights", "metric"), tuple(rows))),
         folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
     )
 
 
 def algorithm(details: Any, codes: str) -> str:
-    """Returns what an algorithm has reported."""
+    """Returns the report of an algorithm."""
     inside = [note(codes)] if codes else []
     if details is not None:
         table = details.table() if hasattr(details, "table") else None

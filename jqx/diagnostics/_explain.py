@@ -1,4 +1,4 @@
-"""`explain`: which contraction of the compiled program each site became, and whether on codes."""
+"""`explain`: the compiled contraction of each site, and whether it runs on codes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,22 +28,22 @@ Really = Literal["codes", "converted", "widened first", "float", "lookup", "gone
 
 @dataclass(frozen=True)
 class Explained:
-    """One contraction of a function, and what it became.
+    """One contraction of a function, and its compiled form.
 
     Attributes:
       path: path of its weight, or its name scope.
       op: the operation, such as `dot_general`.
-      plan: how the plan quantizes it, operand by operand, or why it leaves it in float.
+      plan: how the plan quantizes it, operand by operand, or why it stays in float.
       really: what the compiled program does:
 
         - `"codes"`: codes are multiplied by codes
-        - `"converted"`: the kernel reads codes, and converts them itself to multiply them
+        - `"converted"`: the kernel reads codes, and converts them before it multiplies them
         - `"widened first"`: another kernel writes the codes to memory in a wider type
         - `"float"`: no codes are read
-        - `"lookup"`: rows of a table are taken; nothing is multiplied
-        - `"gone"`: the program has no contraction of that name; the compiler has merged it with
-          another or computed it beforehand, or it stands where jqx does not look
-      contractions: what it became; several where one product is computed in parts.
+        - `"lookup"`: rows of a table are read; nothing is multiplied
+        - `"gone"`: the program has no contraction of that name: the compiler has merged it with
+          another or computed it at compile time, or jqx does not look where it is
+      contractions: its compiled contractions; several if one product is computed in parts.
     """
 
     path: str
@@ -54,21 +54,21 @@ class Explained:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether codes are what its kernels read."""
+        """Whether its kernels read codes."""
         return self.really in ("codes", "converted")
 
 
 @dataclass(frozen=True)
 class Explanation(Tabular):
-    """What each contraction of a function became. Prints as a table.
+    """The compiled form of each contraction of a function. Prints as a table.
 
     Attributes:
-      sites: those of the plan, the skipped ones last; without a plan, those that a function from
+      sites: the sites of the plan, skipped ones last; without a plan, those that a function from
         `jqx.convert` names.
-      others: contractions of the program that belong to none of them.
+      others: contractions of the program that belong to no site.
       lowering: the whole program.
-      plain: paths of quantized weights that do not lie as the target contracts them fastest;
-        `quantize_params(..., target=)` and `pack_for` lay them out.
+      plain: paths of quantized weights that are not in the layout that the target contracts
+        fastest; `quantize_params(..., target=)` and `pack_for` convert them.
     """
 
     sites: tuple[Explained, ...]
@@ -77,11 +77,11 @@ class Explanation(Tabular):
     plain: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> tuple[Explained, ...]:
-        """Returns what stands on a path, in order; empty where nothing does."""
+        """Returns the contractions on a path, in order; an empty tuple if there are none."""
         return tuple(site for site in self.sites if site.path == path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `json.dumps` takes."""
+        """Returns a dict for `json.dumps`."""
         return {
             "target": self.lowering.target,
             "sites": [
@@ -111,32 +111,33 @@ def explain(
     affines: GivenAffines = None,
     target: str = "cpu",
 ) -> Explanation:
-    """Compiles a quantized function, and says of each of its sites what multiplies what.
+    """Compiles a quantized function, and reports what each of its sites multiplies, and how.
 
-    It also says how many weights would be read faster laid out for the target, by
-    `jqx.quantize_params(..., target=)` or `jqx.pack_for`: those that lie as files keep them, and
-    those that lie for a kernel of another platform, which the target does not run.
+    It also reports how many weights the target would read faster in another layout, made by
+    `jqx.quantize_params(..., target=)` or `jqx.pack_for`: weights in the layout of files, and
+    weights packed for a kernel of another platform, which the target does not run.
 
-    With a plan, `f` is the float function, and what is compiled is `jqx.convert(f, plan, affines)`,
-    its weights quantized outside (float weights among `args` are taken as `quantize_params` makes
-    them). Without one, `f` is compiled as it is: then only sites of functions from `jqx.convert`
-    have names.
+    With a plan, `f` is the float function. `jqx.convert(f, plan, affines)` is compiled, with its
+    weights quantized outside (float weights in `args` are replaced by the results of
+    `quantize_params`). Without a plan, `f` itself is compiled; then only sites of functions from
+    `jqx.convert` have names.
 
     Args:
       f: a function of arrays and pytrees of arrays.
       *args: its arguments, as for `jqx.lowering`: any shapes and dtypes; arrays, QTensors or
         `jax.ShapeDtypeStruct`.
       plan: a `Plan`, or a `Policy` to plan the call with.
-      affines: scales from `jqx.affines`; without them every activation's scale is found in
-        the program, from the values at hand.
-      target: as for `jqx.lowering`.
+      affines: scales from `jqx.affines`; without them the program computes the scale of every
+        activation from its values.
+      target: as in `jqx.lowering`.
 
     Raises:
-      TypeError: `plan` is no plan.
-      ValueError: the plan does not fit, the target is unknown, or `affines` is given without plan.
-      ImportError, RuntimeError: as for `jqx.lowering`.
+      TypeError: if `plan` is not a plan.
+      ValueError: if the plan does not fit, the target is unknown, or `affines` is passed without a
+        plan.
+      ImportError, RuntimeError: as in `jqx.lowering`.
 
-    Gradient: none; nothing is computed. NaN and infinities: likewise.
+    Gradient: none; nothing is computed. NaN and infinity: the same.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -156,8 +157,8 @@ def explain(
             function="explain",
             problem="`affines` has no use without a plan.",
             given="affines, and plan == None",
-            expected="a plan that they are the scales of",
-            mend="pass plan=, or the converted function alone.",
+            expected="the plan that these scales belong to",
+            mend="pass plan=, or only the converted function.",
         )
         low = lowering(f, *args, target=target)
         return _without_plan(low, _plain(args, target))
@@ -174,7 +175,7 @@ def explain(
 
 
 def _plain(args: Any, target: str) -> tuple[str, ...]:
-    """Returns the paths of QTensors that would lie otherwise if laid out for a target."""
+    """Returns the paths of QTensors that would have another layout if packed for a target."""
     target_of("explain", target)
     flat, _ = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_quantized)
     return tuple(
@@ -239,7 +240,7 @@ def _by_site(low: Lowering) -> dict[str, list[Contraction]]:
 
 
 def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
-    """Says what a site does, by those of its contractions that codes reach: others sum scales."""
+    """Returns what a site does, from its contractions that read codes; others sum scales."""
     if not contractions:
         return "lookup" if op == "gather" else "gone"
     if any(c.widened for c in contractions):
@@ -251,8 +252,8 @@ def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
 
 
 def _multiplies_codes(c: Contraction) -> bool:
-    """Whether both operands are codes; or integers, or elements read as codes, where no product for
-    matrices runs.
+    """Returns whether both operands are codes; or integers, or elements read as codes, if no
+    product for matrices runs.
     """
     kinds = zip(c.dtypes, c.reads, strict=True)
     if "by elements" in c.runs:
@@ -284,5 +285,7 @@ def _footer(explanation: Explanation) -> str:
     text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
     if not explanation.plain:
         return text
-    lie = f"{len(explanation.plain)} weights lie otherwise than the target reads them fastest: "
-    return f"{lie}target= of quantize_params, or pack_for, lays them out\n{text}"
+    layouts = (
+        f"{len(explanation.plain)} weights are not in the layout that the target reads fastest: "
+    )
+    return f"{layouts}target= of quantize_params, or pack_for, converts them\n{text}"

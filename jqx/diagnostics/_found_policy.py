@@ -12,8 +12,8 @@ from ..transforms._shared import Part, rule_for
 def policy_of(
     units: Sequence[tuple[Sequence[str], str]], candidates: Mapping[str, Policy], base: Plan
 ) -> Policy:
-    """Returns the policy that gives each unit, the paths of its weights, the candidate of a name;
-    in float where there is none of that name.
+    """Returns the policy that assigns a candidate, by name, to each unit, given as the paths of its
+    weights. A name without a candidate leaves the unit in float.
     """
     return Policy(
         rule
@@ -25,8 +25,8 @@ def policy_of(
 def _joined(
     units: Sequence[tuple[Sequence[str], str]], candidates: Mapping[str, Policy], base: Plan
 ) -> list[tuple[list[Part], str]]:
-    """Returns the weights of each unit, and its scheme; consecutive parts of one scheme joined,
-    where that is one for all steps.
+    """Returns the weights of each unit, and its scheme. Consecutive parts with one scheme are
+    joined, unless the policy of that scheme selects steps.
     """
     parts = {part.path: part for split in base.splits for part in split.parts}
     uneven = {n for n, way in candidates.items() if any(rule.selector for rule in way.rules)}
@@ -45,12 +45,12 @@ def _joined(
 
 
 def _follow(before: Sequence[Part], own: Sequence[Part]) -> bool:
-    """Whether parts of the same weights follow each other."""
+    """Returns whether parts of the same weights are consecutive."""
     return all(a.stop == b.start and b.length for a, b in zip(before, own, strict=True))
 
 
 def _rules(parts: Sequence[Part], policy: Policy | None, base: Plan) -> list[Rule]:
-    """Returns a rule for each operation on a weight, or on several that one site joins."""
+    """Returns a rule for each operation on a weight, or on several weights that one site joins."""
     wholes = {split.path: split for split in base.splits}
     paths = {
         x.path
@@ -74,7 +74,7 @@ def _rules(parts: Sequence[Part], policy: Policy | None, base: Plan) -> list[Rul
 
 
 def _patterns(parts: Sequence[Part]) -> list[str]:
-    """Returns the paths of rules for weights: those of one range of steps in one."""
+    """Returns the paths of rules for weights; weights with one range of steps share one path."""
     ranges: dict[str, list[str]] = {}
     for part in parts:
         steps = f"[{part.start}:{part.stop}]" if part.length else ""

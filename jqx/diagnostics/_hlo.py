@@ -1,4 +1,4 @@
-"""A compiled program, read from the text of its optimized HLO."""
+"""Parses a compiled program from the text of its optimized HLO."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ LIBRARY = re.compile(
 )
 MULTIPLIES = re.compile(r"/(dot_general|conv_general_dilated|ragged_dot\w*)$")
 CODES = re.compile(r"[su][248]|f8e[45]\w*|f4e2m1fn|f6\w+")
-"""Dtypes of codes; float8_e8m0fnu holds scales alone."""
+"""Dtypes of codes; float8_e8m0fnu only holds scales."""
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 CALLED = r"(?:calls|to_apply|body)=%?([\w.\-]+)"
 
@@ -28,7 +28,7 @@ class Instruction:
     operands: tuple[str, ...]
     line: str
     op_name: str = ""
-    """The name scopes and the primitive that it was traced from; of an argument, its path."""
+    """The name scopes and the primitive that it was traced from; for an argument, its path."""
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class Instruction:
         return self.attribute(r'custom_call_target="([^"]*)"')
 
     def attribute(self, pattern: str) -> str:
-        """Returns the first group of the pattern in the line, or nothing."""
+        """Returns the first group of the pattern in the line, or an empty string."""
         found = re.search(pattern, self.line)
         return found[1] if found else ""
 
@@ -63,7 +63,7 @@ class Program:
 
     @functools.cached_property
     def home(self) -> dict[str, str]:
-        """The computation that an instruction stands in, by its line."""
+        """The name of the computation that contains an instruction, by its line."""
         return {it.line: name for name, body in self.computations.items() for it in body}
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """Reads what `compiled.as_text()` returns."""
+        """Parses the result of `compiled.as_text()`."""
         computations: dict[str, list[Instruction]] = {}
         entry, current = "", []
         for line in text.splitlines():
@@ -91,7 +91,8 @@ class Program:
 
     def contractions(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the contractions that an instruction is, calls or has fused: dots, convolutions,
-        library calls, and sums of products of elements that one of them was written as.
+        library calls, and sums of products of elements into which the compiler rewrote one of
+        these.
         """
         if is_product(instruction):
             yield instruction
@@ -114,13 +115,13 @@ class Program:
                         yield replace(source, op_name=op_name)
 
     def operands_of(self, instruction: Instruction, first: int = 0) -> list[Instruction]:
-        """Returns two operands, the first two or those behind, wherever the instruction stands."""
+        """Returns two operands from `first` on, wherever the instruction is."""
         named = self.named[self.home[instruction.line]]
         two = instruction.operands[first : first + 2]
         return [named[name] for name in two if name in named]
 
     def leading(self, instruction: Instruction, dtype: str) -> int:
-        """Returns how many of the first operands have a dtype, where others are behind them."""
+        """Returns how many of the first operands have a dtype, if others follow."""
         named = self.named[self.home[instruction.line]]
         dtypes = [named[name].dtype if name in named else "" for name in instruction.operands]
         count = next((i for i, found in enumerate(dtypes) if found != dtype), 0)
@@ -134,9 +135,9 @@ class Program:
                 yield self.computations[name]
 
     def feeding(self, kernel: Instruction, source: Instruction) -> dict[int, Instruction]:
-        """Returns which operands of a kernel a value inside of it is made from: their places, and
-        the parameters of its computation that stand for them. What another contraction in the
-        kernel reads is not among them.
+        """Returns the operands of a kernel that a value inside it is made from: their indices, and
+        the parameters of its computation for them. Operands that only another contraction in the
+        kernel reads are left out.
         """
         outermost = kernel.attribute(CALLED)
         found: dict[int, Instruction] = {}
@@ -162,8 +163,8 @@ class Program:
         return found
 
     def name_of(self, kernel: Instruction, inner: Instruction) -> str:
-        """Returns the name scopes of a contraction in a kernel. Where a compiler has rewritten it
-        and dropped them, they are those of the first that has any, of what reads the result.
+        """Returns the name scopes of a contraction in a kernel. If a compiler rewrote it and
+        dropped them, they are the first ones found among the users of the result.
         """
         if inner.op_name or kernel.op_name:
             return inner.op_name or kernel.op_name
@@ -177,14 +178,14 @@ class Program:
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Whether an instruction is itself a contraction: a dot, a convolution, a call of a library."""
+    """Returns whether an instruction is a contraction: a dot, convolution or library call."""
     if instruction.opcode == "custom-call":
         return LIBRARY.search(instruction.target) is not None
     return instruction.opcode in ("dot", "convolution")
 
 
 def bits(dtype: str) -> int:
-    """Returns the bits of an element, as HLO names its dtype."""
+    """Returns the bits of an element, from the HLO name of its dtype."""
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype) or 0)
 
 

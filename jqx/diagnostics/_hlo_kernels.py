@@ -1,9 +1,9 @@
-"""What a compiled program launches.
+"""The kernels that a compiled program launches.
 
 A kernel is an instruction that the runtime launches: a fusion, a library call, a copy. A program is
-followed from the entry into loops, branches and calls. Of each value it is known which arguments of
-the program it comes from, and whether a kernel wrote it from codes alone, in more bits than they
-have: a widened copy of a weight.
+followed from its entry into loops, branches and calls. For each value it is recorded which
+arguments of the program it comes from, and whether a kernel wrote it from codes only, with more
+bits than the codes: a widened copy of a weight.
 """
 
 import re
@@ -17,8 +17,8 @@ from ._hlo import CALLED, CODES, Instruction, Program, bits
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of an array: the arguments it comes from, by path; whether codes are among
-    them, and indices; and the instruction that wrote it as a widened copy of codes, if one did.
+    """Provenance of an array: the paths of the arguments it comes from; whether these include
+    codes, and indices; and the instruction that wrote it as a widened copy of codes, if any.
     """
 
     origins: frozenset[str] = frozenset()
@@ -33,26 +33,26 @@ class Value:
 
     @classmethod
     def union(cls, values: Sequence[Any]) -> "Value":
-        """What is computed from all of them; the copies end here."""
+        """Returns the provenance of a value computed from all of them; copies end here."""
         flat = list(_flat(values))
         origins = frozenset[str]().union(*(value.origins for value in flat))
         codes = min((value.codes for value in flat if value.codes), key=bits, default="")
         return cls(origins, codes, any(value.counted for value in flat))
 
     def written_by(self, it: Instruction) -> "Value":
-        """Returns what a kernel without a contraction makes of it."""
+        """Returns the provenance of the result of a kernel without a contraction."""
         alone = self.codes and not self.counted and bits(it.dtype) > bits(self.codes)
         return replace(self, widened=it if alone and it.dtype != "pred" else None)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An instruction that is launched, how often, and where what it reads comes from.
+    """An instruction that is launched, how often, and the provenance of its operands.
 
     Attributes:
-      instruction: as it stands.
-      times: how often it runs; `None` where a loop runs until a condition fails.
-      value: what it computes, from all it reads.
+      instruction: the instruction.
+      times: how often it runs; `None` in a loop that runs until a condition fails.
+      value: provenance of its result, from all operands.
       reads: its operands, in order.
     """
 
@@ -68,21 +68,21 @@ class Kernel:
 
     @property
     def cycles(self) -> int | None:
-        """What the compiler for TPUs expects one run to take; of memory it takes no account."""
+        """Cycles that the TPU compiler estimates for one run, without memory accesses."""
         found = self.instruction.attribute(r'"estimated_cycles":"(\d+)"')
         return int(found) if found else None
 
 
 def kernels(program: Program) -> list[Kernel]:
-    """Returns the kernels in order; those of a loop once, with the times that it runs."""
+    """Returns the kernels in order; those of a loop once, with the number of its iterations."""
     walk = _Walk(program, [])
     walk.follow(program.entry, [], 1)
     return walk.found
 
 
 class _Step(NamedTuple):
-    """An instruction on the way, with what is known of its operands: of an array a `Value`, of a
-    tuple a list. The rest is that of the computation around it.
+    """An instruction during the walk, with the provenance of its operands: a `Value` for an array,
+    a list for a tuple. The other fields are those of the computation that contains it.
     """
 
     it: Instruction
@@ -99,13 +99,13 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Walk:
-    """Follows a program, and collects its kernels; a method for each kind of opcode."""
+    """Follows a program and collects its kernels, with a method for each kind of opcode."""
 
     program: Program
     found: list[Kernel]
 
     def follow(self, name: str, arguments: list[Any], times: int | None) -> Any:
-        """Follows a computation; returns what is known of its result."""
+        """Follows a computation; returns the provenance of its result."""
         known: dict[str, Any] = {}
         result: Any = Value()
         named = self.program.named[name]
@@ -159,7 +159,7 @@ class _Walk:
 
     def launch(self, step: _Step) -> Any:
         it = step.it
-        if it.opcode == "fusion-start":  # its own shape begins with the operands
+        if it.opcode == "fusion-start":  # its own shape starts with the operands
             root = self.program.computations[step.called][-1]
             it = replace(it, dtype=root.dtype, dims=root.dims)
         value = Value.union(step.read)
@@ -187,11 +187,11 @@ _OPCODES: dict[str, Callable[[_Walk, _Step], Any]] = {
     "while": _Walk.loop,
     "conditional": _Walk.branches,
 }
-"""What is not launched itself; every other opcode is a kernel."""
+"""Opcodes that are not launched; every other opcode is a kernel."""
 
 
 def _trips(program: Program, loop: Instruction, here: Mapping[str, Instruction]) -> int | None:
-    """Returns how often a loop runs: as the compiler wrote, or by the bound of a counter."""
+    """Returns how often a loop runs: as written by the compiler, or by the bound of a counter."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition = loop.attribute(r"condition=%?([\w.\-]+)")
@@ -212,7 +212,7 @@ def _trips(program: Program, loop: Instruction, here: Mapping[str, Instruction])
 
 
 def _step(program: Program, body: str, index: int) -> int | None:
-    """Returns what the body of a loop adds to a counter."""
+    """Returns the increment that the body of a loop adds to a counter."""
     named, root = program.named[body], program.computations[body][-1]
     it = named.get(root.operands[index]) if index < len(root.operands) else None
     if it is None or it.opcode != "add":
@@ -241,7 +241,7 @@ def _flat(values: Any) -> Iterator[Value]:
 
 
 def _merge(a: Any, b: Any) -> Any:
-    """What either of two may be; a copy that one of them is counts."""
+    """Returns the union of two values; it is a copy if one of them is."""
     if isinstance(a, list) and isinstance(b, list):
         return [_merge(x, y) for x, y in zip(a, b, strict=False)]
     both = Value.union([a, b])

@@ -1,5 +1,5 @@
-"""What becomes of intervals at sums, contractions, lookups and views; and the rules of all
-primitives that hold no functions, by name: one that is not there is unknown.
+"""Intervals of sums, contractions, lookups and views; and the rules of all primitives that hold no
+functions, by name. Primitives without a rule are unknown.
 """
 
 import math
@@ -28,12 +28,12 @@ def _same(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval]:
 
 
 def _each(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval]:
-    """Of each operand its elements, in whatever order."""
+    """Elements of each operand, in any order."""
     return [x.hull_only() for x in xs]
 
 
 def _first(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval]:
-    """Parts of the first operand, in whatever order; others are places."""
+    """Parts of the first operand, in any order; other operands are indices."""
     return [xs[0].hull_only() for _ in eqn.outvars]
 
 
@@ -67,7 +67,7 @@ def _window_sum(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
 
 
 def _with_gaps(x: Interval, padding: Sequence[Sequence[int]], dilation: Sequence[int]) -> Interval:
-    """Returns what windows read: zeros too where an array is padded or dilated."""
+    """Returns the interval that windows read, with zeros if an array is padded or dilated."""
     gaps = any(map(any, padding)) or any(n != 1 for n in dilation)
     return x.with_zero() if gaps else x.hull_only()
 
@@ -88,7 +88,7 @@ def _gather(eqn: Eqn, xs: Sequence[Interval]) -> Result:
 
 
 def _scatter_add(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    """All updates may fall on one element."""
+    """All updates may go to one element."""
     table, _, updates = xs
     total = summed(updates, math.prod(eqn.invars[1].aval.shape[:-1]))
     low, high = table.low + min(total.low, 0), table.high + max(total.high, 0)
@@ -96,10 +96,10 @@ def _scatter_add(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
 
 
 def contract(eqn: Eqn, lhs: Interval, rhs: Interval, sizes: Sequence[int] | None = None) -> Bounds:
-    """Returns the ends of a contraction: sums over all of its axes, or over blocks of `sizes`.
+    """Returns the bounds of a contraction: sums over all of its axes, or over blocks of `sizes`.
 
-    Zeros too are read where an image is padded or dilated, in rows of no group, and where each
-    group sums a part of a ragged contraction.
+    Zeros are also read if an image is padded or dilated, in rows that belong to no group, and if
+    each group sums a part of a ragged contraction.
     """
     p = eqn.params
     if eqn.primitive.name == "conv_general_dilated":

@@ -1,4 +1,4 @@
-"""What becomes of intervals at primitives that compute element by element."""
+"""Intervals of the results of elementwise primitives."""
 
 import math
 import operator
@@ -33,7 +33,7 @@ _LINE = (-math.inf, math.inf)
 
 
 def _round(eqn: Eqn, low: Any, high: Any) -> Bounds:
-    """Ends of a result that is rounded where it is a float."""
+    """Bounds of a result, which is rounded if it is a float."""
     return Bounds(low, high) if is_integer(dtype_of(eqn)) else roughly(low, high)
 
 
@@ -46,7 +46,7 @@ def _monotone(
     domain: tuple[float, float] = _LINE,
     image: tuple[float, float] = _LINE,
 ) -> Rule:
-    """A function of floats that never falls, or never rises; beyond its domain it is NaN."""
+    """A monotone function of floats; outside its domain it is NaN."""
 
     def rule(eqn: Eqn, xs: Sequence[Interval]) -> Interval:
         with np.errstate(all="ignore"):
@@ -58,15 +58,15 @@ def _monotone(
 
 
 def _rsqrt(eqn: Eqn, xs: Sequence[Interval]) -> Result:
-    """Of a zero, whose sign is not known, it is infinite."""
+    """The result is infinite for a zero, whose sign is unknown."""
     if xs[0].low <= 0 <= xs[0].high:
         return any_of(eqn)
     return _monotone(lambda x: 1 / np.sqrt(x), (0, math.inf))(eqn, xs)
 
 
 def _stepped(low: Callable[[Any], Any], high: Callable[[Any], Any] | None = None) -> Rule:
-    """Functions that never fall, to whole numbers: a result is at least the one of the least, and
-    at most the other of the most.
+    """Increasing functions to whole numbers: a result is at least `low` of the minimum, and at most
+    `high` of the maximum.
     """
 
     def rule(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
@@ -101,13 +101,13 @@ def _power(eqn: Eqn, x: Interval, y: int) -> Bounds:
 
 
 def _raised(x: Any, y: int) -> Any:
-    """Returns a power, infinite where a float cannot hold it."""
+    """Returns a power, infinite if a float cannot hold it."""
     with np.errstate(all="ignore"):
         return x**y if isinstance(x, int) else float(np.float_power(x, y))
 
 
 def _one_minus_square(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    """What is left of 1 is rounded as 1 and the square are. (jax 0.12: the slope of `tanh`.)"""
+    """`1 - x**2`, rounded as 1 and the square are. (jax 0.12: the derivative of `tanh`.)"""
     square = _power(eqn, xs[0], 2)
     low, high = 1 - square.high, 1 - square.low
     if is_integer(dtype_of(eqn)):
@@ -116,7 +116,7 @@ def _one_minus_square(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
 
 
 def _reciprocal(low: Any, high: Any) -> tuple[float, float]:
-    """Ends of `1 / x`; of a zero, whose sign is not known, anything."""
+    """Bounds of `1 / x`; unbounded for a zero, whose sign is unknown."""
     if low <= 0 <= high:
         return _LINE
     return 1 / high, 1 / low
@@ -136,7 +136,9 @@ def _divided(x: int, y: int) -> int:
 
 
 def _rem(eqn: Eqn, xs: Sequence[Interval]) -> Bounds:
-    """Of the sign of the first, and less than the other; by zero, an integer is what it was."""
+    """The result has the sign of the first operand and is smaller than the second; an integer by
+    zero is unchanged.
+    """
     a, b = xs
     left = b.largest - is_integer(dtype_of(eqn))
     bound = a.largest if b.low <= 0 <= b.high else min(a.largest, left)
@@ -173,7 +175,7 @@ def _select(eqn: Eqn, xs: Sequence[Interval]) -> Interval:
 
 
 def _compared(always: Callable[..., bool], never: Callable[..., bool]) -> Rule:
-    """From when it holds of all integers of two intervals, and when of none."""
+    """A comparison, from conditions under which it holds for all, or for no, integers."""
 
     def rule(eqn: Eqn, xs: Sequence[Interval]) -> Interval:
         if not is_integer(eqn.invars[0].aval.dtype):
@@ -225,7 +227,7 @@ def _convert(eqn: Eqn, xs: Sequence[Interval]) -> Result:
     reals = [is_integer(t) or jnp.issubdtype(t, jnp.floating) for t in (before, dtype)]
     if not all(reals):
         return any_of(eqn)
-    with np.errstate(all="ignore"):  # rounding never falls
+    with np.errstate(all="ignore"):  # rounding is monotone
         low, high = (float(np.asarray(e, np.float64).astype(dtype)) for e in (x.low, x.high))
     low, high = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
     return flushed(low, high, dtype)
@@ -246,7 +248,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "sign": lambda eqn, xs: Bounds(*((e > 0) - (e < 0) for e in (xs[0].low, xs[0].high))),
     "floor": _stepped(math.floor),
     "ceil": _stepped(math.ceil),
-    "round": _stepped(lambda x: math.ceil(x - 0.5), lambda x: math.floor(x + 0.5)),  # either way
+    "round": _stepped(lambda x: math.ceil(x - 0.5), lambda x: math.floor(x + 0.5)),  # any ties
     "square": lambda eqn, xs: _power(eqn, xs[0], 2),
     "one_minus_square": _one_minus_square,
     "integer_pow": lambda eqn, xs: _power(eqn, xs[0], eqn.params["y"]),

@@ -1,4 +1,4 @@
-"""Following intervals through a jaxpr: its equations, the functions that they call, branches."""
+"""Follows intervals through a jaxpr: its equations, the functions that they call, branches."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ _BODY = {
     **dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
-"""Where a primitive that calls one function, of its own operands, holds it."""
+"""The parameter in which a primitive that calls one function on its operands holds it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Follower:
     """Follows intervals through the equations of a planned function.
 
     Attributes:
-      plan: the sites.
+      plan: the plan with the sites.
       affines: static scales, by key.
-      notes: gathers what is found.
-      axes: sizes of the mesh axes of the `shard_map`s around.
-      line: of the call around, for equations that JAX keeps no line of.
+      notes: collects the findings.
+      axes: sizes of the mesh axes of the enclosing `shard_map`s.
+      line: source line of the enclosing call, for equations without one.
     """
 
     plan: Plan
@@ -62,7 +62,7 @@ class Follower:
         also: Sequence[Any] = (),
         consts: Sequence[Any] = (),
     ) -> list[Interval]:
-        """Returns the intervals of the results of a jaxpr, and of further values inside."""
+        """Returns the intervals of the results of a jaxpr, and of further values inside it."""
         body, own = _compat.open_jaxpr(jaxpr)
         env = dict(zip(body.constvars, map(of_value, own or consts), strict=True))
         env.update(zip(body.invars, args, strict=True))
@@ -103,8 +103,8 @@ class Follower:
         return results
 
     def _from_the_end(self, xs: Sequence[Interval]) -> Interval | None:
-        """Returns `where(i < 0, i + n, i)`, as JAX reads indices: the sum counts where `i` is
-        negative alone, and does not overflow there.
+        """Returns `where(i < 0, i + n, i)`, JAX's index normalization: the sum is used only if `i`
+        is negative, and does not overflow then.
         """
         match [x.about for x in xs]:
             case [("lt", x, 0, _), _, ("add", y, n, added)] if x is y is xs[1] and not x.is_known:
@@ -115,12 +115,12 @@ class Follower:
         return None
 
     def _plain(self, eqn: Eqn, xs: list[Interval]) -> list[Interval]:
-        """Applies the rule of a primitive; where all operands are known, computes it as well."""
+        """Applies the rule of a primitive; if all operands are known, also computes it."""
         name = eqn.primitive.name
         whole = all(x.is_known for x in xs) and not eqn.effects
         if whole and name != "broadcast_in_dim" and not any(True for _ in _compat.sub_jaxprs(eqn)):
             if name in RULES and is_integer(eqn.outvars[0].aval.dtype):
-                self._ruled(eqn, xs)  # tells overflows
+                self._ruled(eqn, xs)  # records overflows
             return [of_value(x) for x in _computed(eqn, xs)]
         if name not in RULES:
             self.notes.unknown.setdefault(name, self._line(eqn))
@@ -136,7 +136,7 @@ class Follower:
         return _compat.line_of(eqn) or self.line
 
     def _settled(self, eqn: Eqn, found: Bounds | Interval, aval: Any) -> Interval:
-        """Rounds ends, or notes that an integer dtype does not hold them."""
+        """Rounds bounds, or records that an integer dtype cannot hold them."""
         if not is_integer(aval.dtype):
             return found if isinstance(found, Interval) else rounded(found, aval.dtype)
         low, high = limits(aval.dtype)
@@ -146,7 +146,7 @@ class Follower:
         return Interval(low, high)
 
     def aside(self) -> "Follower":
-        """Returns one that notes nothing: for steps that are tried."""
+        """Returns a follower that records nothing, for trial steps."""
         return dataclasses.replace(self, notes=Notes())
 
 
@@ -162,7 +162,7 @@ def _array(x: Interval, atom: Any) -> Any:
 
 
 def _view(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval] | None:
-    """Evaluates a view of quantized weights; `None` where the equation is none."""
+    """Evaluates a view of quantized weights; `None` if the equation is not a view."""
     if not all(x.is_known for x in xs):
         return None
     operands = [
@@ -182,7 +182,7 @@ def _call(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[I
 
 
 def _cond(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
-    """The branches that may be taken."""
+    """Follows the branches that may be taken."""
     which, *rest = xs
     branches = eqn.params["branches"]
     last = len(branches) - 1
@@ -192,7 +192,7 @@ def _cond(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[I
 
 
 def _shard_map(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[Interval]:
-    """Each device sees a part of what is split."""
+    """Follows the function on a device, which gets a part of what is split."""
     sizes = dict(eqn.params["mesh"].shape)
     parts = [
         x if not any(spec) else x.hull_only()

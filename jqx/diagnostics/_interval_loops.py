@@ -1,6 +1,6 @@
-"""Following intervals through loops.
+"""Follows intervals through loops.
 
-A loop is run step by step where it is short or its end is known; else its carried values are
+A loop is run step by step if it is short or its end is known. Otherwise its carried values are
 widened until no step changes them (P. Cousot, R. Cousot, "Abstract interpretation", POPL 1977), and
 narrowed by the condition of a `while` and by the length of a `scan` that adds to them.
 """
@@ -19,28 +19,28 @@ from ..transforms._shared import Address
 from ._intervals import Interval, anything, hull, is_integer, limits, of_value, summed
 
 Follower = Any
-"""Who follows intervals through a jaxpr: that of `_interval_forms`, which imports this file."""
+"""The follower of `_interval_forms`, which imports this file."""
 
 STEPS = 128
-"""Steps of a loop that are followed one by one."""
+"""Maximum number of steps of a loop that are followed one by one."""
 
 _NOWHERE = -3
-"""Part of an address that no site has."""
+"""A part of an address that no site has."""
 
 _TRIES = 3
-"""Steps after which what still grows is widened."""
+"""Number of steps after which values that still grow are widened."""
 
 Step = Callable[..., list[Interval]]
-"""One step of a loop: from who follows it and what is carried, what is carried on, and more."""
+"""One step of a loop: from the follower and the carried values to the next ones and others."""
 
 
 def literal(atom: Any) -> Interval:
-    """Returns the interval of a constant that is written into an equation."""
+    """Returns the interval of a literal in an equation."""
     return of_value(np.asarray(atom.val, atom.aval.dtype))
 
 
 def makers(body: Any) -> Callable[[Any], Eqn | None]:
-    """Returns a function from a value inside an open jaxpr to the equation that it comes from."""
+    """Returns a function from a value inside an open jaxpr to the equation that computes it."""
     made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     return lambda atom: None if _compat.is_literal(atom) else made.get(atom)
 
@@ -71,12 +71,12 @@ def scan(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> list[In
         seen.append([x.hull_only() for x in results[count:]])
         pairs = zip(before, state, strict=True)
         if not any(x.is_known for x in stacks) and all(a.holds(b) for a, b in pairs):
-            break  # and so do all steps that follow
+            break  # all later steps do the same
     return [*state, *(hull(parts) for parts in zip(*seen, strict=True))]
 
 
 def _slice(x: Interval, i: int) -> Interval:
-    """Returns a step's slice of what a scan steps over."""
+    """Returns the slice for one step of an array that a scan steps over."""
     if x.value is None:
         return x.hull_only()
     q = x.codes
@@ -88,7 +88,7 @@ def _slice(x: Interval, i: int) -> Interval:
 def _invariant(
     self: Follower, step: Step, start: list[Interval], fixed: Sequence[int], body: Any
 ) -> list[Interval]:
-    """Returns carried values that hold before every step."""
+    """Returns intervals of the carried values that hold before every step."""
     body, _ = _compat.open_jaxpr(body)
     state = [x if i in fixed else x.hull_only() for i, x in enumerate(start)]
     tries = 0
@@ -122,7 +122,7 @@ def _counted(
     at: int,
     length: int,
 ) -> list[Interval]:
-    """Narrows carried integers to which each step adds: `length - 1` times before the last."""
+    """Narrows carried integers that each step increments: `length - 1` times before the last."""
     body, _ = _compat.open_jaxpr(body)
     made = makers(body)
     found = {}
@@ -142,7 +142,7 @@ def _counted(
 
 
 def _unchanged(body: Any, consts: int, count: int) -> list[int]:
-    """Returns which carried values a loop hands on as they are."""
+    """Returns which carried values a loop passes on unchanged."""
     body, _ = _compat.open_jaxpr(body)
     return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
 
@@ -176,15 +176,15 @@ def while_loop(self: Follower, eqn: Eqn, xs: list[Interval], here: Address) -> l
 
 
 def _where_true(condition: Any, args: list[Interval]) -> list[Interval]:
-    """Narrows the operands of a condition to where it holds: comparisons of integers among them,
-    joined by `and`.
+    """Narrows the operands of a condition under the assumption that it holds. It consists of
+    comparisons of integers joined by `and`.
     """
     body, _ = _compat.open_jaxpr(condition)
     made = makers(body)
     env = dict(zip(body.invars, args, strict=True))
 
     def source(atom: Any) -> Any:
-        """Looks through conversions that change no number, as of a weak type."""
+        """Looks through conversions that do not change values, such as those of weak types."""
         eqn = made(atom)
         if eqn is None or eqn.primitive.name != "convert_element_type":
             return atom

@@ -1,4 +1,4 @@
-"""What is noted while intervals are followed: overflows, primitives without a rule, sites."""
+"""Records of following intervals: overflows, primitives without a rule, sites."""
 
 import dataclasses
 import pathlib
@@ -7,20 +7,20 @@ from typing import Any
 from .._compat import Eqn
 
 _JQX = str(pathlib.Path(__file__).parents[1])
-"""Where the code of jqx lies, which takes bytes of numbers, and wraps around, on purpose."""
+"""Folder of the code of jqx, which splits numbers into bytes and wraps around on purpose."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """An integer result that its dtype may not hold.
+    """An integer result that its dtype may not be able to hold.
 
     Attributes:
-      primitive: what computes it.
-      line: the line of code that it was traced from.
-      dtype: of the result.
-      low: the least that the result may be in exact arithmetic; minus infinity where a float
-        without bounds becomes an integer.
-      high: the most.
+      primitive: the primitive that computes it.
+      line: the source line that it was traced from.
+      dtype: dtype of the result.
+      low: the minimum of the result in exact arithmetic; minus infinity if an unbounded float
+        becomes an integer.
+      high: the maximum.
     """
 
     primitive: str
@@ -32,12 +32,12 @@ class Overflow:
 
 @dataclasses.dataclass
 class Notes:
-    """Gathers what is found; of an equation that is met several times, the hull.
+    """Collects findings; an equation that is followed several times has the union of its intervals.
 
     Attributes:
-      overflows: by equation.
-      unknown: a line of code for each primitive without a rule.
-      sites: what is known of each site that is reached, by address.
+      overflows: overflows by equation.
+      unknown: a source line for each primitive without a rule.
+      sites: findings for each site that is reached, by address.
     """
 
     overflows: dict[int, Overflow] = dataclasses.field(default_factory=dict)
@@ -45,7 +45,7 @@ class Notes:
     sites: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def overflow(self, eqn: Eqn, line: str, low: Any, high: Any) -> None:
-        """Notes that a result leaves the range of its dtype, but where jqx itself computes it."""
+        """Records that a result leaves the range of its dtype, except in the code of jqx itself."""
         if line.startswith(_JQX):
             return
         old = self.overflows.get(id(eqn))

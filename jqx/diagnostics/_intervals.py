@@ -1,7 +1,7 @@
-"""Interval arithmetic: what all elements of an array lie in, and the array where it is known.
+"""Interval arithmetic: bounds of all elements of an array, and the array itself if it is known.
 
-Ends of integers are exact Python integers; ends of floats are float64, widened by what rounding to
-the dtype of a result may add. A NaN lies in every interval.
+Bounds of integers are exact Python integers. Bounds of floats are float64, widened by the possible
+rounding error of the dtype of a result. Every interval includes NaN.
 
 Source: R. E. Moore, "Interval Analysis", 1966.
 """
@@ -18,19 +18,19 @@ from .._compat import Eqn
 from ..tensor import QTensor
 
 ULPS = 4
-"""What a function such as `tanh` may be off, in units of the last place."""
+"""Maximum error of a function such as `tanh`, in units of the last place."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interval:
-    """What all elements of an array lie in.
+    """Bounds of all elements of an array.
 
     Attributes:
-      low: the least that an element may be.
-      high: the most.
-      value: the array, where it is known.
-      codes: the same quantized, where it is a weight of the plan.
-      about: of `x < n` and `x + n` with a number `n`: the primitive, `x`, `n` and the equation.
+      low: the minimum of an element.
+      high: the maximum.
+      value: the array, if it is known.
+      codes: the quantized array, if it is a weight of the plan.
+      about: for `x < n` and `x + n` with a number `n`: the primitive, `x`, `n` and the equation.
     """
 
     low: Any
@@ -41,7 +41,7 @@ class Interval:
 
     @property
     def is_known(self) -> bool:
-        """Whether all elements are; of a float zero the sign is not."""
+        """Whether all elements are known; the sign of a float zero is not."""
         one = self.low == self.high and (isinstance(self.low, int) or self.low != 0)
         return self.value is not None or one
 
@@ -55,11 +55,11 @@ class Interval:
         return Interval(self.low, self.high)
 
     def with_zero(self) -> "Interval":
-        """Returns the interval of any part of the array, and of zeros."""
+        """Returns the interval of any part of the array, with zeros added."""
         return Interval(min(self.low, 0), max(self.high, 0))
 
     def holds(self, other: "Interval") -> bool:
-        """Whether all that the other may be lies in this one."""
+        """Returns whether this interval contains another."""
         if self.value is not None and self.value is not other.value:
             return False
         return self.low <= other.low and other.high <= self.high
@@ -69,8 +69,8 @@ ANY = Interval(-math.inf, math.inf)
 
 
 class Bounds(NamedTuple):
-    """The ends of a result in exact arithmetic, and by how many units of the last place of which
-    magnitude rounding may move them.
+    """Bounds of a result in exact arithmetic, and the rounding error that may move them: a number
+    of units in the last place, and of which magnitude.
     """
 
     low: Any
@@ -81,18 +81,18 @@ class Bounds(NamedTuple):
 
 Result = Bounds | Interval | list[Interval]
 Rule = Callable[[Eqn, Sequence[Interval]], Result]
-"""From an equation and the intervals of its operands: ends to be rounded, or whole intervals. That
-they are exact, or that an integer dtype holds them, is for the caller.
+"""From an equation and the intervals of its operands to bounds that are still to be rounded, or to
+final intervals. The caller checks whether an integer dtype holds them.
 """
 
 
 def roughly(low: Any, high: Any) -> Bounds:
-    """The ends of a result that is rounded by itself."""
+    """Returns the bounds of a result that is rounded once."""
     return Bounds(low, high, ULPS * abs(low), ULPS * abs(high))
 
 
 def is_integer(dtype: Any) -> bool:
-    """Whether ends of a dtype are integers: of booleans too."""
+    """Returns whether bounds of a dtype are integers; also for booleans."""
     return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
@@ -112,17 +112,17 @@ def dtype_of(eqn: Eqn) -> Any:
 
 
 def any_of(eqn: Eqn, xs: Sequence[Interval] = ()) -> list[Interval]:
-    """Anything that the dtypes hold: all that can be said of random bits."""
+    """Returns the full range of each result's dtype, for example for random bits."""
     return [anything(v.aval) for v in eqn.outvars]
 
 
 def anything(aval: Any) -> Interval:
-    """Returns the interval of an array of which the dtype alone is known."""
+    """Returns the interval of an array of which only the dtype is known."""
     return Interval(*limits(aval.dtype))
 
 
 def of_value(x: Any) -> Interval:
-    """Returns the interval of an array that is known."""
+    """Returns the interval of a known array."""
     if not (is_integer(x.dtype) or jnp.issubdtype(x.dtype, jnp.floating)):
         return ANY  # complex, or a random key
     values = wide(x)
@@ -136,7 +136,7 @@ def of_value(x: Any) -> Interval:
 
 
 def wide(x: Any) -> np.ndarray:
-    """Returns an array in a dtype in which its sums and products are exact, or float64."""
+    """Returns an array in a dtype in which its sums and products are exact, or in float64."""
     x = np.asarray(x)
     if not is_integer(x.dtype):
         return x.astype(np.float64)
@@ -144,13 +144,13 @@ def wide(x: Any) -> np.ndarray:
 
 
 def least(*xs: Any) -> Any:
-    """Returns the least of arrays and numbers; of what has no sign, minus infinity."""
+    """Returns the minimum of arrays and numbers; minus infinity if there is a NaN."""
     found = [x.min() if isinstance(x, np.ndarray) else x for x in xs]
     return -math.inf if any(x != x for x in found) else _plain(min(found))
 
 
 def most(*xs: Any) -> Any:
-    """Returns the most of arrays and numbers; of what has no sign, infinity."""
+    """Returns the maximum of arrays and numbers; infinity if there is a NaN."""
     found = [x.max() if isinstance(x, np.ndarray) else x for x in xs]
     return math.inf if any(x != x for x in found) else _plain(max(found))
 
@@ -160,7 +160,7 @@ def _plain(x: Any) -> Any:
 
 
 def times(a: Any, b: Any) -> Any:
-    """Returns a product, 0 where a factor is 0: an infinite end is a number that has no bound."""
+    """Returns a product, 0 if a factor is 0: infinite bounds mean unbounded finite numbers."""
     if isinstance(a, int) and isinstance(b, int):
         return a * b
     with np.errstate(all="ignore"):
@@ -169,13 +169,13 @@ def times(a: Any, b: Any) -> Any:
 
 
 def corners(f: Callable[[Any, Any], Any], a: Interval, b: Interval) -> tuple[Any, Any]:
-    """Returns the ends of a function of two arrays that is monotone in each of them."""
+    """Returns the bounds of a function of two arrays that is monotone in each of them."""
     values = [f(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     return least(*values), most(*values)
 
 
 def hull(parts: Iterable[Interval]) -> Interval:
-    """Returns the interval of what is one of several."""
+    """Returns the interval of a value that is one of several."""
     first, *rest = parts
     if all(part is first for part in rest):
         return first
@@ -185,14 +185,14 @@ def hull(parts: Iterable[Interval]) -> Interval:
 
 
 def summed(x: Interval, count: int) -> Bounds:
-    """Returns the ends of a sum of `count` elements."""
+    """Returns the bounds of a sum of `count` elements."""
     ends = times(count, x.low), times(count, x.high)
     return _with_errors(*ends, x, count, times(count, x.largest))
 
 
 def _with_errors(low: Any, high: Any, term: Interval, count: int, size: Any) -> Bounds:
-    """Returns the ends of a sum whose terms have no more than a size together: each of them may be
-    rounded as often as there are terms; where they have one sign, so has the sum.
+    """Returns the bounds of a sum whose terms have a bounded total magnitude. Each term may be
+    rounded as often as there are terms. If all terms have one sign, so does the sum.
     """
     if term.low >= 0 or term.high <= 0:
         return Bounds(low, high, times(count, abs(low)), times(count, abs(high)))
@@ -205,17 +205,17 @@ def sum_of_products(
     axes: tuple[Sequence[int], Sequence[int]],
     sizes: Sequence[int],
 ) -> Bounds:
-    """Returns the ends of a contraction, the widest of all its results.
+    """Returns the bounds of a contraction, the widest of all its results.
 
-    With an operand `w` that is known, each result has ends of its own, which are attained:
+    With a known operand `w`, each result has its own bounds, which are attained:
 
         high  =  sum max(w low, w high)  =  high sum max(w, 0) + low sum min(w, 0)
 
     Args:
       lhs: left operand.
       rhs: right operand.
-      axes: contracted axes of either.
-      sizes: how many elements along each of them are summed: blocks are sums by themselves.
+      axes: contracted axes of each operand.
+      sizes: number of elements along each of them that are summed; blocks are separate sums.
     """
     count = math.prod(sizes)
     term = Interval(*corners(times, lhs, rhs))
@@ -241,7 +241,7 @@ def _block_sums(w: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.
 
 
 def rounded(bounds: Bounds, dtype: Any) -> Interval:
-    """Returns the interval of a float result of a dtype."""
+    """Returns the interval of a float result with a dtype."""
     info = jnp.finfo(dtype)
     eps, largest = float(info.eps), float(info.max)
     with np.errstate(all="ignore"):
@@ -253,6 +253,6 @@ def rounded(bounds: Bounds, dtype: Any) -> Interval:
 
 
 def flushed(low: float, high: float, dtype: Any) -> Interval:
-    """Returns the interval of floats: hardware may take for 0 what is less than normal."""
+    """Returns the interval of floats, in which hardware may flush subnormal numbers to 0."""
     tiny = float(jnp.finfo(dtype).tiny)
     return Interval(0.0 if 0 < low < tiny else low, 0.0 if -tiny < high < 0 else high)

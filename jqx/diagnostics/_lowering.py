@@ -1,4 +1,4 @@
-"""`lowering`: what a compiler makes of a function, for a machine that need not be there."""
+"""`lowering`: compiles a function for a machine that need not be present."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ class Lowering(Tabular):
     """A compiled function. Prints as a table, one row for each contraction.
 
     Attributes:
-      target: what it was compiled for.
-      contractions: of the optimized program, in order; those of a loop once.
-      memory: bytes of `argument`, `output`, `temp`, `alias` and `generated_code`, where the
-        compiler says.
-      cycles: what the compiler for TPUs expects all kernels to take, loops included, memory left
-        out; `None` on other targets, and where a loop runs until a condition fails.
+      target: the target it was compiled for.
+      contractions: contractions of the optimized program, in order; those of a loop once.
+      memory: bytes of `argument`, `output`, `temp`, `alias` and `generated_code`, if the compiler
+        reports them.
+      cycles: cycles that the TPU compiler estimates for all kernels, including loops, without
+        memory accesses; `None` on other targets, and if a loop runs until a condition fails.
       hlo: the text of the optimized program.
     """
 
@@ -37,11 +37,11 @@ class Lowering(Tabular):
 
     @property
     def temp_bytes(self) -> int:
-        """Bytes beside arguments and results; 0 where the compiler does not say."""
+        """Bytes in addition to arguments and results; 0 if the compiler does not report them."""
         return self.memory.get("temp", 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `json.dumps` takes; the text of the program left out."""
+        """Returns a dict for `json.dumps`, without the text of the program."""
         return {
             "target": self.target,
             "contractions": [contraction.to_dict() for contraction in self.contractions],
@@ -56,34 +56,35 @@ class Lowering(Tabular):
 
 @called("lowering", "pass the function and its arguments: jqx.lowering(f, params, x).")
 def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering:
-    """Compiles a function for a target, and returns what each of its contractions became.
+    """Compiles a function for a target, and returns the compiled form of each contraction.
 
-    Nothing runs, and no accelerator need be there: compilers for TPUs come with the extra
-    `aot-tpu`, that for NVIDIA GPUs with `aot-gpu`. Autotuning is off on the latter: what is fused
-    and which types are multiplied is as on the device, which library multiplies need not be.
+    Nothing runs, and no accelerator is needed: compilers for TPUs come with the extra `aot-tpu`,
+    the one for NVIDIA GPUs with `aot-gpu`. The latter runs without autotuning: fusions and the
+    types that are multiplied are the same as on the device, but the library that multiplies may
+    differ.
 
     Args:
-      f: any JAX function, such as one from `jqx.convert`. A jitted one is compiled as it is,
-        donation included; another is jitted.
-      *args: its arguments, of any shapes and dtypes: arrays, QTensors, or `jax.ShapeDtypeStruct` in
-        their place. Where they lie does not count: one device holds them all. For a function that
-        is not jitted, leaves that are no arrays are static.
+      f: any JAX function, such as one from `jqx.convert`. A jitted function is compiled as it is,
+        donation included; other functions are jitted first.
+      *args: its arguments, with any shapes and dtypes: arrays, QTensors, or `jax.ShapeDtypeStruct`
+        in their place. Their placement is ignored: one device holds them all. For a function that
+        is not jitted, leaves that are not arrays are static.
       target: `"cpu"`, `"h200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
 
     Returns:
-      A `Lowering`: for each contraction the types that are multiplied and those read from memory,
-      what runs it, whether codes were copied to memory in wider types first, whether it left the
-      matrix units, how often it runs; and memory and estimated cycles in total.
+      A `Lowering`. For each contraction it has the types that are multiplied and those read from
+      memory, what runs it, whether codes were first copied to memory in wider types, whether it
+      left the matrix units, and how often it runs; and memory and estimated cycles in total.
 
     Raises:
-      ValueError: the target is unknown.
-      ImportError: its compiler is not installed.
-      RuntimeError: its compiler cannot be loaded.
-      And what `f` raises when traced, and the compiler when it refuses.
+      ValueError: if the target is unknown.
+      ImportError: if its compiler is not installed.
+      RuntimeError: if its compiler cannot be loaded.
+      Also the errors of `f` when it is traced, and of the compiler.
 
-    Gradient: none; nothing is computed. NaN and infinities: likewise.
-    State: the devices of this process stay what they are. While a compiler is loaded, variables of
-      the environment that it asks for are set where they are absent, and removed again: for TPUs
+    Gradient: none; nothing is computed. NaN and infinity: the same.
+    State: the devices of this process do not change. While a compiler is loaded, environment
+      variables that it needs are set if they are absent, and then removed: for TPUs
       `TPU_SKIP_MDS_QUERY=1`, `TPU_WORKER_HOSTNAMES=localhost` and `ALLOW_MULTIPLE_LIBTPU_LOAD=1`,
       for GPUs `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`.
 
@@ -104,7 +105,7 @@ def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering
 
 
 def read_executable(executable: Any, target: str) -> Lowering:
-    """Reads what a compiled function runs."""
+    """Reads the contractions and costs of a compiled function."""
     text = executable.as_text()
     program = Program.parse(text)
     launched = kernels(program)

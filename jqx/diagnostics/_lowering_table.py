@@ -1,4 +1,4 @@
-"""A lowering as a table: every contraction, what it multiplies and what runs it."""
+"""A lowering as a table: what each contraction multiplies and what runs it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def lowering_table(lowering: Any) -> Table:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> Table:
-    """Returns a table whose every column holds text."""
+    """Returns a table whose columns all hold text."""
     return Table(tuple(head), tuple(map(tuple, rows)), footer, texts=len(head))
 
 
@@ -39,17 +39,17 @@ def short(op_name: str) -> str:
 
 
 def multiplied(c: Any) -> str:
-    """Returns the types of a contraction."""
+    """Returns the types that a contraction multiplies."""
     return f"{' x '.join(c.operands)} -> {c.result}" if c.operands else c.result
 
 
 def read(c: Any) -> str:
-    """Returns the dtypes that it reads."""
+    """Returns the dtypes that a contraction reads."""
     return " x ".join("+".join(dtypes) or "-" for dtypes in c.reads) or "-"
 
 
 def remarks(c: Any) -> str:
-    """Returns what is wrong with it."""
+    """Returns the problems of a contraction."""
     return "; ".join([*(f"writes {copy} first" for copy in c.widened), *filter(None, [c.left])])
 
 

@@ -1,4 +1,4 @@
-"""Names of tensors in pictures and on pages: their order, what they share, groups of layers."""
+"""Names of tensors in pictures and pages: order, common parts, groups of layers."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ _COMPONENT = re.compile(r"[/.]?[^/.\[]+|\[[^\]]*\]?|[/.]")
 
 
 class Group(NamedTuple):
-    """Rows that follow one another and belong together, such as those of one layer.
+    """Consecutive rows that belong together, such as those of one layer.
 
     Attributes:
-      name: what their names begin with; empty where they have nothing in common.
-      start: place of the first row.
-      stop: place behind the last.
+      name: common prefix of their names; empty if there is none.
+      start: index of the first row.
+      stop: index after the last row.
     """
 
     name: str
@@ -23,8 +23,8 @@ class Group(NamedTuple):
 
 
 def in_model_order(names: Sequence[str]) -> list[int]:
-    """Returns in which order names are shown: as given, which is that of the model; but numbers in
-    their natural order where names are sorted as text, as the keys of a dict are in JAX.
+    """Returns the order in which names are shown: the given order, which is that of the model; but
+    with numbers in natural order if the names are sorted as text, as JAX sorts the keys of a dict.
     """
     places = list(range(len(names)))
     if list(names) == sorted(names) or _components(names) == sorted(_components(names)):
@@ -47,8 +47,8 @@ def _runs(text: str) -> list[str]:
 
 
 def shared_ends(names: Sequence[str]) -> tuple[str, str]:
-    """Returns the beginning and the end that all names share, of whole components; empty where a
-    name would be left with nothing, or there is one.
+    """Returns the prefix and suffix of whole components that all names share; empty if a name would
+    be left empty, or there is only one name.
     """
     split = [_COMPONENT.findall(name) for name in names]
     if len(split) < 2:
@@ -58,7 +58,7 @@ def shared_ends(names: Sequence[str]) -> tuple[str, str]:
     while start < most and len({parts[start] for parts in split}) == 1:
         start += 1
     if start and any(parts[start].strip("/.[]").isdecimal() for parts in split):
-        start -= 1  # a number says little without the word before it
+        start -= 1  # a number needs the word before it
     end = 0
     while end < most - start and len({parts[-1 - end] for parts in split}) == 1:
         end += 1
@@ -67,15 +67,15 @@ def shared_ends(names: Sequence[str]) -> tuple[str, str]:
 
 
 def shortened(names: Sequence[str]) -> tuple[list[str], str]:
-    """Returns names without what all share, and that as a pattern: empty where it is nothing."""
+    """Returns names without their shared parts, and these as a pattern, which may be empty."""
     before, after = shared_ends(names)
     short = [name[len(before) : len(name) - len(after)].lstrip("/.") for name in names]
     return short, f"{before}{'/' * bool(before)}…{after}" if before or after else ""
 
 
 def groups_of(names: Sequence[str]) -> list[Group]:
-    """Returns names in groups: of those that follow each other and begin with the same layer, or,
-    where no number tells layers apart, with the same parent.
+    """Returns names in groups of consecutive names that begin with the same layer, or with the same
+    parent if there are no layer numbers.
     """
     found: list[Group] = []
     for place, name in enumerate(names):
@@ -90,7 +90,7 @@ def groups_of(names: Sequence[str]) -> list[Group]:
 def _group(name: str) -> str:
     *parts, last = _COMPONENT.findall(name) or [""]
     if last.strip("/.").isdecimal():
-        return ""  # a number alone is no name
+        return ""  # a number alone is not a name
     for i, part in enumerate(parts):
         if any(map(str.isdecimal, part)):
             return "".join(parts[: i + 1])
@@ -98,12 +98,12 @@ def _group(name: str) -> str:
 
 
 def within(name: str, group: str) -> str:
-    """Returns what is left of a name in its group."""
+    """Returns the rest of a name within its group."""
     return name[len(group) :].lstrip("/.")
 
 
 def cut(text: str, most: int = 44) -> str:
-    """Returns text of at most so many characters: of what is longer, the beginning and the end."""
+    """Returns text of at most `most` characters: the start and end of longer text."""
     if len(text) <= most:
         return text
     end = 2 * most // 3

@@ -1,5 +1,5 @@
-"""Parts of an HTML page: no script, nothing from elsewhere, light and dark, on desks and phones.
-Text given to these functions is escaped by them.
+"""Parts of an HTML page without scripts and external resources, for light and dark mode, desktops
+and phones. These functions escape the text passed to them.
 """
 
 import html
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from ._table import Table
 
 OPEN = 15
-"""How many rows of a list are shown unfolded."""
+"""Number of rows of a list that are shown unfolded."""
 
 MOST = 2000
-"""How many rows a page has of a list at all."""
+"""Maximum number of rows of a list on a page."""
 
 _STYLE = """
 :root{color-scheme:light dark;--back:#fff;--card:#f4f6f8;--ink:#1d2329;--soft:#5b6670;
@@ -84,12 +84,12 @@ class Row(NamedTuple):
     """A row of a list of bars.
 
     Attributes:
-      name: what it is of.
-      value: as text.
-      share: how long its bar is, from 0 to 1.
-      what: more about it.
-      faults: what is wrong with it.
-      mark: where a mark stands on its bar, from 0 to 1.
+      name: name of the row.
+      value: value as text.
+      share: length of its bar, from 0 to 1.
+      what: further description.
+      faults: problems.
+      mark: position of a mark on its bar, from 0 to 1.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Row(NamedTuple):
 
 
 def text(value: object) -> str:
-    """Returns text for HTML."""
+    """Returns escaped text for HTML."""
     return html.escape(str(value))
 
 
 def page(title: str, body: str) -> str:
-    """Returns a whole page of what stands in its body."""
+    """Returns a whole page with this body."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -126,7 +126,7 @@ def note(*lines: str, kind: str = "soft") -> str:
 
 
 def cards(entries: Iterable[tuple[str, str, str]]) -> str:
-    """Returns cards, each of what is counted, how much it is, and a remark."""
+    """Returns cards, each with a name, a value and a remark."""
     inside = "".join(
         f'<div class="card"><span>{text(name)}</span><b>{text(value)}</b>'
         f"<span>{text(remark)}</span></div>"
@@ -138,12 +138,12 @@ def cards(entries: Iterable[tuple[str, str, str]]) -> str:
 def stacks(
     rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[str], colors: Sequence[str]
 ) -> str:
-    """Returns bars of parts, one below the other on one scale, and what the colours stand for.
+    """Returns stacked bars, one below the other on one scale, and a legend of the colours.
 
     Args:
-      rows: what each is of, its parts, and their sum as text.
-      names: of parts.
-      colors: of parts.
+      rows: name, parts, and sum as text of each bar.
+      names: names of the parts.
+      colors: colours of the parts.
     """
     most = max((sum(parts) for _, parts, _ in rows), default=0) or 1.0
     inside = ""
@@ -160,7 +160,7 @@ def stacks(
 
 
 def key(entries: Iterable[tuple[str, str]], line: str = "") -> str:
-    """Returns what colours stand for, and a line where there is one."""
+    """Returns a legend of colours, and of a line if there is one."""
     inside = "".join(
         f'<span><i style="background:{color}"></i>{text(name)}</span>' for name, color in entries
     )
@@ -170,7 +170,7 @@ def key(entries: Iterable[tuple[str, str]], line: str = "") -> str:
 
 
 def bars(rows: Sequence[Row], what: str, shown: int = OPEN) -> str:
-    """Returns a list of bars; of a long one the first rows, and the others folded."""
+    """Returns a list of bars; for a long list, the first rows, and the others folded."""
     found = f'<ol class="bars">{"".join(map(_bar, rows[:shown]))}</ol>'
     rest = rows[shown:MOST]
     if rest:
@@ -198,7 +198,7 @@ def _part(x: float) -> float:
 
 
 def grid(table: Table, *, wrap: bool = False) -> str:
-    """Returns a table that scrolls, with its footer; with long cells in lines, if so wanted."""
+    """Returns a scrollable table with its footer; long cells can be wrapped."""
     rows = table.rows[:MOST]
     head = _cells("th", table.head, table.texts)
     body = "".join(
@@ -226,5 +226,5 @@ def folded(title: str, inside: str) -> str:
 
 
 def code(lines: str) -> str:
-    """Returns lines of a program, or what it prints."""
+    """Returns lines of a program, or its output."""
     return f"<pre>{text(lines)}</pre>"

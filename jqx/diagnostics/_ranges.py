@@ -1,4 +1,4 @@
-"""`ranges`: what the accumulators of a function may become, found without running it."""
+"""`ranges`: bounds of the accumulators of a function, found without running it."""
 
 import dataclasses
 import math
@@ -30,19 +30,19 @@ from ._intervals import Interval, anything, flushed, is_integer, limits, of_valu
 from ._table import Table, Tabular, finite
 
 Bound = tuple[float, float]
-"""The least and the largest that the elements of an argument may be."""
+"""The minimum and the maximum of the elements of an argument."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranges(Tabular):
-    """What `ranges` found. Prints as a table; `to_dict`, `to_markdown` give it as data and text.
+    """The result of `ranges`. Prints as a table; `to_dict` and `to_markdown` return data and text.
 
     Attributes:
       sites: an accumulator for each site, in the order of the plan.
-      overflows: integer results, of the function itself, that their dtype may not hold.
-      unknown: a line of code for each primitive that has no rule: its results may be anything that
-        their dtype holds.
-      results: the least and the largest of each array that the function returns.
+      overflows: integer results of the function itself that their dtype may not be able to hold.
+      unknown: a source line for each primitive without a rule: its results may have any value of
+        their dtype.
+      results: the minimum and the maximum of each array that the function returns.
     """
 
     sites: tuple[Accumulator, ...]
@@ -77,7 +77,7 @@ class Ranges(Tabular):
         return Table((*head, "of int32", "jqx sums in"), tuple(rows), footer, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as what `json.dumps` takes; infinite values as `None`."""
+        """Returns a dict for `json.dumps`; infinite values are `None`."""
         sites = [
             {**dataclasses.asdict(x), "bits": x.bits, "dtype": x.dtype, "used": x.used}
             for x in self.sites
@@ -98,36 +98,37 @@ def ranges(
     *,
     bounds: Mapping[int | str, Any] | None = None,
 ) -> Callable[..., Ranges]:
-    """Returns a function that finds how large the accumulators of `f` may become, at each site and
-    in its own integer arithmetic. Nothing is run: intervals are followed through its jaxpr.
+    """Returns a function that bounds the accumulators of `f` at each site, and its own integer
+    arithmetic. Nothing is run: intervals are followed through its jaxpr.
 
-    Weights are known, channel by channel; other arguments may be anything that their dtype holds,
-    or lie within `bounds`. The ends of one contraction are attained by some operands; further down
-    they may be too wide, since an interval does not tell that two values belong together. So what
-    is said to fit does fit, and what may overflow need not: say more with `bounds`, or `affines`.
+    Weights are known, channel by channel. Other arguments may have any value of their dtype, or lie
+    within `bounds`. The bounds of one contraction are attained by some operands; later bounds may
+    be too wide, since intervals do not represent dependencies between values. So a result that is
+    reported to fit does fit, but a reported overflow may be impossible: pass `bounds` or `affines`
+    to narrow the intervals.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      affines: scales from `jqx.affines`; without them the codes of an activation may be any that
-        have its sign.
-      bounds: by position or name of an argument that holds no weights, the `(low, high)` of its
-        elements, or a pytree of such pairs that is a prefix of the argument.
+      affines: scales from `jqx.affines`; without them an activation may have any codes with its
+        sign.
+      bounds: the `(low, high)` of the elements of an argument without weights, keyed by its
+        position or name, or a pytree of such pairs that is a prefix of the argument.
 
     Returns:
-      `found(*args, **kwargs) -> Ranges`. Arguments may be of `jax.ShapeDtypeStruct`; the codes of
-      abstract weights may be any. Only the shapes of other arguments are read.
+      `found(*args, **kwargs) -> Ranges`. Arguments may be `jax.ShapeDtypeStruct`; abstract weights
+      may have any codes. Only the shapes of other arguments are used.
 
     Raises:
-      TypeError: `f` is no function, `plan` no plan, or `bounds` no mapping.
-      ValueError: the plan was made for another function, `affines` does not fit it, `bounds` names
-        no argument or one of weights, or does not fit it, or a weight is traced.
+      TypeError: if `f` is not a function, `plan` is not a plan, or `bounds` is not a mapping.
+      ValueError: if the plan was made for another function, `affines` does not fit it, `bounds`
+        does not fit an argument, names none or one of weights, or a weight is traced.
 
-    NaN, infinity: nothing is said of NaN. A float without bounds has infinite ends.
-    Rounding: ends of floats are widened by what rounding to the dtype of each result may add; a TPU
-      that multiplies float32 as bfloat16 may go beyond. Sums of codes are exact.
-    Integers: a final result counts, since partial sums that wrap around do no harm. The arithmetic
-      inside jqx, which wraps around on purpose, is not listed.
+    NaN, infinity: nothing is stated about NaN. A float without bounds has infinite bounds.
+    Rounding: bounds of floats are widened by the possible rounding error of the dtype of each
+      result. A TPU that multiplies float32 as bfloat16 may exceed them. Sums of codes are exact.
+    Integers: only final results count, since partial sums that wrap around do no harm. The
+      arithmetic inside jqx, which wraps around on purpose, is not listed.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -144,9 +145,9 @@ def ranges(
         bounds is None or isinstance(bounds, Mapping),
         error=TypeError,
         function="diagnostics.ranges",
-        problem="`bounds` is no mapping.",
+        problem="`bounds` is not a mapping.",
         given=f"an object of type {type(bounds).__name__}",
-        expected="positions or names of arguments, and what their elements lie in",
+        expected="positions or names of arguments, and the ranges of their elements",
         mend="pass for example bounds={1: (0.0, 1.0)}.",
     )
 
@@ -175,7 +176,7 @@ def _leaves(
     kwargs: Mapping[str, Any],
     bounds: Mapping[int | str, Any],
 ) -> list[Interval]:
-    """Returns what is known of each array among the arguments."""
+    """Returns the intervals of the arrays among the arguments."""
     positions = (plan.params,) if isinstance(plan.params, int) else plan.params
     named = {**dict(enumerate(args)), **kwargs}
     rest = [name for name in named if name not in positions]
@@ -202,7 +203,7 @@ def _leaves(
 
 
 def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Interval:
-    """Returns a parameter that is known: a weight of the plan as its codes have it."""
+    """Returns a known parameter: a weight of the plan with the values of its codes."""
     arrays = jax.tree.leaves(x)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
         return anything(x)
@@ -213,7 +214,7 @@ def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]
         problem=f"the parameter {path!r} is traced, so that its values are not known.",
         given="a call under jax.jit, or another transformation",
         expected="arrays, or jax.ShapeDtypeStructs for weights that may be anything",
-        mend="call it outside of jax.jit.",
+        mend="call it outside jax.jit.",
     )
     weight = plan.weight_at(path)
     q = x if is_quantized(x) else None
@@ -231,7 +232,7 @@ def _is_pair(x: Any) -> bool:
 
 
 def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
-    """Returns the ends of each array of an argument."""
+    """Returns the bounds of each array of an argument."""
     leaves = jax.tree.leaves(argument, is_leaf=is_quantized)
     try:
         whole = jax.tree.broadcast(bounds, argument, lambda x: _is_pair(x) or is_quantized(x))
@@ -261,7 +262,7 @@ def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
         least <= low and high <= largest,
         error=ValueError,
         function="diagnostics.ranges",
-        problem=f"`bounds` of the argument {name!r} are beyond its dtype.",
+        problem=f"`bounds` of the argument {name!r} exceed its dtype.",
         given=f"{pair} for {x.dtype}",
         expected=f"at least {least} and at most {largest}",
         mend="pass bounds that the dtype holds.",

@@ -1,4 +1,4 @@
-"""`report`: what a plan does to the weights, in numbers."""
+"""`report`: the effect of a plan on the weights, in numbers."""
 
 import dataclasses
 import math
@@ -19,15 +19,15 @@ from ._weights import WeightError, measure
 
 @dataclasses.dataclass(frozen=True)
 class Report(Tabular):
-    """What `report` found. Prints as a table; in a notebook too.
+    """The result of `report`. Prints as a table, also in a notebook.
 
     Attributes:
-      weights: what quantization does to each weight, in the order of the plan.
-      kept: bytes of the parameters that stay as they are.
-      sites: how many contractions are quantized.
-      skipped: how many are not.
-      macs: share of the multiply-adds that is quantized; NaN where a size was symbolic.
-      codes: the algorithm of `jqx.ptq` that chose the codes; empty where that is not known.
+      weights: the effect of quantization on each weight, in the order of the plan.
+      kept: bytes of the parameters that are not quantized.
+      sites: number of contractions that are quantized.
+      skipped: number of contractions that are not.
+      macs: share of the multiply-adds that is quantized; NaN if a size was symbolic.
+      codes: the algorithm of `jqx.ptq` that chose the codes; empty if it is not known.
     """
 
     weights: tuple[WeightError, ...]
@@ -56,7 +56,7 @@ class Report(Tabular):
 
     @property
     def faults(self) -> tuple[WeightError, ...]:
-        """The weights with groups that stand for zeros alone, or with values that are clipped."""
+        """The weights with clipped values, or with groups in which all codes mean zero."""
         return tuple(weight for weight in self.weights if weight.dead or weight.clipped)
 
     def table(self) -> Table:
@@ -102,7 +102,7 @@ class Report(Tabular):
         return Table(head, tuple(rows), footer, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as what `json.dumps` takes; infinite and NaN values as `None`."""
+        """Returns a dict for `json.dumps`; infinite and NaN values are `None`."""
         totals = {
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -113,17 +113,17 @@ class Report(Tabular):
 
 @called("report", "pass the plan first: jqx.report(plan, params).")
 def report(plan: Plan, params: Any) -> Report:
-    """Returns what a plan does to the weights: format, bits, bytes, range, error.
+    """Returns the effect of a plan on the weights: format, bits, bytes, range, error.
 
     Args:
       plan: from `make_plan`.
-      params: the float parameters that it was made for; a tuple of arguments where it was made with
-        several. They are quantized here, one after the other; those that are `jqx.interop.Lazy`
-        are read for that, and dropped.
+      params: the float parameters that it was made for; a tuple of arguments if there are several.
+        They are quantized here one at a time; `jqx.interop.Lazy` ones are read for that, and then
+        dropped.
 
     Raises:
-      TypeError: `plan` is no `Plan`.
-      ValueError: a parameter is missing, quantized already, or abstract.
+      TypeError: if `plan` is not a `Plan`.
+      ValueError: if a parameter is missing, quantized already, or abstract.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -139,7 +139,7 @@ def report(plan: Plan, params: Any) -> Report:
 
 
 def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
-    """Returns what quantization did to the weights; `quantize` returns them quantized."""
+    """Returns the effect of quantization on the weights; `quantize` returns the quantized ones."""
     leaves = _named(plan, params)
     abstract = [path for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     require_that(
@@ -147,7 +147,7 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
         error=ValueError,
         function="report",
         problem="the parameters have no values.",
-        given=f"shapes alone for {', '.join(map(repr, abstract[:4]))}",
+        given=f"only shapes for {', '.join(map(repr, abstract[:4]))}",
         expected="float arrays",
         mend="pass the parameters, or print the plan, which needs no values.",
     )
@@ -169,8 +169,8 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
 
 
 def _named(plan: Plan, params: Any) -> list[tuple[str | None, Any]]:
-    """Returns the leaves of parameters with their paths, which start with the position where there
-    are several arguments; `None` for what is no weight.
+    """Returns the leaves of parameters with their paths, which start with the position if there are
+    several arguments; `None` for leaves that are not weights.
     """
     named = named_leaves("report", rooted(plan.params, params), plan)
     return [(path, x) for path, x in named if is_quantized(x) or is_array(x)]

@@ -1,4 +1,4 @@
-"""Formats in a few words: those of sites, and those of weights as pictures name them."""
+"""Short names of formats: those of sites, and those of weights in pictures."""
 
 import re
 
@@ -13,7 +13,7 @@ def scheme_of_site(site: Site) -> str:
 
 
 def short_scheme(scheme: str) -> str:
-    """Returns a scheme with blocks along one axis as groups: `int4 per_group(32)`."""
+    """Returns a scheme in which blocks along one axis are groups: `int4 per_group(32)`."""
 
     def grouped(found: re.Match[str]) -> str:
         sizes = [part.split(":")[1].strip() for part in found[1].split(",") if ":" in part]

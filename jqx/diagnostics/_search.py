@@ -1,4 +1,4 @@
-"""`search`: which scheme for which weight, so that the error is least within a budget."""
+"""`search`: a scheme for each weight, such that the error is minimal within a budget."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,41 +15,41 @@ from ._table import Table, Tabular
 from ._weights import bits_of
 
 FLOAT = "float"
-"""Name of the scheme that leaves a weight as it is."""
+"""Name of the scheme that leaves a weight in float."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """A budget: at most so many bytes for the weights of the plan, with their scales."""
+    """A budget: the maximum number of bytes of the weights of the plan, with their scales."""
 
     limit: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """A budget: at most so many bits for a weight of the plan, with its scales, on average."""
+    """A budget: the maximum mean bits per weight of the plan, with its scales."""
 
     limit: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """A budget: at most so large a metric."""
+    """A budget: the maximum of the metric."""
 
     limit: float
 
 
 _MEASURED = 8
-"""How many of the assignments that are predicted best are measured."""
+"""Number of the assignments with the best predictions that are measured."""
 
 
 class Point(NamedTuple):
-    """One assignment of the front: no other has fewer bytes and less error.
+    """One assignment of the front: no other has both fewer bytes and less error.
 
     Attributes:
-      bytes: of the weights of the plan, with their scales.
-      error: the sum of the costs of its parts.
-      schemes: for each unit, in order.
+      bytes: bytes of the weights of the plan, with their scales.
+      error: sum of the costs of the parts.
+      schemes: scheme of each unit, in order.
     """
 
     bytes: float
@@ -59,19 +59,19 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Assignment(Tabular):
-    """What `search` found. Prints as a table.
+    """The result of `search`. Prints as a table.
 
     Attributes:
-      policy: rules for each path, and nothing else.
+      policy: a policy with a rule for each path only.
       schemes: name of the scheme of each path.
-      bytes: of the weights of the plan, with their scales, packed.
-      bits: of a weight of the plan, with its scales, on average.
-      predicted: the sum of the costs of its parts; where a candidate on all weights is best, or of
-        a greedy search, the metric of the whole.
-      measured: the metric of the whole.
+      bytes: bytes of the weights of the plan, with their scales, packed.
+      bits: bits per weight of the plan, with their scales, on average.
+      predicted: sum of the costs of the parts; for one candidate on all weights, or a greedy
+        search, the metric of the whole.
+      measured: metric of the whole.
       uniform: bytes and measured metric of each candidate on all paths.
-      front: the best assignments of any number of bytes, by their predicted error; of a greedy
-        search those on its way.
+      front: the best assignments for any number of bytes, by predicted error; for a greedy search,
+        its intermediate assignments.
     """
 
     policy: Policy
@@ -99,7 +99,7 @@ class Assignment(Tabular):
         return Table(("path", "scheme"), tuple(rows), "; ".join(parts), texts=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as what `json.dumps` takes, without the policy."""
+        """Returns a dict for `json.dumps`, without the policy."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         front = [point._asdict() for point in self.front]
         return {**fields, "front": front, "policy": [str(rule) for rule in self.policy.rules]}
@@ -116,41 +116,42 @@ def search(
     steps: bool = False,
     progress: bool = True,
 ) -> Callable[..., Assignment]:
-    """Returns a function that gives each weight one of several schemes, within a budget.
+    """Returns a function that assigns one of several schemes to each weight, within a budget.
 
-    A weight that is split, because rules select steps of a scan over it, is as many weights as it
-    has parts: each gets a scheme of its own.
+    A weight that is split, because rules select steps of a scan over it, counts as one weight for
+    each part; each part gets its own scheme.
 
-    Costs are measured one weight at a time. Where they add up, `additive=True`, the assignment is
-    the best one: all assignments that no other beats in bytes and error are built up, weight by
-    weight (the multiple-choice knapsack, by dynamic programming). Of those that are predicted best,
-    and of the candidates on all weights, the one that is best when measured is taken.
-    `additive=False` starts with the fewest bytes for every weight and measures the whole function
-    at each step: it takes the change that gains most for its bytes until the budget is met.
+    Costs are measured one weight at a time. If they add up, `additive=True`, the assignment is
+    optimal: all assignments that no other beats in bytes and error are built weight by weight (the
+    multiple-choice knapsack problem, by dynamic programming). Those with the best predictions, and
+    each candidate on all weights, are measured, and the best one is returned. `additive=False`
+    starts with the fewest bytes for every weight and measures the whole function at each step. It
+    makes the change with the largest gain per byte until the budget is met.
 
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`, or a `Policy` to plan the call with: its weights are those that are searched.
-      candidates: policies by name; of each the rule that matches a weight is its scheme there. A
-        weight that a candidate does not quantize is in float under it. `"float"` is always among
-        the schemes.
+      plan: a `Plan`, or a `Policy` to plan the call with. Its quantized weights are searched.
+      candidates: policies by name; the rule of a policy that matches a weight is its scheme for
+        that weight. A weight that a candidate does not quantize is in float under it. `"float"` is
+        always one of the schemes.
       budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`.
-      metric: as for `sensitivity`.
+      metric: as in `sensitivity`.
       additive: whether the costs of several weights add up.
-      steps: whether every scan over weights is split at each of its steps: each layer of a stack
-        gets a scheme of its own. `plan` is a policy then. The policy that is found joins
-        consecutive steps of one scheme.
-      progress: whether to show a bar, as in `jqx.calibrate_batches`.
+      steps: whether every scan over weights is split at each of its steps, so that each layer of a
+        stack gets its own scheme. `plan` must then be a policy. The policy of the result joins
+        consecutive steps with one scheme.
+      progress: whether to show a progress bar, as in `jqx.calibrate_batches`.
 
     Returns:
       `searched(params, *batches) -> Assignment`; each batch is a tuple of the other arguments of
-      `f`, or a lone one. Static scales are calibrated on the batches. Activations of a weight are
-      quantized as its scheme says; sites without a weight stay in float.
+      `f`, or a single argument. Static scales are calibrated on the batches. Activations that
+      multiply a weight are quantized by its scheme; sites without a weight stay in float.
 
     Raises:
-      TypeError: `f` is no function, `candidates` is no dict of policies, `budget` no budget.
-      ValueError: no assignment meets the budget, there is no batch, no weight, a candidate is
-        called "float", or a plan is to be split by `steps`.
+      TypeError: if `f` is not a function, `candidates` is not a dict of policies, or `budget` is
+        not a budget.
+      ValueError: if no assignment meets the budget; if there is no batch or no weight; if a
+        candidate is named "float"; or if `steps` is set for a plan.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -173,9 +174,9 @@ def search(
         candidates and FLOAT not in candidates,
         error=ValueError,
         function="search",
-        problem="`candidates` are not named as they must be.",
+        problem="the names of `candidates` are invalid.",
         given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
-        expected=f"one or more, none of them {FLOAT!r}, which is always there",
+        expected=f"one or more, none of them {FLOAT!r}, which is always included",
         mend='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
     )
 
@@ -183,10 +184,10 @@ def search(
         not steps or isinstance(plan, Policy),
         error=ValueError,
         function="search",
-        problem="a plan is made: its scans cannot be split any more.",
+        problem="the scans of a finished plan cannot be split.",
         given="steps=True and a Plan",
-        expected="a policy, which each call is planned with",
-        mend="pass the policy in place of the plan.",
+        expected="a policy, to plan each call with",
+        mend="pass the policy instead of the plan.",
     )
 
     def searched(params: Any, *batches: Any) -> Assignment:
@@ -206,7 +207,7 @@ def search(
             problem="there is no weight to search for.",
             given="a plan without quantized weights",
             expected="one or more",
-            mend="print the plan: it says why each contraction stays in float.",
+            mend="print the plan: it shows why each contraction stays in float.",
         )
         sizes = {unit: _sizes(sweep, unit) for unit in units}
         limit = budget
@@ -225,7 +226,7 @@ def search(
 
 
 def _restricted(plan: Plan, base: Plan) -> Plan:
-    """Returns a plan less the weights that the base does not quantize, and sites without any."""
+    """Returns a plan without the weights that `base` does not quantize, and without their sites."""
     known = {weight.path for weight in base.weights}
     weights = tuple(weight for weight in plan.weights if weight.path in known)
     own = {weight.path for weight in weights}
@@ -248,7 +249,7 @@ def _sizes(sweep: Sweep, unit: str) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """Units, the bytes of each under every scheme, and what a choice costs."""
+    """Units, the bytes of each under every scheme, and the costs of the choices."""
 
     sweep: Sweep
     units: Sequence[str]
@@ -291,7 +292,7 @@ class _Problem:
 
     def best(self, front: Sequence[Point], uniform: Sequence[Point]) -> tuple[Point, float]:
         """Returns the assignment that meets the budget with the least error, or with the fewest
-        bytes, and its measured metric. Of the front those that are predicted best are measured.
+        bytes, and its measured metric. Those of the front with the best predictions are measured.
         """
         met = [point for point in (*front, *uniform) if self._is_met(point)]
         least = min(p.bytes for p in front), min(p.error for p in front)

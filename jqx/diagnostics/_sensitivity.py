@@ -1,4 +1,4 @@
-"""`sensitivity`: what the quantization of each weight and site costs, measured or estimated."""
+"""`sensitivity`: the cost of quantizing each weight and site, measured or estimated."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +19,12 @@ ESTIMATES = ("one_at_a_time", "all_but_one", "weight_error", "hessian", "fisher"
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What the quantization of one weight, or of one site without a weight, costs.
+    """The cost of quantizing one weight, or one site without a weight.
 
     Attributes:
-      path: that of the weight, of several that one site joins all; or the scope of a site.
+      path: path of the weight, or of all weights that one site joins; or the scope of a site.
       op: its first operation.
-      cost: in units of the metric; larger is worse.
+      cost: cost in units of the metric; larger is worse.
     """
 
     path: str
@@ -34,12 +34,12 @@ class Sensitivity:
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivities(Tabular):
-    """What `sensitivity` found, the worst first. Prints as a table.
+    """The result of `sensitivity`, the worst first. Prints as a table.
 
     Attributes:
       ranked: from the largest cost to the smallest.
-      estimate: how it was found.
-      everything: the metric with everything quantized; `None` where it was not measured.
+      estimate: the estimate that was used.
+      everything: the metric with everything quantized; `None` if it was not measured.
     """
 
     ranked: tuple[Sensitivity, ...]
@@ -63,7 +63,7 @@ class Sensitivities(Tabular):
         return Table(("path", "op", "cost", "share"), tuple(rows), footer, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the rows as what `json.dumps` takes."""
+        """Returns the rows as a dict for `json.dumps`."""
         return dataclasses.asdict(self)
 
 
@@ -77,33 +77,34 @@ def sensitivity(
     key: jax.Array | None = None,
     progress: bool = True,
 ) -> Callable[..., Sensitivities]:
-    """Returns a function that ranks weights and sites by what their quantization costs.
+    """Returns a function that ranks weights and sites by the cost of their quantization.
 
     Args:
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
-      metric: `metric(result, float_result) -> scalar`, larger is worse, averaged over the batches;
-        the default is the energy of the difference over that of the float result, of each channel
-        (the last axis), on average. Where `f` returns a loss, `lambda loss, _: loss` is one.
-      estimate: `"one_at_a_time"`, the metric with this one quantized alone; `"all_but_one"`, by how
-        much the metric falls when all others are quantized and this one is not; and three cheap
-        ones of weights alone. `"weight_error"`: the energy of the error over that of the weight.
-        `"hessian"`: the mean of the diagonal of the Hessian of the metric, by Hutchinson, times the
-        energy of the error (HAWQ-V2, arXiv:1911.03852). `"fisher"`: the sum of the squared error
-        times the squared gradient of the metric.
-      samples: of the Hutchinson estimate, per batch.
+      metric: `metric(result, float_result) -> scalar`, larger is worse, averaged over the batches.
+        The default is `relative_error`: the energy of the difference divided by that of the float
+        result, for each channel (the last axis), averaged. If `f` returns a loss, use
+        `lambda loss, _: loss`.
+      estimate: `"one_at_a_time"`: the metric with only this one quantized. `"all_but_one"`: the
+        decrease of the metric if all others are quantized and this one is not. The other three are
+        cheap, and for weights only. `"weight_error"`: the energy of the error divided by that of
+        the weight. `"hessian"`: the mean of the diagonal of the Hessian of the metric, by
+        Hutchinson's method, times the energy of the error (HAWQ-V2, arXiv:1911.03852). `"fisher"`:
+        the sum of the squared error times the squared gradient of the metric.
+      samples: samples of the Hutchinson estimate, per batch.
       key: random key of the Hutchinson estimate; `None` is `jax.random.key(0)`.
-      progress: whether to show a bar, as in `jqx.calibrate_batches`.
+      progress: whether to show a progress bar, as in `jqx.calibrate_batches`.
 
     Returns:
       `ranked(params, *batches) -> Sensitivities`; each batch is a tuple of the other arguments of
-      `f`, or a lone one. Static scales are calibrated on the batches. One program is compiled and
-      run for each unit and batch.
+      `f`, or a single argument. Static scales are calibrated on the batches. One program is
+      compiled; it runs for each unit and batch.
 
     Raises:
-      TypeError: `f` is no function or `plan` no plan.
-      ValueError: the plan was made for another function, `estimate` is unknown, there is no batch,
-        a parameter is quantized already, or `metric` has no gradient at the float weights.
+      TypeError: if `f` is not a function or `plan` is not a plan.
+      ValueError: if the plan was made for another function, `estimate` is unknown, there is no
+        batch, a parameter is quantized already, or `metric` has no gradient at the float weights.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -123,7 +124,7 @@ def sensitivity(
         problem="`estimate` is unknown.",
         given=f"estimate == {estimate!r}",
         expected=f"one of {', '.join(map(repr, ESTIMATES))}",
-        mend="leave it at 'one_at_a_time', which measures.",
+        mend="use the default 'one_at_a_time', which measures.",
     )
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
@@ -152,7 +153,7 @@ def sensitivity(
 
 
 def _steps(estimate: str, samples: int, batches: Sequence[Any]) -> int:
-    """Returns in how many steps an estimate from the weights is made."""
+    """Returns the number of steps of an estimate from the weights."""
     return len(batches) * {"hessian": samples, "fisher": 1}.get(estimate, 0)
 
 
@@ -175,15 +176,15 @@ def _of_weights(
         weights = {path: sweep.weights[path] for path in errors}
         if estimate == "fisher":
             gradient = jax.jit(jax.grad(loss))
-            # Of one program, whose result is that of another only but for rounding.
+            # From one program: results of two programs would differ by rounding.
             own = gradient(weights, sweep.pairs()[0][0], None)
             require_that(
                 any(bool((g != 0).any()) for g in own.values()),
                 error=ValueError,
                 function="sensitivity",
                 problem="the metric has no gradient at the float weights.",
-                given="a gradient of 0, as that of a distance from the float result itself",
-                expected="a loss, such as that of labels",
+                given="a gradient of 0, such as that of a distance from the float result itself",
+                expected="a loss, such as one with labels",
                 mend="let f return its loss, with metric=lambda loss, _: loss; or use 'hessian'.",
             )
             found = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs()))]
@@ -228,7 +229,7 @@ def _hutchinson(
 
 
 def _advanced(sweep: Sweep, found: Iterable[Any]) -> Iterator[Any]:
-    """Yields results as soon as they are computed, and moves the bar on."""
+    """Yields results as soon as they are computed, and advances the progress bar."""
     for each in found:
         yield jax.block_until_ready(each)
         sweep.advance()

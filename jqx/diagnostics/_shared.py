@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names of this folder that other folders of jqx import, but users do not."""
 
 from ._report import report_of as report_of
 from ._schemes import short_scheme as short_scheme

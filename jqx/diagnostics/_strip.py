@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from ._page import note, text
 
 _MOST = 400
-"""How many bars a strip has: where there are more numbers, each is the lowest of several."""
+"""Number of bars in a strip; if there are more numbers, each bar is the lowest of several."""
 
 _BAD = 0.05
-"""Share of the bars that are shown as the lowest."""
+"""Share of the bars that are highlighted as the lowest."""
 
 
 def strip(
     names: Sequence[str], values: Sequence[float], line: Sequence[float] | None = None
 ) -> str:
-    """Returns a picture of numbers in decibels, the first at the left.
+    """Returns a picture of numbers in decibels, in order from the left.
 
     Args:
-      names: of what they are.
-      values: one for each; an infinite one is as high as the picture, NaN leaves a gap.
+      names: name of each number.
+      values: the numbers; an infinite one is as high as the picture, NaN leaves a gap.
       line: other numbers, drawn as a line.
     """
     known = [x for x in (*values, *(line or ())) if math.isfinite(x)]
@@ -34,7 +34,7 @@ def strip(
     rects = "".join(
         f'<rect x="{x + 0.08}" y="{100 - _height(values[i], top):.2f}" width="0.84" '
         f'height="{_height(values[i], top):.2f}"{" class=bad" if i in bad else ""}>'
-        f"<title>{text(names[i])}: {_told(values[i])}</title></rect>"
+        f"<title>{text(names[i])}: {_label(values[i])}</title></rect>"
         for x, i in enumerate(lowest)
     )
     if line is not None:
@@ -57,8 +57,8 @@ def strip(
         f"{rects}</svg></div>"
     )
     several = f" Each bar is the lowest of {step}." if step > 1 else ""
-    lowest_told = " The lowest have another colour." if bad else ""
-    return picture + note(f"In the order of the model, from left to right.{several}{lowest_told}")
+    lowest_note = " The lowest have another colour." if bad else ""
+    return picture + note(f"In the order of the model, from left to right.{several}{lowest_note}")
 
 
 def _rank(x: float) -> float:
@@ -69,12 +69,12 @@ def _height(x: float, top: float) -> float:
     return 0.0 if math.isnan(x) else 100 * min(1.0, max(0.0, x / top))
 
 
-def _told(x: float) -> str:
+def _label(x: float) -> str:
     if math.isnan(x):
         return "not a number"
     return "exact" if x == math.inf else f"{x:.1f} dB"
 
 
 def _apart(top: float) -> float:
-    """Returns how far lines of the grid are apart, so that there are three to six."""
+    """Returns the distance of grid lines such that there are three to six."""
     return next(x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1e9) if top / x < 6)

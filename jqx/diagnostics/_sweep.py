@@ -1,6 +1,6 @@
-"""A function whose every weight and site is quantized in one of several ways, chosen at run time.
+"""Evaluates a function whose every weight and site is quantized in a way chosen at run time.
 
-One program is compiled for all choices, so that hundreds of them can be tried.
+One program is compiled for all choices, so that hundreds of choices can be tried.
 """
 
 import dataclasses
@@ -38,18 +38,19 @@ from ..transforms._shared import (
 )
 
 Choice = dict[str, int]
-"""A way for each unit: 0 for float, i for the i-th plan."""
+"""The choice for each unit: 0 for float, i for the i-th plan."""
 
 Metric = Callable[[Any, Any], Any]
 
 
 def relative_error(quantized: Any, plain: Any) -> jax.Array:
-    """Returns the energy of the difference of two results over that of the second, the inverse of
-    the signal-to-noise ratio: of each channel, the last axis, and then on average. So channels
-    count alike, and a large one does not hide what becomes of the others. Real leaves count alike.
+    """Returns the energy of the difference of two results, divided by that of the second: the
+    inverse of the signal-to-noise ratio, for each channel (the last axis), averaged. All channels
+    count the same, so a large one does not hide the others. All floating-point leaves count the
+    same.
 
-    To the energy of a channel that of one row of the mean size is added: a channel that is zero, or
-    that few rows show, does not decide.
+    The energy of one row of mean size is added to the energy of each channel, so that a channel
+    that is zero or rarely active does not dominate.
     """
     pairs = zip(jax.tree.leaves(quantized), jax.tree.leaves(plain), strict=True)
     real = [(z, y) for z, y in pairs if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
@@ -83,9 +84,9 @@ def plan_of_batches(
       f: the function.
       policy: what is quantized.
       params: its parameters.
-      batches: of its other arguments.
-      like: another plan: parameters stand, are called and are split as there.
-      splits: how scans are split without one; `None` as the policy says.
+      batches: batches of its other arguments.
+      like: another plan, from which the positions, names and splits of parameters are taken.
+      splits: how scans are split if `like` is not given; `None` follows the policy.
     """
     first = batches[0] if batches else ()
     if like is not None:
@@ -97,7 +98,7 @@ def plan_of_batches(
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen(Rules):
-    """Rounds what reaches each site in the way chosen for it."""
+    """Rounds each operand of a site in the way chosen for it."""
 
     sites: Mapping[tuple[int, ...], Sequence[Site | None]] = dataclasses.field(default_factory=dict)
     choice: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -130,18 +131,18 @@ def _round(x: jax.Array, spec: QSpec | None, affine: Affine | None) -> jax.Array
 
 
 class _Array:
-    """Stands for an array of the parameters; their other leaves are static."""
+    """Placeholder of an array of the parameters; their other leaves are static."""
 
 
 class Sweep:
-    """A function at its weights and batches, to be evaluated in many choices.
+    """A function with its weights and batches, to be evaluated with many choices.
 
-    Static scales are calibrated on the batches, for each plan by itself.
+    Static scales are calibrated on the batches, separately for each plan.
 
     Attributes:
-      advance: is called after each evaluation.
-      units: what is chosen for together: the path of a weight, or of several that are joined; or of
-        a site without one. In the order of the sites.
+      advance: called after each evaluation.
+      units: the units of choice, in the order of the sites: the path of a weight, of several
+        weights that are joined, or of a site without a weight.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Sweep:
 
     @functools.cached_property
     def codes(self) -> dict[str, list[QTensor | None]]:
-        """The weights as each plan quantizes them."""
+        """The weights as quantized by each plan."""
         return {
             path: [
                 weight and jax.jit(functools.partial(quantize_weight, spec=weight.spec))(x)
@@ -213,8 +214,8 @@ class Sweep:
         return list(zip(self._batches, self._plain, strict=True))
 
     def loss_of_weights(self) -> Callable[[dict[str, jax.Array], Any, Any], jax.Array]:
-        """Returns the metric in float as a function of the weights, a batch and its result; with
-        `None` for a result, of that at the same weights.
+        """Returns the metric in float as a function of the weights, a batch and its float result;
+        `None` uses the result at the same weights.
         """
 
         nothing = dataclasses.replace(self._plan, sites=())
@@ -240,7 +241,7 @@ class Sweep:
         return [path for path in self.weights if self._unit_of[path] == unit]
 
     def _arguments(self, arrays: Sequence[Any], batch: Any) -> list[Any]:
-        """Returns the arguments of the function at the arrays of its parameters."""
+        """Returns the arguments of the function, from the arrays of its parameters and a batch."""
         rest = iter(arrays)
         params = jax.tree.map(lambda x: next(rest) if isinstance(x, _Array) else x, self._like)
         return arguments_of(self.plans[0], params, batch)
@@ -272,14 +273,14 @@ class Sweep:
 
 
 def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
-    """Checks that there are batches, and parameters in float."""
+    """Checks that there are batches, and that parameters are in float."""
     require_that(
         batches,
         error=ValueError,
         function=caller,
         problem="there is no batch.",
-        given="parameters alone",
-        expected="one batch or more: a tuple of the other arguments, or a lone one",
+        given="only parameters",
+        expected="one batch or more: a tuple of the other arguments, or a single one",
         mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
     )
     quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
@@ -290,12 +291,12 @@ def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
         problem="a parameter is quantized already.",
         given=f"{quantized[0]!r}" if quantized else "",
         expected="float parameters",
-        mend="pass the parameters as they were before jqx.quantize_params.",
+        mend="pass the original parameters, not the result of jqx.quantize_params.",
     )
 
 
 def _ways(plans: Sequence[Plan]) -> dict[tuple[int, ...], list[Site | None]]:
-    """Returns what each plan makes of each site, by address, in order."""
+    """Returns the site of each plan at each address, in order."""
     by_address = [{site.address: site for site in plan.sites} for plan in plans]
     addresses = sorted(set().union(*by_address))
     return {address: [sites.get(address) for sites in by_address] for address in addresses}
@@ -320,7 +321,7 @@ def _scales(
 
 
 def _evaluated(call: Call, leaves: Sequence[Any], rules: _Chosen) -> Any:
-    """Returns the result of a call; of quantized state its real values."""
+    """Returns the result of a call; quantized state is dequantized."""
     out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
     return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
 
@@ -331,7 +332,7 @@ def _select(choice: jax.Array, x: jax.Array, ways: Sequence[jax.Array]) -> jax.A
 
 
 def _together(ways: Sequence[Site | None]) -> Site:
-    """Returns a site that has the static scales of all ways."""
+    """Returns a site with the static scales of all ways."""
     known = [way for way in ways if way is not None]
 
     def of(specs: Iterable[QSpec | None]) -> QSpec | None:

@@ -1,4 +1,4 @@
-"""Numbers as cells of tables and as JSON, beside the tables themselves."""
+"""Formats numbers for cells of tables and for JSON."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from .._table import Tabular as Tabular
 
 
 def decibels(x: float) -> str:
-    """Returns a ratio in dB as a cell; of what never ran, a dash."""
+    """Returns a ratio in dB as a cell; a dash if there is none."""
     return "-" if math.isnan(x) else "exact" if x == math.inf else f"{x:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""Compiling for a machine that need not be there."""
+"""Compiles for a machine that need not be present."""
 
 import contextlib
 import functools
@@ -19,15 +19,15 @@ from ..transforms._shared import is_array
 
 @dataclass(frozen=True)
 class Target:
-    """What the compiler of a platform must know of a machine.
+    """What the compiler of a platform needs to know about a machine.
 
     Attributes:
       platform: `"cpu"`, `"cuda"` or `"tpu"`.
-      topology: what JAX calls its kind.
-      extra: of jqx, that installs the compiler.
-      modules: one of which must be there.
-      options: of one compilation.
-      environment: variables that the compiler asks for when it is loaded.
+      topology: JAX's name of its kind.
+      extra: the extra of jqx that installs the compiler.
+      modules: modules, one of which must be installed.
+      options: compiler options.
+      environment: environment variables that the compiler needs when it is loaded.
     """
 
     platform: str
@@ -40,7 +40,7 @@ class Target:
 
 def _tpu(topology: str) -> Target:
     alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    # A TPU belongs to one process; a compiler does not.
+    # Only one process can use a TPU, but several can use its compiler.
     shared = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     return Target("tpu", topology, "aot-tpu", ("libtpu",), environment=alone | shared)
 
@@ -63,7 +63,7 @@ TARGETS = {
 
 
 def target_of(function: str, target: str) -> Target:
-    """Returns a target by its name, after checking that its compiler is installed."""
+    """Returns a target by name, after checking that its compiler is installed."""
     require_that(
         target in TARGETS,
         error=ValueError,
@@ -80,14 +80,14 @@ def target_of(function: str, target: str) -> Target:
         function=function,
         problem=f"the compiler for {target!r} is not installed.",
         given=f"no module {' or '.join(found.modules)}",
-        expected=f"what the extra {found.extra!r} of jqx installs; no accelerator",
+        expected=f"the packages of the extra {found.extra!r} of jqx; no accelerator is needed",
         mend=f'pip install "jqx[{found.extra}]".',
     )
     return found
 
 
 def sharding_on(function: str, target: str) -> jax.sharding.Sharding:
-    """Returns a place on one device of a target."""
+    """Returns a sharding on one device of a target."""
     target_of(function, target)
     return jax.sharding.SingleDeviceSharding(_device(function, target))
 
@@ -112,7 +112,7 @@ def compiled_for(function: str, target: str, f: Callable[..., Any], args: tuple[
 
 
 def with_static(f: Callable[..., Any], leaves: list[Any], tree: Any) -> Callable[..., Any]:
-    """Returns `f` of the arrays among its arguments, in their places; `None` stands for others."""
+    """Returns `f` as a function of the arrays among its arguments; the other leaves are static."""
 
     @functools.wraps(f)
     def call(*given: Any) -> Any:
@@ -155,15 +155,15 @@ def _device(function: str, target: str) -> Any:
                 function,
                 f"the compiler for {target!r} cannot be loaded.",
                 given=" ".join(str(error).split())[:200],
-                expected=f"the release that jax {jax.__version__} goes with",
-                mend=f'install it with pip install "jqx[{known.extra}]", which asks for that one.',
+                expected=f"the release that fits jax {jax.__version__}",
+                mend=f'install it with pip install "jqx[{known.extra}]", which has it.',
             )
         ) from error
 
 
 @contextlib.contextmanager
 def _present(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables of the environment where they are absent, for the time of a call."""
+    """Sets absent environment variables inside the context."""
     absent = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(absent)
     try:

@@ -1,8 +1,8 @@
-"""What quantization does to one weight: size, range, what is clipped, what is lost, how much noise.
+"""The effect of quantization on one weight: size, range, clipping, dead groups, noise.
 
-A number that is further out of the range of its group than half of the outermost step is clipped:
-its error is larger than rounding alone would make it. So the largest number of a group, on which
-its scale rests, is not clipped, whichever way the scale was rounded.
+A number is clipped if it is outside the range of its group by more than half of the outermost step:
+then its error is larger than that of rounding alone. So the largest number of a group, which
+determines its scale, is not clipped, whichever way the scale was rounded.
 """
 
 import dataclasses
@@ -23,30 +23,30 @@ from ..tensor import QTensor
 from ..tensor._shared import permuted_axis, taken
 
 _CHUNK = 1 << 20
-"""Elements that are summed in float64 at a time."""
+"""Number of elements that are summed in float64 at a time."""
 
 _ULPS = 2.0**-20
-"""What a quotient and a sum in float32 may be off, relative to the largest number, and more."""
+"""Upper bound of the float32 error of a quotient and a sum, relative to the largest number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightError:
-    """What quantization does to one weight.
+    """The effect of quantization on one weight.
 
     Attributes:
-      path: where the weight is.
-      scheme: its format, and who shares a scale.
-      bits: bits for each weight, with those of scales and zero points, were the codes packed.
+      path: path of the weight.
+      scheme: its format, and which elements share a scale.
+      bits: bits per weight, including scales and zero points, if codes are packed.
       bytes_before: bytes of the float array.
-      bytes_after: bytes of the QTensor in its layout: a code of int4 that is not packed takes one.
-      low: the smallest of the float values; NaN where one is NaN, or there is none.
-      high: the largest of them, likewise.
-      clipped: share of the elements that are further than half a step out of the range of their
-        group; infinities are, NaN is not.
-      dead: how many groups stand for zeros alone: their scale is 0, or all their codes.
-      sqnr: signal to noise, `10 log10(sum x**2 / sum (x - q)**2)`, in decibels; inf where the two
-        are equal, -inf where there is noise alone, NaN where `x` or `q` are not all finite.
-      size: how many elements it has; 0 where a file of an older release does not say.
+      bytes_after: bytes of the QTensor in its current layout; an unpacked int4 code takes one byte.
+      low: the smallest of the float values; NaN if one is NaN or there are none.
+      high: the largest of them, or NaN as in `low`.
+      clipped: share of the elements that are outside the range of their group by more than half a
+        step; infinities count, NaN does not.
+      dead: number of groups that dequantize to zeros: their scale is 0, or all their codes.
+      sqnr: signal-to-noise ratio, `10 log10(sum x**2 / sum (x - q)**2)`, in decibels; inf if the
+        two are equal, -inf if there is only noise, NaN if `x` or `q` are not all finite.
+      size: number of elements; 0 if a file of an older release does not say.
     """
 
     path: str
@@ -68,16 +68,16 @@ class WeightError:
 
 
 def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
-    """Returns what quantization did to a weight.
+    """Returns the effect of quantization on a weight.
 
     Args:
-      x: the real array, floating point, of the shape of `q`.
-      q: what became of it.
-      path: where it is, to be kept beside the numbers.
+      x: the float array, of the shape of `q`.
+      q: the quantized array.
+      path: path of the weight, stored in the result.
 
     Raises:
-      TypeError: `x` is not floating point, or `q` no QTensor.
-      ValueError: their shapes differ.
+      TypeError: if `x` is not floating point, or `q` is not a QTensor.
+      ValueError: if their shapes differ.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -96,7 +96,7 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
         problem="`x` and `q` have different shapes.",
         given=f"x.shape == {x.shape}, q.shape == {q.shape}",
         expected="equal shapes",
-        mend="pass the array that q was made of.",
+        mend="pass the array that q was made from.",
     )
     clipped, dead = _count(x, q, *_limits(format_of(q.qtype)))
     values = np.asarray(x)
@@ -120,7 +120,7 @@ def _total(counts: jax.Array) -> int:
 
 
 def scheme_of(q: QTensor) -> str:
-    """Returns the format of a QTensor, who shares a scale, and whether there are zero points."""
+    """Returns the format of a QTensor, which elements share a scale, and if it has zero points."""
     asymmetric = "" if q.zero_point is None else " asymmetric"
     asymmetric += "" if q.offset is None else " with offsets"
     asymmetric += "" if q.order is None else " permuted"
@@ -128,7 +128,7 @@ def scheme_of(q: QTensor) -> str:
 
 
 def bits_of(q: QTensor) -> int:
-    """Returns how many bits a QTensor takes where all codes are packed."""
+    """Returns the total bits of a QTensor with all codes packed."""
     bits = format_of(q.qtype).bits
     total = bits * q.size
     for part in (q.scale, q.offset, q.order):
@@ -138,7 +138,7 @@ def bits_of(q: QTensor) -> int:
 
 
 def sqnr(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns signal to noise of `y` for `x`, in decibels; see `WeightError`. Sums are float64."""
+    """Returns the SQNR of `y` for `x` in decibels; see `WeightError`. Sums are float64."""
     signal = noise = 0.0
     x, y = x.reshape(-1), y.reshape(-1)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -154,8 +154,8 @@ def sqnr(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _limits(form: QType) -> tuple[float, float]:
-    """Returns the range of a format with half of its outermost steps on either side, and a few
-    units in the last place of float32: a zero point on a tie leaves a number just at half a step.
+    """Returns the range of a format, extended by half of its outermost steps and a few units in the
+    last place of float32: rounding a zero point at a tie leaves a number just at half a step.
     """
     slack = _ULPS * max(abs(form.low), abs(form.high))
     if form.uniform:
@@ -177,8 +177,8 @@ def _count(x: jax.Array, q: QTensor, low: float, high: float) -> tuple[Any, Any]
 
 
 def in_steps(x: jax.Array, q: QTensor) -> jax.Array:
-    """Returns an array in steps of the scale of a QTensor, from its offset and zero point on; in
-    the order of its values, split in groups.
+    """Returns an array in steps of the scale of a QTensor, relative to its offset and zero point;
+    in the order of its values, split into groups.
     """
     groups, scale, offset = q.groups, q.real_scale(), q.real_offset()
     wide = jnp.dtype(jnp.float64 if jnp.float64 in (x.dtype, scale.dtype) else jnp.float32)

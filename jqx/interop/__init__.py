@@ -1,4 +1,4 @@
-"""Files and formats of others."""
+"""Reads and writes checkpoint files of other libraries."""
 
 from ..tensor._shared import Lazy as Lazy
 from ._archive import Archive as Archive

@@ -1,4 +1,4 @@
-"""Files of trees, opened to be read leaf by leaf, or read whole."""
+"""Opens files of trees, to read them leaf by leaf or as a whole."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -30,40 +30,40 @@ KEY = "jqx"
 """The entry of a file's metadata that describes its tree."""
 
 QUANTIZED = "jqx.quantized"
-"""The entry that says of which quantized function the tree has the weights."""
+"""The entry that describes the quantized function whose weights the tree has."""
 
 VERSION = 1
 
 
 class Archive:
-    """An open file, or folder, whose arrays and QTensors are read one by one. A context manager.
+    """An open file or folder, whose arrays and QTensors are read one by one. A context manager.
 
     Args:
-      path: of a file that `jqx.save` wrote; of a folder as Hugging Face has them, with a config
-        and one safetensors file or several; of any safetensors file, a dict of arrays; of a GGUF
-        file; or of a folder of Orbax, the tree of arrays that was saved.
-      values: formats of your own, by the names under which they were saved.
-      config: what stands in `config.json`, as a dict; `None` takes that of the folder. `{}` reads
-        the tensors of a quantized checkpoint as they are.
-      dtype: the real dtype of QTensors that others wrote; `None` takes that of their scales, or of
-        the model.
+      path: path of a file that `jqx.save` wrote; of a folder in the layout of Hugging Face, with a
+        config and one or more safetensors files; of any safetensors file, read as a dict of arrays;
+        of a GGUF file; or of an Orbax folder, read as the tree of arrays that was saved.
+      values: your own formats, by the names under which they were saved.
+      config: the contents of `config.json`, as a dict; `None` reads the one in the folder. `{}`
+        reads the tensors of a quantized checkpoint as plain arrays.
+      dtype: the real dtype of QTensors that other libraries wrote; `None` takes the dtype of their
+        scales, or that of the model.
 
     Attributes:
-      paths: where the leaves are, in order.
-      format: of the files: `"jqx"`, `"safetensors"`, or that of a quantized checkpoint, such as
-        `"compressed-tensors"`.
-      config: what stands in `config.json`; `None` where there is none.
-      metadata: what the file says of itself beside the tree.
+      paths: the paths of the leaves, in order.
+      format: format of the files: `"jqx"`, `"safetensors"`, or the format of a quantized
+        checkpoint, such as `"compressed-tensors"`.
+      config: the contents of `config.json`; `None` if there is none.
+      metadata: the metadata of the file, without the description of the tree.
       quantized: JSON of the quantized function whose weights the tree has, see `jqx.Unbound`;
-        `None` where it is of none.
+        `None` if there is no such function.
 
     Raises:
-      OSError: the file cannot be opened, or is no regular file; when a leaf is read: it has become
-        shorter since it was opened.
-      ValueError: it is no safetensors file, has been cut short, is of another version, or lacks a
-        tensor; when a leaf is read: there are numbers that its dtype, or codes that its format,
-        has not.
-      TypeError: tensors do not fit the QTensor that they are to be.
+      OSError: if the file cannot be opened or is not a regular file; when a leaf is read: if the
+        file has become shorter since it was opened.
+      ValueError: if the file is not a safetensors file, is truncated, has another version, or lacks
+        a tensor; when a leaf is read: if it has numbers that its dtype does not have, or codes that
+        its format does not have.
+      TypeError: if tensors do not fit the QTensor that they belong to.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -86,7 +86,7 @@ class Archive:
         check_values("load", values)
         real = _real(dtype)
         if config is not None:
-            check_instance("load", "config", config, Mapping, mend="pass what json.load gives.")
+            check_instance("load", "config", config, Mapping, mend="pass the result of json.load.")
         self._reader = open_source(path, config)
         self._source = f"{files_of(self._reader.path)} {config} {real}"
         try:
@@ -110,7 +110,7 @@ class Archive:
         self._reader.__exit__()
 
     def __contains__(self, path: object) -> bool:
-        """Whether there is a leaf of this path."""
+        """Returns whether there is a leaf with this path."""
         return isinstance(path, str) and path in self._leaves
 
     def spec(self, path: str) -> Any:
@@ -126,25 +126,26 @@ class Archive:
         return self._made(path, self._reader.read)
 
     def lazy(self, path: str) -> Lazy:
-        """Returns a leaf that is read when it is needed, while the archive is open, and kept by
-        nobody: `archive.map(archive.lazy)` is a tree for `jqx.make_plan`, `jqx.quantize_params`
-        and `jqx.save` that takes no memory.
+        """Returns a leaf that is read when it is needed, while the archive is open, and not kept:
+        `archive.map(archive.lazy)` is a tree for `jqx.make_plan`, `jqx.quantize_params` and
+        `jqx.save` that takes no memory.
         """
         return Lazy(self.spec(path), partial(self.read, path), f"{self._source}\n{path}")
 
     def view(self, path: str) -> Any:
-        """Returns a leaf of NumPy arrays that are mapped into memory: read when they are used.
+        """Returns a leaf of NumPy arrays that are mapped into memory and read when they are used.
 
-        They are the file, not a copy of it. They change where it is written to; and where it is cut
-        short, using what was beyond its end kills the process (SIGBUS). Map files that nothing else
-        writes; `read` copies, and a file that has become shorter is an OSError. (`jqx.save` puts a
-        new file in the place of the old one, which lives as long as it is mapped.) Codes of formats
-        that their bytes have room beyond are looked through at once, as by `read`.
+        They are the file, not a copy of it. If the file is written to, the arrays change; if it is
+        truncated, using what was beyond its end kills the process (SIGBUS). Map only files that
+        nothing else writes. `read` makes copies, and raises OSError for a file that has become
+        shorter. (`jqx.save` replaces the old file by a new one; the old one exists as long as it is
+        mapped.) Codes of formats that do not use all values of a byte are checked at once, as in
+        `read`.
         """
         return self._made(path, self._reader.view)
 
     def map(self, f: Callable[[str], Any]) -> Any:
-        """Returns the tree with what `f` returns for the path of each leaf."""
+        """Returns the tree with the result of `f` for the path of each leaf."""
         with nesting("interop.Archive"):
             return map_stored(lambda leaf: f(leaf.path), self._tree)
 
@@ -162,7 +163,7 @@ class Archive:
             problem=f"there is no leaf {shown(path)}.",
             given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
             expected="one of archive.paths",
-            mend="look there.",
+            mend="choose a path from archive.paths.",
         )
         return self._leaves[path]
 
@@ -175,7 +176,7 @@ class Archive:
             function="load",
             problem="`dtype` has no use.",
             given=f"dtype == {dtype}, and a file that jqx.save wrote",
-            expected="dtype=None: the file says what each real dtype is",
+            expected="dtype=None: the file stores each real dtype",
             mend="leave it out; q.astype(dtype) of a QTensor changes it.",
         )
         with nesting("load"):
@@ -199,7 +200,7 @@ class Archive:
                 problem=f"the tensor {name!r} has two places in the tree.",
                 given="the same name for two arrays",
                 expected="a tensor for each array",
-                mend="write the file again, with jqx.save.",
+                mend="write the file again with jqx.save.",
             )
             unused.remove(name)
             return spec
@@ -212,7 +213,7 @@ class Archive:
                 problem=f"the path {leaf.path!r} has two places in the tree.",
                 given="the same path for two leaves",
                 expected="a path for each leaf",
-                mend="write the file again, with jqx.save.",
+                mend="write the file again with jqx.save.",
             )
             leaf.make(take)
             unused.difference_update(leaf.beside)
@@ -225,9 +226,9 @@ class Archive:
             error=ValueError,
             function="load",
             problem=f"the tensor {min(unused, default='')!r} has no place in the tree.",
-            given=f"{len(unused)} tensors beside those of the tree",
+            given=f"{len(unused)} tensors that are not in the tree",
             expected="none",
-            mend="write the file again, with jqx.save.",
+            mend="write the file again with jqx.save.",
         )
         return leaves
 
@@ -240,7 +241,7 @@ class Archive:
             problem=f"the tensor {name!r} is missing.",
             given=f"a file of {len(entries)} tensors: {', '.join(islice(entries, 5))}, ...",
             expected=f"a tensor {name!r}",
-            mend="write the file again: tensors that its tree names were removed.",
+            mend="write the file again: tensors of its tree were removed.",
         )
         self._reader.check_dtype(name, dtype)
         return jax.ShapeDtypeStruct(entries[name].shape, dtype)
@@ -255,8 +256,8 @@ def _real(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
-    """Returns an array, which nobody else has, as JAX's; of 64 bits, where JAX has none, as it
-    is. It is not copied where the device allows.
+    """Returns an array, which nothing else refers to, as a JAX array. An array of 64 bits stays a
+    NumPy array if JAX does not have its dtype. It is not copied if the device allows that.
     """
     is_known = dtypes.canonicalize_dtype(x.dtype) == x.dtype
     return jax.device_put(x, may_alias=True) if is_known else x
@@ -266,23 +267,24 @@ def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
 def read(
     path: Path, *, config: Mapping[str, Any] | None = None, dtype: DTypeLike | None = None
 ) -> Archive:
-    """Opens a checkpoint, quantized or not, in the format that its config says.
+    """Opens a quantized or float checkpoint, in the format that its config names.
 
-    Nothing is read but headers and configs; `archive.read(name)` gives one weight at a time, a
-    QTensor of the codes that the file has: they are never made floats. Weights are `[out, in]`, as
-    torch has them; `jqx.load` reads all of them.
+    Only headers and configs are read. `archive.read(name)` reads one weight at a time, as a QTensor
+    with the codes of the file; they are never converted to floats. Weights are `[out, in]`, as in
+    torch. `jqx.load` reads all weights.
 
     Args:
-      path: of a folder as Hugging Face has them, or of a file.
+      path: path of a folder in the layout of Hugging Face, or of a file.
       config: as for `jqx.interop.Archive`.
       dtype: as for `jqx.interop.Archive`.
 
     Returns:
-      An open `jqx.interop.Archive`: use it in a `with`.
+      An open `jqx.interop.Archive`; use it in a `with` statement.
 
     Raises:
-      OSError: a file cannot be opened, or is missing.
-      ValueError: the files are none that jqx reads, are damaged, or contradict their config.
+      OSError: if a file is missing or cannot be opened.
+      ValueError: if jqx does not read the format, or the files are damaged or contradict their
+        config.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -307,24 +309,25 @@ def load(
     """Reads a tree of arrays and QTensors, or a quantized function, from a file or folder.
 
     Args:
-      path: of a file that `jqx.save` wrote; or of any other safetensors file, or a folder of them
-        as Hugging Face has them, which becomes a dict of arrays and QTensors by name: those of
+      path: path of a file that `jqx.save` wrote; or of another safetensors file or a folder in the
+        layout of Hugging Face, read as a dict of arrays and QTensors by name. QTensors are those of
         quantized checkpoints, see `jqx.interop.Archive`.
-      values: formats of your own, by the names under which they were saved.
+      values: your own formats, by the names under which they were saved.
       config: as for `jqx.interop.Archive`.
       dtype: as for `jqx.interop.Archive`.
-      progress: whether to show a bar, as in `jqx.save`.
+      progress: whether to show a progress bar, as in `jqx.save`.
 
     Returns:
-      The tree, equal to the one that was saved bit for bit. Arrays are JAX's; those of 64 bits are
-      NumPy's, unless `jax_enable_x64` is set. Of a `jqx.Quantized` that was saved, a `jqx.Unbound`,
-      whose `bind(f)` gives it back.
+      The tree, bit for bit equal to the one that was saved. Arrays are JAX arrays; arrays of 64
+      bits are NumPy arrays, unless `jax_enable_x64` is set. For a saved `jqx.Quantized` the result
+      is a `jqx.Unbound`, whose `bind(f)` returns the `jqx.Quantized`.
 
     Raises:
-      OSError: the file cannot be opened, is no regular file, or becomes shorter while it is read.
-      ValueError: it is no safetensors file, has been cut short, is of another version, lacks a
-        tensor, or holds numbers that a dtype, or codes that a format, has not.
-      TypeError: tensors do not fit the QTensor that they are to be.
+      OSError: if the file cannot be opened, is not a regular file, or becomes shorter while it is
+        read.
+      ValueError: if the file is not a safetensors file, is truncated, has another version, lacks a
+        tensor, or has numbers that its dtype, or codes that its format, does not have.
+      TypeError: if tensors do not fit the QTensor that they belong to.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile

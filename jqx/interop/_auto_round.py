@@ -1,8 +1,8 @@
-"""Checkpoints of auto-round in its own format: layers of GPTQ or AWQ, with another config.
+"""Checkpoints of auto-round in its own format: layers as in GPTQ or AWQ, with another config.
 
 `packing_format` is the layout of layers: `auto_round:auto_gptq` and `auto_round:auto_awq` are those
-of GPTQ (first version) and AWQ, `auto_round` is that of GPTQ with zero points as they are.
-`extra_config` has the layers that are quantized otherwise, by name or by a regular expression.
+of GPTQ (first version) and AWQ; `auto_round` is that of GPTQ with unmodified zero points.
+`extra_config` has the layers with another quantization, by name or by a regular expression.
 
 Source: https://github.com/intel/auto-round (0.16); Cheng et al., "SignRound", arXiv:2309.05516.
 """
@@ -17,10 +17,10 @@ from ._config import Config, matches, quantization_of
 from ._source import Source
 
 MARKS = _gptq.MARKS
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _FLOAT = 16
-"""Bits of layers that are left in float, from which on they are."""
+"""Layers with this number of bits or more are left in float."""
 
 _LAYOUTS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round")
 
@@ -45,7 +45,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
 
 
 def _config_of(config: Config, module: str, names: set[str]) -> Config | None:
-    """Returns what the config says of a layer; `None` where it is not quantized."""
+    """Returns the config of a layer; `None` if it is not quantized."""
     extra = config.part("extra_config").data if "extra_config" in config else {}
     patterns = (key for key in extra if key not in names)
     found = (key for key in patterns if matches(f"re:{key}", module, config.where))

@@ -1,9 +1,9 @@
-"""AWQ checkpoints of the version `gemm`, of AutoAWQ and others: 4 bits.
+"""AWQ checkpoints in the version `gemm`, of AutoAWQ and other libraries: 4 bits.
 
-A layer `m` of a weight [N, K] has
+A layer `m` with a weight [N, K] has
 
     m.qweight  int32 [K, N / 8]: nibble i of a word is column (0, 2, 4, 6, 1, 3, 5, 7)[i] of its 8
-    m.qzeros   int32 [groups, N / 8]: likewise
+    m.qzeros   int32 [groups, N / 8]: in the same order
     m.scales   float16 [groups, N]
 
 Source: https://github.com/casper-hansen/AutoAWQ (0.2.7); Lin et al., "AWQ", arXiv:2306.00978.
@@ -32,21 +32,21 @@ from ._in_runs import in_runs
 from ._source import Source
 
 MARKS = (".qweight", ".qzeros", ".scales")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of 8 columns each nibble of a word is, the lowest first."""
+"""The column of the 8 that each nibble of a word holds, lowest nibble first."""
 
 _I32, _INT4 = np.dtype(np.int32), Integer(4)
 
 
-class Says(NamedTuple):
-    """What the config says of a layer.
+class LayerConfig(NamedTuple):
+    """The config of a layer.
 
     Attributes:
       group: size of a group.
-      inputs: of the layer.
-      zero_point: whether there are zero points other than that of symmetric codes.
+      inputs: number of inputs of the layer.
+      zero_point: whether zero points differ from that of symmetric codes.
     """
 
     group: int
@@ -60,7 +60,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     assert config is not None
     version = config.data.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        config.refuse("version", "'gemm': others are layouts of their own kernels")
+        config.refuse("version", "'gemm': other versions have layouts for special kernels")
     excluded = config.names("modules_to_not_convert")
     for module in modules(source):
         if not any(f".{part}." in f".{module}." for part in excluded):
@@ -71,10 +71,10 @@ def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None)
     """Returns the QTensor of a layer.
 
     Args:
-      source: where it is.
-      module: its name.
-      config: what is said of it.
-      asked: the real dtype; `None` takes that of the scales.
+      source: the checkpoint.
+      module: name of the layer.
+      config: config of the layer.
+      asked: the requested real dtype; `None` takes the dtype of the scales.
     """
     config.one_of("bits", (4,))
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros")]
@@ -94,7 +94,7 @@ def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None)
             source,
             names[2],
             "contradicts the config.",
-            given="zero points other than that of symmetric codes",
+            given="zero points that differ from that of symmetric codes",
             expected="none, as zero_point == false",
         )
 
@@ -110,10 +110,10 @@ def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None)
 
 
 def _packed(words: np.ndarray) -> np.ndarray:
-    """Returns the codes of words `[K, N / 8]` as the rows of a QTensor `[N, K]`, less 8.
+    """Returns the codes of words `[K, N / 8]`, less 8, as the rows of a QTensor `[N, K]`.
 
-    A byte of it is two codes of a row, from the two halves of K: of two words, the even nibbles
-    make the bytes of four rows, and the odd ones those of the other four.
+    A byte of the QTensor has two codes of a row, one from each half of K. From two words, the even
+    nibbles make the bytes of four rows, and the odd nibbles those of the other four.
     """
     inputs, columns = words.shape
     half = -(-inputs // 2)
@@ -151,10 +151,10 @@ def _words(codes: np.ndarray) -> np.ndarray:
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor becomes.
+    """Returns the encoded form of a QTensor.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     name, form = "AWQ", format_of(leaf.qtype)
     module = module_of(path, leaf, name)
@@ -165,9 +165,9 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             path,
             leaf,
             name,
-            expected="matrices of integers of 4 bits, outputs a multiple of 8, groups of one size, "
+            expected="matrices of integers of 4 bits, outputs a multiple of 8, equal groups, "
             "inputs in order",
-            mend="quantize it so, leave it in float, or write GPTQ or compressed-tensors.",
+            mend="quantize it like that, leave it in float, or write GPTQ or compressed-tensors.",
         )
     rows, columns = leaf.shape
     count = leaf.groups.scale_shape[1]
@@ -183,44 +183,44 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         made = (_words(codes.T), _words(points.T), exact_halves(path, q, name).T)
         return dict(zip(tensors, made, strict=True))
 
-    return Encoded(tensors, make, Says(leaf.groups.sizes[1], columns, zeros))
+    return Encoded(tensors, make, LayerConfig(leaf.groups.sizes[1], columns, zeros))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
-      ValueError: layers have groups of several sizes.
+      ValueError: if layers have groups of different sizes.
     """
-    cut = [own.group for own in says.values() if own.group < own.inputs]
+    cut = [own.group for own in layers.values() if own.group < own.inputs]
     group = cut[0] if cut else -1
-    for path, own in says.items():
+    for path, own in layers.items():
         if cut and own.group != min(group, own.inputs):
             refuse_leaf(
                 path,
                 f"groups of {own.group} of {own.inputs} inputs",
                 "AWQ",
-                expected=f"groups of {group}, as other layers have them",
+                expected=f"groups of {group}, as in other layers",
                 mend="quantize all layers with the same groups, or write GPTQ or "
                 "compressed-tensors.",
             )
     names = [name.removesuffix(".weight") for name in floats]
     for name in names:
-        part = next((path for path in says if name in path.removesuffix(".weight")), None)
+        part = next((path for path in layers if name in path.removesuffix(".weight")), None)
         if part is not None:
             refuse_leaf(
                 part,
                 f"a quantized layer, and {name!r} in float",
                 "AWQ",
-                expected="layers in float whose names are no parts of those of quantized ones: "
-                "loaders leave out what has such a part",
+                expected="layers in float whose names are not parts of those of quantized ones: "
+                "loaders skip layers whose names have such a part",
                 mend=f"quantize {name!r} too, or write GPTQ or compressed-tensors.",
             )
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group,
-        "zero_point": any(own.zero_point for own in says.values()),
+        "zero_point": any(own.zero_point for own in layers.values()),
         "version": "gemm",
         "modules_to_not_convert": names or None,
     }

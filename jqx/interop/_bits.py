@@ -1,8 +1,8 @@
-"""Codes in streams of bits, as the files of others have them, and packed as jqx has them, in NumPy.
+"""Codes in streams of bits, as in files of other libraries, and packed as in jqx, in NumPy.
 
-A stream is little-endian and dense: code i of b bits takes the bits from i * b on, the lowest
-first, whatever words the bytes are read as; a code may lie across two words. Formats differ in the
-axis along which they pack, and in what they add to a code before.
+A stream is little-endian and dense: code i with b bits takes the bits from i * b on, lowest bit
+first, for any word size in which the bytes are read. A code may cross the boundary of two words.
+Formats differ in the axis along which they pack, and in what they add to a code before packing.
 """
 
 import functools
@@ -20,12 +20,12 @@ def stream_length(count: int, bits: int, word: int = 4) -> int:
 
 
 def from_stream(raw: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Returns the codes of streams, a byte each.
+    """Returns the codes of streams, one per byte.
 
     Args:
-      raw: uint8, `(..., bytes)`; bytes beyond the codes are not looked at.
+      raw: uint8, `(..., bytes)`; bytes after the codes are ignored.
       bits: 1 to 8.
-      count: how many codes each stream has.
+      count: number of codes in each stream.
 
     Returns:
       uint8 `(..., count)`, below `2**bits`.
@@ -56,7 +56,7 @@ def from_stream(raw: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def _whole(raw: np.ndarray, length: int) -> np.ndarray:
-    """Returns the first `length` bytes of streams; zeros where there are fewer."""
+    """Returns the first `length` bytes of streams, padded with zeros."""
     lacking = max(0, length - raw.shape[-1])
     if lacking:
         raw = np.concatenate([raw, np.zeros((*raw.shape[:-1], lacking), np.uint8)], axis=-1)
@@ -65,8 +65,8 @@ def _whole(raw: np.ndarray, length: int) -> np.ndarray:
 
 @functools.cache
 def _codes_of(bits: int) -> np.ndarray:
-    """Returns several codes, a byte each, by the number that their bits make: 8 codes of 1 or 2
-    bits, 4 of 3 or 4.
+    """Returns a table of several codes, one per byte, indexed by the value of their bits: 8 codes
+    with 1 or 2 bits, 4 codes with 3 or 4 bits.
     """
     each = 8 if bits <= 2 else 4
     numbers, codes = np.arange(2 ** (each * bits)), np.zeros(2 ** (each * bits), f"<u{each}")
@@ -107,7 +107,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
         run = -(-count // each)
         plane = packed[..., place : place + run]
         place += run
-        plane[..., count:] = 0  # of fewer codes than runs
+        plane[..., count:] = 0  # fewer codes than runs
         for i in range(each):
             part = codes[..., i * run : (i + 1) * run]
             if width < bits:
@@ -145,20 +145,20 @@ def repacked(
     order: np.ndarray | None = None,
     before: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Returns streams packed as `QTensor.pack` packs. Only some rows are copied at a time; codes of
-    8 bits are changed in place where that may be.
+    """Returns streams packed as `QTensor.pack` does. Only some rows are copied at a time; codes of
+    8 bits are changed in place if possible.
 
     Args:
       raw: words of any size, `(rows, words)`, in any order in memory.
       bits: 1 to 8.
-      count: codes of a row.
-      flip: what each code is xor-ed with: `2**(bits - 1)` makes signed codes of those that files
-        have with `2**(bits - 1)` added.
-      order: which code of a row comes where; `None` leaves them in order.
-      before: makes the streams of some rows of the file, which has something else.
+      count: number of codes in a row.
+      flip: value that is xor-ed with each code: `2**(bits - 1)` makes signed codes from codes
+        stored with `2**(bits - 1)` added.
+      order: index of the code of a row at each place; `None` keeps the order.
+      before: makes the streams of some rows from the data of the file, if these are not streams.
 
     Returns:
-      uint8 `(rows, packed_length(count, bits))`; of 8 bits the codes.
+      uint8 `(rows, packed_length(count, bits))`; for 8 bits, the codes.
     """
     width = raw.shape[1] * raw.itemsize
     plain = bits == 8 and order is None and before is None and raw.flags.c_contiguous
@@ -186,7 +186,7 @@ def repacked(
 
 
 def _repack_nibbles(raw: np.ndarray, out: np.ndarray, flip: int) -> None:
-    """Packs nibbles anew: those of the two halves of a row, beside each other in a byte."""
+    """Packs nibbles again: a byte gets one nibble from each half of a row."""
     half = raw.shape[-1] // 2
     low, high = _spread(raw[:, :half]), _spread(raw[:, half:])
     high <<= np.uint16(4)
@@ -197,7 +197,7 @@ def _repack_nibbles(raw: np.ndarray, out: np.ndarray, flip: int) -> None:
 
 
 def _spread(x: np.ndarray) -> np.ndarray:
-    """Returns the nibbles of bytes in a byte each, the low one in the lower byte of an uint16."""
+    """Returns the nibbles of bytes, one per byte, the low one in the lower byte of a uint16."""
     wide = x.astype(np.uint16)
     shifted = wide << np.uint16(4)
     shifted |= wide

@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, with scales that may be quantized in turn.
+"""Checkpoints of bitsandbytes with 4 bits, nf4 and fp4, whose scales may be quantized too.
 
 A weight `w` [N, K] has
 
@@ -10,9 +10,9 @@ A weight `w` [N, K] has
     w.quant_state.bitsandbytes__nf4      uint8, JSON: shape, block size, dtype, and the offset of
                                          all scales
 
-Blocks lie in rows, where the block size divides K; else a weight is refused. Scales that are
-quantized in blocks of 256 stay so where these blocks are whole rows of scales, or parts of one;
-elsewhere they are decoded to float32.
+Blocks are within rows if the block size divides K; otherwise the weight is an error. Scales that
+are quantized in blocks of 256 stay quantized if these blocks are whole rows of scales or parts of
+one row; otherwise they are decoded to float32.
 
 Sources: https://github.com/bitsandbytes-foundation/bitsandbytes (0.50); Dettmers et al., "QLoRA",
 arXiv:2305.14314.
@@ -38,16 +38,16 @@ from ._source import Source
 _STATE = ".quant_state.bitsandbytes__"
 
 MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", ".SCB")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _U8, _F32 = np.dtype(np.uint8), np.dtype(np.float32)
 _DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 _MOST = 10_000
-"""Bytes of what is said of a weight."""
+"""Maximum size in bytes of the description of a weight."""
 
 
-class Says(NamedTuple):
-    """What the config says of a weight: the dtype of its real array."""
+class LayerConfig(NamedTuple):
+    """The config of a weight: the dtype of its real array."""
 
     dtype: str
 
@@ -61,16 +61,16 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
 
 
 def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | None) -> CodedLeaf:
-    said = _said(source, state)
-    said.one_of("quant_type", (kind,))
-    size, (rows, columns) = said.integer("blocksize"), _shape(said)
+    state_config = _read_state(source, state)
+    state_config.one_of("quant_type", (kind,))
+    size, (rows, columns) = state_config.integer("blocksize"), _shape(state_config)
     if columns % size or columns % 2:
         refuse(
             source,
             path,
-            "has blocks that go across rows.",
+            "has blocks that cross rows.",
             given=f"blocks of {size} in rows of {columns}",
-            expected="whole blocks in each row, which a QTensor has",
+            expected="whole blocks in each row, as in a QTensor",
         )
     checked(source, path, (rows * columns // 2, 1), (_U8,))
     form, places = _table(source, f"{path}.quant_map", 16, kind)
@@ -82,7 +82,7 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
     _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
     scale: Any = _F32
-    nested = _Nested.of(source, path, said, rows, count) if absmax == _U8 else None
+    nested = _Nested.of(source, path, state_config, rows, count) if absmax == _U8 else None
     if nested is not None:
         tensors.append((f"{path}.nested_absmax", _F32))
         beside.append(f"{path}.nested_quant_map")
@@ -92,13 +92,13 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
         values = repacked(codes.reshape(rows, -1), 4, columns, before=partial(np.take, pairs))
         return [values, *(scales if nested is None else nested.decode(*scales))]
 
-    real = asked or _DTYPES[said.one_of("dtype", tuple(_DTYPES))]
+    real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
     like = weight(groups, form, scale, real_dtype(source, real, None))
     return CodedLeaf(path, tuple(tensors), like, decode, tuple(beside))
 
 
-def _said(source: Source, name: str) -> Config:
-    """Returns what is said of a weight."""
+def _read_state(source: Source, name: str) -> Config:
+    """Returns the description of a weight."""
     (length, *_), _ = checked(source, name, None, (_U8,))
     text = source.read(name, _U8).tobytes() if length <= _MOST else b""
     try:
@@ -107,24 +107,24 @@ def _said(source: Source, name: str) -> Config:
         refuse(
             source,
             name,
-            "is no JSON.",
+            "is not JSON.",
             given=f"{length} bytes",
             expected=f"a JSON object of at most {_MOST} bytes",
         )
 
 
-def _shape(said: Config) -> tuple[int, int]:
-    shape = said.data.get("shape")
+def _shape(state_config: Config) -> tuple[int, int]:
+    shape = state_config.data.get("shape")
     if isinstance(shape, list) and len(shape) == 2:
         rows, columns = shape
         if type(rows) is type(columns) is int and min(rows, columns) > 0:
             return rows, columns
-    said.refuse("shape", "two sizes")
+    state_config.refuse("shape", "two sizes")
 
 
 def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook, np.ndarray]:
-    """Returns the format of codes, and which entry of it each code is: files need not sort them,
-    and may have a zero of either sign.
+    """Returns the format of codes, and the entry of the format for each code: tables in files need
+    not be sorted, and may have a zero of either sign.
     """
     checked(source, name, (count,), (_F32,))
     numbers = source.read(name, _F32)
@@ -133,7 +133,7 @@ def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook,
         refuse(
             source,
             name,
-            "is no table of numbers.",
+            "is not a table of numbers.",
             given=f"{len(entries)} numbers",
             expected=f"{count} finite numbers",
         )
@@ -143,20 +143,20 @@ def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook,
 
 
 def _pairs(places: np.ndarray) -> np.ndarray:
-    """Returns what becomes of each byte: codes changed for places, the first in the low half."""
+    """Returns a table for each byte: codes replaced by places, the first in the low half."""
     byte = np.arange(256)
     return places[byte >> 4] | places[byte & 15] << np.uint8(4)
 
 
 class _Nested(NamedTuple):
-    """Scales that are codes of a table, with scales and an offset of their own.
+    """Scales that are codes of a table, with a scale and an offset.
 
     Attributes:
-      like: the QTensor of scales, abstract; or float32, where its blocks would go across rows.
+      like: the QTensor of scales, abstract; or float32 if its blocks would cross rows.
       entries: the number of each code.
-      places: which entry of the format each code is.
-      size: of a block.
-      offset: of all scales.
+      places: the entry of the format for each code.
+      size: size of a block.
+      offset: offset of all scales.
     """
 
     like: Any
@@ -166,11 +166,13 @@ class _Nested(NamedTuple):
     offset: np.float32
 
     @classmethod
-    def of(cls, source: Source, path: str, said: Config, rows: int, count: int) -> "_Nested":
-        size = said.integer("nested_blocksize")
-        offset = said.data.get("nested_offset")
+    def of(
+        cls, source: Source, path: str, state_config: Config, rows: int, count: int
+    ) -> "_Nested":
+        size = state_config.integer("nested_blocksize")
+        offset = state_config.data.get("nested_offset")
         if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
-            said.refuse("nested_offset", "a finite number")
+            state_config.refuse("nested_offset", "a finite number")
         assert offset is not None
         checked(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
         name = f"{path}.nested_quant_map"
@@ -197,10 +199,10 @@ class _Nested(NamedTuple):
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor of nf4 becomes, without quantized scales.
+    """Returns the encoded form of a QTensor of nf4, without quantized scales.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     module_of(path, leaf, "bitsandbytes")
     plain = leaf.offset is None and leaf.order is None and leaf.scale.dtype == _F32
@@ -230,12 +232,12 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         table = np.asarray(nf4.entries, np.float32)
         return dict(zip(names, (made, scale_of(q).reshape(-1), table, text), strict=True))
 
-    return Encoded(tensors, make, Says(dtype))
+    return Encoded(tensors, make, LayerConfig(dtype))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint."""
-    first, *_ = says.values()
+    first, *_ = layers.values()
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -1,4 +1,4 @@
-"""An open file of tensors, of which parts are read, or mapped into memory."""
+"""An open file of tensors, whose parts are read or mapped into memory."""
 
 import os
 import threading
@@ -11,17 +11,17 @@ from .._errors import message
 from .._files import Path, as_path, open_regular
 
 _ALIGNED = 64
-"""Where arrays of JAX begin on CPUs: at a multiple of so many bytes."""
+"""Alignment in bytes of JAX arrays on CPUs."""
 
 
 class Bytes:
     """An open file. A context manager.
 
     Attributes:
-      path: where it is.
+      path: path of the file.
 
     Raises:
-      OSError: the file cannot be opened, or is no regular one.
+      OSError: if the file cannot be opened or is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,17 +37,17 @@ class Bytes:
 
     @property
     def size(self) -> int:
-        """How many bytes the file has."""
+        """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def head(self, size: int) -> bytes:
-        """Returns the first bytes, fewer where the file is shorter."""
+        """Returns the first bytes; fewer if the file is shorter."""
         with self._lock:
             self._file.seek(0)
             return self._file.read(size)
 
     def read(self, name: str, place: int, size: int) -> np.ndarray:
-        """Returns a copy of bytes from a place on: those of the tensor `name`."""
+        """Returns a copy of the bytes of the tensor `name`, from a place on."""
         self._check_open(name)
         raw, done = _aligned(size), 0
         with self._lock:
@@ -60,7 +60,7 @@ class Bytes:
         return raw
 
     def view(self, name: str, place: int, size: int) -> np.ndarray:
-        """Returns bytes, mapped into memory: read when they are used, dropped when freed."""
+        """Returns bytes mapped into memory: read when they are used, dropped when freed."""
         self._check_open(name)
         if self.size < place + size:
             self._refuse_shorter(name, place + size)
@@ -74,8 +74,8 @@ class Bytes:
             function="load",
             problem=f"{self.path!r} is closed.",
             given=f"the tensor {name!r} of a closed file",
-            expected="an open one",
-            mend="read inside of the `with` block.",
+            expected="an open file",
+            mend="read inside the `with` block.",
         )
 
     def _refuse_shorter(self, name: str, stop: int) -> NoReturn:
@@ -91,6 +91,6 @@ class Bytes:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Returns room for bytes, such that an array of JAX may have it without a copy."""
+    """Allocates bytes with the alignment that a JAX array needs to use them without a copy."""
     raw = np.empty(size + _ALIGNED, np.uint8)
     return raw[-raw.ctypes.data % _ALIGNED :][:size]

@@ -1,4 +1,4 @@
-"""A QTensor of a checkpoint: which tensors of the file it is made of, and how."""
+"""A QTensor of a checkpoint: the tensors of the file that it is made from, and how."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,12 +24,13 @@ class CodedLeaf:
     """A QTensor of a checkpoint.
 
     Attributes:
-      path: its name, that of the weight before it was quantized.
-      tensors: name and dtype of each tensor of the file that it is made of.
-      like: the QTensor, of `jax.ShapeDtypeStruct`.
-      decode: makes its leaves (as `jax.tree.leaves` has them) of the tensors, NumPy arrays in that
-        order; of the sizes and dtypes of `like`, whose shapes they are given.
-      beside: names of tensors that were read already to know all this.
+      path: name of the QTensor: that of the weight before it was quantized.
+      tensors: name and dtype of each tensor of the file that it is made from.
+      like: the abstract QTensor, of `jax.ShapeDtypeStruct`.
+      decode: makes the leaves of the QTensor (in the order of `jax.tree.leaves`) from the tensors,
+        NumPy arrays in that order. The results have the sizes and dtypes of `like`; they are then
+        reshaped to its shapes.
+      beside: names of the tensors that were already read to find all this.
     """
 
     path: str
@@ -39,7 +40,7 @@ class CodedLeaf:
     beside: tuple[str, ...] = ()
 
     def make(self, read: Read) -> QTensor:
-        """Returns the QTensor, of arrays from `read`; abstract where those are."""
+        """Returns the QTensor of arrays from `read`; it is abstract if these are."""
         parts = [read(name, dtype) for name, dtype in self.tensors]
         if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts):
             return self.like
@@ -62,19 +63,19 @@ def weight(
     swapped: bool = False,
     **more: Any,
 ) -> QTensor:
-    """Returns the QTensor that a weight becomes, of `jax.ShapeDtypeStruct`.
+    """Returns the QTensor of a weight, of `jax.ShapeDtypeStruct`.
 
-    Codes of 8 bits lie as they are; others are packed along the last axis of the file: of the real
-    array that is the last one too, or, where `swapped`, the one before it.
+    Codes of 8 bits keep their layout. Others are packed along the last axis of the file. This is
+    also the last axis of the real array, or the one before it if `swapped`.
 
     Args:
-      groups: its shape, and who shares a scale.
-      qtype: format of its codes.
-      scale: dtype of its scales, or an abstract QTensor.
-      dtype: of the real array.
-      zero_point: whether it has zero points, as many as scales.
-      swapped: whether the file has its last two axes swapped.
-      **more: other fields.
+      groups: shape of the weight, and which elements share a scale.
+      qtype: format of the codes.
+      scale: dtype of the scales, or an abstract QTensor.
+      dtype: dtype of the real array.
+      zero_point: whether there are zero points, as many as scales.
+      swapped: whether the last two axes are swapped in the file.
+      **more: other fields of the QTensor.
     """
     form, shape = format_of(qtype), groups.shape
     stored = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
@@ -96,20 +97,20 @@ def weight(
 
 
 def abstract(shape: Sequence[int], dtype: Any) -> Any:
-    """Returns what stands for an array whose numbers are not read."""
+    """Returns a placeholder of an array whose numbers are not read."""
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
 def refuse(source: Source, name: str, problem: str, *, given: str, expected: str) -> NoReturn:
-    """Raises: a tensor of a checkpoint is not what its config and the others say."""
+    """Raises an error: a tensor of a checkpoint contradicts its config or the other tensors."""
     raise ValueError(
         message(
             "interop.read",
             f"the tensor {name!r} of {source.path!r} {problem}",
             given=given,
             expected=expected,
-            mend="the file, or its config, is damaged or of another format: download it again, or "
-            "correct what its config says.",
+            mend="the file or its config is damaged or has another format: download it again, or "
+            "correct its config.",
         )
     )
 
@@ -117,14 +118,14 @@ def refuse(source: Source, name: str, problem: str, *, given: str, expected: str
 def checked(
     source: Source, name: str, shape: Sequence[int] | None, dtypes: Sequence[Any], why: str = ""
 ) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns shape and dtype of a tensor, after checking that they are what they should be.
+    """Returns shape and dtype of a tensor, after checking them.
 
     Args:
-      source: where it is.
-      name: of the tensor.
-      shape: what it should have; `None` for any.
-      dtypes: those that it can have.
-      why: what the shape follows from.
+      source: the checkpoint.
+      name: name of the tensor.
+      shape: the expected shape; `None` for any.
+      dtypes: the allowed dtypes.
+      why: the reason for the expected shape.
     """
     require_that(
         name in source.entries,
@@ -134,7 +135,7 @@ def checked(
         given=f"{source.path!r}, of {len(source.entries)} tensors, others of the same layer among "
         "them",
         expected=f"a tensor {name!r}",
-        mend="download the checkpoint again; of a part of it, read the whole folder.",
+        mend="download the checkpoint again; if this is a part of it, read the whole folder.",
     )
     entry, dtype = source.entries[name], source.dtype(name)
     known = {jnp.dtype(each) for each in dtypes}
@@ -155,8 +156,8 @@ FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 def real_dtype(source: Source, asked: np.dtype | None, scale: np.dtype | None) -> np.dtype:
-    """Returns the dtype of a real array: what is asked for, else that of its scale where it is one
-    of floats of 16 or 32 bits, else that of the model as its config says, else float32.
+    """Returns the dtype of a real array: the requested dtype; else that of its scale, if this is a
+    float dtype of 16 or 32 bits; else that of the model in its config; else float32.
     """
     if asked is not None:
         return asked
@@ -170,16 +171,16 @@ def real_dtype(source: Source, asked: np.dtype | None, scale: np.dtype | None) -
 
 
 def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.ndarray | None:
-    """Returns in which order elements stand that are sorted by their groups; `None` where they are.
+    """Returns the order of elements that are sorted by groups; `None` if they are sorted already.
 
     Args:
-      source: where `groups` are from.
-      name: of their tensor.
-      groups: the group of each element of an axis, as `g_idx` of GPTQ has them.
-      size: of a group; the last may be a smaller one.
+      source: the checkpoint that `groups` come from.
+      name: name of their tensor.
+      groups: the group of each element of an axis, as in `g_idx` of GPTQ.
+      size: size of a group; the last group may be smaller.
 
     Raises:
-      ValueError: a group has another size.
+      ValueError: if a group has another size.
     """
     order = np.argsort(groups, kind="stable").astype(np.int32)
     wanted = np.arange(len(groups), dtype=np.int64) // size
@@ -187,7 +188,7 @@ def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.nda
         refuse(
             source,
             name,
-            "does not put as many elements in each group.",
+            "does not put equally many elements in each group.",
             given=f"groups from {groups.min()} to {groups.max()}, of {len(groups)} elements",
             expected=f"{size} elements of each of {wanted[-1] + 1} groups",
         )

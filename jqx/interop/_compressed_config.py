@@ -1,4 +1,4 @@
-"""The config of compressed-tensors, written: what stands in `quantization_config`."""
+"""Writes the config of compressed-tensors: the value of `quantization_config`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,15 +13,16 @@ from ..tensor import QSpec
 NAME = "compressed-tensors"
 
 
-class Says(NamedTuple):
-    """What the config says of a weight.
+class LayerConfig(NamedTuple):
+    """The config of a weight.
 
     Attributes:
-      format: of its tensors.
-      bits: of a code.
+      format: format of its tensors.
+      bits: bits of a code.
       type: `"int"` or `"float"`.
-      symmetric: whether it has no zero points.
-      strategy: who shares a scale: `"tensor"`, `"channel"`, `"group"`, `"block"`, `"tensor_group"`.
+      symmetric: whether there are no zero points.
+      strategy: what shares a scale: `"tensor"`, `"channel"`, `"group"`, `"block"`,
+        `"tensor_group"`.
       group: size of a group.
       block: sizes of a block.
       ordered: whether columns are sorted by their groups.
@@ -42,34 +43,34 @@ _SCALES = {
     "mxfp4-pack-quantized": "torch.uint8",
     "nvfp4-pack-quantized": "torch.float8_e4m3fn",
 }
-"""Dtypes of scales that are no floats of 16 or 32 bits."""
+"""Dtypes of scales that are not floats of 16 or 32 bits."""
 
 _HEAD = "lm_head"
-"""What transformers calls the last layer of a language model."""
+"""Name of the last layer of a language model in transformers."""
 
 
 def config(
-    says: Mapping[str, Says], floats: Sequence[str], activation: QSpec | None
+    layers: Mapping[str, LayerConfig], floats: Sequence[str], activation: QSpec | None
 ) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Args:
-      says: of each QTensor, by its path.
+      layers: config of each QTensor, by its path.
       floats: names of the weights that stay in float.
-      activation: how operands beside the weights are quantized.
+      activation: how the activations that multiply the weights are quantized.
 
     Raises:
-      ValueError: the format has no such activations.
+      ValueError: if the format has no such activations.
     """
-    kinds = list(dict.fromkeys(says.values()))
+    kinds = list(dict.fromkeys(layers.values()))
     formats = sorted({kind.format for kind in kinds})
     inputs = None if activation is None else _inputs(activation)
     ignored = dict.fromkeys(name.removesuffix(".weight") for name in floats)
-    if len(kinds) == 1 and f"{_HEAD}.weight" not in says:
-        ignored[_HEAD] = None  # one that is tied to the table has no tensor, and is a Linear
+    if len(kinds) == 1 and f"{_HEAD}.weight" not in layers:
+        ignored[_HEAD] = None  # if tied to the table it has no tensor, but is a Linear
     groups = {}
     for i, kind in enumerate(kinds):
-        modules = [path.removesuffix(".weight") for path, own in says.items() if own == kind]
+        modules = [path.removesuffix(".weight") for path, own in layers.items() if own == kind]
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(kinds) == 1 else modules,
             "weights": _weights(kind),
@@ -88,7 +89,7 @@ def config(
     }
 
 
-def _weights(kind: Says) -> dict[str, Any]:
+def _weights(kind: LayerConfig) -> dict[str, Any]:
     args = _arguments(kind.bits, kind.type, kind.strategy, kind.group, symmetric=kind.symmetric)
     args["block_structure"] = None if kind.block is None else list(kind.block)
     args["actorder"] = "group" if kind.ordered else None
@@ -124,7 +125,7 @@ def _inputs(spec: QSpec) -> dict[str, Any]:
     raise ValueError(
         message(
             "interop.write",
-            f"{NAME} has no such activations.",
+            f"{NAME} does not support these activations.",
             given=str(spec),
             expected="integers or float8_e4m3fn with one scale a tensor, a token (dynamic) or a "
             "group (dynamic); or dynamic nvfp4",

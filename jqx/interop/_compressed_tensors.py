@@ -1,6 +1,6 @@
 """compressed-tensors, the format of llm-compressor that vLLM and transformers load.
 
-A layer `m` of a weight [N, K] has, as its `format` says:
+A layer `m` with a weight [N, K] has these tensors, depending on its `format`:
 
     pack-quantized   m.weight_packed int32 [N, words]: streams of codes with 2**(b-1) added
                      m.weight_scale [N, groups]; m.weight_shape int64 [2]
@@ -12,7 +12,7 @@ A layer `m` of a weight [N, K] has, as its `format` says:
     mxfp8            m.weight float8_e4m3 [N, K]; m.weight_scale uint8 [N, K/32]
 
 Scales of activations (`input_scale`, `input_global_scale`) and of caches (`k_scale`, `v_scale`) are
-leaves of their own, as the file has them.
+separate leaves, unchanged.
 
 Source: https://github.com/vllm-project/compressed-tensors (version 0.20).
 """
@@ -30,7 +30,7 @@ from ._source import Source
 _PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
 
 MARKS = tuple(f".weight_{part}" for part in _PARTS)
-"""Ends of names of tensors that this format alone has."""
+"""Suffixes of the names of tensors that only this format has."""
 
 _INTEGERS = ("pack-quantized", "int-quantized")
 
@@ -39,7 +39,7 @@ _KNOWN = (
     *("float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
-"""What `format` may be."""
+"""Values of `format`."""
 
 
 class _Scheme(NamedTuple):
@@ -47,7 +47,7 @@ class _Scheme(NamedTuple):
 
     Attributes:
       targets: names of classes or modules, or `re:` and an expression.
-      format: as the config has it.
+      format: name of the format in the config.
       weights: arguments of the weights.
     """
 
@@ -70,9 +70,9 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
 
 
 def _check_plain(config: Config) -> None:
-    """Checks that layers multiply by their weights, and that these are dense."""
+    """Checks that layers multiply by their weights, and that the weights are dense."""
     if config.data.get("transform_config"):
-        config.refuse("transform_config", "none: rotations that a model does as it runs")
+        config.refuse("transform_config", "none: such rotations run in the model")
     if config.data.get("sparsity_config"):
         config.part("sparsity_config").one_of("format", ("dense",), "dense")
 
@@ -96,8 +96,8 @@ def _schemes(config: Config) -> list[_Scheme]:
 
 
 def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Config) -> _Scheme:
-    """Returns the scheme of a module: one that names it, else the one of its class, which the file
-    does not tell; so only one may be left.
+    """Returns the scheme of a module: the one that names it, else the one of its class. The file
+    does not contain the class, so only one scheme may be left.
     """
     named = [
         scheme
@@ -113,16 +113,16 @@ def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Conf
     refuse(
         source,
         f"{module}.weight_scale",
-        "is of a layer that the config does not describe."
+        "belongs to a layer that the config does not describe."
         if not found
-        else "could be of several groups of the config.",
+        else "could belong to several groups of the config.",
         given=f"{len(schemes)} groups, for {[scheme.targets for scheme in schemes][:4]}",
-        expected="one group whose targets mean the layer",
+        expected="one group whose targets match the layer",
     )
 
 
 def _fits(source: Source, module: str, scheme: _Scheme) -> bool:
-    """Whether the tensors of a module are of the format of a scheme."""
+    """Returns whether the tensors of a module have the format of a scheme."""
     try:
         _kind(source, module, scheme)
     except ValueError:
@@ -131,7 +131,7 @@ def _fits(source: Source, module: str, scheme: _Scheme) -> bool:
 
 
 def _kind(source: Source, module: str, scheme: _Scheme) -> str:
-    """Returns the format of a module, after checking that its tensors are those of it."""
+    """Returns the format of a module, after checking that its tensors have it."""
     args = scheme.weights
     bits, kind = args.integer("num_bits", 8), args.one_of("type", ("int", "float"), "int")
     packed = f"{module}.weight_packed" in source.entries
@@ -139,12 +139,12 @@ def _kind(source: Source, module: str, scheme: _Scheme) -> str:
         found = "pack-quantized" if packed else "int-quantized"
     elif packed:
         if bits != 4:
-            args.refuse("num_bits", "4, of packed floats")
+            args.refuse("num_bits", "4 for packed floats")
         two = f"{module}.weight_global_scale" in source.entries
         found = "nvfp4-pack-quantized" if two else "mxfp4-pack-quantized"
     else:
         if bits != 8:
-            args.refuse("num_bits", "8, of floats that are not packed")
+            args.refuse("num_bits", "8 for floats that are not packed")
         scale = source.dtype(f"{module}.weight_scale")
         found = "mxfp8-quantized" if scale == np.uint8 else "float-quantized"
     free = ("mixed-precision", "naive-quantized", "dense")
@@ -152,7 +152,7 @@ def _kind(source: Source, module: str, scheme: _Scheme) -> str:
         refuse(
             source,
             f"{module}.weight_scale",
-            "is not of the format that the config says.",
+            "does not have the format in the config.",
             given=f"tensors of {found}",
             expected=f"tensors of {scheme.format}",
         )

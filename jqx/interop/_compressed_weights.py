@@ -1,4 +1,4 @@
-"""How the weights of compressed-tensors are read: codes, scales, zero points and their order. See
+"""Reads the weights of compressed-tensors: codes, scales, zero points and their order. See
 `_compressed_tensors`.
 """
 
@@ -28,14 +28,14 @@ from ._config import Config
 from ._source import Source
 
 _HALF = jnp.dtype(jnp.bfloat16)
-"""What weights become whose scales are no floats."""
+"""Formats of weights whose scales are not floats."""
 
 
 def _groups(
     source: Source, module: str, args: Config, shape: tuple[int, ...], dtypes: Any = FLOATS
 ) -> tuple[Groups, np.dtype]:
-    """Returns who shares a scale of a weight, and the dtype of scales, after checking that there
-    are as many as the config says.
+    """Returns which elements of a weight share a scale, and the dtype of scales, after checking
+    that the number of scales agrees with the config.
     """
     *lead, rows, columns = shape
     size = args.data.get("group_size")
@@ -71,7 +71,7 @@ def _block(args: Config) -> tuple[int, int]:
 
 
 def _packed(source: Source, module: str, args: Config, asked: np.dtype | None) -> CodedLeaf:
-    """A weight of `pack-quantized`."""
+    """Reads a weight of `pack-quantized`."""
     form, codes = _integers(args), f"{module}.weight_packed"
     shape, each = _packed_shape(source, module, form.bits)
     groups, dtype = _groups(source, module, args, shape)
@@ -91,8 +91,8 @@ def _packed(source: Source, module: str, args: Config, asked: np.dtype | None) -
 
 
 def _packed_shape(source: Source, module: str, bits: int) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of a packed weight, and how many codes a word has where none lies across
-    two, as old releases have them; 0 where codes are dense.
+    """Returns the shape of a packed weight, and the number of codes in a word if no code crosses
+    two words, as in old releases; 0 if codes are dense.
     """
     name, packed = f"{module}.weight_shape", f"{module}.weight_packed"
     stored, _ = checked(source, packed, None, (jnp.int32,))
@@ -107,7 +107,7 @@ def _packed_shape(source: Source, module: str, bits: int) -> tuple[tuple[int, ..
     refuse(
         source,
         packed,
-        "has not the shape that weight_shape says.",
+        "does not have the shape in weight_shape.",
         given=f"{list(stored)} words for {list(shape)} codes of {bits} bits",
         expected="as many words as the codes of each row take",
     )
@@ -123,7 +123,7 @@ def _integers(args: Config) -> Integer:
 def _values(
     codes: np.ndarray, count: int, form: Integer, each: int, order: np.ndarray | None
 ) -> np.ndarray:
-    """Returns codes as a QTensor has them, of rows of words."""
+    """Returns codes in the layout of a QTensor, from rows of words."""
     bits = form.bits
     rows = codes.reshape(-1, codes.shape[-1])
 
@@ -136,7 +136,7 @@ def _values(
 
 
 def _from_words(raw: np.ndarray, bits: int, count: int, each: int) -> np.ndarray:
-    """Returns the codes of words none of whose codes lies across two."""
+    """Returns the codes of words in which no code crosses two words."""
     words = raw.view("<u4")[..., None]
     codes = (words >> np.arange(0, each * bits, bits, dtype=np.uint32)) & np.uint32(2**bits - 1)
     return codes.astype(np.uint8).reshape(len(raw), -1)[:, :count]
@@ -145,7 +145,7 @@ def _from_words(raw: np.ndarray, bits: int, count: int, each: int) -> np.ndarray
 def _zeros(
     source: Source, module: str, args: Config, groups: Groups, form: Integer, *, packed: bool
 ) -> tuple[tuple[str, np.dtype], ...]:
-    """Returns the tensor of the zero points; none where the config says that there are none."""
+    """Returns the tensor of the zero points; none if the config says that there are none."""
     name = f"{module}.weight_zero_point"
     if args.flag("symmetric", True):
         if name in source.entries and source.read(name, source.dtype(name)).any():
@@ -168,7 +168,7 @@ def _zeros(
 
 
 def _packed_zeros(points: np.ndarray, shape: tuple[int, ...], form: Integer) -> np.ndarray:
-    """Returns zero points, of streams along the axis before the last."""
+    """Returns zero points from streams along the last axis but one."""
     if points.dtype == np.int8:
         return points.astype(form.storage)
     rows = np.ascontiguousarray(np.swapaxes(points, -1, -2)).view(np.uint8)
@@ -177,8 +177,8 @@ def _packed_zeros(points: np.ndarray, shape: tuple[int, ...], form: Integer) -> 
 
 
 def _order(source: Source, module: str, args: Config, groups: Groups) -> np.ndarray | None:
-    """Returns in which order the columns of a weight are sorted by their groups; `None` where they
-    are already.
+    """Returns the order in which the columns of a weight are sorted by their groups; `None` if they
+    are sorted already.
     """
     name = f"{module}.weight_g_idx"
     wanted = args.data.get("actorder") in ("group", "dynamic", True)
@@ -192,7 +192,7 @@ def _order(source: Source, module: str, args: Config, groups: Groups) -> np.ndar
 
 
 def _plain(source: Source, module: str, args: Config, asked: np.dtype | None) -> CodedLeaf:
-    """A weight of `int-quantized`, `float-quantized` or `mxfp8-quantized`: a byte a code."""
+    """Reads a weight of `int-quantized`, `float-quantized`, `mxfp8-quantized`: a code per byte."""
     integers = args.one_of("type", ("int", "float"), "int") == "int"
     form: Any = Integer(8) if integers else jnp.dtype(jnp.float8_e4m3fn)
     shape, codes = _stored(source, f"{module}.weight", form.storage if integers else form)
@@ -211,8 +211,8 @@ def _plain(source: Source, module: str, args: Config, asked: np.dtype | None) ->
 
 
 def _small_floats(source: Source, module: str, args: Config, asked: np.dtype | None) -> CodedLeaf:
-    """A weight of `nvfp4-pack-quantized` or `mxfp4-pack-quantized`: two codes a byte, the first in
-    the low half. The one scale of nvfp4 divides.
+    """Reads a weight of `nvfp4-pack-quantized` or `mxfp4-pack-quantized`: two codes per byte, the
+    first in the low half. Codes of nvfp4 are divided by its single scale.
     """
     stored, dtype = _stored(source, f"{module}.weight_packed", np.dtype(np.uint8))
     shape, ones = (*stored[:-1], 2 * stored[-1]), (1,) * len(stored)
@@ -251,22 +251,22 @@ def _leaf(
     like: QTensor,
     decode: Callable[..., list[np.ndarray]],
 ) -> CodedLeaf:
-    """Returns the weight of a module, with what was read of it already."""
+    """Returns the weight of a module, with what has already been read from it."""
     read = {f"{module}.weight_{end}" for end in ("shape", "g_idx", "zero_point")}
     beside = read.intersection(source.entries) - {name for name, _ in tensors}
     return CodedLeaf(f"{module}.weight", tensors, like, decode, tuple(sorted(beside)))
 
 
 def _stored(source: Source, name: str, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns shape and dtype of a tensor of codes, of two axes or three."""
+    """Returns shape and dtype of a tensor of codes with two or three axes."""
     shape, found = checked(source, name, None, (dtype,))
     if not 2 <= len(shape) <= 3 or 0 in shape:
         refuse(
             source,
             name,
-            "is no matrix.",
+            "is not a matrix.",
             given=f"{found.name}{list(shape)}",
-            expected="two axes, or three where matrices are stacked",
+            expected="two axes, or three if matrices are stacked",
         )
     return shape, found
 
@@ -279,4 +279,4 @@ READ = {
     "nvfp4-pack-quantized": _small_floats,
     "mxfp4-pack-quantized": _small_floats,
 }
-"""How the weights of each format are read."""
+"""The function that reads the weights of each format."""

@@ -1,7 +1,7 @@
-"""compressed-tensors, written: QTensors as its tensors, and the config that tells how to read them.
+"""Writes compressed-tensors: the tensors of QTensors, and the config that describes them.
 
-See `_compressed_tensors` for the tensors. Integers become `pack-quantized`, or `int-quantized`
-where activations are quantized too; floats what their format is called there.
+See `_compressed_tensors` for the tensors. Integers become `pack-quantized`, or `int-quantized` if
+activations are quantized too. Floats get the format that has their name.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ..numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..tensor import QSpec, QTensor
 from ._bits import stream_length, to_stream
 from ._coded import FLOATS
-from ._compressed_config import NAME, Says
+from ._compressed_config import NAME, LayerConfig
 from ._encoded import (
     Encoded,
     check_no_offset,
@@ -30,22 +30,22 @@ _I32, _U8 = np.dtype(np.int32), np.dtype(np.uint8)
 
 
 def encode(path: str, leaf: QTensor, activation: QSpec | None = None) -> Encoded:
-    """Returns what a QTensor becomes.
+    """Returns the encoded form of a QTensor.
 
     Args:
-      path: its name, `<module>.weight`.
+      path: name of the QTensor, `<module>.weight`.
       leaf: the QTensor `[out, in]`, or `[experts, out, in]`; it may be abstract.
-      activation: how the operand beside it is quantized; `None` leaves it in float.
+      activation: how the activation that multiplies it is quantized; `None` leaves it in float.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     module, form = module_of(path, leaf, NAME), format_of(leaf.qtype)
     _check_plain(path, leaf)
     if isinstance(form, Integer):
         return _integers(path, module, leaf, form, activation)
     if leaf.order is not None:
-        _refuse(path, leaf, "integers where columns are sorted", "store it as integers")
+        _refuse(path, leaf, "integers if columns are sorted", "store it as integers")
     if isinstance(form, Block):
         return _blocks(path, module, leaf, form)
     if leaf.qtype != jnp.float8_e4m3fn:
@@ -53,14 +53,14 @@ def encode(path: str, leaf: QTensor, activation: QSpec | None = None) -> Encoded
             path,
             leaf,
             "integers of 2 to 8 bits, float8_e4m3fn, mxfp8_e4m3, mxfp4 or nvfp4",
-            "quantize it anew in one of these formats",
+            "quantize it again in one of these formats",
         )
     return _floats(path, module, leaf)
 
 
 def _check_plain(path: str, leaf: QTensor) -> None:
     if leaf.ndim not in (2, 3):
-        _refuse(path, leaf, "two axes, or three where matrices are stacked", "reshape it")
+        _refuse(path, leaf, "two axes, or three if matrices are stacked", "reshape it")
     check_no_offset(path, leaf, NAME)
     integers = isinstance(format_of(leaf.qtype), Integer)
     tail = leaf.shape[-1] % leaf.groups.sizes[-1] if integers else 0
@@ -68,7 +68,7 @@ def _check_plain(path: str, leaf: QTensor) -> None:
         _refuse(
             path,
             leaf,
-            f"groups of one size along the last axis: the last one here has {tail}",
+            f"groups of equal size along the last axis: the last group has {tail}",
             "quantize it with a group size that divides its inputs",
         )
 
@@ -80,8 +80,8 @@ def _refuse(path: str, leaf: QTensor, expected: str, mend: str) -> NoReturn:
 def _integers(
     path: str, module: str, leaf: QTensor, form: Integer, activation: QSpec | None
 ) -> Encoded:
-    """A weight of integers. Files have codes with half of their levels added, so that unsigned ones
-    are those of a zero point.
+    """Encodes a weight of integers. Files store codes with half of their levels added, so that
+    unsigned codes have a zero point.
     """
     bits, group = form.bits, leaf.groups.sizes[-1]
     if bits > 8:
@@ -90,7 +90,7 @@ def _integers(
     whole = group == leaf.shape[-1]
     plain = activation is not None and bits == 8 and whole
     zeros, ordered = leaf.zero_point is not None or not form.signed, leaf.order is not None
-    says = Says(
+    layer = LayerConfig(
         "int-quantized" if plain else "pack-quantized",
         bits,
         "int",
@@ -129,11 +129,11 @@ def _integers(
             made["weight_zero_point"] = _signed(points) if plain else packed
         return {f"{module}.{name}": array for name, array in made.items()}
 
-    return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, says)
+    return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, layer)
 
 
 def _signed(codes: np.ndarray) -> np.ndarray:
-    """Returns unsigned codes of 8 bits less 128."""
+    """Returns unsigned codes of 8 bits, less 128."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
 
@@ -146,53 +146,53 @@ def _entries(path: str, leaf: QTensor) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _floats(path: str, module: str, leaf: QTensor) -> Encoded:
-    """A weight of float8_e4m3fn."""
+    """Encodes a weight of float8_e4m3fn."""
     _, kind = _entries(path, leaf)
     *lead, rows, columns = leaf.groups.sizes
     entries: tuple[int, ...] = leaf.groups.scale_shape
     if entries == (1,) * leaf.ndim:
-        says, entries = Says("float-quantized", 8, "float", strategy="tensor"), (1,)
+        layer, entries = LayerConfig("float-quantized", 8, "float", strategy="tensor"), (1,)
     elif set(lead) - {1}:
-        _refuse(path, leaf, "scales for each matrix of a stack, or one for all", "quantize it anew")
+        _refuse(path, leaf, "a scale for each matrix of a stack, or one", "quantize it again")
     elif rows > 1:
-        says = Says("float-quantized", 8, "float", strategy="block", block=(rows, columns))
+        layer = LayerConfig("float-quantized", 8, "float", strategy="block", block=(rows, columns))
     elif columns < leaf.shape[-1]:
-        says = Says("float-quantized", 8, "float", strategy="group", group=columns)
+        layer = LayerConfig("float-quantized", 8, "float", strategy="group", group=columns)
     else:
-        says = Says("float-quantized", 8, "float")
+        layer = LayerConfig("float-quantized", 8, "float")
     weight, scale = f"{module}.weight", f"{module}.weight_scale"
     code = jnp.dtype(jnp.float8_e4m3fn)
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
         return {weight: codes_of(q).view(code), scale: scale_of(q).reshape(entries)}
 
-    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, says)
+    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, layer)
 
 
 def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
-    """A weight of mxfp8, mxfp4 or nvfp4."""
+    """Encodes a weight of mxfp8, mxfp4 or nvfp4."""
     if form not in (mxfp8_e4m3, mxfp4, nvfp4):
-        _refuse(path, leaf, "of block formats mxfp8_e4m3, mxfp4 or nvfp4", "quantize it anew")
+        _refuse(path, leaf, "block formats mxfp8_e4m3, mxfp4 or nvfp4", "quantize it again")
     sizes = (*(1,) * (leaf.ndim - 1), min(form.size, leaf.shape[-1]))
     if leaf.groups.sizes != sizes or leaf.shape[-1] % form.size:
-        _refuse(path, leaf, f"blocks of {form.size} along the last axis alone", "quantize it anew")
+        _refuse(path, leaf, f"blocks of {form.size} along the last axis only", "quantize it again")
     scale, entries = f"{module}.weight_scale", leaf.groups.scale_shape
     if form == mxfp8_e4m3:
         code, weight = jnp.dtype(jnp.float8_e4m3fn), f"{module}.weight"
         tensors = {weight: (code, leaf.shape), scale: (_U8, entries)}
-        says = Says("mxfp8-quantized", 8, "float", strategy="group", group=32)
+        layer = LayerConfig("mxfp8-quantized", 8, "float", strategy="group", group=32)
     else:
         weight = f"{module}.weight_packed"
         tensors = {weight: (_U8, (*leaf.shape[:-1], leaf.shape[-1] // 2)), scale: (_U8, entries)}
-        says = Says("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
+        layer = LayerConfig("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
     second = f"{module}.weight_global_scale"
     if form == nvfp4:
-        says = Says("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
+        layer = LayerConfig("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
         tensors[scale] = (jnp.dtype(jnp.float8_e4m3fn), entries)
         tensors[second] = (np.dtype(np.float32), (1,))
         inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
         if inner is None or inner.size != 1:
-            _refuse(path, leaf, "one float scale for all scales of the tensor", "quantize it anew")
+            _refuse(path, leaf, "one float scale for all scales of the tensor", "quantize it again")
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
         bits = codes_of(q)
@@ -206,11 +206,11 @@ def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
             made[scale] = np.asarray(q.scale).view(_U8)
         return made
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
 def _divisor(factor: np.ndarray) -> np.ndarray:
-    """Returns the float32 to divide by whose reciprocal is nearest to a factor."""
+    """Returns the float32 divisor whose reciprocal is nearest to a factor."""
     with np.errstate(divide="ignore"):
         near = np.float32(1) / factor
         both = np.stack([np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.inf)])

@@ -1,4 +1,4 @@
-"""What the config of a checkpoint says of how it is quantized, read field by field."""
+"""Reads the quantization config of a checkpoint field by field."""
 
 import json
 import os
@@ -11,21 +11,21 @@ from .._errors import message
 from .._files import open_regular
 
 _MOST_BYTES = 64_000_000
-"""Of a file of JSON beside the tensors: indices of models of many experts take some."""
+"""Maximum size of a JSON file: indices of models with many experts need several MB."""
 
 _MOST_OF_PATTERN = 500
-"""Characters of a pattern, and of the name that it is matched with."""
+"""Maximum length in characters of a pattern, and of the name that it is matched with."""
 
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
-"""A group that is repeated: matching could take exponential time."""
+"""A repeated group: matching could take exponential time."""
 
 
 class Config:
-    """A JSON object of a config file, whose fields are checked when they are read.
+    """A JSON object of a config file. Its fields are checked when they are read.
 
     Attributes:
       data: the object.
-      where: how messages call it.
+      where: name of the config in messages.
     """
 
     def __init__(self, data: Any, where: str) -> None:
@@ -58,7 +58,7 @@ class Config:
         return self.one_of(key, (True, False), default)
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Returns a list of strings; none where it is left out."""
+        """Returns a list of strings; an empty one if the field is missing."""
         value = self.data.get(key)
         value = [] if value is None else value
         if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
@@ -66,18 +66,18 @@ class Config:
         return tuple(value)
 
     def part(self, key: str) -> "Config":
-        """Returns an object within."""
+        """Returns an inner object."""
         return Config(self.data.get(key), f"{self.where}.{key}")
 
     def refuse(self, key: str, expected: str) -> NoReturn:
-        """Raises: the value of a field is not what it can be."""
+        """Raises an error: the value of a field is not allowed."""
         self._refuse(f"{key} == {shown(self.data.get(key))}", expected, self.where)
 
     def _refuse(self, given: str, expected: str, where: str) -> NoReturn:
         raise ValueError(
             message(
                 "interop.read",
-                f"{where} says what jqx does not read.",
+                f"{where} has a value that jqx does not support.",
                 given=given,
                 expected=expected,
                 mend="correct the config, or convert the checkpoint with the library that wrote "
@@ -87,14 +87,14 @@ class Config:
 
 
 def read_json(path: str) -> Any:
-    """Returns what a JSON file holds.
+    """Returns the contents of a JSON file.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is too long, or no JSON.
+      OSError: if the file cannot be read.
+      ValueError: if the file is too long or is not JSON.
     """
     with open_regular("interop.read", path) as file:
-        size = os.fstat(file.fileno()).st_size  # what `read` is asked for is allocated at once
+        size = os.fstat(file.fileno()).st_size  # `read` allocates its argument at once
         text = file.read(min(size, _MOST_BYTES) + 1)
     try:
         require_that(
@@ -104,14 +104,14 @@ def read_json(path: str) -> Any:
             problem=f"{path!r} is too long.",
             given=f"more than {_MOST_BYTES:,} bytes",
             expected="a config, or an index of tensors",
-            mend="look at the file.",
+            mend="check the file.",
         )
         return json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             message(
                 "interop.read",
-                f"{path!r} is no JSON that can be read.",
+                f"{path!r} is not JSON that can be read.",
                 given=str(error) or type(error).__name__,
                 expected="a JSON object",
                 mend="copy or download it again.",
@@ -120,8 +120,8 @@ def read_json(path: str) -> Any:
 
 
 def read_config(folder: str) -> Mapping[str, Any] | None:
-    """Returns `config.json` of a folder, with `quantize_config.json` (as old GPTQ files have it) as
-    its `quantization_config`; `None` where there is neither.
+    """Returns `config.json` of a folder, with `quantize_config.json` (of old GPTQ files) as its
+    `quantization_config`; `None` if there is neither.
     """
     paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
     found, beside = (read_json(path) if os.path.lexists(path) else None for path in paths)
@@ -134,8 +134,8 @@ def read_config(folder: str) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
-    """Returns what a config says of quantization, of the model or of its `text_config`; `None`
-    where it says nothing.
+    """Returns the quantization config in the config of a model, or in its `text_config`; `None` if
+    there is none.
     """
     text = (config or {}).get("text_config")
     for part in (config, text if isinstance(text, Mapping) else None):
@@ -146,11 +146,11 @@ def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
 
 
 def matches(pattern: str, name: str, where: str) -> bool:
-    """Whether a target of a config (a name, or `re:` and a regular expression that matches from the
-    begin of the name on) means a module.
+    """Returns whether a target of a config matches a module. A target is a name, or `re:` and a
+    regular expression that matches from the start of the name.
 
     Raises:
-      ValueError: the expression is none, or one that may take very long.
+      ValueError: if the expression is invalid, or may take a very long time.
     """
     if not pattern.startswith("re:"):
         return pattern == name
@@ -165,7 +165,7 @@ def matches(pattern: str, name: str, where: str) -> bool:
     if compiled is None:
         Config({"target": pattern}, where).refuse(
             "target",
-            f"a regular expression of at most {_MOST_OF_PATTERN} characters, no group of "
-            "which is repeated",
+            f"a regular expression of at most {_MOST_OF_PATTERN} characters without "
+            "repeated groups",
         )
     return compiled.match(name[:_MOST_OF_PATTERN]) is not None

@@ -1,4 +1,4 @@
-"""What a QTensor becomes in a checkpoint of others: which tensors, of which numbers."""
+"""A QTensor in a checkpoint format of another library: its tensors and their numbers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -16,21 +16,21 @@ Tensors = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 class Encoded(NamedTuple):
-    """A QTensor as a format has it, before its numbers are made.
+    """A QTensor in a format, before its numbers are computed.
 
     Attributes:
-      tensors: dtype and shape of what is written, by name.
-      make: makes these of the QTensor, whose leaves are NumPy arrays, by name.
-      says: what the config says of it: a hashable value of the format's own.
+      tensors: dtype and shape of the tensors to write, by name.
+      make: computes these from the QTensor, whose leaves are NumPy arrays, by name.
+      layer: the config of the QTensor: a hashable value that the format defines.
     """
 
     tensors: Tensors
     make: Callable[[QTensor], Mapping[str, np.ndarray]]
-    says: Any
+    layer: Any
 
 
 def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, mend: str) -> NoReturn:
-    """Raises: a format cannot hold a tensor."""
+    """Raises an error: a format cannot hold a tensor."""
     raise ValueError(
         message(
             "interop.write",
@@ -43,14 +43,14 @@ def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, mend: str) 
 
 
 def module_of(path: str, leaf: Any, format: str) -> str:
-    """Returns the module of a weight, after checking that it is called as one."""
+    """Returns the module of a weight, after checking that it has the name of a weight."""
     if not path.endswith(".weight"):
         refuse_leaf(
             path,
             leaf,
             format,
-            expected="quantized tensors that are called <module>.weight",
-            mend="name it so, with jqx.interop.tree(..., names), or leave it in float.",
+            expected="quantized tensors that are named <module>.weight",
+            mend="name it like that with jqx.interop.tree(..., names), or leave it in float.",
         )
     if 0 in leaf.shape:
         refuse_leaf(path, leaf, format, expected="weights", mend="leave it in float.")
@@ -64,7 +64,7 @@ def as_numpy(q: QTensor) -> QTensor:
 
 def codes_of(q: QTensor) -> np.ndarray:
     """Returns the codes of a QTensor of NumPy arrays, in the order of its shape: integers as int8
-    or uint8, floats as the bits of their format, uint8.
+    or uint8, floats as the bits of their format in uint8.
     """
     form, layout, values = format_of(q.qtype), q.layout, np.asarray(q.values)
     signed = form.code_range is not None and form.code_range[0] < 0
@@ -72,7 +72,7 @@ def codes_of(q: QTensor) -> np.ndarray:
         axis = layout.stored_axis
         assert axis is not None
         rows = np.moveaxis(values, axis, -1)
-        if layout.kernel == "cpu":  # the codes of a byte follow each other
+        if layout.kernel == "cpu":  # the codes of a byte are consecutive
             places = np.arange(0, 8, form.bits, dtype=np.uint8)
             parts = (rows[..., None] >> places) & np.uint8(2**form.bits - 1)
             bits = parts.reshape(*rows.shape[:-1], layout.packing.length)
@@ -93,13 +93,13 @@ def codes_of(q: QTensor) -> np.ndarray:
 
 
 def scale_of(q: QTensor) -> np.ndarray:
-    """Returns the scale of a QTensor of NumPy arrays as an array; one of scales is dequantized."""
+    """Returns the scale of a QTensor of NumPy arrays as an array, dequantized if necessary."""
     scale = q.scale
     return np.asarray(scale.dequantize() if isinstance(scale, QTensor) else scale)
 
 
 def for_rows(x: np.ndarray, q: QTensor) -> np.ndarray:
-    """Returns a scale, or zero points, with an entry for each row of each group."""
+    """Returns scales or zero points with an entry for each row of each group."""
     shape = (*q.shape[:-1], q.groups.scale_shape[-1])
     x = np.broadcast_to(x, q.groups.scale_shape)
     for axis, n in enumerate(shape):
@@ -109,11 +109,11 @@ def for_rows(x: np.ndarray, q: QTensor) -> np.ndarray:
 
 
 def integers_of(path: str, q: QTensor, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns codes, zero points and the group of each column of a matrix of integers of 8 bits or
-    fewer, as formats have them whose codes are unsigned: columns in the order of the real array.
+    """Returns codes, zero points and the group of each column of a matrix of integers with at most
+    8 bits, for formats whose codes are unsigned. Columns are in the order of the real array.
 
     Raises:
-      ValueError: it has a float offset.
+      ValueError: if the tensor has a float offset.
     """
     check_no_offset(path, q, format)
     form, columns = format_of(q.qtype), q.shape[-1]
@@ -131,22 +131,22 @@ def integers_of(path: str, q: QTensor, format: str) -> tuple[np.ndarray, np.ndar
 
 
 def check_no_offset(path: str, leaf: QTensor, format: str) -> None:
-    """Checks that a tensor has no float minimum, which few formats have."""
+    """Checks that a tensor has no float minimum, which few formats support."""
     if leaf.offset is not None:
         refuse_leaf(
             path,
             leaf,
             format,
-            expected="no float minimum beside the scale",
-            mend="write it as MLX, or as GGUF; or quantize it anew with integer zero points.",
+            expected="no float minimum in addition to the scale",
+            mend="write it as MLX, or as GGUF; or quantize it again with integer zero points.",
         )
 
 
 def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
-    """Returns scales of a matrix in float16, an entry for each row of each group.
+    """Returns the scales of a matrix in float16, an entry for each row of each group.
 
     Raises:
-      ValueError: one of them is no float16.
+      ValueError: if float16 cannot hold a scale exactly.
     """
     scale = for_rows(scale_of(q), q)
     with np.errstate(over="ignore"):
@@ -156,7 +156,7 @@ def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
             path,
             q,
             format,
-            expected="scales that float16 holds",
+            expected="scales that float16 holds exactly",
             mend="quantize it with scales of float16: calibrator=jqx.calibrators.Rounded().",
         )
     return halves
@@ -165,17 +165,17 @@ def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
 def minimums_of(
     path: str, q: QTensor, scale: np.ndarray, dtype: np.dtype, format: str
 ) -> np.ndarray:
-    """Returns what is added to unsigned codes times the scale, exactly.
+    """Returns the exact minimums that are added to the scaled unsigned codes.
 
     Args:
-      path: of the QTensor.
+      path: path of the QTensor.
       q: integers, of NumPy arrays.
       scale: float64, an entry for each row of each group.
-      dtype: of the minimums.
-      format: that is written.
+      dtype: dtype of the minimums.
+      format: name of the format.
 
     Raises:
-      ValueError: the dtype does not hold one of them.
+      ValueError: if the dtype cannot hold a minimum exactly.
     """
     form = format_of(q.qtype)
     assert isinstance(form, Integer)
@@ -194,7 +194,7 @@ def minimums_of(
             path,
             q,
             format,
-            expected=f"minimums, less zero points times scales, that {dtype.name} holds",
+            expected=f"minimums (-zero point * scale) that {dtype.name} holds exactly",
             mend="quantize it with a float minimum or without zero points, or write "
             "compressed-tensors.",
         )

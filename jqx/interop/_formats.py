@@ -1,6 +1,6 @@
-"""The formats of checkpoints of others, and which of them a checkpoint has.
+"""The checkpoint formats of other libraries, and which of them a checkpoint has.
 
-The config decides; tensors that only one format has and that no config speaks of are an error.
+The config decides. Tensors that only one format has are an error without a config for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,20 +31,20 @@ from ._tree import StoredArray
 
 
 class Format(NamedTuple):
-    """A format of checkpoints.
+    """A checkpoint format.
 
     Attributes:
-      name: what it is called.
-      says: whether a config (`config.json`) is of a checkpoint of it.
-      marks: ends of the names of tensors that no float checkpoint has.
-      leaves: yields the QTensors of a checkpoint, of its source and the real dtype that is asked
-        for. What they are not made of are plain arrays.
-      alone: whether tensors tell how they are read, without a config.
-      source: the files that are of this format, whatever a config says.
+      name: name of the format.
+      matches: returns whether a config (`config.json`) belongs to a checkpoint in this format.
+      marks: suffixes of the names of tensors that float checkpoints do not have.
+      leaves: yields the QTensors of a checkpoint, given its source and the requested real dtype.
+        Tensors that are not used for them are plain arrays.
+      alone: whether the tensors can be read without a config.
+      source: the class of sources that always have this format, whatever the config says.
     """
 
     name: str
-    says: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     marks: tuple[str, ...]
     leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
     alone: bool = False
@@ -52,13 +52,13 @@ class Format(NamedTuple):
 
 
 def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Returns whether a config has a `quantization_config` of one of some methods."""
+    """Returns a function that returns whether a config has one of these quantization methods."""
 
-    def says(config: Mapping[str, Any]) -> bool:
+    def matches(config: Mapping[str, Any]) -> bool:
         found = quantization_of(config)
         return found is not None and found.data.get("quant_method") in names
 
-    return says
+    return matches
 
 
 def _is_mlx(config: Mapping[str, Any]) -> bool:
@@ -92,21 +92,21 @@ FORMATS = (
     ),
     Format("gguf", lambda _: False, (), _gguf_tensors.leaves, source=GgufSource),
 )
-"""Those that are read, in the order in which they are tried."""
+"""The formats that can be read, in the order in which they are tried."""
 
-_UNREAD = {"torchao": "torchao keeps its tensors in a layout of its own kernels"}
-"""Methods that are known and not read, and why."""
+_UNREAD = {"torchao": "torchao stores tensors in the layouts of its kernels"}
+"""Methods that are known but not supported, and why."""
 
 _TORCHAO = "._weight_qdata"
-"""End of names of tensors of torchao."""
+"""Suffix of the names of torchao's tensors."""
 
 
 def read_leaves(source: Source, dtype: np.dtype | None) -> tuple[str, Any]:
-    """Returns the name of the format of a checkpoint, and its tree with what makes each leaf: a
-    dict of all by path, in the order of the file; of Orbax, the tree that was saved.
+    """Returns the name of the format of a checkpoint, and its tree with a reader for each leaf: a
+    dict of all leaves by path, in the order of the file; for Orbax, the tree that was saved.
 
     Raises:
-      ValueError: as `format_of_source`; or the tensors are not what the config says.
+      ValueError: as in `format_of_source`; or if the tensors contradict the config.
     """
     if isinstance(source, OrbaxSource):
         return _gemma.read_tree(source, dtype)
@@ -128,43 +128,43 @@ def _check_alone(source: Source, leaves: Mapping[str, Any], leaf: CodedLeaf | St
         leaves.get(leaf.path, leaf) is leaf,
         error=ValueError,
         function="interop.read",
-        problem=f"the weight {shown(leaf.path)} of {source.path!r} is there twice.",
-        given="a float tensor and a quantized one, of one name",
-        expected="one of both",
+        problem=f"the weight {shown(leaf.path)} of {source.path!r} exists twice.",
+        given="a float tensor and a quantized one with the same name",
+        expected="one of them",
         mend="download the checkpoint again.",
     )
 
 
 def format_of_source(source: Source) -> Format | None:
-    """Returns the format of a checkpoint; `None` where it holds plain arrays.
+    """Returns the format of a checkpoint; `None` if it holds plain arrays.
 
     Raises:
-      ValueError: its config names a format that jqx does not read, or there is no config and the
-        tensors are of a format that needs one.
+      ValueError: if its config names a format that jqx does not read; or if there is no config and
+        the tensors have a format that needs one.
     """
     own = next((form for form in FORMATS if form.source is type(source)), None)
     if own is not None:
         return own
     config = source.config or {}
-    found = next((form for form in FORMATS if form.says(config)), None)
-    said = quantization_of(config)
-    if found is None and said is not None:
-        method = said.data.get("quant_method")
+    found = next((form for form in FORMATS if form.matches(config)), None)
+    quantization = quantization_of(config)
+    if found is None and quantization is not None:
+        method = quantization.data.get("quant_method")
         why = _UNREAD.get(method, "no such format is known") if isinstance(method, str) else ""
-        said.refuse(
+        quantization.refuse(
             "quant_method", f"one of {', '.join(form.name for form in FORMATS)}{why and f': {why}'}"
         )
     return _marked(source) if found is None and not source.asked else found
 
 
 def _marked(source: Source) -> Format | None:
-    """Returns the format of files whose config says none, which must be one that needs none."""
+    """Returns the format of files whose config names none; it must not need a config."""
     foreign = next((name for name in source.entries if name.endswith(_TORCHAO)), None)
     require_that(
         foreign is None,
         error=ValueError,
         function="interop.read",
-        problem=f"{source.path!r} is of torchao, which jqx does not read.",
+        problem=f"{source.path!r} is in the format of torchao, which jqx does not read.",
         given=f"the tensor {shown(foreign)}",
         expected=f"one of {', '.join(form.name for form in FORMATS)}: {_UNREAD['torchao']}",
         mend="save the float weights, or quantize with llm-compressor (compressed-tensors).",
@@ -177,35 +177,35 @@ def _marked(source: Source) -> Format | None:
             name is None,
             error=ValueError,
             function="interop.read",
-            problem=f"{source.path!r} is quantized, and no config says how.",
-            given=f"the tensor {shown(name)}, as {form.name} has them",
+            problem=f"{source.path!r} is quantized, but has no config that says how.",
+            given=f"the tensor {shown(name)}, as in {form.name}",
             expected="a folder whose config.json has a quantization_config, or config=",
-            mend="pass the folder in place of the file, or config=json.load(...); config={} reads "
-            "the tensors as they are.",
+            mend="pass the folder instead of the file, or config=json.load(...); config={} reads "
+            "the tensors as plain arrays.",
         )
     return None
 
 
 def _are_codes(source: Source, name: str) -> bool:
-    """Whether a tensor holds codes by its dtype: floats of 8 bits, weights that are no floats."""
+    """Returns whether a tensor holds codes by its dtype: 8-bit floats, or non-float weights."""
     kind = source.dtype(name)
     is_float = jnp.issubdtype(kind, jnp.floating)
     return (is_float and kind.itemsize == 1) or (name.endswith(".weight") and not is_float)
 
 
 def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
-    """Checks that no tensor of a format is left over, and that there are any."""
+    """Checks that there are quantized tensors, and that none of the format is left over."""
     left = (name for name in source.entries if name not in used)
     name = next((n for n in left if n.endswith(form.marks) or _are_codes(source, n)), None)
     require_that(
         name is None,
         error=ValueError,
         function="interop.read",
-        problem=f"the tensor {shown(name)} of {source.path!r} belongs to no layer.",
+        problem=f"the tensor {shown(name)} of {source.path!r} does not belong to a layer.",
         given=f"a tensor of {form.name} that lacks the others of its layer, or a layer that the "
         "config leaves in float",
-        expected="whole layers, as the config says",
-        mend="download the checkpoint again; of a part of it, read the whole folder.",
+        expected="whole layers, as in the config",
+        mend="download the checkpoint again; if this is a part of it, read the whole folder.",
     )
     require_that(
         used,
@@ -215,5 +215,5 @@ def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
         given=f"no tensor of {form.name} among {len(source.entries)}",
         expected=f"tensors of {form.name}",
         mend="drop quantization_config from its config, or pass config={} to read the tensors as "
-        "they are.",
+        "plain arrays.",
     )

@@ -1,9 +1,9 @@
-"""Checkpoints of Hugging Face in float8_e4m3: `fbgemm_fp8`, and `fp8` in blocks, as DeepSeek-V3 and
-Qwen3 have them.
+"""Checkpoints of Hugging Face in float8_e4m3: `fbgemm_fp8`, and `fp8` in blocks, as used by
+DeepSeek-V3 and Qwen3.
 
 A weight `w` [N, K], such as `m.weight`, is float8_e4m3, and has
 
-    fbgemm_fp8  w_scale float32 [N, 1]; m.input_scale_ub float32 [1], a leaf of its own
+    fbgemm_fp8  w_scale float32 [N, 1]; m.input_scale_ub float32 [1], a separate leaf
     fp8         w_scale_inv float32 [ceil(N / 128), ceil(K / 128)]: multiplied, despite its name;
                 the last blocks may be smaller ones. float8_e8m0 where `scale_fmt` is ue8m0
 
@@ -28,18 +28,18 @@ from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
 MARKS = ("_scale_inv", ".weight_scale")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _CODE = jnp.dtype(jnp.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 
 
-class Says(NamedTuple):
-    """What the config says of a layer.
+class LayerConfig(NamedTuple):
+    """The config of a layer.
 
     Attributes:
       block: sizes of a block, at most those of the weight.
-      shape: of the weight.
+      shape: shape of the weight.
     """
 
     block: tuple[int, int]
@@ -62,7 +62,7 @@ def _is_coded(source: Source, name: str) -> bool:
 
 
 def _blocks(config: Config) -> tuple[int, int] | None:
-    """Returns the sizes of a block; `None` where each tensor has one scale."""
+    """Returns the sizes of a block; `None` if each tensor has one scale."""
     config.one_of("fmt", ("e4m3",), "e4m3")
     block = config.data.get("weight_block_size")
     if block is None:
@@ -79,7 +79,7 @@ def _leaf(
 ) -> CodedLeaf:
     shape, _ = checked(source, name, None, (_CODE,))
     if not 2 <= len(shape) <= 3 or 0 in shape:
-        checked(source, name, (0, 0), (_CODE,), "two axes, or three where matrices are stacked")
+        checked(source, name, (0, 0), (_CODE,), "two axes, or three if matrices are stacked")
     stored, kind = checked(source, scale, None, (*FLOATS, E8M0))
     ones = (1,) * len(shape)
     each = ones if stored in ((), (1,)) else (*stored, *ones[len(stored) :])
@@ -91,7 +91,7 @@ def _leaf(
         refuse(
             source,
             scale,
-            "has not the shape that the config says.",
+            "does not have the shape in the config.",
             given=f"{kind.name}{list(stored)} for a weight {list(shape)}",
             expected=f"{list(groups.scale_shape)}, of blocks {groups.sizes}",
         )
@@ -101,10 +101,10 @@ def _leaf(
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor becomes in a checkpoint of `fp8` in blocks.
+    """Returns the encoded form of a QTensor, for a checkpoint of `fp8` in blocks.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     name = "fp8"
     module = module_of(path, leaf, name)
@@ -127,27 +127,27 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         return {weight: codes_of(q).view(_CODE), scale: scale_of(q)}
 
     tensors = {weight: (_CODE, leaf.shape), scale: (_F32, entries)}
-    return Encoded(tensors, make, Says((rows, columns), leaf.shape[-2:]))
+    return Encoded(tensors, make, LayerConfig((rows, columns), leaf.shape[-2:]))
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
-      ValueError: layers have blocks of several sizes.
+      ValueError: if layers have blocks of different sizes.
     """
     sizes = []
     for axis in range(2):
-        cut = [own.block[axis] for own in says.values() if own.block[axis] < own.shape[axis]]
-        sizes.append(cut[0] if cut else max(128, *(own.shape[axis] for own in says.values())))
-    for path, own in says.items():
+        cut = [own.block[axis] for own in layers.values() if own.block[axis] < own.shape[axis]]
+        sizes.append(cut[0] if cut else max(128, *(own.shape[axis] for own in layers.values())))
+    for path, own in layers.items():
         wanted = tuple(min(n, size) for n, size in zip(own.shape, sizes, strict=True))
         if own.block != wanted:
             refuse_leaf(
                 path,
                 own,
                 "fp8",
-                expected=f"blocks of {sizes}, as other layers have them",
+                expected=f"blocks of {sizes}, as in other layers",
                 mend="quantize all layers with the same blocks.",
             )
     return {

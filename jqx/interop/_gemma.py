@@ -1,4 +1,4 @@
-"""Trees of the gemma library in int4 or int8: `kernel` and the `scale` that divides it."""
+"""Trees of the gemma library in int4 or int8, with a `kernel` and the `scale` that divides it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,18 +19,18 @@ _PREFIX, _ONLY, _WEIGHT = "_IntEinsum_", "_IntEinsum_0", "w"
 _KINDS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.int8))
 
 
-@called("interop.from_gemma", "pass the tree that orbax restores.")
+@called("interop.from_gemma", "pass the tree that Orbax restores.")
 def from_gemma(params: Any) -> Any:
-    """Returns parameters of the gemma library, quantized by `gemma.peft.quantize`, with QTensors.
+    """Returns parameters that `gemma.peft.quantize` has quantized, with QTensors.
 
-    Published int4 checkpoints of Gemma are such trees, in Orbax. `jqx.load(folder)` reads one array
-    by array, to the same result; this function takes a tree that is restored already.
+    The published int4 checkpoints of Gemma are such trees, in Orbax. `jqx.load(folder)` reads them
+    array by array, with the same result. This function takes a tree that has already been restored.
 
-    Each `kernel` beside a `scale` becomes one QTensor, under the key that the float weight has
-    (`w`, `gating_einsum`, `linear`), so that functions of the float parameters run on them, by
-    `jqx.convert(f, jqx.Policy([]))`. Codes are those of the tree. gemma divides by its scale, and a
-    QTensor multiplies by one over it, in float32: a weight may differ by one unit in the last
-    place.
+    Each `kernel` with a `scale` becomes one QTensor, under the key of the float weight (`w`,
+    `gating_einsum`, `linear`). Thus functions of the float parameters run on them with
+    `jqx.convert(f, jqx.Policy([]))`. The codes are those of the tree. gemma divides by its scale,
+    and a QTensor multiplies by the reciprocal in float32: a weight may differ by one unit in the
+    last place.
 
     Args:
       params: nested dicts of arrays.
@@ -39,8 +39,8 @@ def from_gemma(params: Any) -> Any:
       The tree, with QTensors of packed codes; other leaves are the same.
 
     Raises:
-      TypeError: `params` are no dicts.
-      ValueError: nothing is quantized, a kernel is no int4 or int8, or its scale does not fit.
+      TypeError: if `params` is not a dict.
+      ValueError: if nothing is quantized, a kernel is not int4 or int8, or its scale does not fit.
 
     Source: https://github.com/google-deepmind/gemma (gemma.peft, version 3.3).
 
@@ -58,15 +58,15 @@ def from_gemma(params: Any) -> Any:
     _require(
         count > 0,
         (),
-        "no `kernel` of int4 or int8 beside a `scale`",
+        "no `kernel` of int4 or int8 with a `scale`",
         "a tree that gemma.peft.quantize made",
-        "float trees need no reading",
+        "use float trees as they are",
     )
     return found
 
 
 def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
-    """Returns the format of a checkpoint of Orbax, and its tree with what makes each leaf."""
+    """Returns the format of an Orbax checkpoint, and its tree with a reader for each leaf."""
 
     def leaf(path: tuple[str, ...], kernel: str, scale: str) -> CodedLeaf:
         own = [_Named(source.entries[name].shape, source.dtype(name)) for name in (kernel, scale)]
@@ -95,7 +95,7 @@ def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
 
 
 class _Named(NamedTuple):
-    """What is known of an array that is not read."""
+    """Shape and dtype of an array that is not read."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -107,7 +107,7 @@ def _replaced(
     dtype_of: Callable[[Any], Any] = lambda x: x.dtype,
     is_array: Callable[[Any], bool] = lambda x: hasattr(x, "dtype"),
 ) -> tuple[Any, int]:
-    """Returns a tree with what `make` makes of each `kernel` and `scale`, and their number."""
+    """Returns a tree with the result of `make` for each `kernel` and `scale`, and their number."""
     count = 0
 
     def walk(node: Any, path: tuple[str, ...]) -> Any:
@@ -135,11 +135,11 @@ def _replaced(
 
 
 def _groups(path: tuple[str, ...], kernel: Any, scale: Any) -> Groups:
-    """Returns who shares a scale."""
+    """Returns which elements share a scale."""
     shape, sizes = tuple(kernel.shape), tuple(scale.shape)
     fits = len(shape) == len(sizes) and all(m in (1, n) for n, m in zip(shape, sizes, strict=True))
     given = f"kernel {kernel.dtype.name}{list(shape)}, scale {scale.dtype.name}{list(sizes)}"
-    expected = "sizes of the scale that are those of the kernel, or 1"
+    expected = "sizes of the scale equal to those of the kernel, or 1"
     _require(fits, path, given, expected, "download the checkpoint again")
     return Groups(shape, tuple(n if m == 1 else 1 for n, m in zip(shape, sizes, strict=True)))
 

@@ -12,11 +12,11 @@ from ._gguf_header import Entry, read_header
 
 
 class GgufTensor:
-    """A tensor of a GGUF file; its bytes are read when it is asked for.
+    """A tensor of a GGUF file. Its bytes are read when they are used.
 
     Attributes:
-      name: as the file has it.
-      shape: sizes of its axes, those of a row last (files list them the other way round).
+      name: its name in the file.
+      shape: sizes of its axes, the size of a row last (files list them in reverse).
       format: name of its type, such as `"Q4_1"`.
     """
 
@@ -30,25 +30,25 @@ class GgufTensor:
         return f"GgufTensor({self.name!r}, {self.format}{list(self.shape)})"
 
     def dequantize(self) -> np.ndarray:
-        """Returns the numbers in float32: an array of its own, whose codes are not kept.
+        """Returns the numbers in float32, as a new array; the codes are not kept.
 
-        Each is rounded once: `scale * code + minimum`. NaN and infinity are those of the file; a
-        scale of 255 in MXFP4 is NaN, as the standard has it (ggml takes it for 2**128).
+        Each number is `scale * code + minimum`, rounded once. NaN and infinity are those of the
+        file. A scale of 255 in MXFP4 is NaN, as in the standard (ggml uses 2**128).
 
         Raises:
-          ValueError: the type is none that jqx reads.
+          ValueError: if jqx does not read the type.
         """
         return dequantized(self.blocks()).reshape(self.shape)
 
     def blocks(self) -> GgufBlocks:
-        """Returns what the file stores: codes, and the scale and minimum of each block.
+        """Returns the contents of the file: codes, and the scale and minimum of each block.
 
-        Arrays are parts of the mapped file, read when they are used, but codes of fewer bits
-        than 8, copied to a byte each. Codes of Q4_0 are -8 to 7, of Q4_1 0 to 15, of Q8_0 -128 to
-        127, of MXFP4 twice the numbers of float4_e2m1, and of F32, F16 and BF16 the numbers.
+        Arrays are parts of the mapped file, read when they are used. Codes of fewer than 8 bits are
+        copied, one per byte. Codes of Q4_0 are -8 to 7, of Q4_1 0 to 15, of Q8_0 -128 to 127, of
+        MXFP4 twice the numbers of float4_e2m1, and of F32, F16 and BF16 the numbers.
 
         Raises:
-          ValueError: the type is none that jqx reads.
+          ValueError: if jqx does not read the type.
         """
         if self._kind not in FORMATS:
             self._refuse()
@@ -60,11 +60,11 @@ class GgufTensor:
         raise ValueError(
             message(
                 "interop.read_gguf",
-                f"the tensor {self.name!r} is of a type that jqx does not read.",
+                f"the tensor {self.name!r} has a type that jqx does not read.",
                 given=self.format,
                 expected=f"one of {', '.join(known.name for known in FORMATS.values())}",
                 mend="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
-                "example to Q8_0 or F16; the other tensors of this one can be read.",
+                "example to Q8_0 or F16; the other tensors of this file can be read.",
             )
         )
 
@@ -73,10 +73,10 @@ class Gguf:
     """A GGUF file.
 
     Attributes:
-      metadata: what the file says of itself, by key: strings, booleans and numbers of Python
-        (numbers of other dtypes than `write` gives these are NumPy's), arrays of NumPy, and lists
-        of strings or of arrays.
-      tensors: by name, in the order of the file.
+      metadata: the metadata of the file, by key: Python strings, booleans and numbers (numbers of
+        dtypes that `write` does not use for Python numbers are NumPy's), NumPy arrays, and lists of
+        strings or of arrays.
+      tensors: the tensors by name, in the order of the file.
     """
 
     metadata: dict[str, Any]
@@ -93,29 +93,29 @@ class Gguf:
 def read_gguf(path: Path) -> Gguf:
     """Opens a GGUF file (version 3, little-endian), the format of llama.cpp.
 
-    Its metadata are read, its tensors are mapped into memory: their bytes are read when they are
+    Its metadata is read, and its tensors are mapped into memory: their bytes are read when they are
     used and never copied as a whole. F16, F32, F64, BF16, integers, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
-    Q2_K to Q6_K and MXFP4 are read; a file may have tensors of other types, which are an error when
-    they are asked for. `jqx.load` and `jqx.interop.read` give the tensors of a file as QTensors.
+    Q2_K to Q6_K and MXFP4 are supported. A file may have tensors of other types, which are an error
+    when they are used. `jqx.load` and `jqx.interop.read` return the tensors of a file as QTensors.
 
-    The file is mapped as long as a tensor of it is there. Where it is written to, its numbers
-    change; where it is cut short, using what was beyond its end kills the process (SIGBUS). Map
+    The file stays mapped as long as one of its tensors exists. If it is written to, its numbers
+    change; if it is truncated, using what was beyond its end kills the process (SIGBUS). Map only
     files that nothing else writes.
 
-    Names, shapes and the order of rows are those of the file: in files of Llama models, rows of the
-    weights of queries and keys are permuted, so that rotary embeddings turn neighbours.
+    Names, shapes and the order of rows are those of the file. In files of Llama models, rows of the
+    weights of queries and keys are permuted, so that rotary embeddings rotate adjacent pairs.
 
     Args:
-      path: of the file.
+      path: path of the file.
 
     Returns:
       A `Gguf`, with `metadata` and `tensors`; `tensors[name].dequantize()` is a NumPy array in
       float32, `tensors[name].blocks()` its codes, scales and minimums.
 
     Raises:
-      OSError: the file cannot be opened, or is no regular file.
-      ValueError: it is no GGUF file, of another version or byte order, has been cut short, or says
-        what cannot be; when a tensor is asked for: jqx does not read its type.
+      OSError: if the file cannot be opened or is not a regular file.
+      ValueError: if it is not a GGUF file, has another version or byte order, is truncated, or has
+        invalid contents; when a tensor is used: if jqx does not read its type.
 
     Example:
       >>> import jqx, struct, tempfile

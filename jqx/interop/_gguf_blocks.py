@@ -1,11 +1,11 @@
 """The formats of tensors in GGUF files: how the bytes of a block hold codes, scales and minimums.
 
-A block is 32 or 256 weights of a row, or one where numbers are stored as they are. Types are
-numbered as in ggml. What stands in `FORMATS` is read; to read another format, add its line.
+A block is 32 or 256 weights of a row, or one weight if numbers are stored directly. Types have the
+same numbers as in ggml. The types in `FORMATS` can be read; to read another one, add its line.
 
-In blocks of 256 (K-quants) each 16 or 32 weights have a scale, and some a minimum, that are
-integers of 4 to 8 bits; one float16 for all scales of a block multiplies them, and one for all
-minimums.
+In blocks of 256 (K-quants) each group of 16 or 32 weights has a scale, and in some types a minimum;
+both are integers of 4 to 8 bits. One float16 of a block multiplies all its scales, and another all
+its minimums.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ggml-common.h (2026).
 """
@@ -22,13 +22,13 @@ from ._bits import pack
 
 
 class GgufBlocks(NamedTuple):
-    """What the blocks of a tensor hold. A weight is `scale * code + minimum`.
+    """The contents of the blocks of a tensor. A weight is `scale * code + minimum`.
 
     Attributes:
       codes: numbers of the weights, `(..., scales of a row, weights of a scale)`.
-      scale: of as many weights, `(..., scales of a row)`; `None` where numbers are stored as they
-        are. Where it is made of an integer and a factor, their product in float32.
-      minimum: as `scale`; `None` where the format has none.
+      scale: scales, `(..., scales of a row)`; `None` if numbers are stored directly. If a scale is
+        an integer and a factor, it is their product in float32.
+      minimum: as `scale`; `None` if the format has none.
     """
 
     codes: np.ndarray
@@ -37,14 +37,14 @@ class GgufBlocks(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The fields of blocks, taken apart; the first axes are those of the blocks.
+    """The fields of blocks, separated; the first axes are those of the blocks.
 
     Attributes:
-      codes: uint8 `(..., size)`, with half of their range added where they are signed; of 8 bits,
-        int8; or numbers.
-      scale: of each block: factor of its scales where these are integers.
-      minimum: as `scale`, of the minimums: with its sign in the file.
-      scales: integers `(..., size // group)` that `scale` multiplies, as codes are.
+      codes: uint8 `(..., size)`, with half of their range added if they are signed; int8 for 8
+        bits; or numbers.
+      scale: scale of each block, or the factor of its scales if these are integers.
+      minimum: as `scale`, for the minimums, with the sign in the file.
+      scales: integers `(..., size // group)` that `scale` multiplies, stored like codes.
       minimums: as `scales`, for `minimum`; they are subtracted.
     """
 
@@ -60,13 +60,13 @@ class Format:
     """A type of tensors.
 
     Attributes:
-      name: in ggml.
-      size: weights of a block.
-      fields: its bytes.
-      read: takes them apart.
-      form: format of the codes; `None` where numbers are stored as they are.
-      group: weights of a scale.
-      inner: format of the scales and minimums, where these are integers.
+      name: name in ggml.
+      size: weights in a block.
+      fields: layout of the bytes of a block.
+      read: separates the fields.
+      form: format of the codes; `None` if numbers are stored directly.
+      group: weights per scale.
+      inner: format of the scales and minimums, if these are integers.
       minimum: whether weights have a minimum.
     """
 
@@ -81,7 +81,7 @@ class Format:
 
 
 def in_bits(codes: np.ndarray, form: Integer | Block) -> np.ndarray:
-    """Returns codes of `Parts`, those of whole rows, as `QTensor.pack` packs them."""
+    """Returns codes of `Parts` in whole rows, packed as `QTensor.pack` does."""
     if form.bits == 8:
         return codes
     signed = isinstance(form, Integer) and form.signed
@@ -89,7 +89,7 @@ def in_bits(codes: np.ndarray, form: Integer | Block) -> np.ndarray:
 
 
 def blocks_of(form: Format, raw: np.ndarray) -> GgufBlocks:
-    """Returns what blocks hold, `(..., blocks of a row)` of the fields of a format."""
+    """Returns the contents of blocks, from `(..., blocks of a row)` fields of a format."""
     parts = form.read(raw)
     if form.form is None:
         return GgufBlocks(parts.codes[..., None])
@@ -109,7 +109,7 @@ def blocks_of(form: Format, raw: np.ndarray) -> GgufBlocks:
 
 
 def dequantized(blocks: GgufBlocks) -> np.ndarray:
-    """Returns the weights in float32: each is rounded once."""
+    """Returns the weights in float32, each rounded once."""
     codes, scale, minimum = blocks
     if scale is None:
         return codes.astype(np.float32)
@@ -127,7 +127,7 @@ def _signed(codes: np.ndarray, form: Integer) -> np.ndarray:
 
 
 def _product(codes: Any, factor: np.ndarray) -> np.ndarray:
-    """Returns integers of some blocks times the factor of each: exact, in float32."""
+    """Returns the integers of blocks times the factor of each block, exact in float32."""
     with np.errstate(invalid="ignore"):
         product = np.multiply(codes, factor.astype(np.float32)[..., None], dtype=np.float32)
     *outer, blocks, each = product.shape
@@ -144,7 +144,7 @@ def _half_power(exponents: np.ndarray) -> np.ndarray:
     return np.where(exponents == 255, np.float32(np.nan), powers)
 
 
-# How blocks are read.
+# Functions that read blocks.
 
 
 def _numbers(raw: np.ndarray) -> Parts:
@@ -156,12 +156,12 @@ def _bytes(raw: np.ndarray) -> Parts:
 
 
 def _runs(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Returns the codes of bytes: every `run` of them hold as many codes in their lowest bits, then
-    as many in the next, and so on.
+    """Returns the codes of bytes: each `run` of bytes holds `run` codes in its lowest bits, then as
+    many in the next bits, and so on.
     """
     *outer, length = packed.shape
     packed = packed.reshape(*outer, length // run, run)
-    # NumPy moves a run at once where it takes it for one element, and byte by byte else.
+    # NumPy moves a run at once if it is one element, and byte by byte otherwise.
     element = np.dtype((np.void, run))
     whole = np.ascontiguousarray(packed.view(element)).view(np.uint8)
     parts = np.empty((*packed.shape[:-1], 8 // bits, run), np.uint8)
@@ -195,7 +195,7 @@ def _k3(raw: np.ndarray) -> Parts:
 
 
 def _sixes(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns 8 scales and 8 minimums of 6 bits, of 12 bytes: the last four of each are parted."""
+    """Returns 8 scales and 8 minimums of 6 bits from 12 bytes; the last four of each are split."""
     a, b, c = (raw[..., i : i + 4] for i in (0, 4, 8))
     six, two = np.uint8(63), np.uint8(48)
     scales = np.concatenate([a & six, c & np.uint8(15) | a >> np.uint8(2) & two], axis=-1)
@@ -271,7 +271,7 @@ FORMATS = {
     30: _plain("BF16", jnp.bfloat16),
     39: Format("MXFP4", 32, _MXFP4, _nibbles, mxfp4, 32),
 }
-"""Types that are read, by their numbers."""
+"""The types that can be read, by number."""
 
 NUMBER_OF = {form.name: number for number, form in FORMATS.items()}
 
@@ -283,6 +283,6 @@ _OTHERS = {
 
 
 def name_of(number: int) -> str:
-    """Returns the name of a type, read or not."""
+    """Returns the name of a type, also if it cannot be read."""
     found = FORMATS.get(number)
     return found.name if found else _OTHERS.get(number, f"type {number}")

@@ -1,4 +1,4 @@
-"""What a leaf becomes in a GGUF file: the type of its tensor, and the bytes of its blocks."""
+"""Encodes a leaf for a GGUF file: the type of its tensor, and the bytes of its blocks."""
 
 import math
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _HALF = np.dtype(np.float16)
 
 
 class GgufEntry(NamedTuple):
-    """A tensor that is to be written.
+    """A tensor to be written.
 
     Attributes:
       kind: number of its type.
-      shape: of its weights.
-      make: its numbers or blocks, of the leaf as NumPy arrays.
+      shape: shape of its weights.
+      make: computes its numbers or blocks from the leaf as NumPy arrays.
     """
 
     kind: int
@@ -33,24 +33,24 @@ class GgufEntry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         form = FORMATS[self.kind]
         return math.prod(self.shape) // form.size * form.fields.itemsize
 
 
 def encode(path: str, leaf: Any) -> GgufEntry:
-    """Returns what a leaf becomes.
+    """Returns the encoded form of a leaf.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     if len(path.encode()) > _MOST_OF_NAME or len(leaf.shape) > _MOST_AXES:
         refuse_leaf(
             path,
             leaf,
             _NAME,
-            expected=f"names of {_MOST_OF_NAME} bytes at most, and {_MOST_AXES} axes",
-            mend="name it as llama.cpp does, such as blk.0.attn_q.weight; join or part its axes.",
+            expected=f"names of at most {_MOST_OF_NAME} bytes, and at most {_MOST_AXES} axes",
+            mend="name it as llama.cpp does, such as blk.0.attn_q.weight; merge or split its axes.",
         )
     name, make = _coded(path, leaf) if isinstance(leaf, QTensor) else _plain(path, leaf)
     return GgufEntry(NUMBER_OF[name], tuple(leaf.shape), make)
@@ -85,9 +85,9 @@ def _coded(path: str, leaf: QTensor) -> tuple[str, Callable[[QTensor], np.ndarra
         path,
         leaf,
         _NAME,
-        expected="int4, 4 bits with a minimum, int8, or mxfp4; in whole groups of 32, or of a "
+        expected="int4, 4 bits with a minimum, int8, or mxfp4; in whole groups of 32 or of a "
         "multiple, along the last axis; in order",
-        mend="quantize it so (rows of another length in groups fit no block), leave it in float, "
+        mend="quantize it like that (other row lengths do not fit blocks), leave it in float, "
         "or write compressed-tensors.",
     )
 
@@ -119,8 +119,8 @@ def _floats(path: str, q: QTensor) -> np.ndarray:
             path,
             q,
             _NAME,
-            expected="scales that are numbers: ggml takes NaN for 2**128",
-            mend="look for NaN and infinity in the weight.",
+            expected="scales that are numbers: ggml reads NaN as 2**128",
+            mend="check the weight for NaN and infinity.",
         )
     raw["scale"] = np.repeat(scale, q.groups.sizes[-1] // 32, -1)
     raw["codes"] = _paired(codes_of(q).reshape(*raw.shape, 32))
@@ -132,5 +132,5 @@ def _blocks(name: str, q: QTensor) -> np.ndarray:
 
 
 def _paired(codes: np.ndarray) -> np.ndarray:
-    """Returns 32 codes of 4 bits in 16 bytes: the first half in the low bits."""
+    """Returns 32 codes of 4 bits in 16 bytes, with the first half in the low bits."""
     return codes[..., :16] | codes[..., 16:] << np.uint8(4)

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata, and which tensors there are and where. No tensor is read.
 
-Numbers are little-endian. `GGUF`, the version, how many tensors and entries of metadata; each entry
-as key, type and value; each tensor as name, sizes (the fastest axis first), type and place. Their
-bytes follow, aligned.
+Numbers are little-endian. The file starts with `GGUF`, the version, and the numbers of tensors and
+of metadata entries. Each entry is key, type and value; each tensor is name, sizes (the fastest axis
+first), type and offset. The aligned bytes of the tensors follow.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 3, 2023).
 """
@@ -21,27 +21,27 @@ _NUMBERS = {
     **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
-"""Types of metadata that are numbers."""
+"""Metadata types that are numbers."""
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-_TOLD = ("uint32", "float32")
-"""Dtypes of which numbers of Python are written; others keep theirs, as NumPy's."""
+_PYTHON_DTYPES = ("uint32", "float32")
+"""Dtypes that Python numbers are written as; numbers of other dtypes are read as NumPy's."""
 
 _LEAST = {**{kind: np.dtype(d).itemsize for kind, d in _NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
-"""Bytes of a value, at least."""
+"""Minimum size in bytes of a value."""
 
 _MOST_AXES = 4
-"""Of a tensor of ggml."""
+"""Maximum number of axes of a ggml tensor."""
 
 _MOST_BYTES = 2**63 - 1
-"""Of a NumPy array, each empty axis counted as one."""
+"""Maximum size of a NumPy array, with each empty axis counted as one."""
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: number of its type, shape, where its bytes begin and end.
+    """A tensor of a file: number of its type, shape, start and end of its bytes.
 
-    Of types that are not read it is not known where they end.
+    For types that cannot be read the end is unknown.
     """
 
     kind: int
@@ -51,10 +51,10 @@ class Entry(NamedTuple):
 
 
 def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Returns the metadata of a file, and its tensors by name, in the order of the file.
+    """Returns the metadata of a file, and its tensors by name in the order of the file.
 
     Raises:
-      ValueError: it is not what the format says.
+      ValueError: if the header does not follow the format.
     """
     cursor = _Cursor(path, data)
     _check_begin(cursor, data[:4].tobytes())
@@ -65,13 +65,13 @@ def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, 
         key = cursor.string(f"key {i} of {pairs}")
         check(path, key not in metadata, f"the key {shown(key)} twice", "each key once")
         metadata[key] = cursor.value(cursor.number("<u4", "the type of a value"), shown(key))
-    said = metadata.get("general.alignment", 32)
-    is_integer = isinstance(said, (int, np.integer)) and not isinstance(said, bool)
-    alignment = int(said) if is_integer else 0
+    stored = metadata.get("general.alignment", 32)
+    is_integer = isinstance(stored, (int, np.integer)) and not isinstance(stored, bool)
+    alignment = int(stored) if is_integer else 0
     check(
         path,
         alignment > 0 and alignment & (alignment - 1) == 0,
-        f"general.alignment == {shown(said)}",
+        f"general.alignment == {shown(stored)}",
         "a power of two",
     )
     entries: dict[str, Entry] = {}
@@ -88,9 +88,9 @@ def check(
     holds: object,
     given: str,
     expected: str,
-    mend: str = "copy or download it again; what wrote it may be at fault.",
+    mend: str = "copy or download it again; the program that wrote it may be at fault.",
 ) -> None:
-    """Checks what makes a file one of this format."""
+    """Checks a condition of the format."""
     require_that(
         holds,
         error=ValueError,
@@ -103,7 +103,7 @@ def check(
 
 
 class _Cursor:
-    """A place in the header, which moves on as it is read."""
+    """A position in the header, which advances as it is read."""
 
     def __init__(self, path: str, data: np.ndarray) -> None:
         self.path, self.place = path, 0
@@ -117,30 +117,30 @@ class _Cursor:
                 self.path,
                 False,
                 f"{len(self._data)} bytes, which end in {what} ({size} bytes, {rest} are left)",
-                "all that its header names",
+                "all contents that its header names",
             )
         self.place += size
         return self._data[self.place - size : self.place]
 
     def number(self, dtype: str, what: str) -> Any:
-        """Returns a number, as Python's."""
+        """Returns a number as a Python number."""
         return self.scalar(dtype, what).item()
 
     def scalar(self, dtype: str, what: str) -> Any:
-        """Returns a number, as NumPy's."""
+        """Returns a number as a NumPy number."""
         return self.take(np.dtype(dtype).itemsize, what).view(dtype)[0]
 
     def string(self, what: str) -> str:
-        """Returns a string, whose length stands before it."""
+        """Returns a string, whose length precedes it."""
         raw = self.take(self.number("<u8", what), what).tobytes()
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            check(self.path, False, f"{what}, which is no UTF-8", "strings in UTF-8")
+            check(self.path, False, f"{what}, which is not UTF-8", "strings in UTF-8")
             raise
 
     def value(self, kind: int, key: str) -> Any:
-        """Returns a value of metadata; any byte but 0 is true."""
+        """Returns a metadata value; any nonzero byte is true."""
         what = f"the value of {key}"
         if kind == _STRING:
             return self.string(what)
@@ -150,8 +150,8 @@ class _Cursor:
         if kind == _BOOL:
             return self.number("<u1", what) != 0
         x = self.scalar(_NUMBERS[kind], what)
-        told = x.dtype.name in _TOLD or (x.dtype.name == "int32" and x < 0)
-        return x.item() if told else x.dtype.newbyteorder("=").type(x)
+        as_python = x.dtype.name in _PYTHON_DTYPES or (x.dtype.name == "int32" and x < 0)
+        return x.item() if as_python else x.dtype.newbyteorder("=").type(x)
 
     def _array(self, key: str) -> Any:
         what = f"the value of {key}"
@@ -174,12 +174,12 @@ class _Cursor:
 
 
 def _check_begin(cursor: _Cursor, magic: bytes) -> None:
-    """Checks that a file is a GGUF file, of the version and byte order that are read."""
+    """Checks that a file is a GGUF file with a supported version and byte order."""
     check(
         cursor.path,
         magic == b"GGUF",
         f"a file that begins with {magic!r}",
-        "one that begins with b'GGUF'",
+        "a file that begins with b'GGUF'",
         "pass a file of this format; jqx.load reads safetensors.",
     )
     cursor.place = len(magic)
@@ -189,20 +189,20 @@ def _check_begin(cursor: _Cursor, magic: bytes) -> None:
         cursor.path,
         version < 2**16 or turned >= 2**16,
         f"a big-endian file, of version {turned}",
-        "a little-endian one",
-        "convert it, with gguf_convert_endian.py of llama.cpp.",
+        "a little-endian file",
+        "convert it with gguf_convert_endian.py of llama.cpp.",
     )
     check(
         cursor.path,
         version == 3,
         f"version {version}",
         "version 3",
-        "write it again, with a llama.cpp of today.",
+        "write it again with a current version of llama.cpp.",
     )
 
 
 def _entry(cursor: _Cursor, name: str, alignment: int) -> Entry:
-    """Returns a tensor, whose place is that after the header."""
+    """Returns a tensor, whose offset is relative to the end of the header."""
     what = f"the tensor {shown(name)}"
     axes = cursor.number("<u4", what)
     check(cursor.path, axes <= _MOST_AXES, f"{what} of {axes} axes", f"{_MOST_AXES} at most")
@@ -214,7 +214,7 @@ def _entry(cursor: _Cursor, name: str, alignment: int) -> Entry:
     shape = tuple(reversed(sizes))
     room = 8 * math.prod(max(n, 1) for n in shape)
     check(
-        cursor.path, room <= _MOST_BYTES, f"{what} of shape {shape}", "one that an array can have"
+        cursor.path, room <= _MOST_BYTES, f"{what} of shape {shape}", "a possible shape of an array"
     )
     if kind not in FORMATS:
         return Entry(kind, shape, start, None)
@@ -235,7 +235,7 @@ def _place(item: tuple[str, Entry]) -> tuple[int, int]:
 
 
 def _placed(path: str, entries: dict[str, Entry], first: int, length: int) -> dict[str, Entry]:
-    """Returns tensors with their places in the file, after checking that they have room there."""
+    """Returns tensors with their offsets in the file, after checking that they fit in it."""
     placed, stop, before = {}, 0, ""
     for name, entry in sorted(entries.items(), key=_place):
         _, end = _place((name, entry))

@@ -1,4 +1,4 @@
-"""An open GGUF file, whose tensors are read one by one, or mapped into memory."""
+"""An open GGUF file, whose tensors are read one by one or mapped into memory."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -21,15 +21,15 @@ class GgufSource:
     """An open GGUF file. Quantized tensors are bytes, `(..., bytes of a row)`.
 
     Attributes:
-      metadata: as `jqx.interop.Gguf` has them.
-      entries: each tensor's type, shape and place.
-      kinds: the number of each tensor's type.
+      metadata: as in `jqx.interop.Gguf`.
+      entries: type, shape and offset of each tensor.
+      kinds: number of the type of each tensor.
       config: none.
       describes_tree, asked: see `Source`.
 
     Raises:
-      OSError: the file cannot be opened, or is no regular one.
-      ValueError: it is no GGUF file that can be read.
+      OSError: if the file cannot be opened or is not a regular file.
+      ValueError: if it is not a GGUF file that can be read.
     """
 
     describes_tree, asked = False, False
@@ -58,14 +58,14 @@ class GgufSource:
         self._bytes.__exit__()
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of a tensor; of quantized ones, that of bytes."""
+        """Returns the dtype of a tensor; for quantized tensors, that of bytes."""
         form = FORMATS.get(self.kinds[name])
         if form is None:
             self._refuse(name)
         return form.fields if form.form is None else _U8
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored as arrays of a dtype are."""
+        """Checks that a tensor is stored in the way of arrays with a dtype."""
         assert self.dtype(name) == dtype, f"{name}: {self.dtype(name)} is not {dtype}"
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -87,10 +87,10 @@ class GgufSource:
         raise ValueError(
             message(
                 "interop.read",
-                f"the tensor {name!r} of {self.path!r} is of a type that jqx does not read.",
+                f"the tensor {name!r} of {self.path!r} has a type that jqx does not read.",
                 given=self.entries[name].dtype,
                 expected=f"one of {', '.join(form.name for form in FORMATS.values())}",
                 mend="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
-                "example to Q4_K; jqx.interop.read_gguf reads the other tensors of this one.",
+                "example to Q4_K; jqx.interop.read_gguf reads the other tensors of this file.",
             )
         )

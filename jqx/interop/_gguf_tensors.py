@@ -1,9 +1,9 @@
-"""GGUF files as checkpoints: which QTensor a tensor of each type becomes.
+"""GGUF files as checkpoints: the QTensor for a tensor of each type.
 
-A QTensor has the scales and minimums that the file has. Those of K-quants are QTensors of integers
-in turn, whose scales are the factors of the blocks of 256; a minimum is subtracted there, so the
-factor of the `offset` is the negative one. Real arrays are float32, in which every product of a
-scale is exact.
+A QTensor has the scales and minimums of the file. Those of K-quants are themselves QTensors of
+integers, whose scales are the factors of the blocks of 256. Minimums are subtracted, so the factor
+of the `offset` is negative. Real arrays are float32, which holds every product with a scale
+exactly.
 """
 
 import math
@@ -30,7 +30,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     assert isinstance(source, GgufSource)
     real = np.dtype(np.float32) if dtype is None else dtype
     for name, kind in source.kinds.items():
-        source.dtype(name)  # or it is none that is read
+        source.dtype(name)  # raises if the type cannot be read
         form = FORMATS[kind]
         if form.form is not None:
             yield _leaf(name, form, source.entries[name].shape, real)
@@ -65,7 +65,7 @@ def _leaf(name: str, form: Format, stored: tuple[int, ...], real: np.dtype) -> C
 
 
 def _taken_apart(form: Format, fields: np.ndarray) -> list[np.ndarray]:
-    """Returns the arrays of a QTensor of some rows."""
+    """Returns the arrays of a QTensor for some rows."""
     assert form.form is not None
     parts: Parts = form.read(fields)
     made = [in_bits(_rows(parts.codes), form.form)]

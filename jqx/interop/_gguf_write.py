@@ -1,4 +1,4 @@
-"""GGUF files, written tensor by tensor, whole or not there."""
+"""Writes GGUF files tensor by tensor; a file is written completely or not at all."""
 
 import math
 import os
@@ -22,7 +22,7 @@ _TYPES = {
     **{"uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6},
     **{"bool": 7, "uint64": 10, "int64": 11, "float64": 12},
 }
-"""Types of metadata that are numbers, by dtype."""
+"""Metadata types that are numbers, by dtype."""
 
 _STRING, _ARRAY = 8, 9
 
@@ -40,9 +40,9 @@ def write_gguf(
     """Writes a file; see `jqx.interop.write`.
 
     Raises:
-      OSError: it is there already, or cannot be written.
-      TypeError: metadata are of a kind that a file has not.
-      ValueError: the format cannot hold a tensor.
+      OSError: if the file exists already or cannot be written.
+      TypeError: if metadata has a type that the format does not support.
+      ValueError: if the format cannot hold a tensor.
     """
     _check_metadata(metadata)
     assert metadata is not None
@@ -51,7 +51,7 @@ def write_gguf(
         overwrite or not os.path.lexists(target),
         error=FileExistsError,
         function="interop.write",
-        problem=f"{target!r} is there already.",
+        problem=f"{target!r} exists already.",
         given="overwrite=False",
         expected="no file of that name",
         mend="choose another name, or pass overwrite=True.",
@@ -84,9 +84,9 @@ def _check_metadata(metadata: Any) -> None:
         isinstance(known, str) and known,
         error=ValueError,
         function="interop.write",
-        problem="`metadata` do not say of what model a GGUF file is.",
+        problem="`metadata` does not say which model a GGUF file has.",
         given=f"{_ARCHITECTURE} == {shown(known)}",
-        expected="the name that llama.cpp has for the architecture",
+        expected="the name of the architecture in llama.cpp",
         mend=mend,
     )
     alignment = metadata.get(_ALIGNMENT, 32)
@@ -95,10 +95,10 @@ def _check_metadata(metadata: Any) -> None:
         fits and 8 <= alignment <= 2**16 and alignment & (alignment - 1) == 0,
         error=ValueError,
         function="interop.write",
-        problem=f"{_ALIGNMENT!r} is none.",
+        problem=f"{_ALIGNMENT!r} is not an alignment.",
         given=shown(alignment),
         expected="a power of two from 8 to 65536",
-        mend="leave it out: tensors begin at multiples of 32 bytes.",
+        mend="leave it out: tensors are aligned to 32 bytes.",
     )
 
 
@@ -107,7 +107,7 @@ def _header(
 ) -> bytes:
     parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(metadata))]
     for key, value in metadata.items():
-        check_instance("interop.write", "metadata", key, str, mend="name each entry by a string.")
+        check_instance("interop.write", "metadata", key, str, mend="use strings as keys.")
         kind, raw = _value(key, value)
         parts += [_text(key), struct.pack("<I", kind), raw]
     for name, entry in entries.items():
@@ -124,17 +124,17 @@ def _text(text: str) -> bytes:
         raise ValueError(
             message(
                 "interop.write",
-                "a name or a string of `metadata` is no text.",
+                "a name or a string of `metadata` is not text.",
                 given=f"{text!r}: {error}",
-                expected="strings that UTF-8 has: no lone surrogates",
-                mend="correct it.",
+                expected="strings that UTF-8 can encode: no lone surrogates",
+                mend="correct the string.",
             )
         ) from None
     return struct.pack("<Q", len(raw)) + raw
 
 
 def _value(key: str, value: Any) -> tuple[int, bytes]:
-    """Returns the type and the bytes of a value of metadata."""
+    """Returns the type and the bytes of a metadata value."""
     if isinstance(value, str):
         return _STRING, _text(value)
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
@@ -157,7 +157,7 @@ def _value(key: str, value: Any) -> tuple[int, bytes]:
 
 
 def _as_numbers(value: Any) -> np.ndarray | None:
-    """Returns numbers of Python as the smallest dtype that files of llama.cpp have for them."""
+    """Returns Python numbers in the smallest dtype that files of llama.cpp use for them."""
     is_list = isinstance(value, (list, tuple))
     items = list(value) if is_list else [value]
     if all(isinstance(item, bool) for item in items):

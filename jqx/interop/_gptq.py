@@ -1,15 +1,15 @@
 """GPTQ checkpoints, of AutoGPTQ, GPTQModel and auto-round.
 
-A layer `m` of a weight [N, K] has
+A layer `m` with a weight [N, K] has
 
     m.qweight  int32 [K * bits / 32, N]: streams of unsigned codes along the first axis
     m.qzeros   int32 [groups, N * bits / 32]: streams of zero points along the last axis
     m.scales   float16 [groups, N]
     m.g_idx    int32 [K]: the group of each input; sorted unless `desc_act`
 
-`checkpoint_format: gptq` (v1, and where it is left out) stores zero points less 1, modulo the
-number of codes; `gptq_v2` stores them as they are. Nothing but the config tells one from the other,
-except in symmetric files, where a zero point of the other version is an error.
+`checkpoint_format: gptq` (v1, the default) stores zero points less 1, modulo the number of codes;
+  `gptq_v2` stores them unchanged. Only the config tells the versions apart, except in symmetric
+  files, where a zero point of the other version is an error.
 
 Source: https://github.com/ModelCloud/GPTQModel (2026); Frantar et al., "GPTQ", arXiv:2210.17323.
 """
@@ -48,19 +48,19 @@ from ._encoded import (
 from ._source import Source
 
 MARKS = (".qweight", ".qzeros", ".g_idx", ".scales")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _BITS = (2, 3, 4, 8)
 _I32 = np.dtype(np.int32)
 
 
-class Says(NamedTuple):
-    """What the config says of a layer.
+class LayerConfig(NamedTuple):
+    """The config of a layer.
 
     Attributes:
-      bits: of a code.
-      group: size of a group; -1 where all inputs are one.
-      sym: whether all zero points are that of symmetric codes.
+      bits: bits of a code.
+      group: size of a group; -1 if all inputs are one group.
+      sym: whether all zero points are those of symmetric codes.
       desc_act: whether inputs are not sorted by their groups.
     """
 
@@ -89,14 +89,14 @@ def modules(source: Source) -> Iterator[str]:
 
 
 def _old_format(config: Config) -> str:
-    """Returns the version where `checkpoint_format` is left out."""
+    """Returns the version if `checkpoint_format` is missing."""
     if config.data.get("is_marlin_format"):
-        config.refuse("is_marlin_format", "false: marlin is a layout of its own kernels")
+        config.refuse("is_marlin_format", "false: marlin is a layout for special kernels")
     return "gptq"
 
 
 def _config_of(config: Config, module: str) -> Config | None:
-    """Returns what the config says of a layer; `None` where it is not quantized."""
+    """Returns the config of a layer; `None` if it is not quantized."""
     fields = dict(config.data)
     overrides = config.data.get("dynamic") or {}
     for pattern, own in Config(overrides, f"{config.where}.dynamic").data.items():
@@ -116,44 +116,44 @@ def leaf_of(
     """Returns the QTensor of a layer.
 
     Args:
-      source: where it is.
-      module: its name.
-      config: what is said of it.
+      source: the checkpoint.
+      module: name of the layer.
+      config: config of the layer.
       first: whether zero points are stored less 1.
-      asked: the real dtype; `None` takes that of the scales.
+      asked: the requested real dtype; `None` takes the dtype of the scales.
     """
-    said = Says(
+    layer = LayerConfig(
         config.one_of("bits", _BITS),
         -1 if config.data.get("group_size", -1) == -1 else config.integer("group_size"),
         config.flag("sym", True),
         config.flag("desc_act", False),
     )
-    bits, form = said.bits, Integer(said.bits)
+    bits, form = layer.bits, Integer(layer.bits)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros", "g_idx")]
     (words, rows), _ = _matrix(source, names[0], None, (_I32,))
     columns = words * 32 // bits
-    size = columns if said.group == -1 else min(said.group, columns)
+    size = columns if layer.group == -1 else min(layer.group, columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
     if words * 32 % bits or not rows * columns:
         refuse(
             source,
             names[0],
-            "has no whole codes.",
+            "does not hold a whole number of codes.",
             given=f"{words} words of {rows} rows, {bits} bits a code",
-            expected="32 codes in as many words as a code has bits",
+            expected="32 codes in each run of as many words as a code has bits",
         )
     _, kind = _matrix(source, names[1], (count, rows), FLOATS)
     _matrix(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
     order = None
-    beside = [names[2]] if said.sym else []
+    beside = [names[2]] if layer.sym else []
     if names[3] in source.entries:
         beside.append(names[3])
         checked(source, names[3], (columns,), (_I32,))
         order = order_of(source, names[3], source.read(names[3], _I32), size)
-    elif said.desc_act:
+    elif layer.desc_act:
         checked(source, names[3], (columns,), (_I32,), "as desc_act == true")
-    if said.sym:
+    if layer.sym:
         _check_symmetric(source, names[2], bits, rows, first)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
@@ -164,14 +164,14 @@ def leaf_of(
 
     more = {} if order is None else {"order": abstract(leading(2, columns), "int32")}
     real = real_dtype(source, asked, kind)
-    like = weight(groups, form, kind, real, zero_point=not said.sym, **more)
+    like = weight(groups, form, kind, real, zero_point=not layer.sym, **more)
     tensors = [(names[0], _I32), (names[1], kind)]
-    tensors += [] if said.sym else [(names[2], _I32)]
+    tensors += [] if layer.sym else [(names[2], _I32)]
     return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, tuple(beside))
 
 
 def _matrix(source: Source, name: str, shape: Any, dtypes: Any) -> tuple[Any, np.dtype]:
-    """Returns shape and dtype of a tensor of two axes."""
+    """Returns shape and dtype of a tensor with two axes."""
     found, dtype = checked(source, name, shape, dtypes)
     if len(found) != 2:
         checked(source, name, (0, 0), dtypes, "two axes")
@@ -186,7 +186,7 @@ def _zero_points(words: np.ndarray, bits: int, rows: int, first: bool) -> np.nda
 
 
 def _check_symmetric(source: Source, name: str, bits: int, rows: int, first: bool) -> None:
-    """Checks that all zero points are that of symmetric codes."""
+    """Checks that all zero points are those of symmetric codes."""
     words = source.read(name, _I32)
     points = _zero_points(words, bits, rows, first)
     if not points.any():
@@ -206,10 +206,10 @@ def _check_symmetric(source: Source, name: str, bits: int, rows: int, first: boo
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor becomes in a checkpoint of `gptq_v2`.
+    """Returns the encoded form of a QTensor, for a checkpoint of `gptq_v2`.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     name, form = "GPTQ", format_of(leaf.qtype)
     module = module_of(path, leaf, name)
@@ -220,7 +220,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             leaf,
             name,
             expected=f"matrices of integers of {', '.join(map(str, _BITS))} bits",
-            mend="quantize it so, or leave it in float.",
+            mend="quantize it like that, or leave it in float.",
         )
     check_no_offset(path, leaf, name)
     rows, columns = leaf.shape
@@ -234,7 +234,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         )
     size, count = leaf.groups.sizes[1], leaf.groups.scale_shape[1]
     sym = leaf.zero_point is None and form.signed
-    says = Says(bits, -1 if count == 1 else size, sym, leaf.order is not None)
+    layer = LayerConfig(bits, -1 if count == 1 else size, sym, leaf.order is not None)
     tensors = {
         f"{module}.qweight": (_I32, (columns * bits // 32, rows)),
         f"{module}.qzeros": (_I32, (count, rows * bits // 32)),
@@ -249,14 +249,14 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         made = (words.T, points, exact_halves(path, q, name).T, index)
         return dict(zip(tensors, made, strict=True))
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint of `gptq_v2`."""
-    (most, _), *_ = Counter(says.values()).most_common(1)
+    (most, _), *_ = Counter(layers.values()).most_common(1)
     dynamic: dict[str, dict[str, Any]] = {}
-    for path, own in says.items():
+    for path, own in layers.items():
         if own != most:
             dynamic[f"+:^{re.escape(path.removesuffix('.weight'))}$"] = _fields(own)
     for name in floats:
@@ -267,12 +267,12 @@ def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
         "quant_method": "gptq",
         **_fields(most),
         "checkpoint_format": "gptq_v2",
-        "lm_head": "lm_head.weight" in says,
+        "lm_head": "lm_head.weight" in layers,
         "pack_dtype": "int32",
         **({"dynamic": dynamic} if dynamic else {}),
     }
 
 
-def _fields(said: Says) -> dict[str, Any]:
-    bits, group, sym, desc_act = said
+def _fields(layer: LayerConfig) -> dict[str, Any]:
+    bits, group, sym, desc_act = layer
     return {"bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}

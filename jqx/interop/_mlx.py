@@ -1,14 +1,14 @@
 """Checkpoints of MLX: affine codes of 2 to 8 bits with float minimums, mxfp4, mxfp8, nvfp4.
 
-A layer `m` of a weight [N, K] has
+A layer `m` with a weight [N, K] has
 
     m.weight   uint32 [N, K * bits / 32]: streams of codes
     m.scales   [N, K / group]: of the dtype of the model; E8M0, or the bits of float8_e4m3, as uint8
     m.biases   [N, K / group], of the dtype of the scales: a weight is scale * code + bias. Only
-               where the mode is affine, with unsigned codes; scales may be negative.
+               if the mode is affine, with unsigned codes; scales may be negative.
 
-Tables of embeddings are quantized as matrices are. MLX computes in the dtype of the scales: in
-float32 its weights are those of jqx, in 16 bits it rounds the product before it adds the bias.
+Embedding tables are quantized in the same way as matrices. MLX computes in the dtype of the scales:
+in float32 its weights equal those of jqx; in 16 bits it rounds the product before it adds the bias.
 
 Source: https://ml-explore.github.io/mlx (mlx.core.quantize, version 0.32).
 """
@@ -39,7 +39,7 @@ from ._encoded import (
 from ._source import Source
 
 MARKS = (".scales", ".biases")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
@@ -48,8 +48,8 @@ _U32 = np.dtype(np.uint32)
 _U8 = np.dtype(np.uint8)
 
 
-class Says(NamedTuple):
-    """What the config says of a layer."""
+class LayerConfig(NamedTuple):
+    """The config of a layer."""
 
     group_size: int
     bits: int
@@ -65,22 +65,22 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
         module = name.removesuffix(end)
         if name.endswith(end) and config.data.get(module) is not False:
             own = config.part(module) if isinstance(config.data.get(module), Mapping) else config
-            yield _leaf(source, module, _said(own), dtype)
+            yield _leaf(source, module, _layer_config(own), dtype)
 
 
-def _said(config: Config) -> Says:
+def _layer_config(config: Config) -> LayerConfig:
     mode = config.one_of("mode", ("affine", *_FLOATS), "affine")
     if mode == "affine":
-        return Says(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
+        return LayerConfig(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
     form = _FLOATS[mode]
     size = config.integer("group_size", form.size)
     if size != form.size:
         config.refuse("group_size", f"{form.size}, of {mode}")
-    return Says(size, config.one_of("bits", (form.bits,), form.bits), mode)
+    return LayerConfig(size, config.one_of("bits", (form.bits,), form.bits), mode)
 
 
-def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> CodedLeaf:
-    size, bits, mode = said
+def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | None) -> CodedLeaf:
+    size, bits, mode = layer
     names = [f"{module}.{end}" for end in ("weight", "scales", "biases")]
     stored, _ = checked(source, names[0], None, (_U32,))
     columns = stored[-1] * 32 // bits if stored else 0
@@ -88,9 +88,9 @@ def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> Co
         refuse(
             source,
             names[0],
-            "has no whole groups.",
+            "does not hold a whole number of groups.",
             given=f"uint32{list(stored)}, for {bits} bits and groups of {size}",
-            expected="rows of words that hold groups, two axes or three",
+            expected="rows of words that hold whole groups, two axes or three",
         )
     shape = (*stored[:-1], columns)
     groups = Groups(shape, (*(1,) * (len(shape) - 1), size))
@@ -124,10 +124,10 @@ def _leaf(source: Source, module: str, said: Says, asked: np.dtype | None) -> Co
 
 
 def encode(path: str, leaf: QTensor) -> Encoded:
-    """Returns what a QTensor becomes.
+    """Returns the encoded form of a QTensor.
 
     Raises:
-      ValueError: the format cannot hold it; the message names the tensor.
+      ValueError: if the format cannot hold it; the message names the tensor.
     """
     module, form = module_of(path, leaf, "MLX"), format_of(leaf.qtype)
     rows = set(leaf.groups.sizes[:-1]) == {1}
@@ -138,7 +138,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         known = form in names and size == form.size and rows
         inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
         if fits and known and leaf.offset is None and (inner is None or inner.size == 1):
-            return _floats(path, module, leaf, Says(size, form.bits, names[form]))
+            return _floats(path, module, leaf, LayerConfig(size, form.bits, names[form]))
     elif isinstance(form, Integer) and fits and form.bits in _BITS and size in _GROUPS:
         return _affine(path, module, leaf, form)
     refuse_leaf(
@@ -147,7 +147,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         "MLX",
         expected=f"integers of {', '.join(map(str, _BITS))} bits in groups of "
         f"{', '.join(map(str, _GROUPS))}, mxfp4, mxfp8 or nvfp4; inputs in order",
-        mend="quantize it so, leave it in float, or write compressed-tensors.",
+        mend="quantize it like that, leave it in float, or write compressed-tensors.",
     )
 
 
@@ -171,11 +171,11 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
         }
         return made
 
-    return Encoded(tensors, make, Says(size, bits, "affine"))
+    return Encoded(tensors, make, LayerConfig(size, bits, "affine"))
 
 
 def _kind_of(leaf: QTensor) -> np.dtype:
-    """Returns the dtype of scales and biases: that of the scale, where it holds both."""
+    """Returns the dtype of scales and biases: that of the scale, if it can hold both."""
     kind, exact = np.dtype(leaf.scale.dtype), leaf.zero_point is None
     if isinstance(leaf.scale, QTensor) or isinstance(leaf.offset, QTensor):
         return np.dtype(np.float32)
@@ -184,12 +184,12 @@ def _kind_of(leaf: QTensor) -> np.dtype:
     return kind if exact else np.dtype(np.float32)
 
 
-def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
-    """A weight of mxfp4, mxfp8 or nvfp4."""
+def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encoded:
+    """Encodes a weight of mxfp4, mxfp8 or nvfp4."""
     columns = leaf.shape[-1]
     tensors = {
-        f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * says.bits // 32)),
-        f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // says.group_size)),
+        f"{module}.weight": (_U32, (*leaf.shape[:-1], columns * layer.bits // 32)),
+        f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // layer.group_size)),
     }
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
@@ -204,16 +204,16 @@ def _floats(path: str, module: str, leaf: QTensor, says: Says) -> Encoded:
                     mend="quantize it to mxfp4, or write compressed-tensors.",
                 )
             scale = scale.values
-        codes = codes_of(q) if says.bits == 8 else to_stream(codes_of(q), says.bits)
+        codes = codes_of(q) if layer.bits == 8 else to_stream(codes_of(q), layer.bits)
         words = np.ascontiguousarray(codes).view("<u4")
         return dict(zip(tensors, (words, np.asarray(scale).view(_U8)), strict=True))
 
-    return Encoded(tensors, make, says)
+    return Encoded(tensors, make, layer)
 
 
-def config(says: Mapping[str, Says], floats: Sequence[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization` of a checkpoint."""
-    (most, _), *_ = Counter(says.values()).most_common(1)
-    own = {path.removesuffix(".weight"): x._asdict() for path, x in says.items() if x != most}
+    (most, _), *_ = Counter(layers.values()).most_common(1)
+    own = {path.removesuffix(".weight"): x._asdict() for path, x in layers.items() if x != most}
     plain = {name.removesuffix(".weight"): False for name in floats}
     return {**most._asdict(), **own, **plain}

@@ -1,11 +1,11 @@
 """Checkpoints of gpt-oss: experts in mxfp4.
 
-The weights `p` of experts, [E, N, K], are
+The weights `p` of experts, [E, N, K], are stored as
 
     p_blocks  uint8 [E, N, K / 32, 16]: two codes of float4_e2m1 a byte, the first in the low bits
     p_scales  uint8 [E, N, K / 32]: float8_e8m0
 
-The leaf `p` is [E, N, K] as its blocks are: transformers swaps the last two axes of floats.
+The leaf `p` is [E, N, K], like its blocks; transformers swaps the last two axes of floats.
 
 Source: https://huggingface.co/openai/gpt-oss-20b (2025).
 """
@@ -22,7 +22,7 @@ from ._coded import CodedLeaf, checked, real_dtype, weight
 from ._source import Source
 
 MARKS = ("proj_blocks", "proj_scales")
-"""Ends of names of tensors that float checkpoints have not."""
+"""Suffixes of the names of tensors that float checkpoints do not have."""
 
 _U8 = np.dtype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""`tree`: the leaves of an archive as a user's tree, by rules; `named`: a tree by names, back."""
+"""`tree`: the leaves of an archive as a tree of the user, by rules; `named`: the inverse."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -28,27 +28,28 @@ def tree(
 ) -> Any:
     """Returns the tensors of an archive as a tree of parameters, by rules for their names.
 
-    Each tensor is read once, when it is put in its place; beside the result one is held at a time.
+    Each tensor is read once, when it is put in its place; only one is held in addition to the
+    result.
 
     Args:
-      archive: an open one, from `jqx.interop.read`.
-      names: rules, `jqx.interop.Name` or pairs of templates (name, path); of those that match a
-        name the first is taken.
-      like: the tree that is wanted, of arrays or of `jax.ShapeDtypeStruct`, such as
-        `jax.eval_shape(init)` gives; each of its leaves must be found, with its shape. Paths are
-        its keys, joined with "/". `None` makes nested dicts.
-      abstract: whether `jax.ShapeDtypeStruct` stand in place of arrays: nothing is read.
-      sharding: where leaves are put: a `jax.sharding.Sharding` for all, or a function of the path
-        and the abstract leaf that returns one, or `None` for the default device. Scales are
-        partitioned in step with their codes.
+      archive: an open archive, from `jqx.interop.read`.
+      names: rules, as `jqx.interop.Name` or pairs of templates (name, path). The first rule that
+        matches a name applies.
+      like: the tree to build, of arrays or of `jax.ShapeDtypeStruct`, such as the result of
+        `jax.eval_shape(init)`. Each of its leaves must be found, with its shape. Its keys, joined
+        with "/", are the paths. `None` makes nested dicts.
+      abstract: whether leaves are `jax.ShapeDtypeStruct` instead of arrays, so that nothing is
+        read.
+      sharding: where leaves are put: a `jax.sharding.Sharding` for all leaves, or a function of the
+        path and the abstract leaf that returns one, or `None` for the default device. Scales are
+        partitioned like their codes.
 
     Returns:
-      The tree: arrays, and QTensors where tensors are quantized. Their dtypes are those of the
-      archive.
+      The tree: arrays, and QTensors for quantized tensors. Their dtypes are those of the archive.
 
     Raises:
-      ValueError: a tensor has no rule, a rule no tensor, two have one path, layers cannot be
-        stacked, or a leaf does not fit `like`; or as for `Archive.read`.
+      ValueError: if a tensor has no rule, a rule has no tensor, two tensors have the same path,
+        layers cannot be stacked, or a leaf does not fit `like`; or as in `Archive.read`.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -59,7 +60,7 @@ def tree(
       ...     jqx.interop.tree(archive, names)["up"].shape
       (4, 2, 3)
     """
-    mend = "pass an open one: with jqx.interop.read(path) as archive."
+    mend = "pass an open archive: with jqx.interop.read(path) as archive."
     check_instance("interop.tree", "archive", archive, Archive, mend=mend)
     rules = as_names(names)
     places = _places(archive, rules)
@@ -82,7 +83,7 @@ def tree(
 
 @called("interop.named", "pass for example jqx.interop.named(params, names).")
 def named(params: Any, names: Rules) -> dict[str, Any]:
-    """Returns a tree by the names of a checkpoint: what `tree` does, the other way round.
+    """Returns a tree as a dict by the names of a checkpoint, the inverse of `tree`.
 
     Args:
       params: arrays and QTensors in any tree.
@@ -92,8 +93,8 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
       A dict of views, ready for `jqx.interop.write`.
 
     Raises:
-      ValueError: a leaf has no rule, a rule no leaf, or two leaves have one name; a leaf cannot lie
-        as its rule says.
+      ValueError: if a leaf has no rule, a rule has no leaf, two leaves have the same name, or a
+        leaf does not fit its rule.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -112,7 +113,7 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
             len(leaf.shape) >= len(rule.stacked),
             error=ValueError,
             function="interop.named",
-            problem=f"the leaf {path!r} has not the axes that its rule stacks.",
+            problem=f"the leaf {path!r} does not have the axes that its rule stacks.",
             given=f"shape {tuple(leaf.shape)}",
             expected=f"an axis for each of {', '.join(rule.stacked)}",
             mend=f"correct the rule: {rule!r}.",
@@ -133,7 +134,7 @@ Place = tuple[Name, tuple[int, ...], dict[tuple[int, ...], str]]
 
 
 def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
-    """Returns what makes each leaf, in the order of the archive."""
+    """Returns the tensors of each leaf, in the order of the archive."""
     found: dict[str, tuple[Name, dict[tuple[int, ...], str]]] = {}
     used = set()
     for name in archive.paths:
@@ -168,7 +169,7 @@ def _index(name: str, rule: Name, part: str, text: str) -> int:
 
 
 def _sizes(path: str, stack: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
-    """Returns the sizes of the axes that are stacked, after checking that nothing is missing."""
+    """Returns the sizes of the stacked axes, after checking that no tensor is missing."""
     sizes = tuple(max(axis) + 1 for axis in zip(*stack, strict=True))
     count = 1
     for n in sizes:
@@ -183,13 +184,13 @@ def _sizes(path: str, stack: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
         problem=f"a tensor of the stack {path!r} is missing.",
         given=f"{len(stack)} tensors, none with the index {missing}",
         expected=f"all of {sizes}",
-        mend="give layers that differ paths of their own.",
+        mend="give different layers different paths.",
     )
     return sizes
 
 
 def _spec(archive: Archive, place: Place) -> Any:
-    """Returns a leaf, abstract, after checking that what is stacked is alike."""
+    """Returns an abstract leaf, after checking that stacked tensors agree."""
     rule, sizes, stack = place
     first: Any = None
     for name in stack.values():
@@ -202,7 +203,7 @@ def _spec(archive: Archive, place: Place) -> Any:
             problem=f"the tensor {name!r} cannot be stacked with the others.",
             given=repr(leaf),
             expected=repr(first),
-            mend="give layers that differ paths of their own.",
+            mend="give different layers different paths.",
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), first)
 
@@ -229,7 +230,7 @@ def _filled(archive: Archive, place: Place, spec: Any) -> Any:
 
 
 def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
-    """Returns the paths of a tree, after checking that its leaves are those that are found."""
+    """Returns the paths of a tree, after checking that its leaves are those that were found."""
     wanted = dict(_paths("interop.tree", like))
     for path, leaf in shapes.items():
         require_that(
@@ -245,7 +246,7 @@ def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
             tuple(leaf.shape) == tuple(wanted[path].shape),
             error=ValueError,
             function="interop.tree",
-            problem=f"the leaf {path!r} has not the shape that `like` has.",
+            problem=f"the leaf {path!r} does not have the shape of the leaf in `like`.",
             given=f"shape {tuple(leaf.shape)}",
             expected=f"shape {tuple(wanted[path].shape)}",
             mend="pass transpose= or split= in its rule.",
@@ -258,7 +259,7 @@ def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
         problem="leaves of `like` are left without a tensor.",
         given=f"{len(missing)} leaves, {', '.join(map(repr, missing[:3]))} among them",
         expected="a rule and a tensor for each",
-        mend="add rules for them; of tied weights, drop the leaf that the file has not.",
+        mend="add rules for them; for tied weights, drop the leaf that the file lacks.",
     )
     return list(wanted)
 
@@ -276,7 +277,7 @@ def _paths(function: str, params: Any) -> list[tuple[str, Any]]:
             hasattr(x, "shape") and hasattr(x, "dtype"),
             error=TypeError,
             function=function,
-            problem=f"the leaf {path!r} is no array.",
+            problem=f"the leaf {path!r} is not an array.",
             given=f"an object of type {type(x).__name__}",
             expected="arrays, QTensors, or jax.ShapeDtypeStruct",
             mend="convert it, for example with jnp.asarray.",
@@ -303,7 +304,7 @@ def _require_rule(holds: bool, what: str, function: str) -> None:
         error=ValueError,
         function=function,
         problem=f"{what} has no rule.",
-        given="names that no template matches whole",
+        given="names that no template matches in full",
         expected="a rule for each",
         mend="add one; Name(source, None) leaves tensors out.",
     )
@@ -314,10 +315,10 @@ def _require_once(holds: bool, what: str, function: str) -> None:
         holds,
         error=ValueError,
         function=function,
-        problem=f"{what!r} is there twice.",
+        problem=f"{what!r} exists twice.",
         given="two tensors, or leaves, that rules give this name",
         expected="one",
-        mend="tell them apart by parts of the name in the path, such as {layer}.",
+        mend="distinguish them by parts of the name in the path, such as {layer}.",
     )
 
 
@@ -328,6 +329,6 @@ def _require_use(holds: bool, rule: Name, what: str, function: str) -> None:
         function=function,
         problem="a rule matches nothing.",
         given=repr(rule),
-        expected=f"a {what} of such a name, that no rule before it takes",
+        expected=f"a {what} of such a name that no earlier rule matches",
         mend="drop it, or pass optional=True.",
     )

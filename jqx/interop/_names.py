@@ -1,4 +1,4 @@
-"""Names of tensors to paths of a tree and back, by rules: templates, stacks, views."""
+"""Maps names of tensors to paths of a tree and back, by rules: templates, stacks, views."""
 
 import dataclasses
 import functools
@@ -19,31 +19,31 @@ _HOLE = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What the tensors of a checkpoint are called in a tree, and how they lie there.
+    """A rule for tensors of a checkpoint: their paths in a tree, and their layout there.
 
     In both templates `{layer}` stands for a part of the name without dots or slashes, and
-    `{layer:[0-9]+}` for what the regular expression matches. A part that the path has not, a
-    number, is the index along a new first axis: the tensors of all layers are stacked, for a scan.
-    (Of several such parts the first is the outermost axis.)
+    `{layer:[0-9]+}` for a part that matches the regular expression. A part that is not in the path
+    must be a number: it is the index along a new first axis, so that the tensors of all layers are
+    stacked for a scan. (If there are several such parts, the first is the outermost axis.)
 
     Attributes:
       source: template of names, such as `"model.layers.{layer}.mlp.up_proj.weight"`.
-      target: template of paths, such as `"layers/up"`, or `"layers/{layer}/up"`; `None` leaves
-        the tensors out.
+      target: template of paths, such as `"layers/up"`, or `"layers/{layer}/up"`; `None` leaves out
+        the tensors.
       transpose: swaps the last two axes, as between torch's `[out, in]` and `x @ w`; or the order
-        of all axes. A view: no code is moved.
-      split: sizes into which an axis is split, by its number once transposed, from 0 on, such as
-        `{1: (heads, size)}`.
-      interleaved: heads of queries or keys whose rows llama.cpp has permuted: where rotary
-        embeddings turn halves of a head, GGUF files of Llama have the rows of each pair beside
-        each other, and the tree is to have halves. 0 where rows are in order.
-      halved: the other way round: heads whose rows the file has in halves, as transformers has
-        them, and the tree is to have in pairs. 0 where rows are in order.
-      optional: whether it is no error that nothing matches.
+        of all axes. It is a view: no code is moved.
+      split: sizes into which an axis is split, keyed by its number after transposing, counted from
+        0, such as `{1: (heads, size)}`.
+      interleaved: number of heads of queries or keys whose rows llama.cpp has permuted. GGUF files
+        of Llama store the rows of each pair of a rotary embedding next to each other; the tree then
+        has them in the two halves of a head. 0 keeps the order of rows.
+      halved: the inverse: number of heads whose rows are in halves in the file, as in transformers;
+        the tree then has them in pairs. 0 keeps the order of rows.
+      optional: whether the rule may match nothing.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: a template is none, or the path has a part that the name lacks.
+      TypeError: if a field has another type.
+      ValueError: if a template is invalid, or the path has a part that the name lacks.
 
     Example:
       >>> import jqx
@@ -69,18 +69,18 @@ class Name:
             min(heads, halved) == 0 <= max(heads, halved),
             error=ValueError,
             function="interop.Name",
-            problem="`interleaved` or `halved` is no number of heads.",
+            problem="`interleaved` or `halved` is not a number of heads.",
             given=f"interleaved == {heads}, halved == {halved}",
-            expected="0, or one of them the heads of the weight",
+            expected="one of them the number of heads of the weight, the other 0",
             mend="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for keys.",
         )
         require_that(
             isinstance(self.split, Mapping) and all(map(_is_split, self.split.items())),
             error=TypeError,
             function="interop.Name",
-            problem="`split` says no sizes of axes.",
+            problem="`split` does not give sizes of axes.",
             given=shown(self.split),
-            expected="sizes from 1 on, in a tuple, by the number of the axis, from 0 on",
+            expected="a dict from the number of an axis, from 0, to a tuple of sizes, from 1",
             mend="pass for example split={1: (heads, size)}.",
         )
         if self.target is not None:
@@ -93,7 +93,7 @@ class Name:
             problem="the path has a part that the name lacks.",
             given=f"{{{min(missing, default='')}}} in {self.target!r}, and {self.source!r}",
             expected="parts of the name in the path",
-            mend="give both the same parts.",
+            mend="use the same parts in both.",
         )
         for template in (self.source, self.target or ""):
             _compiled(template)
@@ -114,12 +114,12 @@ class Name:
         return tuple(part for part in _holes(self.source) if part not in _holes(self.target))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Returns the parts of a name; `None` where it does not match."""
+        """Returns the parts of a name; `None` if it does not match."""
         found = _compiled(self.source).fullmatch(name)
         return None if found is None else found.groupdict()
 
     def match_path(self, path: str) -> dict[str, str] | None:
-        """Returns the parts of a path; `None` where it does not match."""
+        """Returns the parts of a path; `None` if it does not match."""
         if self.target is None:
             return None
         kinds = {found.group(1): found.group(0) for found in _HOLE.finditer(self.source)}
@@ -136,7 +136,7 @@ class Name:
         return _filled(self.source, parts)
 
     def view(self, name: str, leaf: Any) -> Any:
-        """Returns a leaf as it lies in the tree."""
+        """Returns a leaf in the layout of the tree."""
         leaf = self._with_rows(name, leaf, back=False)
         order = self._order(name, leaf)
         leaf = leaf if order is None else leaf.transpose(order)
@@ -168,7 +168,9 @@ class Name:
         return self._with_rows(name, leaf, back=True)
 
     def _with_rows(self, name: str, leaf: Any, *, back: bool) -> Any:
-        """Returns a leaf of the file with the rows of heads as the tree has them; or, back."""
+        """Returns a leaf of the file with the rows of heads in the order of the tree; or the
+        inverse.
+        """
         heads = self.interleaved or self.halved
         if not heads:
             return leaf
@@ -198,7 +200,7 @@ class Name:
             fits,
             error=ValueError,
             function="interop.tree",
-            problem=f"the tensor {name!r} cannot lie as its rule says.",
+            problem=f"the tensor {name!r} does not fit its rule.",
             given=f"{leaf!r}" if isinstance(leaf, QTensor) else f"shape {tuple(leaf.shape)}",
             expected=expected,
             mend=f"correct the rule: {self!r}.",
@@ -206,7 +208,7 @@ class Name:
 
 
 def as_names(names: Any) -> tuple[Name, ...]:
-    """Returns rules, of `Name`s or of pairs of templates."""
+    """Returns rules, from `Name`s or pairs of templates."""
     given = list(names.items()) if isinstance(names, Mapping) else names
     fits = isinstance(given, Sequence) and not isinstance(given, str)
     rules = []
@@ -218,7 +220,7 @@ def as_names(names: Any) -> tuple[Name, ...]:
         raise TypeError(
             message(
                 "interop.tree",
-                "`names` are no rules.",
+                "`names` are not rules.",
                 given=shown(rule) if fits else f"an object of type {type(names).__name__}",
                 expected="a list of jqx.interop.Name, or of pairs (name, path); or a dict",
                 mend='pass for example [jqx.interop.Name("lm_head.weight", "head")].',
@@ -258,7 +260,7 @@ def _compiled(template: str) -> re.Pattern[str]:
         raise ValueError(
             message(
                 "interop.Name",
-                "a template is none.",
+                "a template is invalid.",
                 given=f"{template!r}: {error}",
                 expected="names with {part} or {part:regular expression} in them",
                 mend="pass for example 'model.layers.{layer}.mlp.up_proj.weight'.",

@@ -1,4 +1,4 @@
-"""An open Orbax checkpoint, whose arrays are read one by one by Orbax itself."""
+"""An open Orbax checkpoint, whose arrays Orbax reads one by one."""
 
 import importlib
 import math
@@ -14,11 +14,11 @@ from .._errors import message
 from ._safetensors import Entry, stored_dtype
 
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
-"""Files that a folder of Orbax has."""
+"""Files that an Orbax folder has."""
 
 
 def is_orbax(folder: str) -> bool:
-    """Whether a folder is a checkpoint of Orbax."""
+    """Returns whether a folder is an Orbax checkpoint."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in _MARKS)
 
 
@@ -26,16 +26,16 @@ class OrbaxSource:
     """An open checkpoint of a tree of arrays.
 
     Attributes:
-      path: of the folder.
-      tree: its containers, with the name of an array, its keys joined with "/", as each leaf.
-      entries: each array's dtype, shape, and bytes as they are in memory.
-      metadata: nothing.
+      path: path of the folder.
+      tree: the containers of the tree; each leaf is the name of an array, its keys joined with "/".
+      entries: dtype, shape and size in memory of each array.
+      metadata: empty.
       config: none.
       describes_tree, asked: see `Source`.
 
     Raises:
-      ImportError: Orbax is not installed.
-      ValueError: it is no checkpoint that Orbax reads, or has other things than arrays.
+      ImportError: if Orbax is not installed.
+      ValueError: if it is not a checkpoint that Orbax reads, or has leaves that are not arrays.
     """
 
     describes_tree, asked = False, False
@@ -51,7 +51,7 @@ class OrbaxSource:
         self._reader = self._orbax.PyTreeCheckpointer()
         try:
             self._known = self._reader.metadata(os.path.abspath(path)).item_metadata.tree
-        except Exception as error:  # whatever Orbax and its storage raise
+        except Exception as error:  # any error of Orbax and its storage
             self._refuse(error)
         self.tree = self._named(self._known, ())
 
@@ -63,7 +63,7 @@ class OrbaxSource:
         return self._dtypes[name]
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that an array is of a dtype."""
+        """Checks that an array has a dtype."""
         assert self.dtype(name) == dtype, f"{name}: {self.dtype(name)} is not {dtype}"
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -84,7 +84,7 @@ class OrbaxSource:
     view = read
 
     def _named(self, node: Any, keys: tuple[Any, ...]) -> Any:
-        """Returns a tree with names, after their arrays are known."""
+        """Returns a tree of names, after recording its arrays."""
         if isinstance(node, Mapping):
             return {key: self._named(item, (*keys, key)) for key, item in node.items()}
         if isinstance(node, (list, tuple)):
@@ -94,7 +94,7 @@ class OrbaxSource:
         name = "/".join(map(str, keys))
         shape, dtype = getattr(node, "shape", None), getattr(node, "dtype", None)
         if shape is None or dtype is None or stored_dtype(jnp.dtype(dtype)) is None:
-            self._refuse(TypeError(f"{name!r} is no array that jqx holds: {type(node).__name__}"))
+            self._refuse(TypeError(f"{name!r} is not a supported array: {type(node).__name__}"))
         kind = jnp.dtype(dtype)
         self._dtypes[name], self._keys[name] = kind, keys
         size = math.prod(shape) * kind.itemsize
@@ -102,7 +102,7 @@ class OrbaxSource:
         return name
 
     def _alone(self, node: Any, keys: Sequence[Any], spec: Any) -> tuple[Any, Any]:
-        """Returns a tree in which one array is asked for, and how: nothing else is restored."""
+        """Returns a tree that requests one array, so that nothing else is restored."""
         as_numpy = self._orbax.RestoreArgs(restore_type=np.ndarray)
         if not keys:
             return spec, as_numpy
@@ -119,11 +119,11 @@ class OrbaxSource:
         raise ValueError(
             message(
                 "interop.read",
-                f"{self.path!r} is no checkpoint of Orbax that can be read.",
+                f"{self.path!r} is not an Orbax checkpoint that can be read.",
                 given=f"{type(error).__name__}: {text[0][:500]}",
                 expected="a folder that orbax.checkpoint saved: arrays in dicts and lists",
-                mend="copy or download it again; of a folder of several items or steps, pass the "
-                "one that has the parameters.",
+                mend="copy or download it again; if it has several items or steps, pass the "
+                "one with the parameters.",
             )
         ) from error
 
@@ -135,7 +135,7 @@ def _orbax() -> Any:
         raise ImportError(
             message(
                 "interop.read",
-                "the checkpoint is one of Orbax, which is not installed.",
+                "the checkpoint is an Orbax checkpoint, but Orbax is not installed.",
                 given=str(error),
                 expected="the package orbax-checkpoint",
                 mend="pip install orbax-checkpoint",

@@ -1,5 +1,5 @@
-"""Trees that Orbax saves and restores: unsigned codes of 2 and 4 bits in the place of signed ones,
-which its storage (TensorStore) lacks.
+"""Trees that Orbax saves and restores, in which unsigned codes of 2 and 4 bits are stored as
+signed ones, since its storage (TensorStore) lacks the unsigned ones.
 """
 
 from typing import Any
@@ -13,24 +13,25 @@ from .._calls import called
 from .._checks import require_that
 
 _STORED = {jnp.dtype(jnp.uint4): jnp.int4, jnp.dtype(jnp.uint2): jnp.int2}
-"""What has the bits of the dtypes that are not stored."""
+"""The stored dtype with the same bits, for dtypes that cannot be stored."""
 
 
-@called("interop.to_orbax", "pass the tree that is to be saved.")
+@called("interop.to_orbax", "pass the tree to save.")
 def to_orbax(tree: Any) -> Any:
-    """Returns a tree of QTensors and arrays in dtypes that Orbax stores.
+    """Returns a tree of QTensors and arrays with dtypes that Orbax stores.
 
-    Orbax saves QTensors as they are, each device its part, and restores them to any mesh, but for
-    codes of `jnp.uint4` and `jnp.uint2`: here they are int4 and int2 of the same bits.
-    `from_orbax` inverts it.
+    Orbax saves QTensors unchanged, each device its part, and restores them to any mesh. The
+    exceptions are codes of `jnp.uint4` and `jnp.uint2`: this function returns them as int4 and int2
+    with the same bits. `from_orbax` inverts it.
 
     Args:
-      tree: any pytree. Arrays may be `jax.ShapeDtypeStruct`, with a sharding or without one: what
-        is to be restored is asked for by such a tree, of `jqx.parallel.shardings` for example.
+      tree: any pytree. Arrays may be `jax.ShapeDtypeStruct`, with or without a sharding: such a
+        tree, for example from `jqx.parallel.shardings`, is the target of a restore.
 
     Returns:
-      The same tree; arrays stay where they are, and those of other dtypes are the very same. It is
-      for Orbax alone: QTensors in it may hold codes of another dtype than their format has.
+      The same tree. Arrays stay where they are, and arrays of other dtypes are the same objects.
+      Use the result only with Orbax: its QTensors may have codes whose dtype is not that of their
+      format.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -45,16 +46,17 @@ def to_orbax(tree: Any) -> Any:
     return jax.tree.map(lambda x: _viewed(x, _STORED.get(np.dtype(x.dtype), x.dtype)), tree)
 
 
-@called("interop.from_orbax", "pass what was restored, and like=, a tree such as was saved.")
+@called("interop.from_orbax", "pass the restored tree, and like=, a tree like the saved one.")
 def from_orbax(stored: Any, like: Any) -> Any:
-    """Returns what was saved of a tree that `to_orbax` made, in the dtypes that it had.
+    """Returns a restored tree, saved from the result of `to_orbax`, in its original dtypes.
 
     Args:
-      stored: as Orbax restores it.
-      like: the tree that was given to `to_orbax`, or one of its shapes and dtypes, abstract or not.
+      stored: the tree that Orbax restored.
+      like: the tree that was passed to `to_orbax`, or one with its shapes and dtypes, abstract or
+        not.
 
     Raises:
-      ValueError: the trees differ, or an array has a dtype that is not what was stored.
+      ValueError: if the trees differ, or an array does not have the dtype that was stored.
     """
     shapes = jax.tree.structure(stored), jax.tree.structure(like)
     require_that(
@@ -74,7 +76,7 @@ def from_orbax(stored: Any, like: Any) -> Any:
             x.dtype == expected and tuple(x.shape) == tuple(kind.shape),
             error=ValueError,
             function="interop.from_orbax",
-            problem="an array is not what was stored.",
+            problem="an array differs from the one that was stored.",
             given=f"{x.dtype}{list(x.shape)}",
             expected=f"{expected}{list(kind.shape)}, for {dtype}",
             mend="restore with to_orbax(like) as the target, and pass the same `like`.",
@@ -85,7 +87,7 @@ def from_orbax(stored: Any, like: Any) -> Any:
 
 
 def _viewed(x: Any, dtype: Any) -> Any:
-    """Returns the same bits in another dtype, where they lie."""
+    """Returns the same bits in another dtype, on the same devices."""
     if x.dtype == dtype:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):

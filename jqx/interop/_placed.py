@@ -1,4 +1,4 @@
-"""Leaves of NumPy arrays, put on devices; the scale of a QTensor in step with its codes."""
+"""Puts leaves of NumPy arrays on devices, the scale of a QTensor like its codes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ from .._errors import message
 from ..tensor._shared import put
 
 Shardings = Sharding | Callable[[str, Any], Sharding | None] | None
-"""One for all leaves, or a function of the path and the abstract leaf."""
+"""A sharding for all leaves, or a function of the path and the abstract leaf."""
 
 
 def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
-    """Returns where a leaf is put; `None` for the default device."""
+    """Returns the sharding of a leaf; `None` for the default device."""
     found = shardings
     if callable(shardings) and not isinstance(shardings, Sharding):
         found = shardings(path, spec)
@@ -24,7 +24,7 @@ def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
         found is None or isinstance(found, Sharding),
         error=TypeError,
         function="interop.tree",
-        problem=f"`sharding` says no place for {path!r}.",
+        problem=f"`sharding` does not return a sharding for {path!r}.",
         given=f"an object of type {type(found).__name__}",
         expected="a jax.sharding.Sharding, or None",
         mend="return for example NamedSharding(mesh, PartitionSpec('model')).",
@@ -34,16 +34,16 @@ def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
 
 
 def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
-    """Returns an array or QTensor of NumPy arrays on devices: each gets its part alone."""
+    """Puts an array or QTensor of NumPy arrays on devices; each device gets only its part."""
     for x in jax.tree.leaves(leaf):
         kept = dtypes.canonicalize_dtype(x.dtype)
         require_that(
             kept == x.dtype,
             error=ValueError,
             function="interop.tree",
-            problem=f"{path!r} would lose numbers on a device.",
+            problem=f"{path!r} would lose bits on a device.",
             given=f"{x.dtype.name}, which JAX would cut to {kept.name}",
-            expected="dtypes that JAX has",
+            expected="dtypes that JAX supports",
             mend="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",
         )
     try:
@@ -53,9 +53,9 @@ def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
         raise ValueError(
             message(
                 "interop.tree",
-                f"{path!r} cannot be put where `sharding` says.",
+                f"{path!r} does not fit its sharding.",
                 given=f"shape {tuple(leaf.shape)}, {sharding}: {text}",
-                expected="as many axes as the array has at most, whose parts divide its sizes",
+                expected="at most as many axes as the array has, with parts that divide its sizes",
                 mend="return another sharding for this path.",
             )
         ) from error

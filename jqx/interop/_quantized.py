@@ -1,4 +1,4 @@
-"""What a file says of a quantized function, beside its weights: JSON, in the file's metadata.
+"""The description of a quantized function in a file: JSON in the file's metadata.
 
     {"version": 1, "plan": as of Plan.to_dict, "affines": [[key, numbers, numbers or null], ...],
      "report": its fields, "inputs": null or a tree, "shapes": [[name, shape], ...],
@@ -59,7 +59,7 @@ class _Numbers:
             x = np.asarray(self.numbers, np.float64)
             found = x.astype(dtype).reshape(self.shape)
             same = np.array_equal(found.reshape(-1).astype(np.float64), x, equal_nan=True)
-        _check(same, f"numbers that {dtype.name} has not")
+        _check(same, f"numbers that {dtype.name} does not have")
         return jnp.asarray(found) if dtypes.canonicalize_dtype(dtype) == dtype else found
 
 
@@ -83,7 +83,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     """Returns the tree of the weights of a quantized function, and the JSON of the rest.
 
     Raises:
-      ValueError: the plan holds objects that are neither jqx's own nor among `values`.
+      ValueError: if the plan holds objects that are neither jqx's own nor in `values`.
     """
     packed = _packed(quantized.params)
     structured = _is_described(packed, values)
@@ -144,7 +144,7 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _kind(names: Iterable[str]) -> type | None:
-    """Returns which map of channels has fields of these names."""
+    """Returns the type of map of channels that has fields of these names."""
     for kind in (ChannelMap, LowRank):
         known = {x.name for x in dataclasses.fields(kind)}
         if known - unwritten(kind).keys() <= set(names) <= known:
@@ -153,10 +153,10 @@ def _kind(names: Iterable[str]) -> type | None:
 
 
 def _maps(tree: Any) -> Maps:
-    """Returns what is done with channels, as a file has it.
+    """Returns the maps of channels of a file.
 
     Raises:
-      ValueError: the tree is not what `contents_of` returns.
+      ValueError: if the tree is not a result of `contents_of`.
     """
     fits = isinstance(tree, dict) and set(tree) == {"params", "maps"}
     _check(fits and isinstance(tree["maps"], dict), "a tree without maps of channels")
@@ -170,10 +170,10 @@ def _maps(tree: Any) -> Maps:
 
 
 def unbound(tree: Any, text: str, values: Values) -> Unbound:
-    """Returns a quantized function without the function.
+    """Returns a quantized function that is not bound to its function.
 
     Raises:
-      ValueError: the JSON is not what `contents_of` returns.
+      ValueError: if the JSON is not a result of `contents_of`.
     """
     with nesting("load"):
         try:
@@ -201,7 +201,7 @@ def _affine(each: _Scale) -> Affine:
 
 
 def _is_described(tree: Any, values: Values) -> bool:
-    """Whether files hold a tree as it is, and not its leaves alone."""
+    """Returns whether files hold a tree as it is, not only its leaves."""
     try:
         describe(tree, values)
     except TypeError:
@@ -210,8 +210,8 @@ def _is_described(tree: Any, values: Values) -> bool:
 
 
 def _inputs_of(inputs: Any, values: Values) -> tuple[Any, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Returns what files hold of inputs, and the shapes of their arrays by name; nothing where they
-    are no trees of arrays.
+    """Returns the stored form of inputs, and the shapes of their arrays by name; nothing if they
+    are not trees of arrays.
     """
     if inputs is None:
         return None, ()
@@ -233,7 +233,7 @@ def _inputs(node: Any, shapes: dict[str, tuple[int, ...]], values: Values) -> An
         return jax.ShapeDtypeStruct(shapes[name], dtype)
 
     inputs = map_stored(lambda leaf: leaf.make(read), parse(node, values))
-    _check(isinstance(inputs, tuple), "inputs that are no tuple")
+    _check(isinstance(inputs, tuple), "inputs that are not a tuple")
     return inputs
 
 
@@ -242,8 +242,8 @@ def _check(fits: Any, given: str) -> None:
         fits,
         error=ValueError,
         function="load",
-        problem="what the file says of its quantized function is not understood.",
+        problem="the description of the quantized function in the file is invalid.",
         given=given,
-        expected="a plan, scales of activations, a report and inputs, as jqx.save writes them",
-        mend="write the file again, with jqx.save(path, quantized).",
+        expected="a plan, scales of activations, a report and inputs, as in files of jqx.save",
+        mend="write the file again with jqx.save(path, quantized).",
     )

@@ -1,4 +1,4 @@
-"""An open safetensors file: its tensors are read one by one, or mapped into memory."""
+"""An open safetensors file, whose tensors are read one by one or mapped into memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,14 +24,14 @@ class Reader:
     """An open file: its tensors by name, and its metadata. A context manager.
 
     Attributes:
-      entries: each tensor's dtype, shape and place.
-      metadata: what the file says of itself.
-      config: of the model whose tensors these are; a file has none.
+      entries: dtype, shape and offset of each tensor.
+      metadata: metadata of the file.
+      config: `None`; a file has no config of a model.
       describes_tree, asked: see `Source`.
 
     Raises:
-      OSError: the file cannot be opened, or is no regular one.
-      ValueError: it is no safetensors file, or has been cut short.
+      OSError: if the file cannot be opened or is not a regular file.
+      ValueError: if it is not a safetensors file, or is truncated.
     """
 
     metadata: dict[str, Any]
@@ -55,7 +55,7 @@ class Reader:
         self._bytes.__exit__()
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of a tensor as the file has it."""
+        """Returns the dtype of a tensor in the file."""
         stored = self.entries[name].dtype
         require_that(
             stored in DTYPES,
@@ -69,19 +69,19 @@ class Reader:
         return DTYPES[stored]
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored as arrays of a dtype are."""
+        """Checks that a tensor is stored in the way of arrays with a dtype."""
         require_that(
             self.dtype(name) == stored_dtype(dtype),
             error=ValueError,
             function="load",
-            problem=f"the tensor {name!r} is not of the dtype that its tree says.",
+            problem=f"the tensor {name!r} does not have the dtype in the description of the tree.",
             given=f"{self.entries[name].dtype} for {dtype.name}",
             expected=f"{NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
-            mend="write the file again, with jqx.save.",
+            mend="write the file again with jqx.save.",
         )
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a copy of a tensor, of the dtype that its tree says."""
+        """Returns a copy of a tensor, in the dtype in the description of the tree."""
         return self._array(name, self._bytes.read(name, *self._place(name)), dtype)
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -89,7 +89,7 @@ class Reader:
         return self._array(name, self._bytes.view(name, *self._place(name)), dtype)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Returns where the bytes of a tensor begin, and how many there are."""
+        """Returns the offset and the size of the bytes of a tensor."""
         entry = self.entries[name]
         return self._first + entry.start, entry.stop - entry.start
 
@@ -97,7 +97,7 @@ class Reader:
         return from_stored(name, raw, self.dtype(name), dtype).reshape(self.entries[name].shape)
 
     def _open(self) -> None:
-        """Reads the header, and checks that the file is as long as it says."""
+        """Reads the header, and checks that the file has the length in the header."""
         size = self._bytes.size
         length = int.from_bytes(self._bytes.head(8), "little")
         check(self.path, size >= 8, f"a file of {size} bytes")
@@ -117,4 +117,4 @@ class Reader:
             mend="copy or download it again.",
         )
         rest = size - self._first - stop
-        check(self.path, rest == 0, f"{rest} bytes that belong to no tensor")
+        check(self.path, rest == 0, f"{rest} bytes that do not belong to a tensor")

@@ -1,9 +1,9 @@
-"""A safetensors file that goes on where an interrupted write of the same file was.
+"""A safetensors file whose write continues after an interruption.
 
-What is written goes to a file beside the target, under a name of its own: each tensor at the place
-that it has in the target. A journal beside that says which leaves are begun, and which are whole
-and what they were made of; of a leaf the last entry counts. Several processes write leaves of one
-file, each with a journal; the last one puts the file in place.
+Data is written to a temporary file in the folder of the target, with each tensor at its final
+offset. A journal next to it records which leaves were started, and which are complete and what they
+were made from. The last entry of a leaf counts. Several processes can write leaves of one file,
+each with a journal; the last process puts the file in place.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from .._files import Path, Replacement
 from ._writer import Writer
 
 Share = tuple[int, int]
-"""Which of how many processes writes."""
+"""The index of this process, and the number of processes that write."""
 
 
 class _Kept(Replacement):
-    """A replacement whose file has a name that the next run knows, and stays until it is whole."""
+    """A replacement whose file has a name that the next run knows. It stays until complete."""
 
     def __init__(self, function: str, path: Path) -> None:
         super().__init__(function, path)
@@ -39,7 +39,7 @@ class _Kept(Replacement):
 
     @property
     def part(self) -> pathlib.Path:
-        """Where it is written."""
+        """Path of the temporary file."""
         return self._part
 
     def __enter__(self) -> "_Kept":
@@ -49,27 +49,27 @@ class _Kept(Replacement):
         return self
 
     def begins_with(self, head: bytes) -> bool:
-        """Whether the file begins so."""
+        """Returns whether the file begins with `head`."""
         with self._written():
             self._file.seek(0)
             return self._file.read(len(head)) == head
 
     def begin(self, head: bytes) -> None:
-        """Empties the file, and writes its beginning."""
+        """Empties the file and writes its header."""
         with self._written():
             self._file.truncate(0)
             self.write(0, head)
             self._file.flush()
 
     def keep(self) -> None:
-        """Has what is written reach the disk."""
+        """Flushes the written data to the disk."""
         with self._written():
             self._file.flush()
             os.fsync(self._file.fileno())
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Lets one process at a time do what follows."""
+        """Lets only one process at a time run the block."""
         _lock(self._file, wait=True)
         try:
             yield
@@ -77,7 +77,7 @@ class _Kept(Replacement):
             _unlock(self._file)
 
     def is_there(self) -> bool:
-        """Whether no other process has put it in place."""
+        """Returns whether no other process has put the file in place."""
         try:
             return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -94,11 +94,11 @@ class ResumedWriter(Writer):
     """A file that is written leaf by leaf. A context manager.
 
     Args:
-      path: where the file is to be.
+      path: path of the file.
       tensors: dtype and shape of each tensor, by name.
-      metadata: what the file says of itself.
-      leaves: the paths of all leaves.
-      share: which of how many processes this one is.
+      metadata: metadata of the file.
+      leaves: paths of all leaves.
+      share: the index of this process, and the number of processes.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ResumedWriter(Writer):
                     self._file.begin(self._head)
                 self._journal = open(self._path_of(self._share[0]), "ab")
             self._check_free(self._journal)
-            self._journal.write(b"\n")  # behind a line that was cut short
+            self._journal.write(b"\n")  # after a line that may be incomplete
             self._known = self._journaled()
         except BaseException as error:
             self._file.__exit__(type(error), error, None)
@@ -134,19 +134,19 @@ class ResumedWriter(Writer):
         return self
 
     def has(self, leaf: str, source: str) -> bool:
-        """Whether a leaf that is made of the same is written."""
+        """Returns whether a leaf made from the same source is already written."""
         return bool(source) and self._known.get(leaf) == source
 
     def is_own(self, place: int) -> bool:
-        """Whether this process writes the leaf of a place."""
+        """Returns whether this process writes the leaf at a place."""
         return place % self._share[1] == self._share[0]
 
     def begin(self, leaf: str) -> None:
-        """Says that a leaf is being written: what it was before is lost."""
+        """Records that a leaf is being written; its previous data is lost."""
         self._say(leaf, None)
 
     def done(self, leaf: str, source: str) -> None:
-        """Says that all tensors of a leaf are written."""
+        """Records that all tensors of a leaf are written."""
         self._file.keep()
         self._say(leaf, source)
 
@@ -174,8 +174,8 @@ class ResumedWriter(Writer):
             self._file.__exit__(kind, error, where)
 
     def _journaled(self) -> dict[str, str | None]:
-        """Returns what the leaves that any process has written were made of; `None` of one that is
-        begun. A line that was cut short says nothing.
+        """Returns the sources of the leaves that any process has written; `None` for a leaf that
+        was only started. Incomplete lines are ignored.
         """
         found = []
         for journal in self._journals():
@@ -193,7 +193,7 @@ class ResumedWriter(Writer):
             problem="another process writes this file.",
             given=f"{str(self._file.part)!r}, which is being written",
             expected="one process for each share of a file",
-            mend="wait for it, or pass share=(i, n) to n processes, of another i each.",
+            mend="wait for it, or pass share=(i, n) to n processes, each with another i.",
         )
 
     def _path_of(self, index: int) -> pathlib.Path:
@@ -206,18 +206,18 @@ class ResumedWriter(Writer):
 
 
 def _glob_of(name: str) -> str:
-    """Returns a pattern that a name alone fits."""
+    """Returns a pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _fcntl() -> Any:
-    """Returns the module that locks files, where the system has it."""
+    """Returns the module that locks files, if the system has it."""
     known = importlib.util.find_spec("fcntl") is not None
     return importlib.import_module("fcntl") if known else None
 
 
 def _lock(file: Any, *, wait: bool) -> bool:
-    """Takes a file for this process; `False` where another one has it."""
+    """Locks a file for this process; `False` if another process has locked it."""
     fcntl = _fcntl()
     if fcntl is None:
         return True

@@ -1,9 +1,9 @@
 """The safetensors format: the length of a header, the header in JSON, the numbers of all tensors.
 
-Numbers are little-endian. Wider ones come first, so that each tensor is aligned.
+Numbers are little-endian. Wider dtypes come first, so that each tensor is aligned.
 
-Dtypes that the format has no name for are stored a byte an element: int4 and int2 as I8, uint4 and
-uint2 as U8, with the same numbers; float4 and the other 8-bit floats as U8, with their bits.
+Dtypes without a name in the format are stored one byte per element: int4 and int2 as I8, uint4 and
+uint2 as U8, with the same numbers; float4 and other 8-bit floats as U8, with their bits.
 
 Format: https://huggingface.co/docs/safetensors (Hugging Face, 2022).
 """
@@ -40,7 +40,7 @@ NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""The names that files have for dtypes."""
+"""The names of dtypes in files."""
 
 DTYPES = {stored: jnp.dtype(name) for name, stored in NAMES.items()}
 
@@ -48,24 +48,24 @@ _BYTES = (
     *("int2", "int4", "uint2", "uint4", "float4_e2m1fn"),
     *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz"),
 )
-"""Dtypes without such a name, which are stored a byte an element."""
+"""Dtypes without a name in files, which are stored one byte per element."""
 
 METADATA = "__metadata__"
-"""What stands in a header in the place of a tensor, and is none."""
+"""A key of the header that is not a tensor."""
 
 HEADER_LIMIT = 100_000_000
-"""Bytes of a header, at most: the limit of other readers."""
+"""Maximum size in bytes of a header: the limit of other readers."""
 
 
 _MOST_AXES = 64
-"""Of a NumPy array."""
+"""Maximum number of axes of a NumPy array."""
 
 _MOST_BYTES = 2**63 - 1
-"""Of a NumPy array, each empty axis counted as one."""
+"""Maximum size of a NumPy array, with each empty axis counted as one."""
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: name of its dtype in the file, shape, where its bytes begin and end."""
+    """A tensor of a file: name of its dtype in the file, shape, start and end of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
 
 def stored_dtype(dtype: Any) -> np.dtype | None:
-    """Returns the dtype in which files hold arrays of a dtype; `None` where they hold none."""
+    """Returns the dtype in which files store arrays of a dtype; `None` if they cannot."""
     name = getattr(dtype, "name", "")
     if name in NAMES:
         return jnp.dtype(name)
@@ -84,7 +84,7 @@ def stored_dtype(dtype: Any) -> np.dtype | None:
 
 
 def to_stored(x: np.ndarray) -> np.ndarray:
-    """Returns an array as files hold it."""
+    """Returns an array in the form that files store."""
     name = x.dtype.name
     if name == "bool":
         return x.view(np.uint8) != 0
@@ -99,12 +99,12 @@ def to_stored(x: np.ndarray) -> np.ndarray:
 
 
 def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -> np.ndarray:
-    """Returns the bytes of a tensor as an array of `dtype`; its axes are still to be made.
+    """Returns the bytes of a tensor as a flat array of `dtype`.
 
     Raises:
-      ValueError: some are no numbers of `dtype`.
+      ValueError: if some numbers are not numbers of `dtype`.
     """
-    if stored == np.bool_:  # any byte but 0 is true
+    if stored == np.bool_:  # any nonzero byte is true
         return raw != 0 if raw.size and raw.max() > 1 else raw.view(stored)
     x = raw.view(stored)
     if stored == dtype:
@@ -118,7 +118,7 @@ def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -
         fits,
         error=ValueError,
         function="load",
-        problem=f"the tensor {name!r} holds numbers beyond its dtype.",
+        problem=f"the tensor {name!r} holds numbers that its dtype does not have.",
         given=f"{x.dtype.name} numbers for {dtype.name}",
         expected=f"numbers of {dtype.name}",
         mend="write the file again.",
@@ -130,9 +130,9 @@ def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry
     """Returns the metadata of a header, and its tensors in the order of their bytes.
 
     Raises:
-      ValueError: it is not what the format says.
+      ValueError: if the header does not follow the format.
     """
-    header, given = None, "a header that is no JSON object"
+    header, given = None, "a header that is not a JSON object"
     try:
         header = json.loads(text, object_pairs_hook=_without_doubles)
     except _DoubledKey as error:
@@ -145,7 +145,7 @@ def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry
     check(
         path,
         isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()),
-        "metadata that is no object of strings",
+        "metadata that is not an object of strings",
     )
     entries = {name: _entry(path, name, fields) for name, fields in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
@@ -158,7 +158,7 @@ def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry
 
 
 class _DoubledKey(ValueError):
-    """A key that an object has twice, which the format forbids."""
+    """A key that occurs twice in an object, which the format forbids."""
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,13 +177,13 @@ def _entry(path: str, name: str, fields: Any) -> Entry:
         or not (len(place) == 2 and place[0] <= place[1])
         or (dtype in DTYPES and not _fits(shape, DTYPES[dtype].itemsize, place[1] - place[0]))
     ):
-        what = "without dtype, shape and data_offsets that fit each other"
+        what = "without consistent dtype, shape and data_offsets"
         check(path, False, f"the tensor {shown(name)} {what}")
     return Entry(dtype, tuple(shape), *place)
 
 
 def _fits(shape: Sequence[int], width: int, size: int) -> bool:
-    """Whether an array can have this shape, and has so many bytes."""
+    """Returns whether an array can have this shape, and has this number of bytes."""
     if len(shape) > _MOST_AXES:
         return False
     room = width
@@ -199,7 +199,7 @@ def _are_sizes(x: Any) -> bool:
 
 
 def check(path: str, holds: bool, given: str) -> None:
-    """Checks what makes a file one of this format."""
+    """Checks a condition of the format."""
     require_that(
         holds,
         error=ValueError,
@@ -212,10 +212,10 @@ def check(path: str, holds: bool, given: str) -> None:
 
 
 def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file: the length of the header, and the header.
+    """Returns the start of a file: the length of the header, and the header.
 
     Raises:
-      ValueError: it is longer than readers take.
+      ValueError: if it is longer than readers accept.
     """
     fields = {
         name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
@@ -230,14 +230,14 @@ def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
         function="save",
         problem="there are too many tensors for one file.",
         given=f"a header of {len(text)} bytes",
-        expected=f"{HEADER_LIMIT} bytes at most",
-        mend="save parts of the tree in files of their own.",
+        expected=f"at most {HEADER_LIMIT} bytes",
+        mend="save parts of the tree in separate files.",
     )
     return len(text).to_bytes(8, "little") + text
 
 
 def placed(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]]) -> dict[str, Entry]:
-    """Returns where each tensor goes, by name: wider numbers first."""
+    """Returns the offset of each tensor, by name; wider dtypes come first."""
     stored = [(name, stored_dtype(dtype), tuple(shape)) for name, dtype, shape in tensors]
     entries, start = {}, 0
     for name, dtype, shape in sorted(stored, key=lambda item: -_width(item[1])):

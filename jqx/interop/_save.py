@@ -1,4 +1,4 @@
-"""Trees of arrays and QTensors, written to safetensors files."""
+"""Writes trees of arrays and QTensors to safetensors files."""
 
 import contextlib
 import json
@@ -34,45 +34,47 @@ def save(
     share: Share = (0, 1),
     progress: bool = True,
 ) -> None:
-    """Writes a tree of arrays and QTensors, or what `jqx.ptq` returns, to a safetensors file, which
-    any reader of these opens.
+    """Writes a tree of arrays and QTensors, or the result of `jqx.ptq`, to a safetensors file that
+    any reader of this format can open.
 
     An array is one tensor, named by its keys joined with "/". A QTensor is the tensors
     `<path>.values`, `<path>.scale` and `<path>.zero_point`; its format, dtype, blocks and layout
-    stand as JSON in the file's metadata. The parts of Segments are leaves of their own, such as
-    `<path>[0:1]`. Codes of less than 8 bits are stored a byte each, as I8 or U8, unless they are
+    are JSON in the file's metadata. The parts of Segments are separate leaves, such as
+    `<path>[0:1]`. Codes of fewer than 8 bits are stored one per byte, as I8 or U8, unless they are
     packed: see `QTensor.pack`.
 
-    Of a `jqx.Quantized` the parameters are written, laid out plainly whatever they were laid out
-    for; its plan, scales of activations, report and the shapes of its inputs stand as JSON in the
-    metadata. Its function is not written: `jqx.load(path).bind(f)` makes it of `f` again.
+    For a `jqx.Quantized`, the parameters are written in the default layout. Its plan, scales of
+    activations, report and the shapes of its inputs are JSON in the metadata. Its function is not
+    written: `jqx.load(path).bind(f)` combines them with `f` again.
 
-    The file is complete or not there: it is written beside, as a `.part`, and takes the place of
-    another of its name at the end. Of a link, the file that it leads to is replaced. Permissions of
-    the file that is replaced stay, and its owner and group where the system allows.
+    The file is written completely or not at all: data goes to a `.part` file in the same folder,
+    which replaces an existing file at the end. If the path is a link, the file that it points to is
+    replaced. The permissions of a replaced file stay, and its owner and group if the system allows.
 
     Args:
-      path: of the file.
-      tree: nested dicts, with strings or integers for keys, lists and tuples of arrays, QTensors,
-        Segments and None; or a `jqx.Quantized`, of parameters in any pytree. `jqx.interop.Lazy` in
-        the place of an array or a QTensor is read when it is written, and dropped.
-      values: formats of your own, and what else of yours a plan holds, by name; `jqx.load` looks
-        them up by it.
-      resume: keeps what is written, as a `.part` with journals beside it, where the process ends
-        early, however it does: the same call goes on there. A `Lazy` leaf whose source is the same
-        is not read again; others are. A tree of other names, shapes or formats begins anew.
-      share: `(i, n)` of process i of n that write one file on one file system, each a part of the
-        leaves, with `resume=True`: `(jax.process_index(), jax.process_count())`. The file takes its
-        place when the last of them is done.
-      progress: whether to show a bar on standard error, where that is a terminal and tqdm is
+      path: path of the file.
+      tree: nested dicts (with strings or integers as keys), lists and tuples of arrays, QTensors,
+        Segments and `None`; or a `jqx.Quantized`, with parameters in any pytree. A
+        `jqx.interop.Lazy` instead of an array or a QTensor is read when it is written, and then
+        dropped.
+      values: your own formats, and other objects of yours in a plan, by name; pass the same dict to
+        `jqx.load`.
+      resume: whether an interrupted write keeps its data, as a `.part` file with journals, so that
+        the same call continues there. A `Lazy` leaf whose source is unchanged is not read again;
+        other leaves are. A tree with other names, shapes or formats starts again.
+      share: `(i, n)` for process i of n that write one file on one file system, each a part of the
+        leaves, with `resume=True`: `(jax.process_index(), jax.process_count())`. The file is put in
+        place when the last process is done.
+      progress: whether to show a progress bar on standard error, if this is a terminal and tqdm is
         installed (extra `examples`).
 
     Raises:
-      OSError: the file cannot be written, or its name is that of a folder, a FIFO or a device.
-      TypeError: something else is in the tree.
-      ValueError: an array has a dtype that no file holds, a QTensor a format of your own that is
-        not among `values`, or codes that are none of its format; the tree is nested too deeply;
-        `share` is none, or stands alone; or another process writes the same share.
+      OSError: if the file cannot be written, or its path is a folder, a FIFO or a device.
+      TypeError: if something else is in the tree.
+      ValueError: if an array has a dtype that files cannot hold; if a QTensor has a format of your
+        own that is not in `values`, or codes that its format does not have; if the tree is nested
+        too deeply; if `share` is invalid or passed without `resume`; or if another process writes
+        the same share.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -110,7 +112,7 @@ def save_tree(
     share: Share = (0, 1),
     progress: bool = True,
 ) -> None:
-    """Writes a tree, with what the file is to say of itself beside it; see `save`."""
+    """Writes a tree and further metadata; see `save`."""
     _check_share(resume, share)
     node, named = _described(tree, values)
     _check_known(named)
@@ -131,20 +133,20 @@ def save_leaves(
     metadata: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> None:
-    """Writes a tree whose leaves come one after another, such that one is held at a time.
+    """Writes a tree from an iterator of leaves, so that only one leaf is in memory at a time.
 
     Args:
-      path: of the file.
-      tree: as `jqx.save` takes it, with `jax.ShapeDtypeStruct` in place of arrays.
-      leaves: arrays and QTensors, in order: of dicts in theirs, not sorted.
-      values: formats of your own, by name.
-      metadata: what the file is to say of itself beside the tree.
-      progress: as for `jqx.save`.
+      path: path of the file.
+      tree: as in `jqx.save`, with `jax.ShapeDtypeStruct` in place of arrays.
+      leaves: arrays and QTensors, in the order of the tree: dicts in insertion order, not sorted.
+      values: your own formats, by name.
+      metadata: further metadata of the file.
+      progress: as in `jqx.save`.
 
     Raises:
-      OSError: the file cannot be written.
-      TypeError: something else is in the tree.
-      ValueError: a leaf is not what the tree says; or as for `jqx.save`.
+      OSError: if the file cannot be written.
+      TypeError: if something else is in the tree.
+      ValueError: if a leaf does not agree with the tree; or as in `jqx.save`.
 
     Example:
       >>> import jax, jqx, jax.numpy as jnp, tempfile
@@ -188,7 +190,7 @@ def _check_metadata(metadata: Any) -> None:
         metadata is None or (fits and not {KEY, QUANTIZED} & {*metadata}),
         error=TypeError,
         function="interop.save_leaves",
-        problem="`metadata` is no dict of strings, or has a key that jqx needs.",
+        problem="`metadata` is not a dict of strings, or has a key that jqx needs.",
         given=shown(metadata),
         expected=f"strings by name, none of them {KEY!r} or {QUANTIZED!r}",
         mend="pass for example metadata={'format': 'pt'}.",
@@ -233,7 +235,7 @@ def _write_resumed(
 def _announced(
     node: Any, named: list[tuple[str, Any]], metadata: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the tensors of a file, and what it says of itself."""
+    """Returns the tensors of a file, and its metadata."""
     tensors = {
         name: (np.dtype(array.dtype), array.shape)
         for leaf_path, leaf in named
@@ -255,8 +257,8 @@ def _write_leaf(out: Writer, path: str, kind: Any, leaf: Any) -> None:
 
 @contextlib.contextmanager
 def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
-    """Shows how many bytes of leaves are written, and how long the rest takes; yields what says
-    that the next leaf is.
+    """Shows how many bytes of leaves are written, and the remaining time; yields a function to call
+    for the next leaf.
     """
     sizes = [bytes_of(abstract(leaf)) for leaf in leaves]
     rest = iter(sizes)
@@ -270,23 +272,23 @@ def _check_share(resume: bool, share: Any) -> None:
         fits and 0 <= share[0] < share[1] and (resume or share == (0, 1)),
         error=ValueError,
         function="save",
-        problem="`share` does not say which of how many processes writes."
+        problem="`share` does not name a process and the number of processes."
         if resume
-        else "`share` is for writes that are resumed.",
+        else "`share` needs a write that can be resumed.",
         given=f"share == {shown(share)}, resume == {resume}",
-        expected="(i, n), 0 <= i < n, beside resume=True",
+        expected="(i, n), 0 <= i < n, with resume=True",
         mend="pass share=(jax.process_index(), jax.process_count()) and resume=True.",
     )
 
 
 def _check_same(path: str, abstract: Any, leaf: Any) -> None:
-    """Checks that a leaf is of the kind announced; its dtypes and shapes are checked on the way."""
+    """Checks that a leaf has the announced kind; its dtypes and shapes are checked elsewhere."""
     require_that(
         jax.tree.structure(abstract) == jax.tree.structure(leaf),
         error=ValueError,
         function="save",
-        problem=f"the leaf {path!r} is not what was announced.",
+        problem=f"the leaf {path!r} differs from what was announced.",
         given=f"{jax.tree.structure(leaf)}",
         expected=f"{jax.tree.structure(abstract)}",
-        mend="make both from one function, such as with jax.eval_shape.",
+        mend="make both from one function, for example with jax.eval_shape.",
     )

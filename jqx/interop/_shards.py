@@ -1,4 +1,4 @@
-"""A folder of safetensors files with an index, written tensor by tensor, whole or not there."""
+"""Writes a folder of safetensors files with an index, completely or not at all."""
 
 import contextlib
 import ctypes
@@ -29,17 +29,17 @@ _HERE = -100
 class FolderWriter:
     """A folder that is written tensor by tensor, in any order. A context manager.
 
-    It is made beside, and takes its place once everything is there; where an error comes first,
-    nothing has changed. What replaces an old folder does so in one step, where the system can
-    exchange two names (Linux); elsewhere the old one is moved aside first.
+    It is made under a temporary name and put in place when everything is written. If an error
+    occurs before that, nothing changes. An old folder is replaced in one step if the system can
+    exchange two names (Linux); otherwise the old folder is moved aside first.
 
     Args:
-      path: where the folder is to be.
+      path: path of the folder.
       tensors: dtype and shape of each tensor, by name.
-      files: what else is in it, by name.
-      limit: bytes of a file of tensors, at most; a larger tensor has a file of its own.
-      metadata: of each file of tensors.
-      overwrite: whether an old folder, or an empty one, is replaced.
+      files: other files in the folder, by name.
+      limit: maximum size in bytes of a file of tensors; a larger tensor has a separate file.
+      metadata: metadata of each file of tensors.
+      overwrite: whether to replace an old folder, or an empty one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FolderWriter:
         return self
 
     def write(self, name: str, x: np.ndarray) -> None:
-        """Writes a tensor, of the dtype and shape that were announced."""
+        """Writes a tensor, with the dtype and shape that were announced."""
         self._writers[self._place[name]].write(name, x)
 
     def __exit__(
@@ -86,7 +86,7 @@ class FolderWriter:
         where: TracebackType | None,
     ) -> None:
         try:
-            self._open.__exit__(kind, error, where)  # each file is complete, or an error
+            self._open.__exit__(kind, error, where)  # raises unless each file is complete
             if kind is None:
                 for name, data in {**self._files, **self._index()}.items():
                     _write_synced(self._part / name, data)
@@ -96,7 +96,7 @@ class FolderWriter:
             shutil.rmtree(self._part, ignore_errors=True)
 
     def _commit(self) -> None:
-        """Puts the folder where `path` is; what was there before is then where it was made."""
+        """Puts the folder at `path`; an old folder then has the temporary name."""
         self._check_target()
         with self._written():
             if not self._target.exists():
@@ -109,7 +109,7 @@ class FolderWriter:
         _sync(self._target.parent)
 
     def _written(self) -> contextlib.AbstractContextManager[None]:
-        expected = "a place where folders may be made"
+        expected = "a place where folders can be made"
         return naming_file("interop.write", str(self._target), "cannot be written", expected)
 
     def _check_target(self) -> None:
@@ -118,7 +118,7 @@ class FolderWriter:
             not is_there or self._target.is_dir(),
             error=FileExistsError,
             function="interop.write",
-            problem=f"{str(self._target)!r} is no folder.",
+            problem=f"{str(self._target)!r} is not a folder.",
             given="a file of that name",
             expected="a folder, or nothing",
             mend="choose another name.",
@@ -127,10 +127,10 @@ class FolderWriter:
             not is_there or self._overwrite or not any(self._target.iterdir()),
             error=FileExistsError,
             function="interop.write",
-            problem=f"{str(self._target)!r} is there already.",
+            problem=f"{str(self._target)!r} exists already.",
             given="a folder that is not empty",
             expected="a new folder",
-            mend="choose another name, or pass overwrite=True, which replaces all that is in it.",
+            mend="choose another name, or pass overwrite=True, which replaces all its contents.",
         )
         require_that(
             self._target.parent.is_dir(),
@@ -138,12 +138,12 @@ class FolderWriter:
             function="interop.write",
             problem=f"{str(self._target)!r} cannot be written.",
             given=f"there is no folder {str(self._target.parent)!r}",
-            expected="a folder that is there",
+            expected="an existing folder",
             mend="make it first, for example with os.makedirs.",
         )
 
     def _index(self) -> dict[str, bytes]:
-        """Returns the index of several files."""
+        """Returns the index, or nothing if there is only one file."""
         if len(self._shards) < 2:
             return {}
         total = sum(_size(*self._tensors[name]) for name in self._place)
@@ -152,7 +152,7 @@ class FolderWriter:
 
 
 def _shards(tensors: Tensors, limit: int) -> dict[str, list[str]]:
-    """Returns which tensors are in which file, in their order."""
+    """Returns the names of the tensors in each file, in order."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, kind in tensors.items():
@@ -185,7 +185,7 @@ def _write_synced(path: pathlib.Path, data: bytes) -> None:
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder written to the disk, where the system can."""
+    """Flushes the names in a folder to the disk, if the system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -195,7 +195,7 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
-    """Exchanges two names in one step; `False` where the system cannot."""
+    """Exchanges two names in one step; `False` if the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     if rename is None:
         return False

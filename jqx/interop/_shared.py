@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names of this folder that other folders of jqx import, but users do not."""
 
 from ._config import quantization_of as quantization_of
 from ._config import read_json as read_json

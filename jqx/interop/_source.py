@@ -1,4 +1,4 @@
-"""What is opened to be read: a file of tensors, or a folder of them with its config."""
+"""Sources that are opened for reading: a file of tensors, or a folder of files with its config."""
 
 import contextlib
 import os
@@ -20,15 +20,15 @@ from ._safetensors import Entry
 INDEX = "model.safetensors.index.json"
 
 _PART = re.compile(r".*-\d+-of-0*(\d+)\.safetensors")
-"""The name of one file of several."""
+"""The name of one of several files."""
 
 
 class Source(Protocol):
     """Tensors by name, which are read one by one. See `Reader`.
 
     Attributes:
-      describes_tree: whether its metadata may say of which tree of jqx the tensors are.
-      asked: whether the config is the caller's, who knows what the tensors are.
+      describes_tree: whether its metadata may describe a tree of jqx.
+      asked: whether the caller passed the config, and thus knows what the tensors are.
     """
 
     asked: bool
@@ -47,12 +47,12 @@ class Source(Protocol):
 
 
 class Folder:
-    """A folder as Hugging Face has them: `config.json`, and one safetensors file or several, which
-    `model.safetensors.index.json` lists.
+    """A folder in the layout of Hugging Face: `config.json`, and one or more safetensors files,
+    which `model.safetensors.index.json` lists.
 
     Raises:
-      OSError: a file cannot be opened, or there is none.
-      ValueError: the files are not those that the index says, or hold other tensors.
+      OSError: if a file cannot be opened, or there are no files.
+      ValueError: if the files are not those in the index, or hold other tensors.
     """
 
     describes_tree, asked = True, False
@@ -78,11 +78,11 @@ class Folder:
         self._open.close()
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of a tensor as its file has it."""
+        """Returns the dtype of a tensor in its file."""
         return self._readers[name].dtype(name)
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored as arrays of a dtype are."""
+        """Checks that a tensor is stored in the way of arrays with a dtype."""
         self._readers[name].check_dtype(name, dtype)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -94,15 +94,15 @@ class Folder:
         return self._readers[name].view(name, dtype)
 
     def _add(self, file: str, wanted: set[str] | None) -> None:
-        """Opens a file, after which its tensors are those of the folder too."""
+        """Opens a file and adds its tensors to those of the folder."""
         reader = self._open.enter_context(Reader(os.path.join(self.path, file)))
         others = set(reader.entries) ^ (set(reader.entries) if wanted is None else wanted)
         require_that(
             not others,
             error=ValueError,
             function="interop.read",
-            problem=f"{file!r} does not hold the tensors that the index says.",
-            given=f"the tensor {shown(min(others, default=''))} in one of both",
+            problem=f"{file!r} does not hold the tensors in the index.",
+            given=f"the tensor {shown(min(others, default=''))} in only one of them",
             expected=f"the tensors that {INDEX} lists for it",
             mend="download the folder again; leave no files of another model in it.",
         )
@@ -112,24 +112,24 @@ class Folder:
 
 
 def files_of(path: str) -> str:
-    """Returns what tells the state of a file, or of all files of a folder, from any other one."""
+    """Returns a fingerprint of the state of a file, or of all files of a folder."""
     real = os.path.realpath(path)
     names = [os.path.join(base, name) for base, _, own in os.walk(real) for name in own]
     stats = [(os.path.relpath(name, real), os.stat(name)) for name in sorted(names or [real])]
-    told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return f"{real} {told}"
+    states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return f"{real} {states}"
 
 
 def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
     """Opens a file, or a folder of files.
 
     Args:
-      path: of it.
-      config: takes the place of the one that the folder has; a file has none.
+      path: path of the file or folder.
+      config: replaces the config of the folder; a file has none.
 
     Raises:
-      OSError: it cannot be opened.
-      ValueError: it is none of the formats that jqx reads.
+      OSError: if it cannot be opened.
+      ValueError: if it has no format that jqx reads.
     """
     text = as_path("load", path)
     kind = _kind_of(text)
@@ -140,7 +140,7 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
         problem="`config` has no use.",
         given=f"a config, and {'the GGUF file' if kind is GgufSource else 'the Orbax folder'} "
         f"{text!r}",
-        expected="config=None: the file says of each tensor what it is",
+        expected="config=None: the file describes each tensor",
         mend="leave it out.",
     )
     source: Source = kind(text)
@@ -151,7 +151,7 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
 
 
 def _kind_of(path: str) -> type:
-    """Returns what opens a file or folder."""
+    """Returns the class that opens a file or folder."""
     if os.path.isdir(path):
         return OrbaxSource if is_orbax(path) else Folder
     with Bytes(path) as file:
@@ -159,11 +159,11 @@ def _kind_of(path: str) -> type:
 
 
 def _files_of(folder: str) -> dict[str, set[str] | None]:
-    """Returns the files of a folder, each with the tensors it has where an index says so."""
+    """Returns the files of a folder, each with its tensors if an index lists them."""
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         return _listed(index)
-    with naming_file("interop.read", folder, "cannot be opened", "a folder that may be read"):
+    with naming_file("interop.read", folder, "cannot be opened", "a readable folder"):
         names = sorted(os.listdir(folder))
     found = [name for name in names if name.endswith(".safetensors")]
     wanted = ["model.safetensors"] if "model.safetensors" in found else found
@@ -173,8 +173,8 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
         function="interop.read",
         problem=f"{folder!r} does not say which files are the model's.",
         given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others(names),
-        expected=f"model.safetensors, one safetensors file, or {INDEX} beside several",
-        mend="pass the file itself; of a checkpoint in another form (.bin, .pt), save it as "
+        expected=f"model.safetensors, one safetensors file, or {INDEX} with several files",
+        mend="pass the file itself; if the checkpoint has another form (.bin, .pt), save it as "
         "safetensors first.",
     )
     part = _PART.fullmatch(wanted[0])
@@ -183,9 +183,9 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
         error=ValueError,
         function="interop.read",
         problem=f"{folder!r} lacks files of the model.",
-        given=f"{wanted[0]!r} alone, and no {INDEX}",
+        given=f"{wanted[0]!r} only, and no {INDEX}",
         expected="all files, and the index",
-        mend="download the folder again; or pass the file itself, to read what is in it.",
+        mend="download the folder again; or pass the file itself, to read its tensors.",
     )
     return {wanted[0]: None}
 
@@ -195,7 +195,7 @@ def _others(names: Sequence[str]) -> str:
 
 
 def _listed(index: str) -> dict[str, set[str] | None]:
-    """Returns which tensors are in which file, after checking that these are of the folder."""
+    """Returns the tensors in each file of an index, after checking that these are in the folder."""
     data = read_json(index)
     weights = data.get("weight_map") if isinstance(data, dict) else None
     fits = isinstance(weights, dict) and all(
@@ -209,7 +209,7 @@ def _listed(index: str) -> dict[str, set[str] | None]:
         fits and weights,
         error=ValueError,
         function="interop.read",
-        problem=f"{index!r} is no index of tensors.",
+        problem=f"{index!r} is not an index of tensors.",
         given="no weight_map of names of safetensors files in the same folder",
         expected='{"weight_map": {"name of a tensor": "model-00001-of-00002.safetensors"}}',
         mend="download the folder again.",

@@ -1,16 +1,16 @@
-"""What a file says of the tree in it: its structure as JSON, and which tensors make each leaf.
+"""The description of a tree in a file: its structure as JSON, and the tensors of each leaf.
 
     null | {"dict": [[key, node], ...]} | {"list": [node, ...]} | {"tuple": [node, ...]}
     {"segments": [node, ...], "axis": axis}
     {"array": name of the tensor, "dtype": dtype}
     {"qtensor": path, "fields": static fields, "values": node, "scale": node, "zero_point": node}
-    (and "offset": node, "order": node, where it has them)
+    (and "offset": node, "order": node, if it has them)
 
-A leaf's path is its keys, joined with "/". An array is the tensor of that name; a QTensor is the
-tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; where its scale is quantized in
-turn, `<path>.scale.values` and `<path>.scale.scale`; where it has an offset or an order,
-`<path>.offset` and `<path>.order`. The parts of Segments are leaves, their paths
-`<path>[0:1]` and so on. Names that are taken get a "~" at the end.
+A leaf's path is its keys, joined with "/". An array is the tensor of that name. A QTensor is the
+tensors `<path>.values`, `<path>.scale` and `<path>.zero_point`; if its scale is quantized too,
+`<path>.scale.values` and `<path>.scale.scale`; if it has an offset or an order, `<path>.offset` and
+`<path>.order`. The parts of Segments are leaves with the paths `<path>[0:1]` and so on. Names that
+are taken get a "~" at the end.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from ..tensor._shared import (
 from ._safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
-"""Makes an array of the name of a tensor and its dtype."""
+"""Makes an array from the name of a tensor and its dtype."""
 
 _MORE = ("offset", "order")
-"""Parts that few QTensors have: where they have none, nothing is said."""
+"""Parts that few QTensors have; they are left out if they are `None`."""
 
 _EMPTY = "tree"
 """The path of a leaf that is the whole tree."""
@@ -61,7 +61,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class StoredQTensor:
-    """A QTensor of a file: its static fields, and what its arrays are stored as."""
+    """A QTensor of a file: its static fields, and the stored form of its arrays."""
 
     path: str
     fields: dict[str, Any]
@@ -72,7 +72,7 @@ class StoredQTensor:
     beside: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> QTensor:
-        """Returns the QTensor, of arrays from `read`."""
+        """Returns the QTensor of arrays from `read`."""
         zero_point = None if self.zero_point is None else self.zero_point.make(read)
         parts = self.values.make(read), self.scale.make(read), zero_point
         more = {name: part.make(read) for name, part in self.more.items()}
@@ -87,7 +87,7 @@ Stored = StoredArray | StoredQTensor
 
 
 def map_stored(f: Callable[[Stored], Any], tree: Any) -> Any:
-    """Applies a function to every leaf of a tree of what is stored."""
+    """Applies a function to every leaf of a tree of stored leaves."""
     if isinstance(tree, dict):
         return {key: map_stored(f, item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -113,10 +113,10 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
     """Returns the JSON of a tree, and its leaves in order, each with its path.
 
     Raises:
-      TypeError: something in it is no dict, list, tuple, array, QTensor, Lazy or None, or a key of
-        a dict is no string or integer.
-      ValueError: an array has a dtype that no file holds, or a QTensor a format of the user's that
-        is not among `values`.
+      TypeError: if something in it is not a dict, list, tuple, array, QTensor, Lazy or None, or a
+        key of a dict is not a string or integer.
+      ValueError: if an array has a dtype that files cannot hold, or a QTensor has a format of the
+        user that is not in `values`.
     """
     leaves: list[tuple[str, Any]] = []
     taken = {METADATA}
@@ -173,7 +173,7 @@ def _check_keys(x: dict[Any, Any], keys: tuple[str, ...]) -> None:
             problem=f"a key of the dict at {_place(keys)} is neither a string nor an integer.",
             given=f"a key of type {type(key).__name__}",
             expected="strings or integers",
-            mend="name its items by strings.",
+            mend="use strings as keys.",
         )
 
 
@@ -183,7 +183,7 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
         isinstance(x, kinds) and not isinstance(x, np.ma.MaskedArray),
         error=TypeError,
         function="save",
-        problem=f"there is an object that is not stored, at {_place(keys)}.",
+        problem=f"there is an object that cannot be stored at {_place(keys)}.",
         given=f"an object of type {type(x).__name__}",
         expected="dicts, lists and tuples of arrays, QTensors, Segments and None",
         mend="make numbers arrays, jnp.asarray(x), and other containers dicts.",
@@ -193,10 +193,10 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
             isinstance(array, kinds[1:]),
             error=TypeError,
             function="save",
-            problem=f"{name!r} is no array.",
+            problem=f"{name!r} is not an array.",
             given=f"an object of type {type(array).__name__}",
             expected="QTensors of arrays",
-            mend="save QTensors as they are made, before a map over a tree changes them.",
+            mend="save the original QTensors, not the result of a map over their arrays.",
         )
         require_that(
             not isinstance(array, jax.Array) or _compat.is_concrete(array),
@@ -204,17 +204,17 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
             function="save",
             problem=f"the array {name!r} has no values yet.",
             given="a traced array",
-            expected="an array outside of jax.jit",
-            mend="return it from the jitted function, and save what is returned.",
+            expected="an array outside jax.jit",
+            mend="return it from the jitted function, and save the result.",
         )
         require_that(
             stored_dtype(array.dtype) is not None,
             error=ValueError,
             function="save",
-            problem=f"the array {name!r} has a dtype that no file holds.",
+            problem=f"the array {name!r} has a dtype that files cannot hold.",
             given=str(array.dtype),
-            expected="numbers of JAX, of 64 bits at most, or bool",
-            mend="convert it; of random keys, save jax.random.key_data(key).",
+            expected="JAX numbers of at most 64 bits, or bool",
+            mend="convert it; for random keys, save jax.random.key_data(key).",
         )
 
 
@@ -223,10 +223,10 @@ def _place(keys: tuple[str, ...]) -> str:
 
 
 def parse(node: Any, values: Values) -> Any:
-    """Returns the tree that JSON describes, of `Stored` leaves.
+    """Returns the tree that JSON describes, with `Stored` leaves.
 
     Raises:
-      ValueError: it is not what `describe` returns.
+      ValueError: if it is not a result of `describe`.
     """
     if node is None:
         return None
@@ -277,9 +277,9 @@ def _refuse(node: Any) -> NoReturn:
     raise ValueError(
         message(
             "load",
-            "the file describes its tree in a way that is not understood.",
+            "the description of the tree in the file is invalid.",
             given=what[:200],
             expected="a dict, a list, a tuple, segments, an array, a qtensor, or null",
-            mend="write the file again, with jqx.save.",
+            mend="write the file again with jqx.save.",
         )
     )

@@ -1,4 +1,4 @@
-"""The leaves of what is to be written, by name: of nested dicts, or of an open archive."""
+"""The leaves to write, by name: from nested dicts, or from an open archive."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,14 +14,14 @@ from ._safetensors import stored_dtype
 
 
 class Leaf(NamedTuple):
-    """A leaf of the tree: abstract, or itself, and how it is read."""
+    """A leaf of the tree: abstract, or itself, and a function that reads it."""
 
     spec: Any
     read: Callable[[], Any]
 
 
 def leaves_of(tree: Any) -> dict[str, Leaf]:
-    """Returns the leaves of a tree by name; a dict of `Leaf`s is what it says."""
+    """Returns the leaves of a tree by name; a dict of `Leaf`s is returned unchanged."""
     if isinstance(tree, Mapping) and tree and all(isinstance(x, Leaf) for x in tree.values()):
         return dict(tree)
     if isinstance(tree, Archive):
@@ -32,8 +32,8 @@ def leaves_of(tree: Any) -> dict[str, Leaf]:
             name not in leaves,
             error=ValueError,
             function="interop.write",
-            problem=f"the name {name!r} is there twice.",
-            given="two leaves whose keys are joined to it",
+            problem=f"the name {name!r} exists twice.",
+            given="two leaves whose joined keys are this name",
             expected="a name for each tensor",
             mend="rename one of them.",
         )
@@ -52,10 +52,10 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
                 isinstance(key, str),
                 error=TypeError,
                 function="interop.write",
-                problem=f"a key of the dict at {'.'.join(keys)!r} is no string.",
+                problem=f"a key of the dict at {'.'.join(keys)!r} is not a string.",
                 given=f"a key of type {type(key).__name__}",
                 expected="names of tensors, or parts of them",
-                mend="name its items by strings, with jqx.interop.tree.",
+                mend="use strings as keys, for example with jqx.interop.tree.",
             )
             yield from _walk(item, (*keys, key))
         return
@@ -66,7 +66,7 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         known and keys,
         error=TypeError,
         function="interop.write",
-        problem=f"there is no tensor at {name!r}." if keys else "`tree` is no dict of tensors.",
+        problem=f"there is no tensor at {name!r}." if keys else "`tree` is not a dict of tensors.",
         given=f"an object of type {type(tree).__name__}",
         expected="arrays and QTensors, in dicts",
         mend="pass for example quantized.params by the names of the checkpoint; see "
@@ -76,9 +76,9 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         isinstance(tree, QTensor) or stored_dtype(tree.dtype) is not None,
         error=ValueError,
         function="interop.write",
-        problem=f"the array {name!r} has a dtype that no file holds.",
+        problem=f"the array {name!r} has a dtype that files cannot hold.",
         given=str(getattr(tree, "dtype", "")),
-        expected="numbers of JAX, of 64 bits at most, or bool",
+        expected="JAX numbers of at most 64 bits, or bool",
         mend="convert it.",
     )
     yield name, tree

@@ -1,4 +1,4 @@
-"""What `verify` returns: each tensor beside that of the float model, and what is wrong."""
+"""The result of `verify`: each tensor compared with the float model, and the problems found."""
 
 import dataclasses
 import math
@@ -10,15 +10,15 @@ from ..diagnostics._shared import Table, Tabular, decibels, finite
 
 @dataclasses.dataclass(frozen=True)
 class TensorCheck:
-    """A tensor of a file beside that of the float model.
+    """A tensor of a file, compared with that of the float model.
 
     Attributes:
-      path: its name.
-      scheme: its format, or its dtype where it is not quantized.
-      sqnr: signal to noise, `10 log10(sum x**2 / sum (x - q)**2)`, in dB; inf where the two are
-        equal, NaN where there is no other, or numbers are not finite.
-      max_error: largest difference.
-      problems: what is wrong with it; empty where nothing is.
+      path: name of the tensor.
+      scheme: format of the tensor, or its dtype if it is not quantized.
+      sqnr: signal-to-noise ratio, `10 log10(sum x**2 / sum (x - q)**2)`, in dB; inf if the two are
+        equal, NaN if the other tensor is missing or numbers are not finite.
+      max_error: largest absolute difference.
+      problems: the problems of the tensor; empty if there are none.
     """
 
     path: str
@@ -30,12 +30,12 @@ class TensorCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Verification(Tabular):
-    """What `verify` found. Prints as a table; `check()` raises where something is wrong.
+    """The result of `verify`. Prints as a table; `check()` raises if there are problems.
 
     Attributes:
-      tensors: in the order of the file; those that it lacks come last.
-      sites: errors of the contractions of a function; `None` where none was given.
-      problems: what is wrong, a line each.
+      tensors: in the order of the file; tensors missing in the file come last.
+      sites: errors of the contractions of a function; `None` if no function was given.
+      problems: all problems, one line each.
     """
 
     tensors: tuple[TensorCheck, ...]
@@ -44,14 +44,14 @@ class Verification(Tabular):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def check(self) -> "Verification":
-        """Returns itself.
+        """Returns itself if there are no problems.
 
         Raises:
-          ValueError: something is wrong; the message says what.
+          ValueError: if there are problems; the message lists them.
         """
         if self.problems:
             raise ValueError("jqx.interop.verify: " + "; ".join(self.problems))
@@ -78,5 +78,5 @@ class Verification(Tabular):
         return Table(("path", "scheme", "wrong", "SQNR dB", "max error"), rows, footer, texts=3)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as what `json.dumps` takes; infinite and NaN values as `None`."""
+        """Returns a dict for `json.dumps`; infinite and NaN values are `None`."""
         return finite(dataclasses.asdict(self))

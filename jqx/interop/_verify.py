@@ -1,4 +1,4 @@
-"""`verify`: what was written, read again and compared with the float model."""
+"""`verify`: reads a written model again and compares it with the float model."""
 
 import contextlib
 import math
@@ -25,18 +25,18 @@ from ._named_tree import Rules, tree
 from ._verification import TensorCheck, Verification
 
 _SAME = 45.0
-"""Decibels that floats which are no weights of codes must have beside the float model, at least:
-those of two roundings to bfloat16 have 50.
+"""Minimum SQNR in dB of floats that are not weights of codes, relative to the float model: two
+roundings to bfloat16 have 50.
 """
 
 _CLOSE = 20.0
-"""Decibels that these must have before the model is rounded to their dtype."""
+"""Minimum SQNR in dB of these, before the model is rounded to their dtype."""
 
 _FEEBLE = 0.01
-"""Share of the mean power of rows, below which a row is not looked at by itself."""
+"""Share of the mean power of rows below which a row is not checked by itself."""
 
 _SCALES = re.compile(r"(.*[._/])?\w*scale(_inv|_ub)?")
-"""Names of scales that stand in files by themselves, of key-value caches and activations."""
+"""Names of separate scales in files, of key-value caches and activations."""
 
 
 @called("interop.verify", 'pass for example jqx.interop.verify("folder", "float folder").')
@@ -51,36 +51,36 @@ def verify(
     ignore: Sequence[str] = (),
     progress: bool = True,
 ) -> Verification:
-    """Reads a quantized model again and compares it with the float one.
+    """Reads a quantized model again and compares it with the float model.
 
-    Each tensor is dequantized and laid beside its float one, one at a time. What is wrong: a tensor
-    that one of both lacks, another shape, integers in the place of floats, numbers that are not
-    finite, rows that became zeros or are further from those of the model than zeros are, an error
-    beyond `least`, floats that are not those of the model in the dtype of the file, a scale (of
-    key-value caches, of activations) that is 0, negative or not finite. With a function and a
-    batch, its contractions are compared site by site too, as by `jqx.compare`.
+    Each tensor is dequantized and compared with its float tensor, one at a time. These are
+    problems: a tensor that only one model has; another shape; integers instead of floats; numbers
+    that are not finite; rows that became zeros, or are further from those of the model than zeros;
+    an SQNR below `least`; floats that are not those of the model in the dtype of the file; a scale
+    (of key-value caches or activations) that is 0, negative or not finite. With a function and a
+    batch, its contractions are also compared site by site, as by `jqx.compare`.
 
     Args:
-      file: a path that `jqx.load` takes, such as what `jqx.interop.write` or `jqx.save` wrote; an
-        open `jqx.interop.Archive`; or a tree.
-      reference: the float model, likewise; with a function, the parameters that it takes.
-      names: rules that turn the names of `file` into the paths of `reference`, see
-        `jqx.interop.tree`; `None` where they are the same ("/" and "." are one).
-      function: of the parameters, and of `batch`. Of a file of a quantized function, the one that
-        was quantized.
-      batch: its other arguments, a tuple.
-      least: decibels that a weight, and a site by itself, must have at least. 3.0 finds what is
-        laid out wrongly; 4 bits in groups have about 20.
-      ignore: regular expressions of paths that are not compared, matched in full.
-      progress: whether to show a bar, as in `jqx.save`.
+      file: a path that `jqx.load` takes, such as one written by `jqx.interop.write` or `jqx.save`;
+        an open `jqx.interop.Archive`; or a tree.
+      reference: the float model, in the same forms; with a function, the parameters that it takes.
+      names: rules that map the names of `file` to the paths of `reference`, see `jqx.interop.tree`;
+        `None` if they are the same ("/" and "." are equivalent).
+      function: a function of the parameters and of `batch`. For the file of a quantized function,
+        the function that was quantized.
+      batch: the other arguments of the function, a tuple.
+      least: minimum SQNR in dB of a weight, and of a site by itself. 3.0 finds wrong layouts; 4
+        bits in groups have about 20.
+      ignore: regular expressions of paths that are not compared; they must match in full.
+      progress: whether to show a progress bar, as in `jqx.save`.
 
     Returns:
-      A `Verification`: rows by tensor, `problems`, `ok`; prints as a table. `check()` raises.
+      A `Verification`: rows by tensor, `problems`, `ok`. It prints as a table. `check()` raises.
 
     Raises:
-      OSError, ValueError: a file cannot be read; a rule or pattern matches nothing; `batch` is
-        missing.
-      TypeError: an argument is not of its kind.
+      OSError, ValueError: if a file cannot be read, a rule or pattern matches nothing, or `batch`
+        is missing.
+      TypeError: if an argument has another type.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -114,7 +114,7 @@ def verify(
 
 
 class _Leaves(NamedTuple):
-    """Leaves by key, each with its path, and how it is read."""
+    """Leaves by key, each with its path and a function that reads it."""
 
     paths: Mapping[str, str]
     read: Callable[[str], Any]
@@ -152,7 +152,7 @@ def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
         twice is None,
         error=ValueError,
         function="interop.verify",
-        problem="two tensors have one name.",
+        problem="two tensors have the same name.",
         given=f"{twice!r} and {keys.get(_key(twice or ''), '')!r}",
         expected='names that differ in more than "/" and "."',
         mend="rename one of them.",
@@ -197,7 +197,7 @@ def _rows(
 
 
 def _alone(path: str, x: Any) -> TensorCheck:
-    """Returns what is wrong with a tensor that the float model has not."""
+    """Returns the problems of a tensor that the float model does not have."""
     kind = scheme_of(x) if _is_coded(x) else x.dtype.name
     is_scale = not _is_coded(x) and _SCALES.fullmatch(path)
     problems = _wrong_scales(x) if is_scale else ["not in the float model"]
@@ -249,8 +249,8 @@ def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
 
 
 def _wrong_rows(found: np.ndarray, real: np.ndarray, problems: Sequence[str]) -> list[str]:
-    """Returns what is wrong with single rows, all axes but the last taken as rows; where the whole
-    is wrong, only which are lost.
+    """Returns the problems of single rows (all axes but the last are rows); if the whole tensor is
+    wrong, only which rows are lost.
     """
     if found.ndim < 2 or not found.size or not np.isfinite(real).all():
         return []
@@ -298,7 +298,7 @@ def _tree(archive: Archive, names: Rules | None) -> Any:
 
 
 def _spec(q: QTensor) -> QSpec:
-    """Returns a spec of the format of a QTensor: which site has which codes."""
+    """Returns a spec with the format of a QTensor: to find which site has which codes."""
     return QSpec(q.qtype, per_block(dict(enumerate(q.groups.sizes)), tail=True))
 
 
@@ -308,16 +308,16 @@ def _check_arguments(function: Any, batch: Any, ignore: Any) -> None:
         error=ValueError,
         function="interop.verify",
         problem="a function needs a batch, and a batch a function.",
-        given="one of both",
+        given="only one of them",
         expected="function=f, batch=(x, ...), for f(reference, x, ...)",
-        mend="pass both, or neither.",
+        mend="pass both or neither.",
     )
     fits = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
     require_that(
         fits,
         error=TypeError,
         function="interop.verify",
-        problem="`ignore` holds no patterns.",
+        problem="`ignore` does not hold patterns.",
         given=shown(ignore),
         expected="a list of regular expressions",
         mend="pass for example ignore=['lm_head.weight'].",

@@ -1,4 +1,4 @@
-"""`write`: a tree of arrays and QTensors as a folder that others load."""
+"""`write`: writes a tree of arrays and QTensors as a folder that other libraries load."""
 
 import json
 import os
@@ -31,22 +31,22 @@ TOKENIZERS = (
     *("chat_template.json", "preprocessor_config.json", "processor_config.json"),
     "generation_config.json",
 )
-"""Files of a folder that tell how text becomes tokens, and the other way round."""
+"""Files of a folder that describe a tokenizer."""
 
 MOST = 5_000_000_000
-"""Bytes of one file: what Hugging Face writes."""
+"""Size in bytes of one file, as in Hugging Face."""
 
 
 class Target(NamedTuple):
-    """A format that is written.
+    """A format that can be written.
 
     Attributes:
-      encode: what becomes of a QTensor, by its path.
-      config: what stands in the config, of what `encode` says by path, and the names of weights in
-        float.
-      key: under which it stands there.
-      activations: whether both take, last, how activations are quantized.
-      metadata: of each file.
+      encode: returns the encoded form of a QTensor, given its path.
+      config: returns the quantization config, given `layer` of each encoded QTensor by path and the
+        names of weights in float.
+      key: its key in the config.
+      activations: whether both take, as the last argument, how activations are quantized.
+      metadata: metadata of each file.
     """
 
     encode: Callable[..., Encoded]
@@ -61,12 +61,12 @@ def _refused(path: str, leaf: QTensor) -> Encoded:
         path,
         leaf,
         "safetensors",
-        expected="arrays alone: no config says how codes become numbers",
+        expected="only arrays: no config says how codes become numbers",
         mend="write another format, keep it with jqx.save, or write leaf.dequantize().",
     )
 
 
-def _nothing(says: Any, floats: Any) -> dict[str, Any]:
+def _nothing(layers: Any, floats: Any) -> dict[str, Any]:
     return {}
 
 
@@ -81,10 +81,10 @@ TARGETS = {
     "mlx": Target(_mlx.encode, _mlx.config, "quantization", metadata={"format": "mlx"}),
     "safetensors": Target(_refused, _nothing, ""),
 }
-"""The formats of folders that are written, by name."""
+"""The formats of folders that can be written, by name."""
 
 GGUF = "gguf"
-"""The format of a file that is written."""
+"""The format of a file that can be written."""
 
 
 @called("interop.write", 'pass for example jqx.interop.write("folder", tree, "gptq").')
@@ -101,43 +101,46 @@ def write(
     limit: int | None = None,
     progress: bool = True,
 ) -> None:
-    """Writes a model as a folder that transformers, vLLM and others load, or as a GGUF file.
+    """Writes a model as a folder for transformers, vLLM and other libraries, or as a GGUF file.
 
-    Each QTensor becomes the tensors of the format, exactly: codes, scales and zero points are those
-    that it has, and what the format cannot hold is an error. Arrays are written as they are.
-    Tensors are made and written one at a time; the folder is there as a whole or not at all.
+    Each QTensor becomes the tensors of the format, exactly: codes, scales and zero points stay the
+    same, and it is an error if the format cannot hold them. Arrays are written unchanged. Tensors
+    are made and written one at a time. The folder is written completely or not at all.
 
-    A GGUF file has Q4_0 (int4), Q4_1 (4 bits with a minimum in float16: of zero points only where
-    float16 holds their product with the scale), Q8_0 (int8) and MXFP4, in groups of 32 or of a
-    multiple; and arrays as they are. Give its tensors the names that llama.cpp has
-    (`jqx.interop.tree`, `named`).
+    A GGUF file has Q4_0 (int4), Q4_1 (4 bits with a minimum in float16; zero points only if float16
+    holds their products with the scales), Q8_0 (int8) and MXFP4, in groups of 32 or of a multiple;
+    and arrays unchanged. Give its tensors the names that llama.cpp uses (`jqx.interop.tree`,
+    `named`).
 
     Args:
-      path: where; its parent must be there.
-      tree: arrays and QTensors by name, `"model.layers.0.mlp.up_proj.weight"`, or in nested dicts,
-        whose keys are joined with "."; weights `[out, in]`, as torch has them (`jqx.interop.tree`
-        turns them). Or an open `jqx.interop.Archive`, whose leaves are read one at a time.
-      format: `"compressed-tensors"`, `"gptq"` (of the second version), `"awq"`, `"fp8"` (in
-        blocks), `"mlx"`, `"bitsandbytes"` (nf4), `"gguf"`, or `"safetensors"`: arrays alone.
-      config: of the model, which becomes `config.json`: a dict, or the path of the file or of its
-        folder; `None` takes that of an archive. What it says of quantization is replaced.
-      tokenizer: a folder whose files of a tokenizer are copied, or what has `save_pretrained`;
+      path: path of the folder or file; its parent must exist.
+      tree: arrays and QTensors by name, such as `"model.layers.0.mlp.up_proj.weight"`, or in nested
+        dicts, whose keys are joined with "."; weights are `[out, in]`, as in torch
+        (`jqx.interop.tree` transposes them). Or an open `jqx.interop.Archive`, whose leaves are
+        read one at a time.
+      format: `"compressed-tensors"`, `"gptq"` (second version), `"awq"`, `"fp8"` (in blocks),
+        `"mlx"`, `"bitsandbytes"` (nf4), `"gguf"`, or `"safetensors"` (only arrays).
+      config: config of the model, which becomes `config.json`: a dict, or the path of the file or
+        of its folder; `None` takes that of an archive. Its quantization config is replaced.
+      tokenizer: a folder whose tokenizer files are copied, or an object with `save_pretrained`;
         `None` writes none.
-      activation: how the operands beside quantized weights are to be quantized: a `QSpec`, or a
-        scheme such as `"int8:token:dynamic"`; static ones need `<module>.input_scale` in the tree.
-        `None` leaves them in float. For compressed-tensors alone.
-      metadata: of a GGUF file, by key, such as that of `read_gguf`; `"general.architecture"` must
-        be there. Integers of Python become uint32 (int32 below 0, 64 bits where they need them),
-        floats float32; those of NumPy keep their dtype. `None` takes that of an archive.
-      overwrite: whether a folder of that name is replaced, with all that is in it; or a file.
-      limit: bytes of a file, at most (a tensor is never parted), from 1 on; `None` for 5 * 10**9.
-      progress: whether to show a bar, as in `jqx.save`.
+      activation: how the activations that multiply quantized weights are to be quantized: a
+        `QSpec`, or a scheme such as `"int8:token:dynamic"`; static ones need `<module>.input_scale`
+        in the tree. `None` leaves them in float. Only for compressed-tensors.
+      metadata: metadata of a GGUF file, by key, such as that of `read_gguf`;
+        `"general.architecture"` is required. Python integers become uint32 (int32 if negative, 64
+        bits if necessary), Python floats float32; NumPy numbers keep their dtype. `None` takes that
+        of an archive.
+      overwrite: whether to replace an existing folder with all its contents, or an existing file.
+      limit: maximum size in bytes of a file, 1 or more (a tensor is never split); `None` for 5 *
+        10**9.
+      progress: whether to show a progress bar, as in `jqx.save`.
 
     Raises:
-      OSError: the folder, or the file, is there already, or cannot be written.
-      TypeError: something else is in the tree.
-      ValueError: the format is unknown, or cannot hold a tensor, which the message names; nothing
-        is quantized; or a name is there twice.
+      OSError: if the folder or file exists already, or cannot be written.
+      TypeError: if something else is in the tree.
+      ValueError: if the format is unknown or cannot hold a tensor, which the message names; if
+        nothing is quantized; or if a name exists twice.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -173,10 +176,10 @@ dtype=float32, 2,560 bytes)
         for name, leaf in leaves.items()
         if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
     ]
-    says = {name: each.says for name, each in encoded.items()}
+    layers = {name: each.layer for name, each in encoded.items()}
     model = _config(config, tree)
     if target.key:
-        model[target.key] = target.config(says, floats, *more)
+        model[target.key] = target.config(layers, floats, *more)
     tensors = _tensors(leaves, encoded)
     files = {**_tokenizer(tokenizer), "config.json": _text_of(model)}
     with FolderWriter(
@@ -208,7 +211,7 @@ def _limit(limit: Any) -> int:
         check_integer("interop.write", "limit", limit) >= 1,
         error=ValueError,
         function="interop.write",
-        problem="`limit` is no size of a file.",
+        problem="`limit` is not a size of a file.",
         given=f"limit == {limit}",
         expected="bytes, 1 or more",
         mend="leave it out, or pass for example limit=5 * 10**9.",
@@ -224,16 +227,16 @@ def _text_of(config: Mapping[str, Any]) -> bytes:
         raise TypeError(
             message(
                 "interop.write",
-                "`config` is no JSON.",
+                "`config` is not JSON.",
                 given=str(error),
-                expected="dicts, lists, strings, numbers of Python, booleans and None",
-                mend="convert what is none, such as NumPy's numbers with float(x).",
+                expected="dicts, lists, strings, Python numbers, booleans and None",
+                mend="convert other values, such as NumPy's numbers with float(x).",
             )
         ) from None
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
-    """Checks that an argument which a format has no use for is left out."""
+    """Checks that an argument that a format does not use is left out."""
     require_that(
         value is None,
         error=ValueError,
@@ -253,7 +256,7 @@ _INSTEAD = {
 
 
 def _metadata(metadata: Any, tree: Any) -> Any:
-    """Returns the metadata of a GGUF file that is to be written."""
+    """Returns the metadata of the GGUF file to write."""
     if metadata is None and isinstance(tree, Archive) and tree.format == GGUF:
         return tree.metadata
     return metadata
@@ -262,12 +265,12 @@ def _metadata(metadata: Any, tree: Any) -> Any:
 def _activations(
     format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, Leaf]
 ) -> tuple[Any, ...]:
-    """Returns what `encode` and `config` of a target take last."""
+    """Returns the last argument of `encode` and `config` of a target."""
     require_that(
         spec is None or target.activations,
         error=ValueError,
         function="interop.write",
-        problem=f"{format} says nothing of activations.",
+        problem=f"{format} does not support quantized activations.",
         given=f"activation == {spec}",
         expected="activation=None",
         mend='leave it out, or write "compressed-tensors".',
@@ -287,7 +290,7 @@ def _activations(
         error=ValueError,
         function="interop.write",
         problem="static activations have no scale.",
-        given=f"no input_scale beside {', '.join(map(repr, lacking[:3]))}",
+        given=f"no input_scale next to {', '.join(map(repr, lacking[:3]))}",
         expected="<module>.input_scale for every quantized weight",
         mend="put the scale of each site (jqx.affines) into the tree by that name, or pass a "
         "dynamic spec.",
@@ -310,7 +313,7 @@ def _check_some(format: str, encoded: Mapping[str, Any], leaves: Mapping[str, An
 def _tensors(
     leaves: Mapping[str, Leaf], encoded: Mapping[str, Encoded]
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Returns dtype and shape of what is written, by name."""
+    """Returns dtype and shape of the tensors to write, by name."""
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
         own = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
@@ -319,7 +322,7 @@ def _tensors(
                 each not in tensors,
                 error=ValueError,
                 function="interop.write",
-                problem=f"the tensor {each!r} is there twice.",
+                problem=f"the tensor {each!r} exists twice.",
                 given=f"{name!r}, and another leaf that it is part of",
                 expected="a name for each tensor",
                 mend="leave out what belongs to a quantized weight: its scales and zero points.",
@@ -329,15 +332,15 @@ def _tensors(
 
 
 def _stored(name: str, spec: Any) -> np.dtype:
-    """Returns the dtype of an array, after checking that files of others have it too."""
+    """Returns the dtype of an array, after checking that files of other libraries support it."""
     if isinstance(spec, QTensor):
         return np.dtype(spec.dtype)
     require_that(
         stored_dtype(spec.dtype) == spec.dtype and name != METADATA,
         error=ValueError,
         function="interop.write",
-        problem=f"the array {name!r} is none that safetensors files of others have.",
-        given=f"{np.dtype(spec.dtype).name}, of the name {name!r}",
+        problem=f"the array {name!r} does not fit safetensors files of other libraries.",
+        given=f"{np.dtype(spec.dtype).name}, with the name {name!r}",
         expected=f"a dtype among {', '.join(NAMES)}, and another name than {METADATA!r}",
         mend="convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype.",
     )
@@ -345,7 +348,7 @@ def _stored(name: str, spec: Any) -> np.dtype:
 
 
 def _config(config: Any, tree: Any) -> dict[str, Any]:
-    """Returns the config of the model, without what it says of quantization."""
+    """Returns the config of the model, without its quantization config."""
     if config is None and isinstance(tree, Archive):
         config = tree.config
     if isinstance(config, (str, os.PathLike)):
@@ -358,12 +361,12 @@ def _config(config: Any, tree: Any) -> dict[str, Any]:
         problem="there is no config of the model.",
         given="none" if config is None else f"config of type {type(config).__name__}",
         expected="a dict, or the path of a config.json",
-        mend="pass config=json.load(...) of the float model; config={} writes that of quantization "
-        "alone.",
+        mend="pass config=json.load(...) of the float model; config={} writes only that of "
+        "the quantization.",
     )
-    said = ("quantization_config", "compression_config", "quantization")
+    keys = ("quantization_config", "compression_config", "quantization")
     assert isinstance(config, Mapping)
-    return {key: value for key, value in config.items() if key not in said}
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""A safetensors file that is written tensor by tensor, complete or not there."""
+"""A safetensors file that is written tensor by tensor, completely or not at all."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -14,12 +14,13 @@ from ._safetensors import placed, to_stored, write_header
 class Writer:
     """A file that is written tensor by tensor, in any order. A context manager.
 
-    It takes its place once every tensor is there; where an error comes first, nothing has changed.
+    It is put in place once every tensor is written. If an error occurs before that, nothing
+    changes.
 
     Args:
-      path: where the file is to be.
+      path: path of the file.
       tensors: dtype and shape of each tensor, by name.
-      metadata: what the file says of itself.
+      metadata: metadata of the file.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class Writer:
         return self
 
     def write(self, name: str, x: np.ndarray) -> None:
-        """Writes a tensor, of the dtype and shape that were announced."""
+        """Writes a tensor, with the dtype and shape that were announced."""
         dtype, shape = self._tensors[name]
         if x.dtype.name != dtype.name or x.shape != shape:
             raise ValueError(
                 message(
                     "save",
-                    f"the tensor {name!r} is not what was announced.",
+                    f"the tensor {name!r} differs from what was announced.",
                     given=f"{x.dtype.name}{list(x.shape)}",
                     expected=f"{dtype.name}{list(shape)}",
-                    mend="make both from one function, such as with jax.eval_shape.",
+                    mend="make both from one function, for example with jax.eval_shape.",
                 )
             )
         numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
@@ -79,7 +80,7 @@ class Writer:
             error=ValueError,
             function="save",
             problem="not all tensors were written.",
-            given=f"nothing for {next(iter(self._missing), None)!r}",
+            given=f"no data for {next(iter(self._missing), None)!r}",
             expected=f"{len(self._entries)} tensors",
             mend="write each of them.",
         )

@@ -1,5 +1,5 @@
-"""Flax's attention, whose decode cache may be a `jqx.KVCache`: classes of the names that Flax has,
-since these stand in the paths of plans.
+"""Flax's attention, with an optional decode cache that is a `jqx.KVCache`. The classes have Flax's
+names, since these names are in the paths of plans.
 """
 
 import dataclasses
@@ -11,15 +11,15 @@ from flax import linen as nn
 from ..modules._shared import check_cache, empty_cache, with_cache
 
 _NAME = "kv_cache"
-"""Of the cache, in the collection `cache`."""
+"""Name of the cache in the collection `cache`."""
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadDotProductAttention` with a field more.
+    """`flax.linen.MultiHeadDotProductAttention` with one more field.
 
     Attributes:
-      cache: format of a `jqx.KVCache` that holds keys and values where `decode` is set, instead of
-        arrays; `None` leaves arrays.
+      cache: format of the `jqx.KVCache` that holds keys and values if `decode` is set; `None` keeps
+        arrays, as Flax does.
     """
 
     cache: str | None = None
@@ -40,12 +40,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _flax(self) -> type[nn.MultiHeadDotProductAttention]:
-        """Returns the class of Flax."""
+        """Returns the class of Flax that this one extends."""
         return nn.MultiHeadDotProductAttention
 
     @nn.nowrap
     def _attention(self) -> Any:
-        """Returns attention over the cache; over keys and values as they are where it is made."""
+        """Returns attention over the cache, or over keys and values as given at its creation."""
         assert self.cache is not None and self.scope is not None
         scope, format, name = self.scope, self.cache, type(self).__name__
         plain: Any = self.attention_fn
@@ -63,7 +63,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention, nn.MultiHeadAttention):
-    """`flax.linen.MultiHeadAttention` likewise."""
+    """`flax.linen.MultiHeadAttention` with one more field, `cache`."""
 
     @nn.nowrap
     def _flax(self) -> type[nn.MultiHeadDotProductAttention]:

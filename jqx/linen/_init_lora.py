@@ -1,4 +1,4 @@
-"""Variables of a module with adapters, from what quantization of the float module has found."""
+"""Initializes the variables of a module with adapters from the quantized float module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,29 +27,30 @@ _NAME = "linen.init_lora"
 
 @called("linen.init_lora", "pass jqx.linen.init_lora(module, quantized, x).")
 def init_lora(module: nn.Module, quantized: Quantized, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns variables of a module with `LoRADense` layers: the codes of a quantized one, and
-    adapters that start from the products of narrow matrices that `jqx.algorithms.loftq` or `eora`
-    has found, where `module.init` has adapters that add nothing.
+    """Returns variables of a module with `LoRADense` layers: the codes of a quantized module, and
+    adapters that start from the low-rank products that `jqx.algorithms.loftq` or `eora` has found.
+    `module.init` has adapters that add nothing.
 
-    The module then computes what `quantized` does, in `Mode.SIMULATE` and `Mode.CONVERT`, but for
-    rounding in float32: `a` and `b` share what undoes `alpha / rank`. Training goes on from there.
+    The module then computes the same as `quantized`, in `Mode.SIMULATE` and `Mode.CONVERT`, up to
+    rounding in float32: `a` and `b` share the factor that cancels `alpha / rank`. Training
+    continues from there.
 
     Args:
-      module: with `LoRADense` layers where the module that was quantized has `flax.linen.Dense`,
-        and other layers of `jqx.linen` where it has other quantized weights; in any mode.
-      quantized: what `jqx.linen.ptq(float_module, policy, loftq(rank=...))` returns.
-      *args: of a call, as for `module.init`; arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: of the call, as for `module.init`.
+      module: has `LoRADense` layers where the module that was quantized has `flax.linen.Dense`, and
+        other layers of `jqx.linen` where it has other quantized weights; in any mode.
+      quantized: the result of `jqx.linen.ptq(float_module, policy, loftq(rank=...))`.
+      *args: positional arguments of a call, as for `module.init`; arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments of the call, as for `module.init`.
 
     Returns:
-      The collections `qparams` and `lora`; `params` and others as `quantized` has them; and
-      `quant_scales` where activations have static scales. Without boxes such as `nn.Partitioned`.
+      The collections `qparams` and `lora`; `params` and other collections as in `quantized`; and
+      `quant_scales` if activations have static scales. They have no boxes such as `nn.Partitioned`.
 
     Raises:
-      TypeError: `module` is no linen module, or `quantized` no `jqx.Quantized`.
-      ValueError: a `LoRADense` has no such product, or one of another rank; something else is kept
-        at a site; the parameters of `module` are not those of `quantized`, or a quantized weight is
-        in no layer of `jqx.linen`.
+      TypeError: if `module` is not a linen module, or `quantized` is not a `jqx.Quantized`.
+      ValueError: if a `LoRADense` has no such product, or one of another rank; if something else is
+        kept at a site; if the parameters of `module` are not those of `quantized`; or if a
+        quantized weight is not in a layer of `jqx.linen`.
 
     Source: Li et al., arXiv:2310.08659 (LoftQ); Liu et al., arXiv:2410.21271 (EoRA).
 
@@ -68,7 +69,7 @@ def init_lora(module: nn.Module, quantized: Quantized, *args: Any, **kwargs: Any
       True
     """
     check_instance(_NAME, "module", module, nn.Module, mend="pass the module to be trained.")
-    mend = "pass what jqx.linen.ptq returns for the float module and its variables."
+    mend = "pass the result of jqx.linen.ptq for the float module and its variables."
     check_instance(_NAME, "quantized", quantized, Quantized, mend=mend)
     shapes, layers, parts = _looked_at(module, args, kwargs)
     collections = {name: unfreeze(meta.unbox(tree)) for name, tree in quantized.params.items()}
@@ -90,7 +91,7 @@ def _looked_at(
     module: nn.Module, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Adapter], set[str]]:
     """Returns the shapes of the variables of a module, its layers with adapters, and the paths of
-    all parts that are quantized.
+    all quantized parts.
     """
     fields: dict[str, tuple[int, float]] = {}
     parts: set[str] = set()

@@ -12,14 +12,14 @@ from ..tensor import QTensor
 from ._state import State
 
 INJECTED = "injected:"
-"""Before the names of codes whose float weight is a parameter of the layer around."""
+"""Prefix of the names of codes whose float weight is a parameter of the containing layer."""
 
 
 class _Contraction(State, kw_only=True):
-    """A contraction with a weight on the right, quantized.
+    """A quantized contraction with a weight on the right.
 
     Attributes:
-      weight_name: name of the weight among the parameters of the layer around.
+      weight_name: name of the weight among the parameters of the layer that contains it.
     """
 
     weight_name: str = "kernel"
@@ -50,9 +50,9 @@ class DotGeneral(_Contraction):
     """`jax.lax.dot_general` of an activation and a weight, quantized.
 
     For `nn.Dense(..., dot_general_cls=...)`, `DenseGeneral`, and attention's `qkv_dot_general_cls`
-    and `out_dot_general_cls`; give the layer `promote_dtype=jqx.linen.promote_dtype` where its
-    kernel is to be a QTensor (attention has no such field: there `Mode.CONVERT` quantizes the float
-    kernels in each call).
+    and `out_dot_general_cls`. Give the layer `promote_dtype=jqx.linen.promote_dtype` if its kernel
+    is to become a QTensor. Attention has no such field: there `Mode.CONVERT` quantizes the float
+    kernels in each call.
 
     Example:
       >>> import functools, jax, jqx, jqx.linen, jax.numpy as jnp
@@ -100,14 +100,14 @@ class ConvGeneralDilated(_Contraction):
 
 
 def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Promotes the operands of a layer as `flax.linen.dtypes.promote_dtype` does; QTensors too.
+    """Promotes the operands of a layer as `flax.linen.dtypes.promote_dtype` does, also QTensors.
 
-    For `nn.Dense(..., promote_dtype=jqx.linen.promote_dtype)` beside an injected contraction.
+    For `nn.Dense(..., promote_dtype=jqx.linen.promote_dtype)` with an injected contraction.
 
     Args:
       *args: arrays, QTensors, or `None`.
-      dtype: dtype of the results; `None` for what they promote to.
-      inexact: whether that must be a float dtype.
+      dtype: dtype of the results; `None` for the common dtype of the operands.
+      inexact: whether the dtype must be a float dtype.
 
     Example:
       >>> import jqx, jqx.linen, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Flax's layers, quantized: the same fields, parameters and results, and a policy."""
+"""Flax's layers, quantized: the same fields, parameters and results, plus a policy."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from ._quantized import Quantized
 class Dense(Quantized, nn.Dense):
     """`flax.linen.Dense`, quantized.
 
-    Fields are those of Flax, and by name `policy`, `mode`, `backward` and `scales`, see
-    `Quantized`. The parameters are Flax's too, and stand at the same paths, so that a float
+    The fields are those of Flax, plus the keyword arguments `policy`, `mode`, `backward` and
+    `scales`, see `Quantized`. The parameters are those of Flax at the same paths, so that a float
     checkpoint fits.
 
     Example:
@@ -59,8 +59,8 @@ class ConvTranspose(Quantized, nn.ConvTranspose):
 
 
 class Embed(Quantized, nn.Embed):
-    """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup, which
-    presets leave in float without `tables=`.
+    """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup.
+    Presets quantize the lookup only with `tables=`; otherwise it stays in float.
     """
 
     def __call__(self, inputs: Any) -> Any:
@@ -75,20 +75,20 @@ class MultiHeadDotProductAttention(Quantized, _attention.MultiHeadDotProductAtte
     """`flax.linen.MultiHeadDotProductAttention`, quantized; see `Dense`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
-    scores and mixing are products of activations, which a rule without `weight=` covers.
+    scores and mixing are products of activations, which a rule without `weight=` matches.
 
-    With `decode=True`, `cache="int4"`, `"int2"` or `"fp8"` keeps keys and values as a
-    `jqx.KVCache`, where Flax has three arrays: at `kv_cache` in the collection `cache`, made by
-    `init` on inputs of the whole length. A call appends one token or several, each of which sees
-    those up to itself, and of these what the mask `[batch, heads, tokens, whole length]` leaves.
-    Tokens beyond the length give NaN. Without `decode`, such as in training, there is no cache.
+    With `decode=True`, `cache="int4"`, `"int2"` or `"fp8"` keeps keys and values in a
+    `jqx.KVCache`, at `kv_cache` in the collection `cache`. Flax has three arrays instead. `init` on
+    inputs of the whole length creates the cache. A call appends one or more tokens. Each token
+    attends to the tokens up to itself that the mask `[batch, heads, tokens, whole length]` allows.
+    Tokens beyond the length give NaN. Without `decode`, for example in training, there is no cache.
 
     Attributes:
-      cache: format of the cache; `None` is Flax's own, of arrays.
+      cache: format of the cache; `None` selects Flax's cache of arrays.
 
     Raises:
-      ValueError: `cache` is unknown; inputs have several axes of sequences, or heads a width that
-        the format has no groups for; the collection holds a cache of another format.
+      ValueError: if `cache` is unknown; if inputs have several sequence axes; if the format has no
+        groups for the width of the heads; or if the collection holds a cache of another format.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp

@@ -17,20 +17,21 @@ from ._quantized import Quantized
 from ._state import QPARAMS
 
 LORA = "lora"
-"""Collection of adapters: what training of them differentiates."""
+"""Collection of the adapters, which training differentiates."""
 
 
 class LoRADense(Quantized, nn.Dense, kw_only=True):
-    """`flax.linen.Dense`, quantized, plus a product of two low matrices: `alpha / rank x a b`.
+    """`flax.linen.Dense`, quantized, plus the low-rank product `alpha / rank x a b`.
 
-    The adapters `a` (inputs, rank) and `b` (rank, features), zeros at first, are in the collection
-    `lora`; gradients with respect to that alone train them. The base is in `params`, after
-    `convert` in `qparams`: train adapters over codes in `Mode.SIMULATE`, which dequantizes them.
-    `init_lora` starts them from what `jqx.algorithms.loftq` or `eora` has found.
+    The adapters `a` (inputs, rank) and `b` (rank, features) are in the collection `lora`; their
+    product is initially zero. To train only them, differentiate with respect to that collection.
+    The base weight is in `params`, after `convert` in `qparams`. Train adapters over codes in
+    `Mode.SIMULATE`, which dequantizes the codes. `init_lora` starts adapters from the products that
+    `jqx.algorithms.loftq` or `eora` has found.
 
     Attributes:
-      rank: of the adapters.
-      alpha: their weight, times rank.
+      rank: rank of the adapters.
+      alpha: weight of the adapters, times rank.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -60,17 +61,17 @@ class LoRADense(Quantized, nn.Dense, kw_only=True):
 
 
 def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str, Any]:
-    """Returns variables with every adapter added to its weight, in float, and no adapters.
+    """Returns variables with every adapter added to its weight, in float, and without adapters.
 
     Args:
-      variables: of a module with `LoRADense` layers, float or converted.
-      alpha: that of its layers.
+      variables: variables of a module with `LoRADense` layers, float or converted.
+      alpha: the `alpha` of its layers.
 
     Returns:
-      Variables that fit the same module made of `flax.linen.Dense`: float kernels in `params`.
+      Variables for the same module with `flax.linen.Dense` layers: float kernels in `params`.
 
     Raises:
-      ValueError: there are no adapters.
+      ValueError: if there are no adapters.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp

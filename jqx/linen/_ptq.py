@@ -1,4 +1,4 @@
-"""`ptq` of a linen module: the one call, on its variables."""
+"""`ptq` for a linen module, on its variables."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,28 +33,29 @@ def ptq(
     """Quantizes a linen module after training: `ptq(module, policy)(variables, batches)`.
 
     It is `jqx.ptq` of `module.apply`: `quantized.function(quantized.params, *args)` applies the
-    module on integers. Its `params` are the variables, with QTensors among those of the collection
-    `params`, and without boxes such as `nn.Partitioned`; other collections stay as they are and
-    have no weights. `jqx.linen.quantize` is for training, and for what a module keeps of a call.
+    module on integers. Its `params` are the variables, with QTensors in the collection `params`,
+    and without boxes such as `nn.Partitioned`. Other collections stay unchanged and have no
+    weights. Use `jqx.linen.quantize` for training, and for modules that keep state between calls.
 
     Args:
-      module: any float module, bound to nothing.
+      module: any unbound float module.
       policy: what is quantized; paths are those in `variables["params"]`.
       algorithm: as in `jqx.ptq`; its `params` are the variables.
       effort: as in `jqx.ptq`.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
-      **kwargs: of every call, as for `module.apply`, such as `method=`, `mutable=`, `rngs=` and
-        keyword arguments of the module. Calls may give others: `quantized(x, rngs=...)`.
+      **kwargs: arguments of every call, as for `module.apply`, such as `method=`, `mutable=`,
+        `rngs=` and keyword arguments of the module. Calls may pass others: `quantized(x,
+        rngs=...)`.
 
     Returns:
-      A function of variables and of batches: each a tuple of the arguments of the module, or a lone
-      one. It returns a `jqx.Quantized`, which `jqx.save` writes; after `jqx.load`, `bind` of
-      `jqx.linen` makes it of the module again.
+      A function of variables and batches. Each batch is a tuple of the arguments of the module, or
+      a single argument. The function returns a `jqx.Quantized`, which `jqx.save` writes. After
+      `jqx.load`, `jqx.linen.bind` binds it to the module again.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: `module` is bound or quantized already; or as for `jqx.ptq`.
+      TypeError: if an argument has another type.
+      ValueError: if `module` is bound or quantized already; or as for `jqx.ptq`.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -100,18 +101,18 @@ def bind(
     target: Target = None,
     **kwargs: Any,
 ) -> Quantized:
-    """Returns the quantized module of a file, bit for bit the one that was saved.
+    """Returns the quantized module of a file, bit for bit equal to the one that was saved.
 
     Args:
-      unbound: what `jqx.load` returns.
+      unbound: the result of `jqx.load`.
       module: the module that was quantized.
       like: as in `jqx.Unbound.bind`.
       target: as in `jqx.ptq`.
-      **kwargs: of every call, those of `jqx.linen.ptq`.
+      **kwargs: arguments of every call, the same as for `jqx.linen.ptq`.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: the module is not the one that was quantized; or as for `jqx.Unbound.bind`.
+      TypeError: if an argument has another type.
+      ValueError: if the module is not the one that was quantized; or as for `jqx.Unbound.bind`.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp, tempfile
@@ -123,7 +124,7 @@ def bind(
       >>> jqx.linen.bind(jqx.load(path), module)(x).shape
       (1, 8)
     """
-    mend = "pass what jqx.load returns of a quantized module."
+    mend = "pass the result of jqx.load for a quantized module."
     check_instance("linen.bind", "unbound", unbound, Unbound, mend=mend)
     function = _applied("linen.bind", module, kwargs)
     try:
@@ -135,7 +136,7 @@ def bind(
                 "the module does not take the variables of the file.",
                 given=f"{type(module).__name__}: {str(error).splitlines()[0]}",
                 expected=f"the module that was quantized, of {len(unbound.plan.weights)} weights",
-                mend="make it with the fields that it had.",
+                mend="make it with its original fields.",
             )
         ) from error
 
@@ -150,7 +151,7 @@ def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Cal
         function=function,
         problem="this module cannot be quantized.",
         given=f"{type(module).__name__}, {state} already",
-        expected="a float module, unbound",
+        expected="an unbound float module",
         mend="pass the float module itself.",
     )
 

@@ -1,4 +1,4 @@
-"""A whole module, quantized from outside."""
+"""Quantizes a whole float module."""
 
 import dataclasses
 import functools
@@ -26,26 +26,27 @@ def quantize(
     backward: DTypeLike | None = None,
     scales: Scales = "calibrated",
 ) -> Quantized:
-    """Returns a module like another whose every public method runs through the transforms.
+    """Returns a copy of a module whose every public method runs through the transforms.
 
-    Nothing of `module` is changed. The result is an instance of its class too, with its fields and
-    its variables, at the same paths; it can be a part of other modules, and under Flax's lifted
-    transforms. `result.clone(mode=...)` is the same in another mode. Functions of the module that
-    are given to `apply` as `method=` run so too, and methods of bases and mixins, and what is
-    reached through a bound module; only modules among its fields are then left unbound.
+    `module` is not changed. The result is also an instance of its class, with its fields and its
+    variables at the same paths. It can be a part of other modules, and works under Flax's lifted
+    transforms. `result.clone(mode=...)` returns it in another mode. Also quantized are functions of
+    the module that are passed to `apply` as `method=`, methods of bases and mixins, and everything
+    that is reached through a bound module. In that last case, modules among the fields are left
+    unbound.
 
     Args:
-      module: any linen module, bound to nothing.
+      module: any unbound linen module.
       policy: what is quantized; paths are those in `variables["params"]`.
-      mode: what a call does.
+      mode: what a call computes.
       backward: see `jqx.simulate`.
-      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
-        at hand, where they are an error else.
+      scales: `"dynamic"` computes scales of static activations that are not calibrated from the
+        values of the call. The default raises an error for them.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: `module` is bound, is quantized already, or has a field of the name `policy`,
-        `mode`, `backward` or `scales`; `scales` is not known.
+      TypeError: if an argument has another type.
+      ValueError: if `module` is bound, is quantized already, or has a field named `policy`, `mode`,
+        `backward` or `scales`; or if `scales` is unknown.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -72,8 +73,8 @@ def quantize(
                 given=f"{type(module).__name__}"
                 + (", bound to variables" if module.scope is not None else "")
                 + (f", with fields {', '.join(both)}" if both else ""),
-                expected=f"a float module, unbound, without fields {', '.join(own)}",
-                mend="pass the float module itself, inside of a module made with parent=None; "
+                expected=f"an unbound float module without fields {', '.join(own)}",
+                mend="pass the float module itself, inside a module made with parent=None; "
                 "rename its fields.",
             )
         )

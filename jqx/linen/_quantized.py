@@ -14,14 +14,14 @@ from ..transforms import Plan, dequantize_params
 from ._state import OWN, QPARAMS, State, wanted
 
 Method = str | Callable[..., Any]
-"""What is run on a module: the name of a method, or a function of the module."""
+"""What runs on a module: the name of a method, or a function of the module."""
 
 OUTER = ("parent", "name")
-"""Fields that say where a module stands."""
+"""Fields that identify the place of a module in its parent."""
 
 
 class Quantized(State, kw_only=True):
-    """Base of modules whose methods run through the transforms, on the parameters of a float one.
+    """Base of modules whose methods run through the transforms, on the weights of a float module.
 
     A subclass names the float module as its second base.
     """
@@ -31,13 +31,13 @@ class Quantized(State, kw_only=True):
             super().setup()
 
     def _q_is_plain(self) -> bool:
-        """Whether a call is one of the float module itself."""
+        """Returns whether a call runs the method of the float module unchanged."""
         if self.scope is None or self.is_initializing():
             return True
         return self.mode is Mode.FLOAT and not holds_codes(dict(self.variables))
 
     def _q_evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method of the float module, or a function of it."""
+        """Runs a method of the float module, or a function of the module."""
         if self._q_is_plain():
             float_self = super(State, self) if isinstance(method, str) else self
             return call(float_self, method, *args, **kwargs)
@@ -58,8 +58,8 @@ class Quantized(State, kw_only=True):
     def _q_function(
         self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, dict[str, Any], bool]:
-        """Returns a method as a function of weights, the weights, and whether it returns variables
-        beside its result.
+        """Returns a method as a function of weights, the weights, and whether the function also
+        returns variables.
         """
         module, params, learned, others = self._q_float()
         assert self.scope is not None
@@ -100,7 +100,7 @@ class Quantized(State, kw_only=True):
         return module.bind(variables, rngs=rngs)
 
     def _q_float_module(self) -> nn.Module:
-        """Returns the float module, bound to nothing."""
+        """Returns the float module, unbound."""
         free = self.clone(_deep_clone=True, _reset_names=True, parent=None)
         kind = float_class(type(self))
         fields = [f.name for f in dataclasses.fields(kind) if f.init and f.name not in OUTER]
@@ -108,12 +108,12 @@ class Quantized(State, kw_only=True):
 
 
 def call(module: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of a module, or a function of it."""
+    """Calls a method of a module, or a function of the module."""
     if isinstance(method, str):
         return getattr(module, method)(*args, **kwargs)
     return method(module, *args, **kwargs)
 
 
 def float_class(kind: type) -> type[Any]:
-    """Returns the class that a quantized one is made of."""
+    """Returns the float class that a quantized class is made from."""
     return next(base for base in kind.__mro__ if not issubclass(base, State))

@@ -1,4 +1,4 @@
-"""The variables of a quantized linen module, and what each mode does with them."""
+"""The variables of a quantized linen module, and how each mode uses them."""
 
 import contextlib
 import contextvars
@@ -25,7 +25,7 @@ from ..policy import Policy
 from ..policy._shared import check_policy
 
 QPARAMS = "qparams"
-"""Collection of quantized weights, where `params` has float ones."""
+"""Collection of quantized weights; `params` has the float ones."""
 
 STATS = "quant_stats"
 """Collection of statistics, written in `Mode.CALIBRATE`."""
@@ -34,7 +34,7 @@ SCALES = "quant_scales"
 """Collection of fixed scales of activations."""
 
 LEARNED = "learned_scales"
-"""Collection that `learn_scales` reads; the scales themselves stand among `params`."""
+"""Collection that `learn_scales` reads; the scales themselves are in `params`."""
 
 OWN = (QPARAMS, STATS, SCALES, LEARNED)
 
@@ -44,8 +44,8 @@ _SEARCH = contextvars.ContextVar("search", default=(None, False))
 
 @contextlib.contextmanager
 def looking_for(wanted: Wanted, *, dynamic: bool) -> Iterator[None]:
-    """A context in which calls of quantized modules find what is wanted, and write it; `dynamic`
-    takes scales that are not calibrated from the values of the call.
+    """A context in which calls of quantized modules find and write what is wanted. `dynamic`
+    computes scales that are not calibrated from the values of the call.
     """
     token = _SEARCH.set((wanted, dynamic))
     try:
@@ -55,7 +55,7 @@ def looking_for(wanted: Wanted, *, dynamic: bool) -> Iterator[None]:
 
 
 def wanted() -> Wanted | None:
-    """Returns what `convert` and the like look for, beside the result of the call."""
+    """Returns what `convert` and similar functions look for in addition to the result."""
     return _SEARCH.get()[0]
 
 
@@ -63,13 +63,13 @@ class State(nn.Module, kw_only=True):
     """Base of linen modules that have a policy and a mode.
 
     Attributes:
-      policy: what is quantized; paths are those of the parameters inside of this module.
-      mode: what a call does.
+      policy: what is quantized; paths are those of the parameters inside this module.
+      mode: what a call computes.
       backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
         then runs on integers, see `jqx.simulate`.
-      scales: of static activations and outputs without any, in `SIMULATE` and `CONVERT` and in
-        conversions: `"calibrated"` makes them an error, `"dynamic"` takes them from the values at
-        hand.
+      scales: for static activations and outputs without scales, in `SIMULATE`, `CONVERT` and
+        conversions: `"calibrated"` raises an error, `"dynamic"` computes scales from the values of
+        the call.
     """
 
     policy: Policy
@@ -95,8 +95,8 @@ class State(nn.Module, kw_only=True):
         }
 
     def _q_run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
-        """Evaluates a function in this mode; keeps what it learns. Codes are kept under names that
-        start with `prefix`.
+        """Evaluates a function in this mode, and stores the statistics, scales or codes that it
+        finds. The names of codes start with `prefix`.
         """
         if self.mode is Mode.CALIBRATE:
             result, stats = call.observe(params)
@@ -116,7 +116,7 @@ class State(nn.Module, kw_only=True):
         return call(params, self.mode, self.backward, key)
 
     def _q_keep(self, collection: str, tree: Mapping[str, Any]) -> None:
-        """Writes variables of this module and of those inside of it."""
+        """Writes variables of this module and of the modules inside it."""
         if tree and not self.is_mutable_collection(collection):
             raise ValueError(
                 message(
@@ -124,7 +124,7 @@ class State(nn.Module, kw_only=True):
                     f"{self.mode} writes the collection {collection!r}.",
                     given="a call in which it is not mutable",
                     expected=f"mutable=[{collection!r}] among the arguments of apply",
-                    mend="pass it, and keep the variables that apply returns beside the result.",
+                    mend="pass it, and keep the variables that apply returns with the result.",
                 )
             )
         for name, value in tree.items():
@@ -132,7 +132,7 @@ class State(nn.Module, kw_only=True):
 
 
 def _laid(before: Any, value: Any) -> Any:
-    """Returns variables laid over others; what was boxed, with names of its axes, is so again."""
+    """Returns `before` updated by `value`. Values in boxes with axis names stay in such boxes."""
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return {**before, **{name: _laid(before.get(name), new) for name, new in value.items()}}
     if isinstance(before, meta.AxisMetadata):

@@ -1,4 +1,4 @@
-"""What becomes of the variables of a quantized module: weights to codes, statistics to scales."""
+"""Converts the variables of a quantized module: weights to codes, statistics to scales."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,31 +45,33 @@ def convert(
     target: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Returns variables for integer execution: quantized weights, and the scales of activations.
+    """Returns variables for integer execution: quantized weights and the scales of activations.
 
-    Runs the module once, so jit it where that takes long, and drops what that writes, to a cache
-    for one; under `jax.eval_shape` it gives an abstract target to restore a checkpoint into.
+    Runs the module once, so jit it if that takes long. Writes of that run, for example to a cache,
+    are dropped. Under `jax.eval_shape` the result is an abstract target, into which a checkpoint
+    can be restored.
 
     Args:
       module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
-      variables: its float variables; with the collection `quant_stats` of a calibration where
+      variables: its float variables; with the collection `quant_stats` of a calibration if
         activations have static scales.
-      *args: of the call, as for `module.apply`.
-      scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
-        leaves that to the module.
-      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
-        products of few rows; `None` leaves them plain.
-      **kwargs: of the call, such as `method=` and `rngs=`.
+      *args: positional arguments of the call, as for `module.apply`.
+      scales: `"dynamic"` fixes scales that are not calibrated from the values of this call; `None`
+        leaves the choice to the module.
+      target: `"cpu"`, `"gpu"` or `"tpu"` packs the weights as `jqx.pack_for` does, for fast
+        products with few rows; `None` keeps the default layout.
+      **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
 
     Returns:
-      The variables with every planned weight moved from `params` to `qparams`, at the same path, as
-      a QTensor; scales in `quant_scales`, where they were statistics in `quant_stats`. Where a
-      layer of Flax with an injected contraction owns the weight, the QTensor stays in `params`.
+      The variables, with every planned weight moved from `params` to `qparams` at the same path, as
+      a QTensor. Statistics in `quant_stats` are replaced by scales in `quant_scales`. If a layer of
+      Flax with an injected contraction owns the weight, the QTensor stays in `params`.
 
     Raises:
-      ValueError: no module in it was in `Mode.CONVERT`, or its weights are quantized already; a
-        static activation or output has neither statistics nor a scale; `target` is unknown.
-      TypeError: a layer around an injected contraction takes no QTensor.
+      ValueError: if no part of the module is in `Mode.CONVERT`, or its weights are quantized
+        already; if a static activation or output has neither statistics nor a scale; if `target` is
+        unknown.
+      TypeError: if a layer that contains an injected contraction does not take a QTensor.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -105,24 +107,24 @@ def fix_scales(
     scales: Scales | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Returns variables in which the statistics of activations have become scales.
+    """Returns variables in which scales replace the statistics of activations.
 
-    In `Mode.SIMULATE` scales are found from statistics in every call; this does it once, which
-    saves time where a calibrator searches (`mse`, `entropy`).
+    In `Mode.SIMULATE` every call computes scales from statistics. This function computes them once,
+    which saves time if a calibrator searches (`mse`, `entropy`).
 
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: of the call, as for `module.apply`.
-      scales: as for `convert`; the values behind layers of `jqx.linen` are what quantized layers
-        give.
-      **kwargs: of the call, such as `method=` and `rngs=`.
+      *args: positional arguments of the call, as for `module.apply`.
+      scales: as for `convert`. Values after layers of `jqx.linen` are the results of the quantized
+        layers.
+      **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
 
     Returns:
       The variables with scales in the collection `quant_scales`, and without `quant_stats`.
 
     Raises:
-      ValueError: nothing in it has static activations in `Mode.SIMULATE`, or one of them has
+      ValueError: if nothing in it has static activations in `Mode.SIMULATE`, or one of them has
         neither statistics nor a scale.
 
     Example:
@@ -148,26 +150,26 @@ def learn_scales(
     scales: Scales | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Returns variables in which scales are parameters, of weights and of static activations.
+    """Returns variables in which the scales of weights and of static activations are parameters.
 
-    They start where the calibrators put them: from the statistics of a calibration. Use an
-    estimator with a gradient for scales, such as `jqx.gradients.lsq`.
+    Their initial values are those that the calibrators compute from the statistics of a
+    calibration. Use an estimator with a gradient for scales, such as `jqx.gradients.lsq`.
 
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: of the call, as for `module.apply`.
+      *args: positional arguments of the call, as for `module.apply`.
       scales: as for `convert`.
-      **kwargs: of the call, such as `method=` and `rngs=`.
+      **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
 
     Returns:
-      The variables with scales in `params`, each beside its weight, by names such as
+      The variables with scales in `params`, each next to its weight, with names such as
       `kernel:weight` and `kernel:dot_general:lhs`; without `quant_stats` and `quant_scales`.
 
     Raises:
-      ValueError: nothing in it is quantized in `Mode.SIMULATE`; a static activation or output has
-        neither statistics nor a scale; a zero point, or a scale in a
-        format of its own (mxfp8, nvfp4), has no gradient.
+      ValueError: if nothing in it is quantized in `Mode.SIMULATE`; if a static activation or output
+        has neither statistics nor a scale; if a spec has a zero point or a scale in a special
+        format (mxfp8, nvfp4), which has no gradient.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -194,18 +196,18 @@ def make_plan(
     rngs: Any = None,
     **kwargs: Any,
 ) -> Plan:
-    """Returns the plan of a call of a quantized module: every contraction, and its rule.
+    """Returns the plan of a call of a quantized module: every contraction and its rule.
 
     Args:
-      module: a quantized layer, or what `quantize` returns.
+      module: a quantized layer, or the result of `quantize`.
       variables: its variables; arrays or `jax.ShapeDtypeStruct`.
-      *args: of the call, as for `module.apply`.
-      method: that is called: its name, or a function of the module.
-      rngs: of the call, as for `module.apply`.
+      *args: positional arguments of the call, as for `module.apply`.
+      method: the method to call: its name, or a function of the module.
+      rngs: as for `module.apply`.
       **kwargs: keyword arguments of the method.
 
     Raises:
-      TypeError: `module` is not quantized.
+      TypeError: if `module` is not quantized.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -233,7 +235,7 @@ def _find(
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """Runs a module; returns what its quantized parts find, among what it writes."""
+    """Runs a module; returns the values that its quantized parts find and write."""
     if scales is not None:
         check_scales(NAMES[wanted], scales)
     with looking_for(wanted, dynamic=scales == "dynamic"):
@@ -242,8 +244,9 @@ def _find(
 
 
 def _all(call: str) -> DenyList:
-    """Returns a filter of all that a call may write, whose writes are dropped; that it names the
-    call tells it from a user's, where Flax keeps traced calls.
+    """Returns a filter of everything that a call may write; the writes are dropped. The filter
+    holds the name of the call, so that Flax does not mix it up with a call of the user in its cache
+    of traced calls.
     """
     return DenyList(("params", f"jqx:{call}"))
 
@@ -263,7 +266,7 @@ def _require(
 
 
 def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any) -> None:
-    """Checks that layers with an injected contraction hand a QTensor on to it."""
+    """Checks that layers with an injected contraction pass a QTensor on to it."""
     try:
         jax.eval_shape(
             lambda: module.apply(converted, *args, **{**kwargs, "mutable": _all("check")})
@@ -272,17 +275,17 @@ def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any
         raise TypeError(
             message(
                 "convert",
-                "a layer around an injected contraction does not take a QTensor.",
+                "a layer that contains an injected contraction does not take a QTensor.",
                 given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
                 expected="layers with promote_dtype=jqx.linen.promote_dtype",
-                mend="give it that; attention has no such field: use jqx.linen.MultiHeadAttention, "
+                mend="set that field; attention has none: use jqx.linen.MultiHeadAttention, "
                 "or jqx.linen.quantize.",
             )
         ) from error
 
 
 def _part(codes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts the codes of quantized modules from those of injected contractions, which come back
+    """Splits the codes of quantized modules from those of injected contractions, which are returned
     under the path of the parameter.
     """
     own, injected = {}, {}

@@ -1,4 +1,4 @@
-"""A module that is quantized from outside, and what is reached through it when it is bound."""
+"""A quantized whole module, and what is reached through it if it is bound."""
 
 import contextlib
 import inspect
@@ -14,11 +14,11 @@ from ._quantized import Quantized, call, float_class
 from ._state import State
 
 Get = Callable[[nn.Module], Any]
-"""A way from a float module to something that it has."""
+"""A function that gets an attribute of a float module."""
 
 
 class Whole(Quantized, kw_only=True):
-    """Base of modules that `quantize` makes: whatever is reached through a bound one runs
+    """Base of modules that `quantize` makes. Everything that is reached through a bound module runs
     quantized.
     """
 
@@ -47,13 +47,13 @@ class Whole(Quantized, kw_only=True):
             function=type(self).__name__,
             problem="a method returns modules among other values.",
             given=", ".join(type(module).__name__ for module in modules),
-            expected="arrays and values, or one module alone",
-            mend="return the module from a method of its own.",
+            expected="arrays and values, or a single module",
+            mend="return the module from a separate method.",
         )
         return _Part(self, lambda module: call(module, method, *args, **kwargs))
 
     def _q_read(self, name: str) -> Any:
-        """Reads the property `name` of the float class, in float where it contracts nothing."""
+        """Reads the property `name` of the float class, in float if it contracts nothing."""
         kind = float_class(type(self))
         if self._q_is_plain():
             return read(kind, self, name)
@@ -82,7 +82,7 @@ class Whole(Quantized, kw_only=True):
         return run
 
     def _q_has(self, method: Any) -> bool:
-        """Whether a method, or its name, is one that runs quantized."""
+        """Returns whether a method, or the method of a name, runs quantized."""
         own = [vars(base) for base in type(self).__mro__ if issubclass(base, State)]
         if isinstance(method, str):
             return any(method in members for members in own)
@@ -91,7 +91,7 @@ class Whole(Quantized, kw_only=True):
 
 
 class _Part:
-    """A module inside of a bound quantized one, whose methods run quantized."""
+    """A module inside a bound quantized module, whose methods run quantized."""
 
     def __init__(self, whole: Whole, get: Get):
         self._q_whole, self._q_get = whole, get
@@ -104,7 +104,7 @@ class _Part:
 
 
 def _method(whole: Whole, get: Get) -> Callable[..., Any]:
-    """Returns a method of the float module, or of one inside of it, that runs quantized."""
+    """Returns a method of the float module, or of a module inside it, that runs quantized."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         def on(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +116,8 @@ def _method(whole: Whole, get: Get) -> Callable[..., Any]:
 
 
 def _reached(whole: Whole, get: Get) -> Any:
-    """Returns what a bound float module has: values as they are, modules and methods as such that
-    run quantized.
+    """Returns an attribute of a bound float module. Values are returned unchanged, modules and
+    methods as objects that run quantized.
     """
     value = get(whole._q_bound())
     if isinstance(value, nn.Module):

@@ -1,3 +1,3 @@
-"""What the layers of every module library share: modes, and a function evaluated in one of them."""
+"""Shared parts of the layers of every module library: modes, and functions evaluated in a mode."""
 
 from ._mode import Mode as Mode

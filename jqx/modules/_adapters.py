@@ -1,4 +1,4 @@
-"""Adapters that start from what an algorithm has found beside codes."""
+"""Adapters that start from the low-rank products that an algorithm has found."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from ..transforms._shared import Maps, as_maps, is_whole
 
 
 class Adapter(NamedTuple):
-    """What a layer with adapters has.
+    """The adapters of a layer.
 
     Attributes:
-      rank: of the adapters.
+      rank: rank of the adapters.
       alpha: the layer adds `alpha / rank * x a b`.
       a: shape of the first, `[..., inputs, rank]`.
       b: shape of the second, `[..., rank, features]`.
-      dtype: of both.
+      dtype: dtype of both.
     """
 
     rank: int
@@ -34,12 +34,12 @@ class Adapter(NamedTuple):
 def initial_adapters(
     function: str, plan: Plan, maps: Maps, layers: Mapping[str, Adapter]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns the initial values of adapters, by the paths of their layers: of each `a` and `b`
-    such that what the layer adds is what the maps add.
+    """Returns the initial values of adapters by the path of their layer: an `a` and a `b` for each,
+    such that the layer adds the same as the maps.
 
     Raises:
-      ValueError: a map is no product of two narrow matrices beside a layer, a layer has no such
-        product, or it does not fit.
+      ValueError: if a map is not a product of two narrow matrices at a layer, or if a layer has no
+        such product or one that does not fit.
     """
     require_that(
         layers,
@@ -59,15 +59,15 @@ def initial_adapters(
         problem="layers with adapters have no compensation.",
         given=f"none for {_some(missing)}",
         expected=f"one for each of {len(layers)} layers",
-        mend="quantize their kernels with jqx.algorithms.loftq or eora, by a policy that covers "
-        "them; or take layers without adapters there.",
+        mend="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
+        "them; or use layers without adapters there.",
     )
     more = sorted(set(found) - set(layers))
     require_that(
         not more,
         error=ValueError,
         function=function,
-        problem="weights with a compensation are in no layer with adapters.",
+        problem="weights with a compensation are not in a layer with adapters.",
         given=_some(more),
         expected=f"the kernels of {_some(sorted(layers))}",
         mend="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
@@ -76,7 +76,7 @@ def initial_adapters(
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested dicts, quantized weights whole, by path."""
+    """Returns the leaves of nested dicts by path; a quantized weight is one leaf."""
     flat, _ = tree_flatten_with_path(tree, is_leaf=is_whole)
     return {keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
@@ -85,7 +85,7 @@ def check_same_parameters(
     function: str, wanted: Mapping[str, Any], given: Mapping[str, Any], parts: Collection[str]
 ) -> None:
     """Checks that quantized parameters are those of a module, and that each quantized one is inside
-    of one of its parts that take codes.
+    a part that takes codes.
     """
     shapes, own = ({path: jnp.shape(x) for path, x in each.items()} for each in (wanted, given))
     differ = [path for path in (*shapes, *own) if shapes.get(path) != own.get(path)]
@@ -94,10 +94,10 @@ def check_same_parameters(
         not differ,
         error=ValueError,
         function=function,
-        problem="`quantized` has not the parameters of the module.",
+        problem="`quantized` does not have the parameters of the module.",
         given=f"{first!r} of shape {own.get(first)}",
         expected=f"shape {shapes.get(first)}",
-        mend="quantize the module with layers of Flax in the place of those with adapters, by the "
+        mend="quantize the module with layers of Flax in place of those with adapters, with the "
         "same names.",
     )
     codes = [path for path, x in given.items() if is_whole(x)]
@@ -106,22 +106,22 @@ def check_same_parameters(
         not left,
         error=ValueError,
         function=function,
-        problem="quantized weights are in no layer that takes codes.",
+        problem="quantized weights are not in a layer that takes codes.",
         given=_some(left),
         expected="layers of jqx.linen or jqx.nnx",
-        mend="make those layers quantized ones, or leave them out of the policy of ptq.",
+        mend="make those layers quantized layers, or leave them out of the policy of ptq.",
     )
 
 
 def _above(path: str) -> Iterator[str]:
-    """The paths of all modules around a parameter."""
+    """Yields the paths of all modules that contain a parameter."""
     parts = path.split("/")[:-1]
     for i in range(len(parts) + 1):
         yield "/".join(parts[:i])
 
 
 def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
-    """Returns the products of narrow matrices by the path of the layer whose kernel they are of."""
+    """Returns the products of narrow matrices by the path of the layer that has the kernel."""
     kernels = {
         site.output_key: site.path[: -len("kernel")].removesuffix("/")
         for site in plan.sites
@@ -137,7 +137,7 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
             problem="an adapter cannot hold what is kept at a site.",
             given=f"{', '.join(type(x).__name__ for x in values)} at {key!r}",
             expected="one LowRank, at the result of a product with a parameter `kernel`",
-            mend="quantize with loftq or eora alone, or after algorithms that keep nothing at "
+            mend="quantize with only loftq or eora, or after algorithms that keep nothing at "
             "sites.",
         )
         (value,) = values
@@ -149,7 +149,7 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
 def _scaled(
     function: str, path: str, product: LowRank, layer: Adapter
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns both matrices of a product, each with half of what undoes `alpha / rank`."""
+    """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)
     rank, whole = a.shape[-1], min(a.shape[-2], b.shape[-1])
     require_that(
@@ -171,7 +171,7 @@ def _scaled(
         problem=f"the compensation of {path!r} does not fit its adapters.",
         given=f"matrices {a.shape} and {b.shape}",
         expected=f"{layer.a} and {layer.b}",
-        mend="pass what was quantized from the same module, with Dense or Linear in the place of "
+        mend="pass the result of quantizing the same module, with Dense or Linear in the place of "
         "layers with adapters.",
     )
     require_that(

@@ -1,4 +1,4 @@
-"""Attention of a module library over the keys and values of a `jqx.KVCache`."""
+"""Attention of a module library over keys and values in a `jqx.KVCache`."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..caches import KVCache
 from ..caches._shared import check_format
 
 Attention = Callable[..., Any]
-"""`attention(query, key, value, mask=mask, ...)`, as Flax has it."""
+"""`attention(query, key, value, mask=mask, ...)`, as in Flax."""
 
 
 def check_cache(function: str, cache: Any) -> None:
@@ -23,12 +23,12 @@ def check_cache(function: str, cache: Any) -> None:
 
 
 def empty_cache(function: str, format: str, shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
-    """Returns a cache of no tokens, for keys and values of a shape."""
+    """Returns an empty cache for keys and values of a shape."""
     require_that(
         len(shape) == 4,
         error=ValueError,
         function=function,
-        problem="a KVCache has one axis of sequences.",
+        problem="a KVCache has one sequence axis.",
         given=f"keys of shape {tuple(shape)}",
         expected="[batch, tokens, heads, width]",
         mend="merge the leading axes of the inputs, or jax.vmap the layer.",
@@ -46,14 +46,14 @@ def with_cache(
     read: Callable[[], Any],
     write: Callable[[KVCache], None],
 ) -> Attention:
-    """Returns attention that appends keys and values to a cache, and takes those of the cache:
-    each query sees the tokens up to its own, of those that a mask leaves.
+    """Returns attention that appends keys and values to a cache, and then uses those of the cache.
+    Each query attends to the tokens up to its own that a mask allows.
     """
 
     @functools.wraps(attention)
     def attend(query: Any, key: Any, value: Any, *, mask: Any = None, **kwargs: Any) -> Any:
         cache = read()
-        mend = "make it by KVCache.empty, or leave it to the layer."
+        mend = "make it with KVCache.empty, or leave it to the layer."
         check_instance(function, "the cache", cache, KVCache, mend=mend)
         require_that(
             cache.format == format,
@@ -61,8 +61,8 @@ def with_cache(
             function=function,
             problem="the cache has another format than the layer.",
             given=f"a cache of {cache.format!r}",
-            expected=f"cache={format!r}, as the layer has it",
-            mend="initialize the cache anew, or make the layer with the format of the cache.",
+            expected=f"cache={format!r}, as in the layer",
+            mend="initialize the cache again, or make the layer with the format of the cache.",
         )
         cache = cache.append(key, value)
         write(cache)
@@ -75,6 +75,6 @@ def with_cache(
 
 
 def _seen(cache: KVCache, count: int) -> jax.Array:
-    """Returns which tokens the last ones see, [1, 1, count, capacity]."""
+    """Returns which tokens the last `count` ones attend to, [1, 1, count, capacity]."""
     last = cache.length - count + jnp.arange(count, dtype=jnp.int32)
     return (jnp.arange(cache.capacity, dtype=jnp.int32)[None] <= last[:, None])[None, None]

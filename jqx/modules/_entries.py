@@ -1,5 +1,5 @@
 """Statistics and scales by key, such as `attention/query/kernel:dot_general:lhs`, as nested dicts
-in which each stands beside its weight.
+in which each entry is next to its weight.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def flatten(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts nested dicts in two: parameters, and the entries that stand beside them."""
+    """Splits nested dicts in two: parameters, and the entries next to them."""
     params, entries = {}, {}
     for name, value in tree.items():
         if _is_entry(name):
@@ -45,7 +45,7 @@ def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts laid over others: a leaf of `above` takes the place of one `below`."""
+    """Returns `below` updated by `above`: a leaf of `above` replaces the leaf of `below`."""
     merged = dict(below)
     for name, value in above.items():
         under = merged.get(name)
@@ -56,8 +56,8 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def without(tree: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts less the leaves that others have at the same place, and less the dicts
-    that this leaves empty.
+    """Returns nested dicts without the leaves that `gone` has at the same place, and without the
+    dicts that become empty.
     """
     kept = {}
     for name, value in tree.items():
@@ -73,7 +73,7 @@ def without(tree: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unscaled(stats: Mapping[str, Any], scales: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested statistics less those that have become scales."""
+    """Returns nested statistics without those that have become scales."""
     known = flatten(scales)
     return nest({key: stat for key, stat in flatten(stats).items() if key not in known})
 
@@ -83,7 +83,7 @@ def _is_entry(name: str) -> bool:
 
 
 def _parts(key: str) -> list[str]:
-    """Splits the path, which stands before the first colon."""
+    """Splits the path, which precedes the first colon."""
     path, colon, rest = key.partition(":")
     *scopes, last = path.split("/")
     return [*scopes, last + colon + rest]

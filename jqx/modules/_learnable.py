@@ -18,8 +18,8 @@ def check_learnable(learned: Mapping[str, Affine]) -> None:
         not fixed,
         error=ValueError,
         function="learn_scales",
-        problem="an integer zero point, or a scale in a format of its own, has no gradient.",
-        given=f"such at {', '.join(fixed[:4])}",
+        problem="an integer zero point, or a scale in a special format, has no gradient.",
+        given=f"zero points or formatted scales at {', '.join(fixed[:4])}",
         expected="symmetric specs with float scales",
         mend="pass symmetric=True in their specs and no block format, or use fix_scales.",
     )

@@ -1,4 +1,4 @@
-"""What can be used of a module from outside: its public methods and properties."""
+"""Public methods and properties of a module."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ OPERATORS = frozenset(
 
 
 def forwards(kind: type, skipped: Collection[type]) -> dict[str, Any]:
-    """Returns methods and properties for a class laid over another: each public method goes through
-    `self._q_evaluate(name, ...)`, each public property is read by `self._q_read(name)`.
+    """Returns methods and properties for a class that wraps another. Each public method goes
+    through `self._q_evaluate(name, ...)`; each public property is read by `self._q_read(name)`.
 
-    They are those of the class and of all of its bases, mixins among them, but for those that are
-    skipped. Fields of a dataclass, static methods and class methods are left alone.
+    They are those of the class and of all its bases, mixins included, except the skipped ones.
+    Fields of a dataclass, static methods and class methods are left unchanged.
     """
     members: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
@@ -45,7 +45,7 @@ def forwards(kind: type, skipped: Collection[type]) -> dict[str, Any]:
 
 
 def read(kind: type, module: Any, name: str) -> Any:
-    """Returns a property of a module as one of class `kind`; one that is cached is not kept."""
+    """Returns a property of a module as an instance of `kind`; a cached property is not stored."""
     member = unwrapped(inspect.getattr_static(kind, name))
     if isinstance(member, functools.cached_property):
         return member.func(module)
@@ -53,7 +53,7 @@ def read(kind: type, module: Any, name: str) -> Any:
 
 
 def unwrapped(member: Any) -> Any:
-    """Returns a descriptor without what linen wraps it in."""
+    """Returns a descriptor without the wrapper that linen adds."""
     inside = getattr(member, "__dict__", {})
     return inside.get("wrapped", member)
 
@@ -75,7 +75,7 @@ def _property(name: str, member: Any) -> property:
 
 
 def _is_method(x: Any) -> bool:
-    """Whether it is a function, or one under `nnx.jit`, `functools.partialmethod` and the like."""
+    """Returns whether `x` is a function, or is under `nnx.jit`, `functools.partialmethod` etc."""
     other = (type, staticmethod, classmethod)
     return hasattr(x, "__get__") and not isinstance(x, other) and not _is_data(x)
 
@@ -86,6 +86,6 @@ def _is_property(x: Any) -> bool:
 
 
 def _is_data(x: Any) -> bool:
-    """Whether it is a descriptor of data."""
+    """Returns whether `x` is a data descriptor."""
     is_set = hasattr(x, "__get__") and hasattr(x, "__set__")
     return (is_set or isinstance(x, functools.cached_property)) and not isinstance(x, type)

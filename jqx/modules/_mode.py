@@ -10,18 +10,18 @@ class Mode(enum.Enum):
     """What a quantized module does when it is called."""
 
     FLOAT = "float"
-    """As the module that it is made of; quantized weights are dequantized."""
+    """Computes what the float module computes; quantized weights are dequantized."""
 
     CALIBRATE = "calibrate"
-    """As FLOAT, and keeps statistics of every activation that is to get a static scale."""
+    """Like FLOAT, and stores statistics of every activation that is to get a static scale."""
 
     SIMULATE = "simulate"
     """Rounds weights and activations, computes in float, has gradients: for training."""
 
     CONVERT = "convert"
-    """Runs contractions on integers."""
+    """Computes contractions on integers."""
 
 
 def check_mode(function: str, mode: Any) -> None:
-    """Checks that a mode is one."""
-    check_instance(function, "mode", mode, Mode, mend="pass Mode.SIMULATE, or another of them.")
+    """Checks that `mode` is a `Mode`."""
+    check_instance(function, "mode", mode, Mode, mend="pass Mode.SIMULATE or another Mode.")

@@ -29,12 +29,12 @@ from ._scales import check_calibrated, needs_calibration
 
 
 def holds_codes(tree: Any) -> bool:
-    """Whether a leaf of a tree is a QTensor."""
+    """Returns whether a leaf of a tree is a QTensor."""
     return any(map(_is_quantized, jax.tree.leaves(tree, is_leaf=_is_quantized)))
 
 
 def needs_key(policy: Policy) -> bool:
-    """Whether a gradient estimator of a policy draws random numbers in `Mode.SIMULATE`."""
+    """Returns whether a gradient estimator of a policy draws random numbers in `Mode.SIMULATE`."""
     specs = [
         spec
         for rule in policy.rules
@@ -44,26 +44,26 @@ def needs_key(policy: Policy) -> bool:
 
 
 def optional(policy: Policy) -> Policy:
-    """Returns a policy for a method that may reach but some of the weights."""
+    """Returns a policy for a method that may use only some of the weights."""
     return Policy(dataclasses.replace(rule, optional=True) for rule in policy.rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFunction:
-    """A function of weights at its arguments, and what is known of its activations.
+    """A function of weights with its arguments, and what is known about its activations.
 
     Attributes:
-      function: `function(params, *args, **kwargs)`; weights are argument 0. It is traced once,
-        however many transforms look at it.
+      function: `function(params, *args, **kwargs)`; weights are argument 0. It is traced once, even
+        if several transforms use it.
       policy: what is quantized.
-      args: positional arguments behind the weights.
+      args: positional arguments after the weights.
       kwargs: keyword arguments.
-      stats: statistics by key, as far as there are any.
-      scales: scales by key, as far as there are any; they go before statistics.
-      caller: named by errors.
-      dynamic: whether static activations and outputs without statistics or a scale get theirs from
-        the values at hand; else they are an error.
-      path: of the module, for errors.
+      stats: statistics by key, as far as they are known.
+      scales: scales by key, as far as they are known; they take precedence over statistics.
+      caller: the name of the caller in errors.
+      dynamic: whether scales of static activations and outputs without statistics or a scale are
+        computed from the values of the call; otherwise they raise an error.
+      path: path of the module, for errors.
     """
 
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ class QuantizedFunction:
         backward: DTypeLike | None = None,
         key: jax.Array | None = None,
     ) -> Any:
-        """Returns the result, in float, simulated, or on integers."""
+        """Returns the result: in float, simulated, or computed on integers."""
         if mode is Mode.SIMULATE:
             key = key if needs_key(self.policy) else None
             transform = simulate(
@@ -100,11 +100,11 @@ class QuantizedFunction:
         else:
             params, transform = dequantize_params(params), self.function
             if holds_codes((self.args, self.kwargs)):
-                transform = simulate(self.function, Policy([]))  # the same, of quantized state
+                transform = simulate(self.function, Policy([]))  # the same, with quantized state
         return transform(params, *self.args, **self.kwargs)
 
     def with_scales(self, scales: Mapping[str, Affine]) -> "QuantizedFunction":
-        """Returns the same with scales, where it has none yet."""
+        """Returns the function with more scales; scales that it already has stay."""
         return dataclasses.replace(self, scales={**scales, **self.scales})
 
     def plan(self, params: Any) -> Plan:
@@ -113,12 +113,12 @@ class QuantizedFunction:
         return planned(params, *self.args, **self.kwargs)
 
     def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the result in float, and all statistics together with those of this call."""
+        """Returns the result in float, and all statistics merged with those of this call."""
         if self.scales:
             raise ValueError(
                 message(
                     self.caller,
-                    "statistics of activations whose scales are fixed already have no use.",
+                    "statistics have no use: the scales of activations are fixed already.",
                     given=f"scales for {', '.join(list(self.scales)[:4])}, in Mode.CALIBRATE",
                     expected="none",
                     mend="calibrate before scales are fixed, learned or converted; or drop them.",
@@ -131,8 +131,8 @@ class QuantizedFunction:
         return out, {**self.stats, **seen}
 
     def find_scales(self, params: Any, *, weights: bool = False) -> dict[str, Affine]:
-        """Returns the scale of every static activation, from statistics where there are any, else
-        from the values of this call; with `weights`, those of the weights too.
+        """Returns the scale of every static activation, from statistics if there are any, else from
+        the values of this call. `weights` includes the scales of weights.
         """
         plan = self.plan(params)
         found = self._scales_of(plan)
@@ -156,7 +156,7 @@ class QuantizedFunction:
         return _weights(quantize_params(params, plan, self._scales_of(plan)), plan)
 
     def _plan_and_scales(self, params: Any) -> tuple[Plan | Policy, GivenAffines]:
-        """Returns what `simulate` needs; where no scales are known, the policy."""
+        """Returns what `simulate` needs: the policy if no scales are known."""
         if not self.stats and not self.scales:
             if self.dynamic:
                 return self.policy, "dynamic"
@@ -175,7 +175,7 @@ class QuantizedFunction:
         return known
 
     def _check_calibrated(self, missing: list[str], where: str) -> None:
-        """Checks that no static activation or output is without a scale."""
+        """Checks that every static activation and output has a scale."""
         before = self.path and f"{self.path}/"
         check_calibrated(self.caller, [before + key for key in missing], where)
 
@@ -184,7 +184,7 @@ class QuantizedFunction:
         return sorted(plan.static_specs().keys() - self.scales.keys() - self.stats.keys())
 
     def _scales_of(self, plan: Plan) -> dict[str, Affine]:
-        """Returns the known scales of a plan; those of other methods of the module are left out."""
+        """Returns the known scales of a plan, without those of other methods of the module."""
         keys = [*plan.static_specs(), *(weight.key for weight in plan.weights)]
         given = {key: Affine(*self.scales[key]) for key in keys if key in self.scales}
         seen = {key: stat for key, stat in self.stats.items() if key not in given}
@@ -200,13 +200,13 @@ def _weights(params: Any, plan: Plan) -> dict[str, QTensor | Segments]:
 
 
 def _paths(plan: Plan) -> set[str]:
-    """Returns the paths of the parameters that a plan quantizes, or some of whose parts."""
+    """Returns the paths of the parameters that a plan quantizes, in whole or in part."""
     own = {weight.path for weight in plan.weights}
     return own | {split.path for split in plan.splits for x in split.parts if x.path in own}
 
 
 def _fit(params: Any, plan: Plan) -> Any:
-    """Dequantizes what another method of the module multiplies as codes, and this plan does not."""
+    """Dequantizes weights that this plan does not use as codes, but another method does."""
     own = _paths(plan)
     return tree_map_with_path(
         lambda path, x: x if _name(path) in own else dequantize_params(x),

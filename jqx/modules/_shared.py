@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names of this folder that other folders of jqx import, but users do not."""
 
 from ._adapters import Adapter as Adapter
 from ._adapters import by_path as by_path

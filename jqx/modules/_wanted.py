@@ -4,7 +4,7 @@ import enum
 
 
 class Wanted(enum.Enum):
-    """What a run of a module looks for, beside its result."""
+    """What a run of a module looks for in addition to its result."""
 
     CODES = "codes"
     SCALES = "scales"

@@ -1,4 +1,4 @@
-"""Flax's attention, whose decode cache may be a `jqx.KVCache`."""
+"""Flax's attention, with an optional decode cache that is a `jqx.KVCache`."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from ..modules._shared import check_cache, empty_cache, with_cache
 
 
 class CachedAttention(nnx.MultiHeadAttention):
-    """`flax.nnx.MultiHeadAttention` with an argument more: `cache`, the format of a `jqx.KVCache`.
+    """`flax.nnx.MultiHeadAttention` with one more argument: `cache`, the format of a `jqx.KVCache`.
 
     Attributes:
       cache: the format, or `None`.
-      kv_cache: the cache, where `cache` is given, after `init_cache`.
+      kv_cache: the cache, set by `init_cache` if `cache` is given.
     """
 
     attention_fn: Any

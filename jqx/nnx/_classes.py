@@ -1,4 +1,4 @@
-"""Classes of quantized modules: what is laid over a float class."""
+"""Classes of quantized modules, each of which wraps a float class."""
 
 import contextlib
 import functools
@@ -12,22 +12,22 @@ from ..modules._shared import QuantizedFunction, forwards, read
 from ..transforms import Plan
 
 Run = Callable[..., Any]
-"""A function of a float module, and of arguments."""
+"""A function of a float module and of arguments."""
 
 CONTAINERS = {*nnx.List.__mro__, *nnx.Dict.__mro__}
 """Bases of modules whose methods compute nothing."""
 
 
 class Over(nnx.Module):
-    """Base of what is laid over a float class: of whole quantized modules, and of their parts."""
+    """Base of the classes that wrap a float class: whole quantized modules and their parts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Tells Flax of the class, but not the float class: its hooks are for its own kind."""
+        """Calls Flax's hook, but not the float class's, which is for its own subclasses."""
         hook: Any = nnx.Module.__init_subclass__
         hook.__func__(cls, **kwargs)
 
     def _q_is_plain(self) -> bool:
-        """Whether a call is one of the float class itself."""
+        """Returns whether a call runs the method of the float class unchanged."""
         raise NotImplementedError
 
     def _q_function(
@@ -47,7 +47,7 @@ class Over(nnx.Module):
         return self._q_call(name, method(name), args, kwargs)
 
     def _q_read(self, name: str) -> Any:
-        """Reads the property `name` of the float class, in float where it contracts nothing."""
+        """Reads the property `name` of the float class, in float if it contracts nothing."""
         run = functools.partial(read, float_class(type(self)), name=name)
         if not self._q_is_plain():
             call, pure = self._q_function(name, run, (), {})
@@ -69,8 +69,8 @@ def method(name: str) -> Run:
 
 @functools.cache
 def over(kind: type[nnx.Module], base: type[Over], name: str) -> type[Any]:
-    """Returns a class that is `base`, then `kind`, whose every public method and property goes
-    through `base`. A float module can become one: in memory it is laid out as `kind`.
+    """Returns a class with bases `base` and `kind`, whose every public method and property goes
+    through `base`. A float module can become an instance: its memory layout is that of `kind`.
     """
     namespace = {**forwards(kind, CONTAINERS), "__doc__": kind.__doc__}
     namespace |= {"__module__": kind.__module__}
@@ -81,23 +81,23 @@ def over(kind: type[nnx.Module], base: type[Over], name: str) -> type[Any]:
 
 
 def has_members(kind: type[nnx.Module]) -> bool:
-    """Whether a class has methods or properties beside those of containers."""
+    """Returns whether a class has methods or properties other than those of containers."""
     return bool(forwards(kind, CONTAINERS))
 
 
 def float_class(kind: type) -> type:
-    """Returns the class that a quantized one is made of."""
+    """Returns the float class that a quantized class is made from."""
     return next(base for base in kind.__mro__ if not issubclass(base, Over))
 
 
 def become(module: nnx.Module, kind: type) -> None:
-    """Makes a module an instance of another class, so that all references to it stay true."""
+    """Makes a module an instance of another class, so that all references to it stay valid."""
     object.__setattr__(module, "__class__", kind)
 
 
 @contextlib.contextmanager
 def as_float(modules: list[nnx.Module]) -> Iterator[None]:
-    """Makes modules instances of their float classes, for a while."""
+    """Makes modules instances of their float classes inside the context."""
     kinds = [type(module) for module in modules]
     for module, kind in zip(modules, kinds, strict=True):
         become(module, float_class(kind))
@@ -110,7 +110,7 @@ def as_float(modules: list[nnx.Module]) -> Iterator[None]:
 
 @functools.cache
 def _meta(kind: type[type]) -> Callable[..., type]:
-    """Returns a metaclass: bases in memory as they are given, but looked up with `Over` first."""
+    """Returns a metaclass that keeps the order of bases in memory, but looks up `Over` first."""
 
     def mro(cls: type) -> list[type]:
         first, *rest = type.mro(cls)

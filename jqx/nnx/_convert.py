@@ -1,4 +1,4 @@
-"""What becomes of the variables of a quantized model: weights to codes, statistics to scales."""
+"""Converts the variables of a quantized model: weights to codes, statistics to scales."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,30 +37,31 @@ def convert(
     target: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Turns a model to integer execution, in place: quantized weights, and scales of activations.
+    """Converts a model to integer execution in place: its weights and the scales of activations.
 
-    Every planned weight becomes a `QParam`, at its path, without the metadata of its variable;
-    statistics and learned scales become fixed ones; the mode of every part becomes `Mode.CONVERT`,
-    but parts in `Mode.FLOAT` are left alone. Runs a copy of the model once, so nothing else is
-    changed. Under `nnx.jit` (in graph mode, Flax's default) it does this in one program; under
-    `nnx.eval_shape` it gives an abstract model to restore a checkpoint into.
+    Every planned weight becomes a `QParam` at its path, without the metadata of its variable.
+    Statistics and learned scales become fixed scales. The mode of every part becomes
+    `Mode.CONVERT`, except that parts in `Mode.FLOAT` stay unchanged. A copy of the model is run
+    once, so nothing else changes. Under `nnx.jit` (in graph mode, Flax's default) this is one
+    program. Under `nnx.eval_shape` the model becomes an abstract one, into which a checkpoint can
+    be restored.
 
     Args:
-      model: from `quantize`, or with layers or contractions of `jqx.nnx`; calibrated where
+      model: from `quantize`, or with layers or contractions of `jqx.nnx`. It must be calibrated if
         activations have static scales.
-      *args: of the call.
-      method: name of the method that is called.
-      scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
-        leaves that to the model.
-      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
-        products of few rows; `None` leaves them plain.
-      **kwargs: of the call.
+      *args: positional arguments of the call.
+      method: name of the method to call.
+      scales: `"dynamic"` fixes scales that are not calibrated from the values of this call; `None`
+        leaves the choice to the model.
+      target: `"cpu"`, `"gpu"` or `"tpu"` packs the weights as `jqx.pack_for` does, for fast
+        products with few rows; `None` keeps the default layout.
+      **kwargs: keyword arguments of the call.
 
     Raises:
-      TypeError: `model` is no module.
-      ValueError: no weight in it was quantized: no part is quantized or not in `Mode.FLOAT`, or all
-        weights that the call reaches are codes already; a static activation or output has neither
-        statistics nor a scale; `target` is unknown.
+      TypeError: if `model` is not a module.
+      ValueError: if no weight was quantized (no part is quantized or not in `Mode.FLOAT`, or all
+        weights that the call uses are codes already); if a static activation or output has neither
+        statistics nor a scale; if `target` is unknown.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -100,22 +101,22 @@ def fix_scales(
     scales: Scales | None = None,
     **kwargs: Any,
 ) -> None:
-    """Turns the statistics of activations into scales, in place.
+    """Replaces the statistics of activations by scales, in place.
 
-    In `Mode.SIMULATE` scales are found from statistics in every call; this does it once, which
-    saves time where a calibrator searches (`mse`, `entropy`). The mode of every part becomes
-    `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
+    In `Mode.SIMULATE` every call computes scales from statistics. This function computes them once,
+    which saves time if a calibrator searches (`mse`, `entropy`). The mode of every part becomes
+    `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged.
 
     Args:
       model: as for `convert`.
-      *args: of the call.
-      method: name of the method that is called.
+      *args: positional arguments of the call.
+      method: name of the method to call.
       scales: as for `convert`.
-      **kwargs: of the call.
+      **kwargs: keyword arguments of the call.
 
     Raises:
-      TypeError: `model` is no module.
-      ValueError: nothing in it has static activations, or one of them has neither statistics nor
+      TypeError: if `model` is not a module.
+      ValueError: if the model has no static activations, or one of them has neither statistics nor
         a scale.
 
     Example:
@@ -143,26 +144,26 @@ def learn_scales(
     scales: Scales | None = None,
     **kwargs: Any,
 ) -> None:
-    """Makes scales parameters, of weights and of static activations, in place.
+    """Makes the scales of weights and of static activations parameters, in place.
 
-    They are an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts of
-    arrays, by names such as `kernel:weight` and `kernel:dot_general:lhs`. They start where the
-    calibrators put them: from the statistics of a calibration. Use an estimator with a gradient for
-    scales, such as `jqx.gradients.lsq`. The mode of every part becomes
-    `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
+    They become an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts
+    of arrays with names such as `kernel:weight` and `kernel:dot_general:lhs`. Their initial values
+    are those that the calibrators compute from the statistics of a calibration. Use an estimator
+    with a gradient for scales, such as `jqx.gradients.lsq`. The mode of every part becomes
+    `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged.
 
     Args:
       model: as for `convert`.
-      *args: of the call.
-      method: name of the method that is called.
+      *args: positional arguments of the call.
+      method: name of the method to call.
       scales: as for `convert`.
-      **kwargs: of the call.
+      **kwargs: keyword arguments of the call.
 
     Raises:
-      TypeError: `model` is no module.
-      ValueError: nothing in it is quantized; a static activation or output has neither statistics
-        nor a scale; a zero point, or a scale in a format of its own
-        (mxfp8, nvfp4), has no gradient.
+      TypeError: if `model` is not a module.
+      ValueError: if nothing in it is quantized; if a static activation or output has neither
+        statistics nor a scale; if a spec has a zero point or a scale in a special format (mxfp8,
+        nvfp4), which has no gradient.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -187,16 +188,16 @@ def learn_scales(
 
 
 def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: Any) -> Plan:
-    """Returns the plan of a call of a quantized model: every contraction, and its rule.
+    """Returns the plan of a call of a quantized model: every contraction and its rule.
 
     Args:
-      model: a quantized layer, or what `quantize` returns.
-      *args: of the call; arrays or `jax.ShapeDtypeStruct`.
-      method: name of the method that is called.
-      **kwargs: of the call.
+      model: a quantized layer, or the result of `quantize`.
+      *args: positional arguments of the call; arrays or `jax.ShapeDtypeStruct`.
+      method: name of the method to call.
+      **kwargs: keyword arguments of the call.
 
     Raises:
-      TypeError: `model` is not quantized.
+      TypeError: if `model` is not quantized.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -219,7 +220,7 @@ def _search(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[tuple[State, dict[str, Any]]]:
-    """Runs a copy of a model; returns its quantized parts, and what the run found for each."""
+    """Runs a copy of a model; returns its quantized parts and what the run found for each."""
     check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
     if scales is not None:
         check_scales(function, scales)
@@ -235,7 +236,7 @@ def _search(
 
 
 def _copy(model: nnx.Module, args: Any, kwargs: Any) -> tuple[nnx.Module, Any, Any]:
-    """Returns copies of a model and of what a call writes beside it: of nodes among arguments."""
+    """Returns copies of a model and of the other nodes that a call writes: nodes in arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = {place: leaf for place, leaf in enumerate(leaves) if is_node(leaf)}
     ran, copies = nnx.clone((model, list(nodes.values())))
@@ -255,7 +256,7 @@ def _fix(part: State, scales: Mapping[str, Any], mode: Mode) -> None:
 
 
 def _keep_scales(part: State, scales: Mapping[str, Any]) -> None:
-    """Adds scales to those of a part; statistics that became none are kept, for other methods."""
+    """Adds scales to those of a part. Statistics without new scales stay, for other methods."""
     known = overlay(part.quant_scales.get_value(), scales)
     part.quant_scales.set_value(known)
     part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), known))
@@ -294,9 +295,9 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
         weights,
         error=ValueError,
         function="convert",
-        problem=f"an injected {type(part).__name__} is in no layer with the weight {name!r}.",
+        problem=f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
         given=f"weight_name={name!r}",
-        expected="the name of the variable that the layer around contracts with",
+        expected="the name of the variable of the weight in the layer that contains it",
         mend="pass weight_name= to the contraction.",
     )
     return weights
@@ -312,7 +313,7 @@ def _owners(model: nnx.Module, part: Contraction) -> list[nnx.Module]:
 
 
 def _separate(model: nnx.Module) -> None:
-    """Gives each layer that shares an injected contraction with others one of its own."""
+    """Gives each layer that shares an injected contraction a copy of its own."""
     for part in _parts(model):
         if isinstance(part, Contraction):
             for owner in _owners(model, part)[1:]:
@@ -321,14 +322,14 @@ def _separate(model: nnx.Module) -> None:
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """Returns what nested dicts hold at a path, or None."""
+    """Returns the value at a path of nested dicts, or `None`."""
     for key in path:
         tree = tree.get(str(key)) if isinstance(tree, Mapping) else None
     return tree
 
 
 def replace(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
-    """Replaces variables, wherever the model refers to them."""
+    """Replaces variables everywhere in the model."""
 
     def replaced(x: Any) -> Any:
         return new.get(id(x), x)

@@ -1,4 +1,4 @@
-"""A model with adapters takes what quantization of the float model has found."""
+"""Initializes a model with adapters from the quantized float model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,24 +28,24 @@ _NAME = "nnx.init_lora"
 
 @called("nnx.init_lora", "pass jqx.nnx.init_lora(model, quantized).")
 def init_lora(model: nnx.Module, quantized: Quantized) -> None:
-    """Gives a model with `LoRALinear` layers the codes of a quantized one, and adapters that start
-    from the products of narrow matrices that `jqx.algorithms.loftq` or `eora` has found, in place.
+    """Gives a model with `LoRALinear` layers the codes of a quantized model, in place. Its adapters
+    start from the low-rank products that `jqx.algorithms.loftq` or `eora` has found.
 
     All parameters become those of `quantized`; its weights are `QParam`s. The mode of every part
-    becomes `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone. The model then computes what
-    `quantized` does, in `Mode.CONVERT` too, but for rounding in float32: `lora_a` and `lora_b`
-    share what undoes `alpha / rank`. Training goes on from there.
+    becomes `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged. The model then
+    computes the same as `quantized`, also in `Mode.CONVERT`, up to rounding in float32: `lora_a`
+    and `lora_b` share the factor that cancels `alpha / rank`. Training continues from there.
 
     Args:
-      model: with `LoRALinear` layers where the model that was quantized has `flax.nnx.Linear`, and
+      model: has `LoRALinear` layers where the model that was quantized has `flax.nnx.Linear`, and
         other layers of `jqx.nnx` where it has other quantized weights. Its values are not used.
-      quantized: what `jqx.nnx.ptq(float_model, policy, loftq(rank=...))` returns.
+      quantized: the result of `jqx.nnx.ptq(float_model, policy, loftq(rank=...))`.
 
     Raises:
-      TypeError: `model` is no module, or `quantized` no `jqx.Quantized`.
-      ValueError: a `LoRALinear` has no such product, or one of another rank; something else is kept
-        at a site; the parameters of `model` are not those of `quantized`, or a quantized weight is
-        in no layer of `jqx.nnx`.
+      TypeError: if `model` is not a module, or `quantized` is not a `jqx.Quantized`.
+      ValueError: if a `LoRALinear` has no such product, or one of another rank; if something else
+        is kept at a site; if the parameters of `model` are not those of `quantized`; or if a
+        quantized weight is not in a layer of `jqx.nnx`.
 
     Source: Li et al., arXiv:2310.08659 (LoftQ); Liu et al., arXiv:2410.21271 (EoRA).
 
@@ -98,7 +98,7 @@ def _adapter(layer: LoRALinear) -> Adapter:
 
 
 def _variables(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """Returns the variables that a float model has too, by path."""
+    """Returns the variables that the float model also has, by path."""
     _, _, own = nnx.split(model, (nnx.RngState, nnx.LoRAParam, _is_own), ...)
     return {_name(path): variable_at(model, path) for path, _ in nnx.to_flat_state(own)}
 

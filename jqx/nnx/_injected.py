@@ -17,14 +17,14 @@ from ._state import State
 
 
 class Contraction(State):
-    """A contraction with a weight on the right, quantized.
+    """A quantized contraction with a weight on the right.
 
-    It is a module: a layer that has it holds its statistics and scales. `convert` makes the kernel
-    of that layer a `QParam`. Layers that share one object share its statistics; `fix_scales`,
-    `learn_scales` and `convert` give each layer its own.
+    It is a module: the layer that contains it also holds its statistics and scales. `convert` makes
+    the kernel of that layer a `QParam`. Layers that share one object share its statistics;
+    `fix_scales`, `learn_scales` and `convert` give each layer a copy of its own.
 
     Attributes:
-      weight_name: name of the weight in the layer around.
+      weight_name: name of the weight in the layer that contains the contraction.
     """
 
     weight_name: str
@@ -65,18 +65,18 @@ class DotGeneral(Contraction):
     """`jax.lax.dot_general` of an activation and a weight, quantized.
 
     For `nnx.Linear(..., dot_general=...)`, `LinearGeneral`, and attention's `qkv_dot_general` and
-    `out_dot_general`; give the layer `promote_dtype=jqx.nnx.promote_dtype` where its kernel is to
-    be a QTensor. Flax makes a new object of a `dot_general_cls` in every call, which can keep
-    nothing: pass an object.
+    `out_dot_general`. Give the layer `promote_dtype=jqx.nnx.promote_dtype` if its kernel is to
+    become a QTensor. Pass an object, not a `dot_general_cls`: Flax makes a new object of a class in
+    every call, so that the object could not keep statistics or scales.
 
     Args:
       policy: what is quantized; the path of the weight is `weight_name`.
-      mode: what a call does.
+      mode: what a call computes.
       backward: see `jqx.simulate`.
-      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
-        at hand, where they are an error else.
-      weight_name: name of the weight in the layer around.
-      rngs: for gradient estimators that draw.
+      scales: `"dynamic"` computes scales of static activations that are not calibrated from the
+        values of the call. The default raises an error for them.
+      weight_name: name of the weight in the layer that contains the contraction.
+      rngs: for gradient estimators that draw random numbers.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -125,14 +125,14 @@ class ConvGeneralDilated(Contraction):
 
 
 def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
-    """Promotes the operands of a layer as `flax.nnx.nn.dtypes.promote_dtype` does; QTensors too.
+    """Promotes the operands of a layer as `flax.nnx.nn.dtypes.promote_dtype` does, also QTensors.
 
-    For `nnx.Linear(..., promote_dtype=jqx.nnx.promote_dtype)` beside an injected contraction.
+    For `nnx.Linear(..., promote_dtype=jqx.nnx.promote_dtype)` with an injected contraction.
 
     Args:
       args: a tuple of arrays, QTensors, or `None`.
-      dtype: dtype of the results; `None` for what they promote to.
-      inexact: whether that must be a float dtype.
+      dtype: dtype of the results; `None` for the common dtype of the operands.
+      inexact: whether the dtype must be a float dtype.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Flax's layers, quantized: the same arguments, parameters and results, and a policy."""
+"""Flax's layers, quantized: the same arguments, parameters and results, plus a policy."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from ._quantized import Quantized
 class Linear(Quantized, nnx.Linear):
     """`flax.nnx.Linear`, quantized.
 
-    Arguments are those of Flax, and by name `policy`, `mode`, `backward` and `scales`, see
-    `jqx.nnx.quantize`. The parameters are Flax's too, and stand at the same paths, so that a float
-    checkpoint fits.
+    The arguments are those of Flax, plus the keyword arguments `policy`, `mode`, `backward` and
+    `scales`, see `jqx.nnx.quantize`. The parameters are those of Flax at the same paths, so that a
+    float checkpoint fits.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -95,8 +95,8 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
 
 
 class Embed(Quantized, nnx.Embed):
-    """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup, which
-    presets leave in float without `tables=`.
+    """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup.
+    Presets quantize the lookup only with `tables=`; otherwise it stays in float.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -119,18 +119,18 @@ class MultiHeadAttention(Quantized, CachedAttention):
     """`flax.nnx.MultiHeadAttention`, quantized; see `Linear`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
-    scores and mixing are products of activations, which a rule without `weight=` covers.
+    scores and mixing are products of activations, which a rule without `weight=` matches.
 
     `cache="int4"`, `"int2"` or `"fp8"` makes the cache of calls with `decode=True` a `jqx.KVCache`,
-    the value of the `nnx.Cache` that `init_cache((batch, length, features))` sets as `kv_cache`,
-    where Flax has three arrays. Such a call appends one token or several, each of which sees those
-    up to itself, and of these what the mask `[batch, heads, tokens, length]` leaves. Tokens beyond
-    the length give NaN. Without `decode`, such as in training, there is no cache.
+    the value of the `nnx.Cache` that `init_cache((batch, length, features))` sets as `kv_cache`.
+    Flax has three arrays instead. Such a call appends one or more tokens. Each token attends to the
+    tokens up to itself that the mask `[batch, heads, tokens, length]` allows. Tokens beyond the
+    length give NaN. Without `decode`, for example in training, there is no cache.
 
     Raises:
-      ValueError: `cache` is unknown; a call decodes before `init_cache`; inputs have several axes
-        of sequences, or heads a width that the format has no groups for; the cache was replaced by
-        one of another format.
+      ValueError: if `cache` is unknown; if a call decodes before `init_cache`; if inputs have
+        several sequence axes; if the format has no groups for the width of the heads; or if the
+        cache was replaced by one of another format.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp

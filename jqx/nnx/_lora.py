@@ -17,22 +17,23 @@ from ._state import OWN
 
 
 class LoRALinear(Quantized, nnx.Linear):
-    """`flax.nnx.Linear`, quantized, plus a product of two low matrices: `alpha / rank x a b`.
+    """`flax.nnx.Linear`, quantized, plus the low-rank product `alpha / rank x a b`.
 
-    The adapters `lora_a` (inputs, rank) and `lora_b` (rank, features), zeros at first, are
-    `nnx.LoRAParam`; gradients with respect to those, `nnx.grad(..., argnums=nnx.DiffState(0,
-    nnx.LoRAParam))`, train them alone. The base may be 4-bit codes in training: after `convert` it
-    is a `QParam`. Set `Mode.SIMULATE` then, which dequantizes the codes and has all gradients.
-    `init_lora` starts adapters from what `jqx.algorithms.loftq` or `eora` has found.
+    The adapters `lora_a` (inputs, rank) and `lora_b` (rank, features) are `nnx.LoRAParam`; their
+    product is initially zero. To train only them, differentiate with respect to them:
+    `nnx.grad(..., argnums=nnx.DiffState(0, nnx.LoRAParam))`. The base weight may be 4-bit codes in
+    training: after `convert` it is a `QParam`. Then set `Mode.SIMULATE`, which dequantizes the
+    codes and has all gradients. `init_lora` starts adapters from the products that
+    `jqx.algorithms.loftq` or `eora` has found.
 
     Args:
-      in_features: of `nnx.Linear`.
-      out_features: of `nnx.Linear`.
-      rank: of the adapters.
-      alpha: their weight, times rank.
-      policy: what is quantized of the base.
+      in_features: as in `nnx.Linear`.
+      out_features: as in `nnx.Linear`.
+      rank: rank of the adapters.
+      alpha: weight of the adapters, times rank.
+      policy: what is quantized in the base layer.
       rngs: for the parameters.
-      **kwargs: others of `nnx.Linear`, and `mode`, `backward` and `scales`.
+      **kwargs: other arguments of `nnx.Linear`, and `mode`, `backward` and `scales`.
 
     Example:
       >>> import jqx, jqx.nnx, jax, jax.numpy as jnp
@@ -81,17 +82,17 @@ class LoRALinear(Quantized, nnx.Linear):
 
 
 def merge_lora(model: nnx.Module) -> nnx.Module:
-    """Returns a model with every adapter added to its weight, in float, and no adapters.
+    """Returns a model with every adapter added to its weight, in float, and without adapters.
 
     Args:
-      model: with `LoRALinear` layers, float or converted; it is not changed.
+      model: has `LoRALinear` layers, float or converted; it is not changed.
 
     Returns:
       A copy in which those layers are `flax.nnx.Linear`, with float kernels.
 
     Raises:
-      TypeError: `model` is no module.
-      ValueError: there are no adapters.
+      TypeError: if `model` is not a module.
+      ValueError: if there are no adapters.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a traced method returns: arrays, values, and modules of the graph that it was given."""
+"""Results of traced methods: arrays, values, and modules of the graph that was passed in."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from .._checks import require_that
 Path = tuple[Any, ...]
 
 LATER = (abc.Iterator, abc.AsyncIterator, abc.Coroutine, contextlib.AbstractContextManager)
-"""What computes when it is used."""
+"""Types that compute when they are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class _Place:
 
 
 def is_node(x: Any) -> bool:
-    """Whether it is a module, a variable, or another node of a graph."""
+    """Returns whether `x` is a module, a variable or another node of a graph."""
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def to_places(function: str, name: str, out: Any, graph: Any) -> Any:
-    """Returns a result in which places stand for nodes of `graph`."""
+    """Returns a result in which placeholders replace the nodes of `graph`."""
 
     def place(leaf: Any) -> Any:
         if not is_node(leaf):
@@ -41,7 +41,7 @@ def to_places(function: str, name: str, out: Any, graph: Any) -> Any:
             paths,
             error=ValueError,
             function=function,
-            problem=f"`{name}` returns a {type(leaf).__name__} of its own making.",
+            problem=f"`{name}` returns a new {type(leaf).__name__}.",
             given=f"a new {type(leaf).__name__}",
             expected="arrays, or modules and variables that the model has",
             mend="call it on the float model, before jqx.nnx.quantize.",
@@ -52,7 +52,7 @@ def to_places(function: str, name: str, out: Any, graph: Any) -> Any:
 
 
 def from_places(out: Any, graph: Any) -> Any:
-    """Inverts `to_places`, with the nodes of another graph of the same form."""
+    """Inverts `to_places`, with the nodes of another graph of the same structure."""
     if not any(isinstance(leaf, _Place) for leaf in jax.tree.leaves(out)):
         return out
     nodes = {path: node for path, node in nnx.iter_graph(graph) if is_node(node)}
@@ -64,14 +64,14 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
     if isinstance(leaf, functools.partial):
         held += [leaf.func, leaf.args, leaf.keywords, getattr(leaf.func, "__self__", None)]
     for cell in getattr(leaf, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is empty
+        with contextlib.suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
     nodes = [x for x in jax.tree.leaves(held, is_leaf=is_node) if is_node(x)]
     require_that(
         not isinstance(leaf, LATER) and not nodes,
         error=ValueError,
         function=function,
-        problem=f"`{name}` returns something that runs later, which is not traced.",
+        problem=f"`{name}` returns a lazy value, which is not traced.",
         given=f"a {type(leaf).__name__}",
         expected="arrays, values, or modules and variables that the model has",
         mend="compute in a method that returns arrays, or return the module itself.",

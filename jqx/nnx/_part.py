@@ -1,4 +1,4 @@
-"""Modules inside of a quantized one."""
+"""Modules inside a quantized module."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from ._pure import PureCall, pure_call
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Whole:
-    """What a part knows of the quantized module that it is inside of.
+    """What a part knows about the quantized module that contains it.
 
     Attributes:
-      path: of the part.
-      policy: of the whole, whose rules may match nothing here.
-      mode: of the whole.
-      backward: of the whole.
-      quant_dynamic: of the whole.
-      learned: whether it learns scales.
+      path: path of the part.
+      policy: policy of the whole; its rules may match nothing in this part.
+      mode: mode of the whole.
+      backward: backward dtype of the whole.
+      quant_dynamic: as in the whole.
+      learned: whether the whole learns scales.
     """
 
     path: tuple[str, ...]
@@ -39,13 +39,13 @@ class Whole:
         return f"<{'/'.join(self.path)}, {self.mode}>"
 
 
-TOLD = ("policy", "mode", "backward", "quant_dynamic")
-"""Attributes of a whole that its parts are told of."""
+COPIED = ("policy", "mode", "backward", "quant_dynamic")
+"""Attributes of a whole that are copied to its parts."""
 
 
 class Part(Over):
-    """A module inside of a quantized one, which runs it in float. Called from outside, it runs by
-    the policy and in the mode of the whole; but statistics and scales are the whole's alone.
+    """A module inside a quantized module, which runs it in float. A call from outside follows the
+    policy and the mode of the whole, but only the whole has statistics and scales.
     """
 
     quant_part: Whole
@@ -90,17 +90,17 @@ class Part(Over):
 
 
 def make_parts(module: Any) -> None:
-    """Makes the modules inside of a quantized one its parts."""
+    """Makes the modules inside a quantized module its parts."""
     for path, part in nnx.iter_modules(module):
         if part is not module and not isinstance(part, Over) and has_members(type(part)):
             become(part, over(type(part), Part, type(part).__name__))
             names = tuple(map(str, path))
-            known = {name: getattr(module, name) for name in TOLD}
+            known = {name: getattr(module, name) for name in COPIED}
             cast(Part, part).quant_part = Whole(names, **known, learned=False)
 
 
-def tell_parts(module: nnx.Module, **known: Any) -> None:
-    """Tells the parts of a module what has changed."""
+def update_parts(module: nnx.Module, **known: Any) -> None:
+    """Updates the parts of a module after a change."""
     for _, part in nnx.iter_modules(module):
         if isinstance(part, Part):
             part.quant_part = dataclasses.replace(part.quant_part, **known)

@@ -1,4 +1,4 @@
-"""`ptq` of an nnx model: the one call, on the values of its variables."""
+"""`ptq` for an nnx model, on the values of its variables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,30 +31,30 @@ def ptq(
     """Quantizes an nnx model after training: `ptq(model, policy)(batches)`.
 
     `quantized.function(quantized.params, *args)` calls the model on integers, and is pure: `params`
-    are nested dicts of the values of its variables, by their paths, with QTensors in the place of
-    weights. Streams of random numbers stay in the function. A call that writes a variable, such as
-    a running mean in training or a cache, is an error: `jqx.nnx.quantize` is for such models.
-    `model` is not changed; the weights are those that it has when batches are given.
+    are nested dicts of the values of the variables by path, with QTensors in the place of weights.
+    Streams of random numbers stay in the function. A call that writes a variable, such as a running
+    mean in training or a cache, is an error: use `jqx.nnx.quantize` for such models. `model` is not
+    changed. The weights are those that the model has when batches are passed.
 
     Args:
       model: any float model.
       policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
       algorithm: as in `jqx.ptq`; its `params` are those nested dicts.
-      method: name of the method that is called.
+      method: name of the method to call.
       effort: as in `jqx.ptq`.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
-      **kwargs: keyword arguments of every call. Calls may give others.
+      **kwargs: keyword arguments of every call. Calls may pass others.
 
     Returns:
-      A function of batches: each a tuple of the arguments of the model, or a lone one. It returns a
-      `jqx.Quantized`, which `jqx.save` writes; after `jqx.load`, `bind` of `jqx.nnx` makes it of
-      the model again.
+      A function of batches. Each batch is a tuple of the arguments of the model, or a single
+      argument. The function returns a `jqx.Quantized`, which `jqx.save` writes. After `jqx.load`,
+      `jqx.nnx.bind` binds it to the model again.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: `model` or a part of it is quantized already, or a call writes a variable; or as
-        for `jqx.ptq`.
+      TypeError: if an argument has another type.
+      ValueError: if `model` or a part of it is quantized already, or a call writes a variable; or
+        as for `jqx.ptq`.
 
     Example:
       >>> import jax, jqx, jqx.nnx, jax.numpy as jnp
@@ -93,19 +93,19 @@ def bind(
     target: Target = None,
     **kwargs: Any,
 ) -> Quantized:
-    """Returns the quantized model of a file, bit for bit the one that was saved.
+    """Returns the quantized model of a file, bit for bit equal to the one that was saved.
 
     Args:
-      unbound: what `jqx.load` returns.
-      model: a model of the structure of the one that was quantized; its values are not used, and it
-        may be abstract, from `nnx.eval_shape`. Streams of random numbers are taken from it.
-      method: name of the method that is called.
+      unbound: the result of `jqx.load`.
+      model: a model with the structure of the one that was quantized. Its values are not used, and
+        it may be abstract, from `nnx.eval_shape`. Streams of random numbers are taken from it.
+      method: name of the method to call.
       target: as in `jqx.ptq`.
-      **kwargs: keyword arguments of every call, those of `jqx.nnx.ptq`.
+      **kwargs: keyword arguments of every call, the same as for `jqx.nnx.ptq`.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: the model is not the one that was quantized; or as for `jqx.Unbound.bind`.
+      TypeError: if an argument has another type.
+      ValueError: if the model is not the one that was quantized; or as for `jqx.Unbound.bind`.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp, tempfile
@@ -116,7 +116,7 @@ def bind(
       >>> jqx.nnx.bind(jqx.load(path), model)(x).shape
       (1, 8)
     """
-    mend = "pass what jqx.load returns of a quantized model."
+    mend = "pass the result of jqx.load for a quantized model."
     check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
     check_float("nnx.bind", model)
     return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target)
@@ -125,7 +125,7 @@ def bind(
 def _called(
     function: str, model: nnx.Module, method: str, kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """Returns a model as a function of the values of its variables, and their state."""
+    """Returns a model as a function of the values of its variables, and the state of these."""
     graphdef, streams, state = nnx.split(model, nnx.RngState, ...)
     empty = nnx.map_state(lambda _, variable: variable.replace(None), state)
     paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -142,9 +142,9 @@ def _called(
             not changed,
             error=ValueError,
             function=function,
-            problem=f"`{method}` writes variables, which a function of its weights cannot.",
+            problem=f"`{method}` writes variables, which a pure function cannot do.",
             given=", ".join(map(repr, changed[:4])),
-            expected="a method that reads them",
+            expected="a method that only reads variables",
             mend="call model.eval() first, which stops dropout and running means; or use "
             "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
         )
@@ -154,7 +154,7 @@ def _called(
 
 
 def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -> None:
-    """Checks that parameters have a value for each variable."""
+    """Checks that the parameters have a value for each variable."""
 
     def has(path: tuple[str, ...]) -> bool:
         inner = params
@@ -170,7 +170,7 @@ def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -
         error=ValueError,
         function=function,
         problem="the parameters are not those of the model.",
-        given=f"nothing for {', '.join(map(repr, missing[:4]))}",
-        expected=f"values of {len(paths)} variables",
+        given=f"no value for {', '.join(map(repr, missing[:4]))}",
+        expected=f"values for {len(paths)} variables",
         mend="pass quantized.params, of this model.",
     )

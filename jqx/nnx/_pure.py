@@ -17,13 +17,13 @@ from ._variables import QParam
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
-    """A call of a method, its module and other graph nodes taken apart.
+    """A call of a method, split into its weights, its state and its other graph nodes.
 
     Attributes:
-      function: `function(params, *args) -> (out, written)`, where `written` is the state of those
+      function: `function(params, *args) -> (out, written)`, where `written` is the state of the
         variables that the method writes.
       params: weights by path, as nested dicts.
-      args: the rest of the state, and the arguments.
+      args: the rest of the state and the arguments.
       graph: the nodes that `written` belongs to.
     """
 
@@ -33,14 +33,14 @@ class PureCall:
     graph: Any
 
     def finish(self, result: tuple[Any, Any]) -> Any:
-        """Writes what the method wrote; returns what it returned."""
+        """Writes the variables that the method wrote; returns the result of the method."""
         out, written = result
         if written:
             nnx.update(self.graph, written)
         return from_places(out, self.graph)
 
     def inside(self, path: tuple[str, ...]) -> "PureCall":
-        """Returns the same with the weights at a path inside of others."""
+        """Returns the same call, with its weights at a path inside a larger tree."""
 
         def function(params: Any, *args: Any) -> Any:
             for name in path:
@@ -62,16 +62,16 @@ def pure_call(
     *,
     constant: bool,
 ) -> PureCall:
-    """Returns a call of `run`, called `name`, on a module as one of its float class.
+    """Returns a call of `run`, named `name`, on a module as an instance of its float class.
 
-    Codes are constants, which no method writes; with `constant`, all weights are.
+    Codes are constants, which no method writes; with `constant`, all weights are constants.
     """
     graph, others, put_in = _apart(module, args, kwargs)
     graphdef, weights, own, rest = nnx.split(graph, is_coded, _is_own, ...)
     caller = type(module).__name__
 
     def function(params: Any, rest: Any, others: list[Any]) -> Any:
-        # A copy of the graph: whatever `run` does to it, the module is as it was.
+        # Work on a copy of the graph, so that the module stays as it is whatever `run` does.
         emptied = nnx.map_state(lambda _, variable: variable.replace({}), own)
         copy = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, rest)
         before = leaves_by_path(copy)
@@ -95,11 +95,11 @@ def pure_call(
 def _apart(
     module: Over, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Any], Callable[[list[Any], list[Any]], Any]]:
-    """Takes the graph nodes out of arguments.
+    """Splits arguments into graph nodes and other leaves.
 
     Returns:
-      The module and these nodes; the other leaves, `None` in the places of nodes; and
-      `put_in(others, nodes) -> (args, kwargs)`, which puts other ones in their place.
+      The module and the other nodes; the other leaves, with `None` in the places of nodes; and
+      `put_in(others, nodes) -> (args, kwargs)`, which puts new values in their places.
     """
     leaves, tree = jax.tree.flatten((args, dict(kwargs)), is_leaf=_is_whole)
     places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
@@ -121,13 +121,13 @@ def _quantized(module: Over) -> list[nnx.Module]:
 
 
 def is_coded(path: Path, variable: Any) -> bool:
-    """Whether a variable of `(module, others)` is a weight of the module."""
+    """Returns whether a variable of `(module, others)` is a weight of the module."""
     inside = path[0] == 0 and path[1] not in OWN
     return inside and isinstance(variable, (nnx.Param, QParam))
 
 
 def values(state: Any) -> dict[str, Any]:
-    """Returns the values of variables, as nested dicts with names for keys."""
+    """Returns the values of variables, as nested dicts keyed by name."""
     nested: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parts, last = map(str, path)
@@ -139,7 +139,7 @@ def values(state: Any) -> dict[str, Any]:
 
 
 def with_values(state: Any, params: Any) -> Any:
-    """Returns a state with other values, as nested dicts."""
+    """Returns a state with other values, given as nested dicts."""
 
     def replaced(path: Path, variable: Any) -> Any:
         value = params
@@ -166,7 +166,7 @@ def leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
 
 
 def was_written(path: Path, variable: Any, before: Mapping[Path, list[Any]]) -> bool:
-    """Whether a variable is new, or has other arrays than before."""
+    """Returns whether a variable is new, or has other arrays than before."""
     given = before.get(path)
     return given is None or not _are_same(given, jax.tree.leaves(variable))
 
@@ -176,7 +176,7 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after: Any) -> None:
-    """Checks that a method has changed nothing but variables."""
+    """Checks that a method has changed only variables."""
     if nnx.graphdef(after) == graphdef:
         return
     old, new = _attributes(before), _attributes(after)
@@ -186,9 +186,9 @@ def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after:
         not changed,
         error=ValueError,
         function=caller,
-        problem=f"`{name}` sets attributes that are no variables.",
+        problem=f"`{name}` sets attributes that are not variables.",
         given=f"{', '.join(changed[:4])}",
-        expected="a method that writes variables alone: it is traced",
+        expected="a method that writes only variables, since it is traced",
         mend="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
     )
 

@@ -1,4 +1,4 @@
-"""A whole module, quantized from outside."""
+"""Quantizes a whole float module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,31 +27,31 @@ def quantize(
     scales: Scales = "calibrated",
     rngs: nnx.Rngs | None = None,
 ) -> Any:
-    """Returns a model like another whose every public method runs through the transforms.
+    """Returns a copy of a model whose every public method runs through the transforms.
 
-    Properties do too, and what bases and mixins give. The modules inside are parts of the model:
-    one that is called from outside follows the rules and the mode of the whole, and is an error
-    where it needs statistics or scales, which the whole alone has.
+    So do properties, and methods inherited from bases and mixins. The modules inside become parts
+    of the model. A call of a part from outside follows the rules and the mode of the whole. It is
+    an error if the call needs statistics or scales, which only the whole has.
 
-    Nothing of `model` is changed: the result has variables of its own, of the same values, at the
-    same paths. It is an instance of its class too. Variables that are shared stay so, and are
-    quantized once. A method is traced: it may write variables, but no other attributes. Every rule
-    of the policy must match something in `__call__`, and in the method that `convert` and the like
-    run; in other methods, such as one that makes a cache, rules may match nothing.
+    `model` is not changed: the result has new variables with the same values at the same paths. It
+    is also an instance of the class of `model`. Shared variables stay shared, and are quantized
+    once. A method is traced: it may write variables, but no other attributes. Every rule of the
+    policy must match something in `__call__`, and in the method that `convert` and similar
+    functions run. In other methods, such as one that makes a cache, rules may match nothing.
 
     Args:
       model: any nnx module.
       policy: what is quantized; paths are those of the parameters, such as `blocks/0/up/kernel`.
-      mode: what a call does; `result.set_attributes(mode=...)` sets another.
+      mode: what a call computes; `result.set_attributes(mode=...)` changes it.
       backward: see `jqx.simulate`.
-      scales: `"dynamic"` takes scales of static activations that are not calibrated from the values
-        at hand, where they are an error else.
-      rngs: for gradient estimators that draw: a fork of the stream `quant`.
+      scales: `"dynamic"` computes scales of static activations that are not calibrated from the
+        values of the call. The default raises an error for them.
+      rngs: for gradient estimators that draw random numbers: a fork of the stream `quant`.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: `model` or a part of it is quantized already, or it has an attribute of a name
-        that quantized modules use, or `scales` is not known.
+      TypeError: if an argument has another type.
+      ValueError: if `model` or a part of it is quantized already; if it has an attribute with a
+        name that quantized modules use; or if `scales` is unknown.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -72,7 +72,7 @@ def quantize(
 
 
 def check_float(function: str, model: Any, attributes: Sequence[str] = ()) -> None:
-    """Checks that a model is one of nnx, in float, and without attributes of these names."""
+    """Checks that a model is an nnx module, in float, without attributes of these names."""
     check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
     both = [name for name in attributes if hasattr(model, name)]
     parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]

@@ -10,16 +10,16 @@ from ..modules import Mode
 from ..modules._shared import QuantizedFunction, Scales, Wanted, holds_codes, optional
 from ..policy import Policy
 from ._classes import Run
-from ._part import TOLD, make_parts, tell_parts
+from ._part import COPIED, make_parts, update_parts
 from ._pure import PureCall, pure_call
 from ._state import State
 
 
 class Quantized(State):
-    """Base of modules whose methods run through the transforms, on the weights of a float one.
+    """Base of modules whose methods run through the transforms, on the weights of a float module.
 
-    A subclass names the float class as its second base. It takes that one's arguments, and by name
-    `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
+    A subclass names the float class as its second base. It takes the arguments of that class, plus
+    the keyword arguments `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Quantized(State):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in TOLD:
-            tell_parts(self, **{name: value})
+        if name in COPIED:
+            update_parts(self, **{name: value})
         elif name == "learned_scales":
-            tell_parts(self, learned=value is not None)
+            update_parts(self, learned=value is not None)
 
     def _q_set_up(
         self,

@@ -1,4 +1,4 @@
-"""The variables of a quantized nnx module, and what each mode does with them."""
+"""The variables of a quantized nnx module, and how each mode uses them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,17 +33,18 @@ class State(Over):
     """Base of nnx modules that have a policy and a mode.
 
     Attributes:
-      policy: what is quantized; paths are those of the parameters inside of this module.
-      mode: what a call does; `model.set_attributes(mode=...)` sets it in all modules.
+      policy: what is quantized; paths are those of the parameters inside this module.
+      mode: what a call computes; `model.set_attributes(mode=...)` sets it in all modules.
       backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
         then runs on integers, see `jqx.simulate`.
-      quant_dynamic: whether static activations and outputs that are not calibrated get scales from
-        the values at hand: `scales="dynamic"`.
-      quant_stats: statistics; what is in it changes, the variable is always there.
-      quant_scales: fixed scales of activations, likewise.
+      quant_dynamic: whether scales of static activations and outputs that are not calibrated are
+        computed from the values of the call: `scales="dynamic"`.
+      quant_stats: statistics. The variable always exists; only its contents change.
+      quant_scales: fixed scales of activations. The variable always exists.
       learned_scales: scales that are trained, from `learn_scales`: nested dicts of arrays.
-      quant_rng: stream of random numbers for gradient estimators that draw.
-      quant_found: on the copy that `convert` and the like run, what they look for; else `None`.
+      quant_rng: stream of random numbers, for gradient estimators that draw them.
+      quant_found: what `convert` and similar functions look for, on the copy that they run; else
+        `None`.
     """
 
     policy: Policy
@@ -75,7 +76,7 @@ class State(Over):
             function=name,
             problem="a gradient estimator of the policy draws random numbers.",
             given="rngs=None",
-            expected="an nnx.Rngs, of whose stream `quant` it takes a fork",
+            expected="an nnx.Rngs; the model takes a fork of its stream `quant`",
             mend="pass rngs=nnx.Rngs(params=0, quant=1).",
         )
         self.policy, self.mode, self.backward = policy, mode, backward
@@ -85,7 +86,7 @@ class State(Over):
         self.quant_rng = rngs["quant"].fork() if random and rngs is not None else nnx.data(None)
 
     def _q_wanted(self) -> Wanted | None:
-        """Returns what `convert` and the like look for, beside the result."""
+        """Returns what `convert` and similar functions look for in addition to the result."""
         return None if self.quant_found is None else self.quant_found.wanted
 
     def _q_known(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class State(Over):
         return {"stats": stats, "scales": scales, "dynamic": self.quant_dynamic}
 
     def _q_run(self, call: QuantizedFunction, params: Mapping[str, Any]) -> Any:
-        """Evaluates a function in this mode; keeps what it learns."""
+        """Evaluates a function in this mode, and stores the statistics or scales that it finds."""
         check_mode(type(self).__name__, self.mode)
         if self.mode is Mode.CALIBRATE:
             result, stats = call.observe(params)
@@ -117,7 +118,7 @@ class State(Over):
     def _q_search(
         self, call: QuantizedFunction, params: Mapping[str, Any], found: Found
     ) -> tuple[QuantizedFunction, Mapping[str, Any]]:
-        """Finds what is wanted; returns the call and the weights with it."""
+        """Finds what is wanted; returns the call and the weights with the values found."""
         if found.wanted is Wanted.LEARNED:
             learned = call.find_scales(params, weights=True)
             self._q_keep(found, Wanted.LEARNED, nest(learned))

@@ -1,5 +1,5 @@
-"""Variables of quantized nnx modules, each of a type of its own, for `nnx.split`, `nnx.grad` and
-other filters.
+"""Variables of quantized nnx modules. Each has its own type, for `nnx.split`, `nnx.grad` and other
+filters.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from ..modules._shared import Wanted
 class QParam(nnx.Variable[Any]):
     """A quantized weight: a `jqx.QTensor`, where the float module has an `nnx.Param`.
 
-    It is no `nnx.Param`, so that gradients, which are with respect to those, leave it out.
+    It is not an `nnx.Param`, so that gradients with respect to `nnx.Param` leave it out.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -27,11 +27,11 @@ class QParam(nnx.Variable[Any]):
 
 
 class Stat(nnx.Variable[Any]):
-    """Statistics of activations, written in `Mode.CALIBRATE`: nested dicts, empty at first, in
-    which each stands under the path of its weight, such as `kernel:dot_general:lhs`.
+    """Statistics of activations, written in `Mode.CALIBRATE`. They are nested dicts, initially
+    empty, with each entry at the path of its weight, such as `kernel:dot_general:lhs`.
 
-    Under `nnx.scan` and `nnx.vmap` over layers it needs their axis, as parameters do: Flax drops
-    what is written to variables of axis `None`.
+    Under `nnx.scan` and `nnx.vmap` over layers, statistics need the axis of the layers, as
+    parameters do: Flax drops writes to variables with axis `None`.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -58,8 +58,8 @@ class Scale(nnx.Variable[Any]):
 
 
 class Found(nnx.Variable[Any]):
-    """What a run of `convert`, `fix_scales` or `learn_scales` finds for one module: codes, scales
-    and learned scales, by these names. Only the copy that is run has it.
+    """Results of a run of `convert`, `fix_scales` or `learn_scales` for one module: codes, scales
+    and learned scales, by these names. Only the copy that is run has this variable.
     """
 
     wanted: Wanted

@@ -48,7 +48,7 @@ def test_a_folder_of_floats_is_quantized_into_the_format_of_others(
         q = archive.read("layers.0.up.weight")
     assert isinstance(q, jqx.QTensor) and (out / "tokenizer.json").exists()
     assert run(capsys, "verify", out, folder)[0] == 0
-    assert "is there already" in error_of(capsys, "convert", folder, out, "--format", format)
+    assert "exists already" in error_of(capsys, "convert", folder, out, "--format", format)
     assert run(capsys, "convert", folder, out, "--format", format, *rules, "--force")[0] == 0
 
 
@@ -164,7 +164,7 @@ def test_arguments_that_do_not_fit(capsys, tmp_path, folder):
         capsys, "convert", file, tmp_path / "out", "--format", "gguf"
     )
     both = saved(tmp_path / "both", {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)})
-    assert "two tensors have one name" in error_of(
+    assert "two tensors have the same name" in error_of(
         capsys, "convert", both, tmp_path / "out", "--format", "safetensors"
     )
     assert not (tmp_path / "out").exists()

@@ -93,8 +93,8 @@ def test_a_histogram_shows_the_grid_of_one_tensor(capsys, source, picture, drawn
 
 
 ERRORS = {
-    "two for a histogram": (["--kind", "histogram", "--policy", "w8a16"], "of one quantized"),
-    "none for a histogram": (["--kind", "histogram"], "of one quantized tensor"),
+    "two for a histogram": (["--kind", "histogram", "--policy", "w8a16"], "shows one quantized"),
+    "none for a histogram": (["--kind", "histogram"], "shows one quantized tensor"),
     "no noise": (["--kind", "sqnr"], "there is no noise"),
     "nothing": (["--tensor", "x"], "there is nothing to draw"),
     "integers": (["--tensor", "position_ids"], "there is nothing to draw"),

@@ -180,7 +180,7 @@ def test_bytes_are_those_of_the_file(capsys, source, out):
 
 def test_the_input_may_be_the_output(capsys, source):
     command = ["quantize", source, source, "--policy", "w8a16"]
-    assert "is there already" in error_of(capsys, *command)
+    assert "exists already" in error_of(capsys, *command)
     assert run(capsys, *command, "--dry-run")[0] == 0
     assert not isinstance(jqx.load(source)["embed.weight"], jqx.QTensor)
     assert run(capsys, *command, "--force")[0] == 0

@@ -211,7 +211,7 @@ def test_a_page_is_written_and_shown_in_a_notebook(tmp_path, quantized):
 def test_what_is_no_model_or_no_result_is_refused(quantized):
     with pytest.raises(TypeError, match=r"(?s)`model` is not a quantized model.*Report, or a Plan"):
         dashboard(PARAMS)
-    with pytest.raises(ValueError, match="`params` is given without a plan"):
+    with pytest.raises(ValueError, match="`params` is passed without a plan"):
         dashboard(quantized, PARAMS)
     for name in ("comparison", "sensitivities", "explanation", "assignment"):
         with pytest.raises(TypeError, match=f"`{name}` is not a"):

@@ -47,7 +47,7 @@ WRONG = {
     "of awq": ("own_awq", {"sym": True}, "contradicts the config"),
     "bits": ("own_awq", {"bits": 3}, "bits == 3"),
     "no objects": ("own_gptq", {"extra_config": [1]}, "a JSON object"),
-    "in float": ("own_gptq", {"extra_config": {".*q_proj": {"bits": 16}}}, "belongs to no layer"),
+    "in float": ("own_gptq", {"extra_config": {".*q_proj": {"bits": 16}}}, "not belong to a layer"),
 }
 
 

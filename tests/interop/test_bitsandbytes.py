@@ -76,14 +76,14 @@ def layer(state=None, **tensors):
 WRONG = {
     "a shape": (layer({"shape": [2, 2**62]}), "'m.weight' .* is not what its layer needs"),
     "a shape of one": (layer({"shape": [128]}), "two sizes"),
-    "rows": (layer({"blocksize": 128}), "has blocks that go across rows"),
+    "rows": (layer({"blocksize": 128}), "has blocks that cross rows"),
     "no size": (layer({"blocksize": 0}), "blocksize == 0"),
     "another format": (layer({"quant_type": "fp4"}), "quant_type == 'fp4'"),
     "a dtype": (layer({"dtype": "int8"}), "dtype == 'int8'"),
     "no scales": (layer(absmax=None), "'m.weight.absmax' is missing"),
     "too few scales": (layer(absmax=np.ones(1, np.float32)), "'m.weight.absmax' .* is not"),
     "no state": (layer(nested_absmax=np.ones(1, np.float32), absmax=np.ones(2, np.uint8)), "nest"),
-    "a table": (layer(quant_map=np.full(16, np.nan, np.float32)), "is no table of numbers"),
+    "a table": (layer(quant_map=np.full(16, np.nan, np.float32)), "is not a table of numbers"),
 }
 
 
@@ -100,5 +100,5 @@ def test_a_state_that_is_no_json_is_refused(tmp_path):
     tensors = layer()
     tensors["m.weight.quant_state.bitsandbytes__nf4"] = np.full(9, 255, np.uint8)
     config = {"quantization_config": {"quant_method": "bitsandbytes"}}
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         jqx.load(str(write_folder(tmp_path, tensors, config)))

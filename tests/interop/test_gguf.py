@@ -299,8 +299,8 @@ def test_what_cannot_be_is_refused(path):
         head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
         refused(path, head + struct.pack("<I", kind) + bytes(64), f"type {kind}")
         refused(path, head + struct.pack("<II", 9, kind) + bytes(64), f"type {kind}")
-    refused(path, file_of((), [(b"\xff", 4, 1)]), "no UTF-8")
-    refused(path, file_of((), [("k", 8, b"\xff")]), "no UTF-8", "'k'")
+    refused(path, file_of((), [(b"\xff", 4, 1)]), "not UTF-8")
+    refused(path, file_of((), [("k", 8, b"\xff")]), "not UTF-8", "'k'")
     long = "k" * 5000
     refused(path, file_of((), [(long, 4, 1), (long, 4, 1)]), "twice")
 

@@ -129,7 +129,7 @@ def test_heads_that_do_not_fit_are_refused():
         rules = [Name("Q4_1", "q", interleaved=2), Name("{rest:.*}", None)]
         assert_refused(lambda: tree(archive, rules), "'Q4_1'", "rows of 2 heads")
     for fields in ({"interleaved": -1}, {"halved": -2}, {"interleaved": 2, "halved": 2}):
-        assert_refused(lambda fields=fields: Name("a", "b", **fields), "no number of heads")
+        assert_refused(lambda fields=fields: Name("a", "b", **fields), "not a number of heads")
 
 
 def test_rows_of_halves_become_pairs():
@@ -266,7 +266,7 @@ def test_arguments_that_do_not_fit(tmp_path):
     refuse("`limit` has no use", limit=3)
     refuse("`activation` has no use", activation="int8:token:dynamic")
     write(path, leaves, "gguf", metadata={**METADATA, "general.alignment": 64})
-    refuse("is there already", error=FileExistsError)
+    refuse("exists already", error=FileExistsError)
     write(path, {"v": jnp.ones(3)}, "gguf", metadata=METADATA, overwrite=True)
     assert jqx.load(path).keys() == {"v"}
     with jqx.interop.read(path) as archive:

@@ -181,7 +181,7 @@ def test_shapes_that_no_array_has_are_refused_at_once(path, shape):
     fields = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
     path.write_bytes(file_of({"x": fields}, bytes(size)))
     start = time.process_time()
-    assert_refused(lambda: jqx.load(path), "the tensor 'x' without dtype, shape and data_offsets")
+    assert_refused(lambda: jqx.load(path), "the tensor 'x' without consistent dtype, shape")
     assert time.process_time() - start < 2
 
 
@@ -197,13 +197,13 @@ def test_places_that_are_none_are_refused(path, place):
 @pytest.mark.parametrize("dtype", [None, 3, ["F32"], {"F32": 1}])
 def test_dtypes_that_are_none_are_refused(path, dtype):
     path.write_bytes(file_of({"x": {**entry(), "dtype": dtype}}, bytes(8)))
-    assert_refused(lambda: jqx.load(path), "without dtype")
+    assert_refused(lambda: jqx.load(path), "without consistent dtype")
 
 
 @pytest.mark.parametrize("fields", [None, 3, "x", [], {}])
 def test_tensors_without_fields_are_refused(path, fields):
     path.write_bytes(file_of({"x": fields}))
-    assert_refused(lambda: jqx.load(path), "without dtype")
+    assert_refused(lambda: jqx.load(path), "without consistent dtype")
 
 
 def test_a_key_that_stands_twice_is_refused(path):
@@ -306,7 +306,11 @@ def test_arrays_without_values_are_refused(path):
     like = jax.ShapeDtypeStruct((2,), jnp.float32)
     masked = np.ma.array([1.0, 2.0], mask=[True, False])
     q = jax.tree.map(lambda _: "x", quantized(jnp.int8))
-    for tree, words in ((like, "no values"), ([masked], "MaskedArray"), ({"q": q}, "is no array")):
+    for tree, words in (
+        (like, "no values"),
+        ([masked], "MaskedArray"),
+        ({"q": q}, "is not an array"),
+    ):
         assert_refused(lambda t=tree: jqx.save(path, t), words, error=TypeError)
     for metadata in ({"a": 1}, {"jqx": "x"}, [("a", "b")], {1: "a"}):
         assert_refused(

@@ -101,7 +101,7 @@ WRONG = {
     "scales": ({"m.scales": np.ones((1, 32), np.int32)}, {}, "'m.scales' .* is not what"),
     "no scales": ({"m.scales": None}, {}, "'m.scales' is missing"),
     "no order": ({"m.g_idx": None}, {"desc_act": True}, "'m.g_idx' is missing"),
-    "an order": ({"m.g_idx": np.ones(32, np.int32)}, {}, "as many elements in each group"),
+    "an order": ({"m.g_idx": np.ones(32, np.int32)}, {}, "equally many elements in each group"),
     "three axes": ({"m.qweight": np.zeros((1, 4, 32), np.int32)}, {}, "two axes"),
     "overrides": ({}, {"dynamic": [1]}, "a JSON object"),
 }
@@ -151,7 +151,7 @@ def test_awq_interleaves_columns(tmp_path):
         ({"bits": 8}, "bits == 8"),
         ({"zero_point": False}, "contradicts the config"),
         ({"group_size": 16}, "'m.scales' .* is not what its layer needs"),
-        ({"modules_to_not_convert": ["m"]}, "belongs to no layer"),
+        ({"modules_to_not_convert": ["m"]}, "does not belong to a layer"),
     ]:
         write_folder(tmp_path, tensors, {"quantization_config": {**said, **fields}})
         with pytest.raises(ValueError, match=words):
@@ -218,7 +218,7 @@ def test_scales_of_stacked_experts_lie_along_the_axis_that_they_have(tmp_path):
         wanted = codes.astype(np.float32) * scale.reshape(shape)
         np.testing.assert_array_equal(q.dequantize(), wanted)
     tensors = {"experts.up": codes, "experts.up_scale": scale[:, :3].reshape(2, 3, 1)}
-    with pytest.raises(ValueError, match="has not the shape"):
+    with pytest.raises(ValueError, match="does not have the shape"):
         jqx.load(str(write_folder(tmp_path, tensors, config)))
 
 
@@ -234,7 +234,7 @@ def test_fbgemm_has_a_scale_for_each_row(tmp_path):
     assert loaded["m.input_scale_ub"] == 1200 and loaded["m.weight"].dtype == jnp.bfloat16
     same(loaded["m.weight"], q.astype(jnp.bfloat16), "m")
     config["quantization_config"] |= {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    with pytest.raises(ValueError, match="has not the shape that the config says"):
+    with pytest.raises(ValueError, match="does not have the shape in the config"):
         jqx.load(str(write_folder(tmp_path, tensors, config)))
 
 
@@ -314,14 +314,14 @@ def test_experts_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(ValueError, match=words):
             jqx.interop.read(folder)
     folder = write_folder(tmp_path, {n: x for n, x in tensors.items() if n != blocks}, OSS)
-    with pytest.raises(ValueError, match="belongs to no layer"):
+    with pytest.raises(ValueError, match="does not belong to a layer"):
         jqx.interop.read(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="no config says how"):
+    with pytest.raises(ValueError, match="has no config that says how"):
         jqx.load(folder / "model.safetensors")
 
 
 def test_files_of_torchao_are_refused(tmp_path):
     folder = write_folder(tmp_path, {"m._weight_qdata": np.ones((4, 4), np.int8)})
-    with pytest.raises(ValueError, match="of torchao, which jqx does not read"):
+    with pytest.raises(ValueError, match="in the format of torchao, which jqx does not read"):
         jqx.load(folder)

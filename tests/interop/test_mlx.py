@@ -103,13 +103,13 @@ LAYER = {
 }
 WRONG = {
     "bits": ({}, {"bits": 7}, "bits == 7"),
-    "a group": ({}, {"group_size": 48}, "has no whole groups"),
+    "a group": ({}, {"group_size": 48}, "does not hold a whole number of groups"),
     "more groups": ({}, {"group_size": 32}, r"'m.scales' .* is not what"),
     "no minimums": ({"m.biases": None}, {}, "'m.biases' is missing"),
     "minimums": ({"m.biases": np.ones((4, 1), np.float16)}, {}, "'m.biases' .* is not what"),
     "a mode": ({}, {"mode": "mine"}, "mode == 'mine'"),
     "groups of mxfp4": ({}, {"mode": "mxfp4", "group_size": 64}, "32, of mxfp4"),
-    "a layer in float": ({}, {"m": False}, "belongs to no layer"),
+    "a layer in float": ({}, {"m": False}, "does not belong to a layer"),
     "words": ({"m.weight": np.zeros((4, 8), np.int32)}, {}, "'m.weight' .* is not what"),
 }
 

@@ -70,6 +70,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     folder = saved(tmp_path / "m", {"a": jnp.ones(3)})
     assert_refused(lambda: jqx.load(folder, config={}), "the Orbax folder")
     (folder / "_METADATA").write_text("{")
-    assert_refused(lambda: jqx.load(folder), "no checkpoint of Orbax")
+    assert_refused(lambda: jqx.load(folder), "not an Orbax checkpoint")
     other = saved(tmp_path / "n", {"a": jnp.ones(3), "b": "text"})
-    assert_refused(lambda: jqx.load(other), "'b' is no array")
+    assert_refused(lambda: jqx.load(other), "'b' is not a")

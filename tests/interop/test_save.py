@@ -151,9 +151,9 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside(pa
 
 
 WRONG = {
-    "shape": (jnp.zeros(3), "the tensor '1' is not what was announced"),
-    "dtype": (jnp.zeros(2, jnp.int32), "the tensor '1' is not what was announced"),
-    "kind": (quantized(jnp.int8), "the leaf '1' is not what was announced"),
+    "shape": (jnp.zeros(3), "the tensor '1' differs from what was announced"),
+    "dtype": (jnp.zeros(2, jnp.int32), "the tensor '1' differs from what was announced"),
+    "kind": (quantized(jnp.int8), "the leaf '1' differs from what was announced"),
 }
 
 

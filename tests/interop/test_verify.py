@@ -173,8 +173,8 @@ def test_arguments_that_do_not_fit(tmp_path, floats):
     assert_refused(lambda: verify(floats, floats, ignore=["nothing"]), "matches nothing")
     assert_refused(lambda: verify(floats, floats, ignore=["["]), "not a regular expression")
     twice = {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}
-    assert_refused(lambda: verify(twice, floats), "two tensors have one name")
-    assert_refused(lambda: verify(floats, floats, ignore="x"), "no patterns", error=TypeError)
+    assert_refused(lambda: verify(twice, floats), "two tensors have the same name")
+    assert_refused(lambda: verify(floats, floats, ignore="x"), "not hold patterns", error=TypeError)
     assert_refused(lambda: verify({}, floats), "nothing to compare", error=TypeError)
     assert_refused(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
     assert_refused(lambda: verify(floats, floats, names=NAMES), "`file`", error=TypeError)

@@ -149,8 +149,8 @@ def test_an_archive_is_written_a_tensor_at_a_time_in_several_files(tmp_path):
     known = json.loads(index.read_text())
     name, file = next(iter(known["weight_map"].items()))
     for wrong, words in [
-        ({**known["weight_map"], name: f"../{file}"}, "is no index of tensors"),
-        ({**known["weight_map"], "no": file}, "does not hold the tensors that the index says"),
+        ({**known["weight_map"], name: f"../{file}"}, "is not an index of tensors"),
+        ({**known["weight_map"], "no": file}, "does not hold the tensors in the index"),
         ({k: v for k, v in known["weight_map"].items() if k != name}, "does not hold the"),
         ({**known["weight_map"], name: "absent.safetensors"}, "does not hold|cannot be opened"),
     ]:
@@ -178,18 +178,18 @@ OFFSET = QTensor(
 TAIL = QTensor.quantize(jnp.ones((2, 100)), jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32}, True)))
 WRONG = {
     "a float minimum": (ValueError, "no float minimum", {"a.weight": OFFSET}),
-    "a tail": (ValueError, "groups of one size .* the last one here has 4", {"a.weight": TAIL}),
-    "a name": (ValueError, "called <module>.weight", {"kernel": integers(4)}),
+    "a tail": (ValueError, "groups of equal size .* the last group has 4", {"a.weight": TAIL}),
+    "a name": (ValueError, "named <module>.weight", {"kernel": integers(4)}),
     "nf4": (ValueError, "float8_e4m3fn", {"a.weight": floats(jqx.QSpec(jqx.numerics.nf4))}),
     "nothing quantized": (ValueError, "nothing is quantized", {"a.weight": jnp.ones(2)}),
     "twice": (
         ValueError,
-        "is there twice",
+        "exists twice",
         {"a.weight": integers(4), "a.weight_scale": jnp.ones(2)},
     ),
     "no tensor": (TypeError, "there is no tensor at 'a.b'", {"a": {"b": 1}}),
-    "a key": (TypeError, "a key of the dict at 'a' is no string", {"a": {0: jnp.ones(2)}}),
-    "no dict": (TypeError, "no dict of tensors", jnp.ones(2)),
+    "a key": (TypeError, "a key of the dict at 'a' is not a string", {"a": {0: jnp.ones(2)}}),
+    "no dict": (TypeError, "not a dict of tensors", jnp.ones(2)),
 }
 
 
@@ -208,7 +208,7 @@ def test_arguments_that_do_not_fit(tmp_path):
         (ValueError, "there is no such format", {"format": "gguf9"}),
         (TypeError, "there is no config of the model", {"config": None}),
         (ValueError, "static activations have no scale", {"activation": "int8:tensor"}),
-        (ValueError, "has no such activations", {"activation": "float8_e5m2:dynamic"}),
+        (ValueError, "does not support these activations", {"activation": "float8_e5m2:dynamic"}),
         (FileNotFoundError, "there is no tokenizer", {"tokenizer": tmp_path}),
     ]:
         given = {"format": "compressed-tensors", "config": {}, **options}
@@ -222,7 +222,7 @@ def test_a_folder_is_replaced_where_that_is_asked_for(tmp_path):
     folder, tree = tmp_path / "m", tree_of({"a": integers(4)})
     write(folder, tree, "compressed-tensors", config={})
     (folder / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         write(folder, tree, "compressed-tensors", config={})
     write(folder, tree, "compressed-tensors", config={}, overwrite=True)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -265,12 +265,12 @@ def test_arrays_that_files_of_others_lack_are_refused(tmp_path):
         "b": jnp.ones(4).astype(jnp.float8_e3m4),
         "__metadata__": jnp.ones(4),
     }.items():
-        with pytest.raises(ValueError, match=f"{name!r} is none that safetensors files"):
+        with pytest.raises(ValueError, match=f"{name!r} does not fit safetensors files"):
             write(tmp_path / "m", {name: x}, "safetensors", config={})
     with pytest.raises(TypeError, match="no tensor at 'a'"):
         write(tmp_path / "m", {"a": np.ma.masked_array([1.0])}, "safetensors", config={})
     for limit in (0, -1):
-        with pytest.raises(ValueError, match="`limit` is no size"):
+        with pytest.raises(ValueError, match="`limit` is not a size"):
             write(tmp_path / "m", {"a": jnp.ones(2)}, "safetensors", config={}, limit=limit)
     empty = QTensor.quantize(jnp.ones((0, 64)), jqx.QSpec("int8", jqx.per_axis(0)))
     with pytest.raises(ValueError, match=r"cannot hold the tensor 'a\.weight'"):

@@ -157,10 +157,14 @@ def test_what_does_not_fit_is_refused():
         (with_adapters(WEIGHTS), quantized(other, loft), "no compensation|'layers/own'"),
         (with_adapters(WEIGHTS), quantized(WEIGHTS, chain(rotate(), loft)), "hold|ChannelMap"),
         (with_adapters(WEIGHTS), unscanned, "not fit its adapters|(16, 4)|(2, 16, 4)"),
-        (Mixed(lora, half), unscanned, "in no layer with adapters|'last'"),
+        (Mixed(lora, half), unscanned, "not in a layer with adapters|'last'"),
         (Mixed(lora, lora), first, "no compensation|'last'"),
-        (Mixed(lora, nn.Dense), first, "in no layer that takes codes|'last/kernel'"),
-        (Mixed(lora, half, (1, 1)), first, "not the parameters|'gain' of shape (1, 16)|(1, 1)"),
+        (Mixed(lora, nn.Dense), first, "not in a layer that takes codes|'last/kernel'"),
+        (
+            Mixed(lora, half, (1, 1)),
+            first,
+            "not have the parameters|'gain' of shape (1, 16)|(1, 1)",
+        ),
     ):
         with pytest.raises(ValueError) as error:
             jqx.linen.init_lora(module, given, X)

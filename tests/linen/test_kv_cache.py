@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused():
     for run, error, facts in (
         (lambda: attention("int8"), ValueError, "`cache` is unknown|'int8'|'fp8'"),
         (lambda: attention(4), ValueError, "`cache` is unknown|4"),
-        (lambda: layer.init(jax.random.key(0), X[None]), ValueError, "one axis of sequences"),
+        (lambda: layer.init(jax.random.key(0), X[None]), ValueError, "one sequence axis"),
         (
             lambda: attention("fp8").apply(known, X[:, :1], mutable=["cache"]),
             ValueError,

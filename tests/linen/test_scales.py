@@ -108,8 +108,8 @@ def test_dynamic_scales_are_those_of_the_values_at_hand(door):
 
 
 def test_scales_are_checked():
-    with pytest.raises(ValueError, match=r"(?s)Dense: `scales` is not known.*'batch'.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)Dense: `scales` is unknown.*'batch'.*to mend"):
         jqx.linen.Dense(3, policy=W8A8, scales="batch")
     module = DOORS["whole"](W8A8, Mode.SIMULATE)
-    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is not known"):
+    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):
         jqx.linen.fix_scales(module, variables(), images(), scales="static")

@@ -150,7 +150,7 @@ def test_statistics_need_a_mutable_collection(door):
 def test_calibrating_with_fixed_scales_is_refused(door):
     module = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
     known = jqx.linen.fix_scales(module, variables(), images())
-    with pytest.raises(ValueError, match="fixed already have no use") as error:
+    with pytest.raises(ValueError, match="statistics have no use") as error:
         DOORS[door](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
     assert "calibrate before" in str(error.value)
 

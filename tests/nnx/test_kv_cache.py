@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused():
     other.kv_cache = layer.kv_cache
     for run, facts in (
         (lambda: attention("int8"), "`cache` is unknown|'int8'|'fp8'"),
-        (lambda: layer.init_cache((3, *SHAPE)), "one axis of sequences"),
+        (lambda: layer.init_cache((3, *SHAPE)), "one sequence axis"),
         (lambda: other(X[:, :1]), "another format|'int4'|cache='fp8'"),
         (lambda: layer(X[:, :1].repeat(49, 1)), "there is no room|49 new"),
     ):

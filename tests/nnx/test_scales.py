@@ -86,8 +86,8 @@ def test_parts_take_dynamic_scales():
 
 
 def test_scales_are_checked():
-    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is not known.*'batch'.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is unknown.*'batch'.*to mend"):
         jqx.nnx.Linear(2, 3, policy=W8A8, scales="batch", rngs=nnx.Rngs(0))
     model = DOORS["whole"](W8A8, Mode.SIMULATE)
-    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is not known"):
+    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):
         jqx.nnx.fix_scales(model, images(), scales="static")

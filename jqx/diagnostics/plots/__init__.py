@@ -1,6 +1,6 @@
-"""Pictures of what quantization does. Each function draws in the axes it is given, `ax=`, or in a
-figure of its own, and returns the `matplotlib.figure.Figure`; nothing is shown.
-`figure.savefig("name.png")` writes it. Needs matplotlib, of the extra `examples`.
+"""Pictures of the effects of quantization. Each function draws in the axes `ax=`, or in a new
+figure, and returns the `matplotlib.figure.Figure`; nothing is shown. `figure.savefig("name.png")`
+writes it. Needs matplotlib, from the extra `examples`.
 """
 
 from ._bars import sensitivity_bars as sensitivity_bars

@@ -1,4 +1,4 @@
-"""Bars of weights and sites: signal to noise, and what quantization costs."""
+"""Bars of weights and sites: signal-to-noise ratio, and cost of quantization."""
 
 import math
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from ._canvas import SMALL, axes_for, check_some, tidy, titled
 from ._rows import Rows, height_of
 
 _WORST = 6
-"""How many bars have their value beside them, where there is no room for all."""
+"""Number of bars with their value next to them, if there is no room for all."""
 
 _MOST = 50
-"""How many costs have a bar of their own."""
+"""Number of costs with separate bars."""
 
 
 def sqnr_bars(
@@ -33,19 +33,19 @@ def sqnr_bars(
     """Draws the signal-to-noise ratio of each site of a comparison, or of each weight of a report.
 
     Args:
-      found: from `compare`, whose bars are the error of a site alone, with a line for the error
-        that has gathered up to it; or from `report`.
-      title: of the picture; `None` says of what it is, and the format.
-      ax: where to draw; `None` makes a figure that is as tall as there are bars, up to a limit.
+      found: from `compare`: bars of the error of each site alone, with a line for the error
+        accumulated up to it; or from `report`.
+      title: title of the picture; `None` names its contents and the format.
+      ax: axes to draw in; `None` makes a figure whose height grows with the bars, up to a limit.
 
     Returns:
-      The figure: a bar for each row, the first at the top, in the order of the model. Formats have
-      colours. Results that are exact have hatched bars; what is not a number has none, and says so.
-      Where there are too many rows for their names, layers are named, and the worst rows.
+      The figure: a bar for each row, the first at the top, in the order of the model. Colours show
+      formats. Exact results have hatched bars. Results that are not a number have no bar, and a
+      note. If there is no room for all names, layers and the worst rows are named.
 
     Raises:
-      TypeError: `found` is neither, or `ax` no axes.
-      ValueError: there is no row.
+      TypeError: if `found` is neither, or `ax` is not axes.
+      ValueError: if there are no rows.
 
     Example:
       >>> import jqx, jax
@@ -55,7 +55,7 @@ def sqnr_bars(
       >>> plots.sqnr_bars(found).axes[0].get_xlabel()
       'SQNR, dB'
     """
-    check_instance("plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass one.")
+    check_instance("plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass either.")
     given = _bars_of(found)
     check_some("plots.sqnr_bars", given)
     rows = [given[i] for i in in_model_order([row.name for row in given])]
@@ -101,20 +101,20 @@ def sqnr_bars(
 def sensitivity_bars(
     found: Sensitivities, *, title: str | None = None, ax: Axes | None = None
 ) -> Figure:
-    """Draws what the quantization of each weight costs, the worst at the top.
+    """Draws the cost of quantizing each weight, the worst at the top.
 
     Args:
       found: from `sensitivity`.
-      title: of the picture; `None` says how it was found.
-      ax: where to draw; `None` makes a figure that is as tall as there are bars.
+      title: title of the picture; `None` names the estimate.
+      ax: axes to draw in; `None` makes a figure whose height grows with the bars.
 
     Returns:
-      The figure: a bar for each of the worst 50, with its share of all costs beside it, and one for
-      all others together.
+      The figure: a bar for each of the worst 50, with its share of all costs, and a bar for all
+      others together.
 
     Raises:
-      TypeError: `found` is not what `sensitivity` returns, or `ax` no axes.
-      ValueError: there is no row.
+      TypeError: if `found` is not a result of `sensitivity`, or `ax` is not axes.
+      ValueError: if there are no rows.
 
     Example:
       >>> import jqx, jax
@@ -124,7 +124,7 @@ def sensitivity_bars(
       >>> plots.sensitivity_bars(found).axes[0].get_title(loc="left")
       'cost of quantizing each weight (weight_error)'
     """
-    mend = "pass what diagnostics.sensitivity returned."
+    mend = "pass the result of diagnostics.sensitivity."
     check_instance("plots.sensitivity_bars", "found", found, Sensitivities, mend=mend)
     check_some("plots.sensitivity_bars", found.ranked)
     ranked = found.ranked[:_MOST] if len(found.ranked) > _MOST + 1 else found.ranked
@@ -154,7 +154,7 @@ def sensitivity_bars(
 
 
 class _Bar(NamedTuple):
-    """A bar: what it is of, how long it is, the format, and where the line beside it is."""
+    """A bar: its name, its length, the format, and the position of the line."""
 
     name: str
     value: float
@@ -170,7 +170,7 @@ def _bars_of(found: Comparison | Report) -> list[_Bar]:
 
 
 def _schemes(known: Sequence[str], schemes: Sequence[str], colors: dict[str, str]) -> list[Any]:
-    """Returns what a legend says of formats."""
+    """Returns the legend of formats."""
     own = known if len(known) <= len(COLORS) + 1 else known[: len(COLORS)]
     handles = [Patch(color=colors[x], label=f"{x} ({schemes.count(x)})") for x in own]
     if rest := len(known) - len(own):
@@ -180,8 +180,8 @@ def _schemes(known: Sequence[str], schemes: Sequence[str], colors: dict[str, str
 
 
 def _values(axis: Axes, labels: Rows, values: Sequence[float]) -> None:
-    """Writes values at the right of the rows: all where there is room, otherwise the worst, with
-    their names.
+    """Writes values at the right of the rows: all if there is room, otherwise the worst with their
+    names.
     """
     places: Sequence[int] = range(len(values))
     if not labels.each:
@@ -214,8 +214,8 @@ def _at_right(axis: Axes, place: float, text: str, size: float, color: str = "#4
 
 
 def _drawn(values: Sequence[float]) -> np.ndarray:
-    """Returns values with infinite ones, of exact results, at the largest other one, or at one
-    where there is none; and no signal at all at the smallest.
+    """Returns values to draw: infinite values, of exact results, become the largest other value, or
+    one if there is none; no signal becomes the smallest value.
     """
     array = np.array(values, float)
     finite = array[np.isfinite(array)]

@@ -1,4 +1,4 @@
-"""Boxes: how large the numbers of each tensor are."""
+"""Box plots of the magnitudes in each tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,19 +20,19 @@ def ranges(
     """Draws the distribution of several arrays, one below the other.
 
     Args:
-      arrays: by name, such as weights by path; of a QTensor the numbers that it stands for. Each is
-        read when it is drawn.
-      title: of the picture; `None` says of what it is.
-      ax: where to draw; `None` makes a figure that is as tall as there are arrays, up to a limit.
+      arrays: arrays by name, such as weights by path; QTensors are dequantized. Each is read when
+        it is drawn.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure whose height grows with the arrays, up to a limit.
 
     Returns:
       The figure, with a box for each array, the first at the top: quartiles, whiskers from the 1st
-      to the 99th percentile, and the smallest and largest value as points: an outlier is a point
-      far from its whisker. Only finite values count; the name says how many are not.
+      to the 99th percentile, and the smallest and largest value as points. An outlier is a point
+      far from its whisker. Only finite values count; the name shows how many are not.
 
     Raises:
-      TypeError: `ax` is no axes.
-      ValueError: there is no array.
+      TypeError: if `ax` is not axes.
+      ValueError: if there are no arrays.
 
     Example:
       >>> import jax

@@ -1,4 +1,4 @@
-"""Axes to draw in, given or made, and legends above them."""
+"""Axes to draw in, and legends above them."""
 
 import io
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from matplotlib.transforms import ScaledTranslation
 from ..._checks import check_instance, require_that
 
 SMALL = 8.0
-"""Points of the text beside titles."""
+"""Font size in points of text other than titles."""
 
 _LINE = 15.0
-"""Points that a line of a legend takes."""
+"""Height in points of a line of a legend."""
 
 
 class Picture(Figure):
-    """A figure that a notebook shows as a picture, also where pyplot was never imported."""
+    """A figure that a notebook shows as a picture, even if pyplot was never imported."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -27,11 +27,11 @@ class Picture(Figure):
 
 
 def axes_for(function: str, ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
-    """Returns axes and their figure: those given, or new ones, of a size in inches."""
+    """Returns axes and their figure: the given ones, or new ones of a size in inches."""
     if ax is None:
         figure = Picture(figsize=(width, height), layout="constrained")
         return figure, figure.subplots()
-    mend = "pass one, such as figure.subplots(), or leave ax= out."
+    mend = "pass axes, such as figure.subplots(), or leave ax= out."
     check_instance(function, "ax", ax, Axes, mend=mend)
     figure: Any = ax.figure
     return figure if isinstance(figure, Figure) else figure.figure, ax
@@ -46,12 +46,12 @@ def check_some(function: str, given: Any) -> None:
         problem="there is nothing to draw.",
         given="nothing",
         expected="one or more",
-        mend="pass something.",
+        mend="pass one or more items.",
     )
 
 
 def tidy(axis: Axes, grid: str = "x") -> None:
-    """Draws thin grid lines below, and no frame but at the bottom and on the left."""
+    """Draws thin grid lines, and a frame only at the bottom and on the left."""
     axis.set_axisbelow(True)
     axis.grid(axis=grid, color="#8a8a8a", alpha=0.3, lw=0.6)  # pyright: ignore
     axis.spines[["top", "right"]].set_visible(False)
@@ -59,13 +59,13 @@ def tidy(axis: Axes, grid: str = "x") -> None:
 
 
 def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.0) -> None:
-    """Sets the title, and a legend of what has a label between it and the axes.
+    """Sets the title, and a legend of labelled artists between it and the axes.
 
     Args:
-      axis: what they are of.
-      title: above all.
-      handles: what the legend explains.
-      lift: points that tick labels take at the top.
+      axis: the axes.
+      title: text at the top.
+      handles: artists for the legend.
+      lift: height in points of tick labels at the top.
     """
     named = [handle for handle in handles if handle is not None]
     if not named:
@@ -93,7 +93,7 @@ def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.
 
 
 def _columns(names: Sequence[str], width: float) -> int:
-    """Returns how many columns of a legend fit a width in points."""
+    """Returns the number of columns of a legend that fit a width in points."""
     widths = [len(name) * 0.56 * SMALL + 26 for name in names]
     if sum(widths) <= width:
         return len(names)

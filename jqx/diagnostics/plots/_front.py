@@ -10,19 +10,19 @@ from ._canvas import SMALL, axes_for, tidy, titled
 
 
 def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """Draws the best assignments of `search` beside one scheme on all weights.
+    """Draws the best assignments of `search`, and one scheme on all weights for comparison.
 
     Args:
       found: from `search`.
-      title: of the picture; `None` says of what it is.
-      ax: where to draw; `None` makes a figure.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure.
 
     Returns:
-      The figure, of the metric against bytes, both logarithmic: the front (predicted), the
-      assignment and each candidate on all weights (measured).
+      The figure of the metric against bytes, both logarithmic: the front (predicted), the
+      assignment, and each candidate on all weights (measured).
 
     Raises:
-      TypeError: `found` is not what `search` returns, or `ax` no axes.
+      TypeError: if `found` is not a result of `search`, or `ax` is not axes.
 
     Example:
       >>> import jqx, jax
@@ -32,7 +32,7 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
       >>> plots.front(search(f, ways["int8"], ways, Bytes(400))(w, w)).axes[0].get_xlabel()
       'bytes of the weights'
     """
-    check_instance("plots.front", "found", found, Assignment, mend="pass what search returns.")
+    check_instance("plots.front", "found", found, Assignment, mend="pass the result of search.")
     figure, axis = axes_for("plots.front", ax, 7, 4.4)
     points = [point for point in found.front if point.error > 0]
     handles = axis.plot(

@@ -15,10 +15,10 @@ from ._canvas import SMALL, axes_for, check_some, titled
 from ._rows import Rows, height_of
 
 _CELL = 0.8
-"""Inches of a column."""
+"""Width of a column in inches."""
 
 _NUMBER = 25.0
-"""Points that a number takes."""
+"""Font size of a number in points."""
 
 
 def heat_map(
@@ -28,18 +28,18 @@ def heat_map(
 
     Args:
       found: comparisons of one function, by the name of the scheme.
-      title: of the picture; `None` says of what it is.
-      ax: where to draw; `None` makes a figure that is as large as there are sites and schemes, up
-        to a limit.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure whose size grows with the sites and schemes, up to
+        a limit.
 
     Returns:
       The figure: a row for each site, the first at the top, and a column for each scheme; dark is
-      bad. Cells hold their number where it fits, `exact` where there is no error, and are hatched
-      where a site never ran, or a result is not a number.
+      bad. Cells show their number if it fits, and `exact` if there is no error. They are hatched if
+      a site never ran, or a result is not a number.
 
     Raises:
-      TypeError: `ax` is no axes.
-      ValueError: there is none, or they have different sites.
+      TypeError: if `ax` is not axes.
+      ValueError: if there are no comparisons, or they have different sites.
 
     Example:
       >>> import jqx, jax

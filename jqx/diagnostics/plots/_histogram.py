@@ -1,4 +1,4 @@
-"""A histogram: how the values of a weight lie on the grid that they are rounded to."""
+"""A histogram of the values of a weight on its quantization grid."""
 
 from typing import Any
 
@@ -17,29 +17,29 @@ from .._weights import in_steps, scheme_of
 from ._canvas import SMALL, axes_for, tidy, titled
 
 _MOST = 200_000
-"""How many values of an array are drawn."""
+"""Maximum number of values of an array that are drawn."""
 
 
 def histogram(
     x: Any, q: QTensor, *, title: str | None = None, bins: int = 160, ax: Axes | None = None
 ) -> Figure:
-    """Draws how the values of a weight lie on the grid that they are rounded to.
+    """Draws the distribution of the values of a weight on its quantization grid.
 
     Args:
       x: the float array.
-      q: what became of it.
-      title: of the picture; `None` says the format.
-      bins: of the histogram.
-      ax: where to draw; `None` makes a figure.
+      q: the quantized array.
+      title: title of the picture; `None` names the format.
+      bins: bins of the histogram.
+      ax: axes to draw in; `None` makes a figure.
 
     Returns:
-      The figure: the distribution of `x / scale` (+ zero point), each value in units of the scale
-      of its own group, the codes in use as lines, and the ends of the format where values reach
-      them: those beyond are clipped.
+      The figure: the distribution of `x / scale` (+ zero point), with each value in units of the
+      scale of its group; the codes in use as lines; and the limits of the format if values reach
+      them. Values beyond the limits are clipped.
 
     Raises:
-      TypeError: `q` is no QTensor, or `ax` no axes.
-      ValueError: the shapes differ.
+      TypeError: if `q` is not a QTensor, or `ax` is not axes.
+      ValueError: if the shapes differ.
 
     Example:
       >>> import jqx, jax
@@ -57,7 +57,7 @@ def histogram(
         problem="`x` and `q` have different shapes.",
         given=f"shapes {np.shape(x)} and {q.shape}",
         expected="equal shapes",
-        mend="pass the array that q was made of.",
+        mend="pass the array that q was made from.",
     )
     values = _some(in_steps(jnp.asarray(x), q))
     grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
@@ -87,7 +87,7 @@ def histogram(
 
 
 def _some(x: Any) -> np.ndarray:
-    """Returns finite values of an array, evenly spread, no more than are drawn."""
+    """Returns finite values of an array, evenly spread, at most as many as are drawn."""
     values = np.asarray(x, np.float32).ravel()
     values = values[:: max(1, -(-values.size // _MOST))]
     return values[np.isfinite(values)]

@@ -1,4 +1,4 @@
-"""Horizontal rows, the first at the top, with names that can be read however many there are."""
+"""Horizontal rows, the first at the top, with names that stay readable for any number of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,35 +9,35 @@ from .._names import Group, cut, groups_of, shortened, within
 from ._canvas import SMALL
 
 _ROW = 0.21
-"""Inches of a row, where there are few."""
+"""Height of a row in inches, if there are few."""
 
 _TALLEST = 15.0
-"""Inches of all rows, where there are many."""
+"""Height of all rows in inches, if there are many."""
 
 _READABLE = 6.5
-"""Points between labels at least."""
+"""Minimum distance of labels in points."""
 
 
 def height_of(count: int) -> float:
-    """Returns the inches of so many rows."""
+    """Returns the height of `count` rows in inches."""
     return max(2, min(count * _ROW, _TALLEST))
 
 
 class Rows:
     """Names at the left of horizontal rows.
 
-    Where there is room, each row has its own; what it shares with the row above is left away. Where
-    there is none, each group of rows has a name, or each row of so many. What all names share
-    stands beside the axis.
+    If there is room, each row has its name, without the part that it shares with the row above.
+    Otherwise each group of rows has a name, or every n-th row. The part that all names share is
+    next to the axis.
 
     Attributes:
-      names: what all share left away.
+      names: names without the parts that all share.
       groups: consecutive rows that belong together, such as layers.
-      points: of a row.
+      points: height of a row.
       each: whether every row has a label.
-      size: of labels, in points.
-      thick: of bars, in rows: they touch where rows are thin.
-      edges: how the edges of bars are drawn, so that they show no seams.
+      size: font size of labels, in points.
+      thick: thickness of bars, in rows: they touch if rows are thin.
+      edges: arguments for the edges of bars, so that these show no seams.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Rows:
             )
 
     def _dittos(self) -> list[str]:
-        """Returns the name of each row, in a group that of the first in full."""
+        """Returns the name of each row; in a group, only the first one in full."""
         texts = list(self.names)
         for group in self.groups:
             for i in range(group.start + 1, group.stop):
@@ -101,7 +101,7 @@ class Rows:
         return texts
 
     def _fitting(self) -> list[Group]:
-        """Returns groups whose names do not overlap, large ones before small ones."""
+        """Returns groups whose names do not overlap, large groups first."""
         chosen: list[Group] = []
         for group in sorted(self.groups, key=lambda group: group.start - group.stop):
             middle = group.start + group.stop
