@@ -179,7 +179,7 @@ TAIL = QTensor.quantize(jnp.ones((2, 100)), jqx.QSpec("int4", jqx.per_block({0: 
 WRONG = {
     "a float minimum": (ValueError, "no float minimum", {"a.weight": OFFSET}),
     "a tail": (ValueError, "groups of one size .* the last one here has 4", {"a.weight": TAIL}),
-    "a name": (ValueError, "called <module>.weight", {"kernel": integers(4)}),
+    "a name": (ValueError, "named <module>.weight", {"kernel": integers(4)}),
     "nf4": (ValueError, "float8_e4m3fn", {"a.weight": floats(jqx.QSpec(jqx.numerics.nf4))}),
     "nothing quantized": (ValueError, "nothing is quantized", {"a.weight": jnp.ones(2)}),
     "twice": (
