@@ -87,7 +87,8 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
 
     Args:
       params: arrays and QTensors in any tree.
-      names: the rules of `tree`.
+      names: the rules of `tree`. The first rule that matches a path applies. A rule is an error if
+        one earlier rule matches all paths that it matches, also with `optional=True`.
 
     Returns:
       A dict of views, ready for `jqx.interop.write`.
