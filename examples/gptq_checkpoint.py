@@ -1,10 +1,12 @@
-"""A GPTQ checkpoint as Hugging Face has it: loaded into a Flax model by names, run on its codes.
+"""A GPTQ checkpoint as Hugging Face has it: loaded into a Flax model by names.
 
 There is no network: the example makes the checkpoint first. It trains a residual network of Flax
 linen on scikit-learn's digits, quantizes the projections of its layers to 4 bits by GPTQ, in groups
 of 64 with zero points, and writes a folder with `config.json` and `model.safetensors`; tensors are
 called as in a Llama. From there on nothing but that folder is known: a fresh model takes its
-tensors by rules for their names, as QTensors of the codes of the file. No float weight is made.
+tensors by rules for their names, as QTensors of the codes of the file, and holds them in 4 bits.
+Products on CPU widen weights with zero points to floats in each call, unless `jqx.pack_for` lays
+them out for the kernels of jqx-cpu; `jqx.explain` tells what is multiplied.
 
 Prints the tensors of a layer, and accuracy and bytes of the float model and of the checkpoint.
 Asserts that the codes are those of the file, read by hand with NumPy, that logits equal those of
@@ -135,7 +137,7 @@ with tempfile.TemporaryDirectory() as parent:
     with jqx.interop.read(folder, dtype=jnp.float32) as archive:  # scales are float16
         params = jqx.interop.tree(archive, NAMES, like=like)
 
-# 3. Run it. The policy is empty: weights are quantized already, and stay what they are.
+# 3. Run it. The policy, which says what to quantize, is empty: weights are quantized already.
 apply = jax.jit(jqx.convert(Net().apply, jqx.Policy([])))
 logits = apply(params, test_x)
 dequantized = jqx.dequantize_params(params)

@@ -17,6 +17,8 @@ def print_json(data: Any) -> None:
 
 def savings(before: int, after: int) -> str:
     """Returns a description of the change of a number of bytes."""
+    if before == after:
+        return f"{before:,} bytes, as before"
     times = f" ({before / after:.2f} times fewer)" if after else ""
     return f"{before:,} bytes become {after:,}{times}"
 

@@ -1,6 +1,6 @@
 """`explain`: the compiled contraction of each site, and whether it runs on codes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +12,12 @@ from .._checks import require_that
 from ..policy import Policy
 from ..tensor import QTensor, pack_for
 from ..transforms import Plan, convert, make_plan, quantize_params
-from ..transforms._shared import GivenAffines, check_plan, is_array
+from ..transforms._shared import GivenAffines, check_plan, is_array, rooted
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
 from ._lowering_table import multiplied, remarks, text_table
-from ._schemes import scheme_of_site
+from ._schemes import scheme_of_site, scheme_of_tensor
 from ._table import Table, Tabular
 from ._targets import target_of
 
@@ -33,7 +33,8 @@ class Explained:
     Attributes:
       path: path of its weight, or its name scope.
       op: the operation, such as `dot_general`.
-      plan: how the plan quantizes it, operand by operand, or why it stays in float.
+      plan: how the plan quantizes it, operand by operand, or why it stays in float; for a weight
+        that was a QTensor already, which the plan does not change, its format.
       really: what the compiled program does:
 
         - `"codes"`: codes are multiplied by codes
@@ -171,6 +172,7 @@ def explain(
         ),
         known,
         _plain(quantized, target),
+        _already(args, known),
     )
 
 
@@ -183,6 +185,17 @@ def _plain(args: Any, target: str) -> tuple[str, ...]:
         for path, q in flat
         if _is_quantized(q) and pack_for(q, target).layout != q.layout
     )
+
+
+def _already(args: Any, plan: Plan) -> dict[str, str]:
+    """Returns the schemes of the given QTensors that the plan does not quantize, by path."""
+    places = plan.params
+    own = args[places] if isinstance(places, int) else [args[i] for i in places]
+    tree = rooted(places, own)
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
+    found = {keystr(path, simple=True, separator="/"): q for path, q in flat if _is_quantized(q)}
+    planned = {operand.path for site in plan.sites for operand in site.operands}
+    return {path: scheme_of_tensor(q) for path, q in found.items() if path not in planned}
 
 
 def _with_codes(args: tuple[Any, ...], plan: Plan) -> list[Any]:
@@ -206,7 +219,9 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, QTensor)
 
 
-def _with_plan(low: Lowering, plan: Plan, plain: tuple[str, ...]) -> Explanation:
+def _with_plan(
+    low: Lowering, plan: Plan, plain: tuple[str, ...], already: Mapping[str, str]
+) -> Explanation:
     found = _by_site(low)
     sites = []
     for site in plan.sites:
@@ -216,6 +231,8 @@ def _with_plan(low: Lowering, plan: Plan, plain: tuple[str, ...]) -> Explanation
     for i, skip in enumerate(plan.skipped):
         parts = tuple(found.pop(plan.name_of_skipped(i), ()))
         reason = f"left in float: {skip.reason}"
+        if skip.path in already:
+            reason = f"quantized already: {already[skip.path]}"
         sites.append(Explained(skip.path, skip.op, reason, _really(skip.op, parts), parts))
     others = tuple(c for parts in found.values() for c in parts)
     return Explanation(tuple(sites), others, low, plain)

@@ -1,11 +1,15 @@
 """A lowering as a table: what each contraction multiplies and what runs it."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ._table import Table
 
 HEAD = ("contraction", "multiplies", "reads", "runs", "times", "cycles", "remarks")
+
+_KEYS = re.compile(r"\w+(?:\[[^\]]*\])*\['([^']*)'\]")
+"""The path of an argument, such as `args[0]['up']['kernel']`: tables show the last key."""
 
 
 def lowering_table(lowering: Any) -> Table:
@@ -50,7 +54,8 @@ def read(c: Any) -> str:
 
 def remarks(c: Any) -> str:
     """Returns the problems of a contraction."""
-    return "; ".join([*(f"writes {copy} first" for copy in c.widened), *filter(None, [c.left])])
+    copies = [_KEYS.sub(r"\1", copy) for copy in c.widened]
+    return "; ".join([*(f"writes {copy} first" for copy in copies), *filter(None, [c.left])])
 
 
 def _footer(lowering: Any) -> str:

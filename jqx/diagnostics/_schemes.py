@@ -2,6 +2,8 @@
 
 import re
 
+from ..numerics._shared import name_of_qtype
+from ..tensor import QTensor
 from ..transforms._shared import Site
 
 _BLOCK = re.compile(r"per_block\(\{([^}]*)\}\)")
@@ -10,6 +12,12 @@ _BLOCK = re.compile(r"per_block\(\{([^}]*)\}\)")
 def scheme_of_site(site: Site) -> str:
     """Returns how the operands of a site are quantized: `float x int4 per_group(32)`."""
     return " x ".join(str(operand.spec) if operand.spec else "float" for operand in site.operands)
+
+
+def scheme_of_tensor(q: QTensor) -> str:
+    """Returns how a tensor is quantized: `int4 per_block({0: 32, 1: 1}), zero points`."""
+    zeros = "" if q.zero_point is None else ", zero points"
+    return f"{name_of_qtype(q.qtype)} {q.groups}{zeros}"
 
 
 def short_scheme(scheme: str) -> str:

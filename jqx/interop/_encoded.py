@@ -50,7 +50,7 @@ def module_of(path: str, leaf: Any, format: str) -> str:
             leaf,
             format,
             expected="quantized tensors that are named <module>.weight",
-            mend="name it like that with jqx.interop.tree(..., names), or leave it in float.",
+            mend="name it like that with jqx.interop.named(params, names), or leave it in float.",
         )
     if 0 in leaf.shape:
         refuse_leaf(path, leaf, format, expected="weights", mend="leave it in float.")

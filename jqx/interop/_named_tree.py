@@ -13,6 +13,7 @@ from ..tensor import QTensor
 from ._archive import Archive, as_jax
 from ._names import Name, as_names
 from ._placed import Shardings, placed, sharding_of
+from ._rule_order import check_order
 
 Rules = Sequence[Name | tuple[str, str | None]] | Mapping[str, str | None]
 
@@ -87,7 +88,8 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
 
     Args:
       params: arrays and QTensors in any tree.
-      names: the rules of `tree`.
+      names: the rules of `tree`. The first rule that matches a path applies. A rule is an error if
+        one earlier rule matches all paths that it matches, also with `optional=True`.
 
     Returns:
       A dict of views, ready for `jqx.interop.write`.
@@ -103,7 +105,9 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
       (4, 3)
     """
     rules, found, used = as_names(names), {}, set()
-    for path, leaf in _paths("interop.named", params):
+    leaves = _paths("interop.named", params)
+    check_order("interop.named", rules, dict(leaves), Name.match_path, strict=True)
+    for path, leaf in leaves:
         pairs = ((rule, rule.match_path(path)) for rule in rules)
         rule, parts = next(((r, p) for r, p in pairs if p is not None), (None, {}))
         _require_rule(rule is not None, f"the leaf {path!r}", "interop.named")
@@ -150,6 +154,7 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
         own, stack = found.setdefault(path, (rule, {}))
         _require_once(own is rule and index not in stack, path, "interop.tree")
         stack[index] = name
+    check_order("interop.tree", rules, archive.paths, Name.match, strict=False)
     for rule in rules:
         _require_use(rule.optional or rule.source in used, rule, "tensor", "interop.tree")
     return {path: (rule, _sizes(path, stack), stack) for path, (rule, stack) in found.items()}
@@ -163,7 +168,8 @@ def _index(name: str, rule: Name, part: str, text: str) -> int:
         problem=f"the tensor {name!r} cannot be stacked.",
         given=f"{text!r} for {{{part}}}",
         expected="a number, the index along a new axis, as the path has no such part",
-        mend=f"correct the rule: {rule!r}.",
+        mend=f"put {{{part}}} into the path, or write one rule for each {{{part}}} in place of "
+        f"{rule!r}.",
     )
     return int(text)
 

@@ -178,6 +178,7 @@ class QTensor:
         """
         return zeros(cls, shape, spec, dtype, affine, target)
 
+    @called("QTensor.dequantize", "convert first, for example q.astype(jnp.float32).dequantize().")
     def dequantize(self) -> jax.Array:
         """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""
         check_shapes(self)  # a map over leaves may have changed them

@@ -67,6 +67,8 @@ def test_codes_stay_what_they_are_from_one_format_to_another(capsys, tmp_path, f
     for source, target, step in zip(chain[:-1], chain[1:], steps, strict=True):
         code, found = run_json(capsys, "convert", source, target, "--format", *step)
         assert (code, found["format"], found["tensors"]) == (0, step[0], 3)
+    _, printed, _ = run(capsys, "convert", chain[1], chain[2], "--format", "jqx", "--force")
+    assert "gptq to jqx; 2,304 bytes, as before\n" in printed
     assert read_gguf(chain[3]).tensors["layers.0.up.weight"].format == "Q4_0"
     first, *others = (jqx.load(path)["layers.0.up.weight"] for path in chain[1:])
     for q in others:

@@ -151,3 +151,15 @@ def test_weights_that_lie_plainly_are_named_with_what_lays_them_out():
     packed = jqx.quantize_params(params, plan, target="cpu")
     found = jqx.explain(f, packed, jnp.ones((2, 64)), plan=plan)
     assert found.plain == () and "pack_for" not in str(found)
+
+
+def test_weights_that_were_quantized_before_the_plan_say_so():
+    def f(params, x):
+        return x @ params["params"]["up"]["w"]
+
+    spec = jqx.QSpec("int4", jqx.per_block({0: 32, 1: 1}), symmetric=False)
+    w = jqx.QTensor.quantize(jnp.ones((64, 32)), spec)
+    found = jqx.explain(f, {"params": {"up": {"w": w}}}, shape(8, 64), plan=jqx.Policy([]))
+    (site,) = found.sites
+    assert site.plan == "quantized already: int4 per_block({0: 32, 1: 1}), zero points"
+    assert "of w.scale and w.values" in str(found) and "args[0]" not in str(found)

@@ -1,5 +1,7 @@
 """Names of tensors to paths of a tree, and back."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,3 +190,50 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "not an array", error=TypeError)
     rules = [Name("l.{i}.a", "a")]
     assert_refused(lambda: named({"a": jnp.ones(())}, rules), "does not have the axes")
+
+
+KERNEL = "layers_{i}/{name}/kernel"
+ATTENTION = Name("layers.{i}.self_attn.{name}.weight", KERNEL, transpose=True)
+MLP = Name("layers.{i}.mlp.{name}.weight", KERNEL, transpose=True)
+
+
+def optional(rule):
+    return dataclasses.replace(rule, optional=True)
+
+
+@pytest.mark.parametrize("second", [MLP, optional(MLP)], ids=["required", "optional"])
+def test_rules_that_give_a_path_two_names_are_refused(second):
+    params = {"layers_0": {"q_proj": {"kernel": np.ones((4, 2))}}}
+    params["layers_0"]["down_proj"] = params["layers_0"]["q_proj"]
+    assert_refused(
+        lambda: named(params, [ATTENTION, second]),
+        "a rule never applies",
+        "'layers_0/down_proj/kernel' goes to Name('layers.{i}.self_attn",
+        "{name:[qkvo]_proj}",
+    )
+    narrow = dataclasses.replace(ATTENTION, source="layers.{i}.self_attn.{name:[qkvo]_proj}.weight")
+    found = named(params, [narrow, second])
+    assert {*found} == {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"}
+    assert_refused(lambda: named(params, [second, narrow]), "a rule never applies")
+
+
+def test_a_general_last_rule_may_be_left_with_nothing():
+    rules = [("a.weight", "a"), ("b.weight", "b"), Name("{x:.*}", "{x}", optional=True)]
+    assert {*named({"a": np.ones(2), "b": np.ones(2)}, rules)} == {"a.weight", "b.weight"}
+    assert {*named({"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)}, rules)} >= {"c"}
+
+
+def test_a_rule_whose_tensors_an_earlier_one_takes_is_told(archive):
+    assert_refused(
+        lambda: tree(archive, [("layers.{x:.*}", None), *RULES]),
+        "a rule never applies",
+        "goes to Name('layers.{x:.*}' -> None)",
+        "put the narrower rule first",
+    )
+    rules = [RULES[0], RULES[4], ("layers.{x:.*}", None), RULES[5]]
+    assert {*tree(archive, [*rules, optional(RULES[1])])} == {"embed", "out"}
+
+
+def test_a_part_that_cannot_be_stacked_names_the_ways_out(archive):
+    rules = [("layers.0.{block}.weight", "w"), ("{x:.*}", None)]
+    assert_refused(lambda: tree(archive, rules), "put {block} into the path", "for each {block}")

@@ -1039,3 +1039,10 @@ def test_jax_functions_refuse_it_and_name_the_way_out():
         for use in (jnp.asarray, np.asarray):
             with pytest.raises(TypeError, match=r"QTensor(.|\n)*q\.dequantize\(\)(.|\n)*q\.values"):
                 use(made(name)[0])
+
+
+def test_a_dtype_for_dequantize_is_refused_with_the_call_that_converts():
+    q = jqx.QTensor.quantize(jnp.ones((2, 4)), jqx.QSpec("int8"))
+    with pytest.raises(TypeError, match=r"jqx\.QTensor\.dequantize: too many positional") as caught:
+        q.dequantize(jnp.float32)
+    assert "q.astype(jnp.float32).dequantize()" in str(caught.value)
