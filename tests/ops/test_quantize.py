@@ -1001,7 +1001,7 @@ REFUSED_FORMATS = {
         lambda: jqx.quantize_dequantize(F32, f32(), qtype=jnp.int8, gradient=Noise()),
         ValueError,
         "quantize_dequantize",
-        ("there is no key", "jax.random.key(0)"),
+        ("no key is given", "jax.random.key(0)"),
     ),
     "estimator_for_even_levels": (
         lambda: jqx.quantize_dequantize(F32, f32(), qtype=jnp.float8_e4m3fn, gradient=EvenOnly()),

@@ -109,7 +109,7 @@ CHANGES = {
     b'"float32"': (b'"float33"', "`dtype` is not a dtype"),
     b"Codebook": (b"Codebock", "'jqx.numerics.Codebock' at QTensor.qtype is unknown"),
     b'"blocks": []': (b'"blocks": {}', "QTensor.blocks is unknown"),
-    b'"mine"': (b"[1, 2]", "QTensor.qtype.label is not of its kind"),
+    b'"mine"': (b"[1, 2]", "QTensor.qtype.label has the wrong type"),
 }
 
 

@@ -250,7 +250,7 @@ def test_objects_of_the_user_that_are_absent_are_refused(name):
 
 def test_an_object_of_another_kind_is_refused():
     data = written(plan_with(OWN_SPECS["twice"]), values=OWN)
-    with pytest.raises(ValueError, match=r"plan.weights\[0\].spec.calibrator is not of its kind"):
+    with pytest.raises(ValueError, match=r"plan.weights\[0\].spec.calibrator has the wrong type"):
         jqx.Plan.from_dict(data, {"twice": Estimator()})
 
 
@@ -324,7 +324,7 @@ def test_every_missing_field_is_named():
         with pytest.raises(ValueError) as info:
             jqx.Plan.from_dict(changed(data, path, lambda node, key: node.pop(key)))
         assert_four_parts(info, "Plan.from_dict")
-        named = f"lacks the field {path[-1]!r}" in str(info.value)
+        named = f"does not have the field {path[-1]!r}" in str(info.value)
         assert named or path[-1].startswith("jqx.") or path == ("version",), path
 
 
