@@ -82,7 +82,7 @@ MISTAKES = {
     "no number": (lambda: jqx.Rule("w", weight="int8:group"), "int4:group=32"),
     "a dynamic weight": (lambda: jqx.Rule("w", weight="int8:dynamic"), "format and its options"),
     "axes of a file": (lambda: jqx.Rule("w", weight="int8:contract=0"), "format and its options"),
-    "a field of a preset": (lambda: jqx.presets.w8a8(weight={"bits": 4}), "sets the number of bits"),
+    "a field of a preset": (lambda: jqx.presets.w8a8(weight={"bits": 4}), "sets the number of"),
     "bits of a spec": (lambda: jqx.QSpec("int8", bits=4), 'jqx.QSpec("int4"'),
     "no format": (lambda: jqx.QSpec(), "granularity=..., symmetric=..."),
     "a format": (lambda: jqx.presets.w8a8(weight={"qtype": "int9"}), "pass 'int8'"),

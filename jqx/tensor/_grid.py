@@ -85,7 +85,7 @@ def fake_quantize_as(
 def _fake_quantize(
     x: jax.Array, affine: Affine | None, key: jax.Array | None, *, spec: QSpec
 ) -> jax.Array:
-    """One jitted function for each spec and shape: tracing it again would cost more than the model."""
+    """Jitted once for each spec and shape: tracing it again would cost more than the model."""
     covered = _is_covered(spec, affine)
     given = jax.lax.stop_gradient(x) if covered else x
     grid = grid_of("simulate", given, spec, affine)

@@ -311,7 +311,7 @@ class QTensor:
         return concatenate("QTensor.stack", [q[new] for q in tensors], axis)
 
     def astype(self, dtype: DTypeLike) -> "QTensor":
-        """Changes the dtype of the real array, not the codes. TypeError: it is not a float dtype."""
+        """Changes the dtype of the real array, not the codes. TypeError: it is no float dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
     def scaled(self, factor: ArrayLike) -> "QTensor":

@@ -192,7 +192,7 @@ CHANGES = {
     "number": (lambda h, d: d.update(tree=3), "in a way that is not understood"),
     "pair": (lambda h, d: d["tree"]["dict"].append([1]), "in a way that is not understood"),
     "qtype": (lambda h, d: leaf(d, 0)["fields"].update(qtype="int9"), "is not a dtype"),
-    "fields": (lambda h, d: leaf(d, 0)["fields"].pop("blocks"), "lacks the field 'blocks'"),
+    "fields": (lambda h, d: leaf(d, 0)["fields"].pop("blocks"), "not have the field 'blocks'"),
     "other qtype": (lambda h, d: leaf(d, 0)["fields"].update(qtype="int8"), "at:       'w'"),
     "shape": (lambda h, d: h["w.scale"].update(shape=[2, 2]), "does not fit `scale`"),
 }

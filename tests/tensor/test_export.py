@@ -99,7 +99,7 @@ def test_a_format_of_the_user_is_refused_by_name():
     class Mine(numerics.Codebook):
         pass
 
-    with pytest.raises(ValueError, match="type Mine is neither jqx's own"):
+    with pytest.raises(ValueError, match="type Mine is neither of a class of jqx"):
         written(quantized(Mine((-1.0, 1.0), "mine")))
 
 
