@@ -169,7 +169,7 @@ def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.f
 
 
 def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction, bool]:
-    """Returns the exact threshold after entry `place`, and whether the threshold itself rounds up."""
+    """Returns the exact threshold after entry `place`, and whether the threshold rounds up."""
     a, b = Fraction(low), Fraction(high)
     middle = (a + b) / 2
     match mode:

@@ -26,7 +26,7 @@ SHORT = {"mxfp8": "mxfp8_e4m3", "fp8": "float8_e4m3fn"}
 
 @functools.cache
 def formats_by_name() -> Mapping[str, jnp.dtype | QType]:
-    """Returns the formats by name: the dtypes of JAX, and the formats that `jqx.numerics` exports."""
+    """Returns the formats by name: the dtypes of JAX, and those that `jqx.numerics` exports."""
     exported = vars(sys.modules[__name__.rpartition(".")[0]])
     named = {name: value for name, value in exported.items() if isinstance(value, QType)}
     named |= {name: jnp.dtype(name) for name in DTYPES}

@@ -107,7 +107,7 @@ class QType(abc.ABC):
         return self.widen_bits(bits).astype(self.storage)
 
     def widen_bits(self, bits: jax.Array) -> jax.Array:
-        """Returns codes from the result of `to_bits`, one per byte, as `decode` also accepts them."""
+        """Returns codes from the result of `to_bits`, one per byte; `decode` accepts them."""
         if not jnp.issubdtype(self.storage, jnp.signedinteger):
             return bits
         sign = jnp.uint8(2 ** (self.bits - 1))  # (x ^ sign) - sign extends the sign bit

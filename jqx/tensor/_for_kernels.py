@@ -69,7 +69,7 @@ def _for_package(q: Any, axis: int, form: Any) -> Layout | None:
     n, size = q.shape[axis], q.groups.sizes[axis]
     is_known = isinstance(form, Integer) or is_decoded(form)
     has_kernel = is_known and _package_cpu.has_groups(n, size, form.bits)
-    if not (has_kernel and q.size and _package_cpu.is_installed()) or _is_parted(q.values):
+    if not (has_kernel and q.size and _package_cpu.is_installed()) or _is_sharded(q.values):
         return None
     packing = Packing(axis, n) if form.bits < 8 else None
     int8 = form.bits == 8 and has_int8_layout(form)
@@ -89,7 +89,7 @@ def is_decoded(form: QType) -> bool:
     return form.bits == 8 and 3 <= element.exponent_bits <= most
 
 
-def _is_parted(x: Any) -> bool:
+def _is_sharded(x: Any) -> bool:
     """Whether an array is on several devices; compilers do not partition kernels."""
     known = isinstance(x, jax.ShapeDtypeStruct) or _compat.is_concrete(x)
     sharding = x.sharding if known else _compat.explicit_sharding(x)

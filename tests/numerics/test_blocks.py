@@ -212,7 +212,7 @@ PARTS = r"jqx\.numerics\.Block: .*{}.*\n  given:    .*{}.*\n  expected: .+\n  to
     ],
 )
 def test_sizes_and_units_that_make_no_format_are_refused(fields, fact):
-    with pytest.raises(ValueError, match=PARTS.format("block format is not valid", re.escape(fact))):
+    with pytest.raises(ValueError, match=PARTS.format("format is not valid", re.escape(fact))):
         Block(**({"element": jnp.int8, "size": 32} | fields))
 
 
