@@ -1,4 +1,4 @@
-"""Contractions on Array | QTensor operands; binds `@` of a QTensor to `matmul`."""
+"""Contractions of arrays and QTensors. Binds `@` of a QTensor to `matmul`."""
 
 from ..tensor import QTensor
 from ._cache import dynamic_slice as dynamic_slice

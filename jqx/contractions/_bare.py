@@ -1,5 +1,5 @@
-"""What QTensors may have beside codes, scales and zero points, in contractions: offsets leave the
-sum, and a permuted axis is contracted with the other operand in its order. No weight is made real.
+"""Contractions of QTensors with offsets and permuted axes, without dequantizing a weight. Offsets
+are moved out of the sum, and the other operand is permuted to the order of a permuted axis.
 
     sum_k x[k] (c[k] s[g] + o[g])  =  sum_k x[k] c[k] s[g]  +  sum_g (sum_{k in g} x[k]) o[g]
 """
@@ -21,8 +21,8 @@ from ._what._dimensions import Dimensions
 
 
 def in_order(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any]:
-    """Returns operands whose contracted axes stand in one order, which they need not say any more:
-    one beside an operand with a permuted axis takes its order.
+    """Returns operands whose contracted axes have the same order, without an `order` field: the
+    other operand of a permuted axis is permuted in the same way.
     """
     both = (
         _ordered_as(left, right, dimensions.swapped),
@@ -53,10 +53,10 @@ def _ordered_as(x: Any, q: Any, dimensions: Dimensions) -> Any:
         axis in pairs and own <= {*batch} and plain,
         error=ValueError,
         function="dot_general",
-        problem=f"axis {axis - q.ndim} of an operand is permuted, and is not contracted alone.",
+        problem=f"axis {axis - q.ndim} of an operand is permuted, and cannot be contracted so.",
         given=f"{q!r}, contracted axes {tuple(pairs)}, batch axes {tuple(batch)}",
-        expected="a permuted axis that is contracted with one that is not; orders of their own "
-        "along batch axes alone",
+        expected="a permuted axis that is contracted with an axis that is not permuted, and "
+        "several orders only along batch axes",
         mend="contract q.dequantize(), or the other axis.",
     )
     target = {i: pairs[i] if i == axis else batch[i] for i in (*own, axis)}
@@ -73,11 +73,11 @@ def _ordered_as(x: Any, q: Any, dimensions: Dimensions) -> Any:
 
 
 def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
-    """Returns what the offset of a QTensor adds to its contraction with `x`, an array or QTensor on
-    the left: sums over groups, times the offset of each.
+    """Returns the term that the offset of a QTensor adds to its contraction with `x`, an array or
+    QTensor on the left: sums over groups, times the offset of each group.
 
-    In float32 on every platform: beside the codes it is small, and often takes away most of what
-    they add.
+    It is computed in float32 on every platform: it is cheap compared to the codes, and often
+    cancels most of their sum.
     """
     offset = q.real_offset()
     assert offset is not None
@@ -111,6 +111,6 @@ def check_bare(function: str, *operands: Any, what: str = "") -> None:
             function=function,
             problem=f"an operand has a float offset, or a permuted axis{what}.",
             given=repr(q),
-            expected="codes with a scale, and zero points",
+            expected="codes with a scale, and optional zero points",
             mend="pass q.dequantize().",
         )

@@ -1,7 +1,7 @@
-"""Slices at places known only at run time, as caches of keys and values take and write them.
+"""Slices whose start is known only at run time, for reading and writing caches of keys and values.
 
-A scale is written where all elements that share it are; where other elements share it too, it
-stays, and what is written is quantized with it.
+A write replaces a scale if it overwrites all elements that share it. Otherwise the scale stays, and
+the written elements are quantized with it.
 """
 
 import dataclasses
@@ -44,27 +44,27 @@ def dynamic_slice(
 def dynamic_slice(
     operand: Operand, start_indices: Any, slice_sizes: Sequence[int]
 ) -> jax.Array | QTensor:
-    """Returns a slice that starts where a run-time value says; as `jax.lax.dynamic_slice`.
+    """Returns a slice whose start is a run-time value, as `jax.lax.dynamic_slice`.
 
-    `dynamic_slice(q, ...).dequantize()` equals `dynamic_slice(q.dequantize(), ...)`. Along blocks,
-    a slice stays in blocks where its start is a Python integer at the border of one and its end is
-    at a border too; else each of its elements gets a scale of its own.
+    `dynamic_slice(q, ...).dequantize()` equals `dynamic_slice(q.dequantize(), ...)`. Along an axis
+    with blocks, the slice keeps the blocks if its start is a Python integer at the border of a
+    block and its end is at a border too; otherwise each of its elements gets its own scale.
 
     Args:
       operand: array or QTensor, any shape.
-      start_indices: an integer for each axis, or a vector of them; negative ones count from the
-        end. They are clamped, so that the slice fits.
+      start_indices: an integer for each axis, or a vector of them; negative integers count from
+        the end. They are clamped so that the slice fits.
       slice_sizes: the shape of the slice.
 
     Returns:
-      What `operand` is, of shape `slice_sizes`.
+      An array or a QTensor, like `operand`, of shape `slice_sizes`.
 
     Raises:
       ValueError: starts or sizes do not fit the shape, or the slice cuts an axis along which codes
         are packed or swapped.
       TypeError: a start is not an integer.
 
-    Gradient: by JAX, of the scale; none of codes.
+    Gradient: JAX differentiates it with respect to the scale; codes have no gradient.
     NaN and infinities: kept; nothing is computed.
 
     Example:
@@ -89,27 +89,28 @@ def dynamic_update_slice(
 def dynamic_update_slice(
     operand: Operand, update: Operand, start_indices: Any
 ) -> jax.Array | QTensor:
-    """Returns `operand` with a slice overwritten, where a run-time value says; as
+    """Returns `operand` with an overwritten slice whose start is a run-time value, as
     `jax.lax.dynamic_update_slice`.
 
-    An array is quantized to the format of the QTensor it is written to. Where the slice holds all
-    elements that share a scale (a token, of a cache with a scale for each; whole blocks), scales
-    are found anew from it: from the largest magnitude, or with zero points from the range. Where it
-    shares scales with what lies outside (one scale for the whole cache), scales and zero points
-    stay, and the array is quantized with them; they are to be calibrated before. A QTensor is
-    written with its own scales, which only the former case has a place for; quantize first to find
-    scales in another way.
+    An array is quantized to the format of the QTensor it is written to. If the slice holds all
+    elements that share a scale (a token in a cache with one scale per token, or whole blocks), new
+    scales are computed from the array: from the largest magnitude, or with zero points from the
+    range. If elements outside of the slice share a scale with it (one scale for the whole cache),
+    scales and zero points do not change, and the array is quantized with them; calibrate them
+    beforehand. A QTensor is written with its own scales, which is possible only in the first case;
+    pass a QTensor to find the scales in another way.
 
     Args:
-      operand: array or QTensor, any shape. Donated to a jit, it is updated in place.
+      operand: array or QTensor, any shape. If it is donated to a jit, it is updated in place.
       update: array of floats, or QTensor of the format, dtype and granularity of `operand` (or a
         coarser one); its shape is that of the slice.
-      start_indices: as in `jqx.dynamic_slice`. Along blocks, unless they are overwritten from end
-        to end, a Python integer at the border of one, and the slice ends at a border too; for
-        starts known at run time alone, give the blocks an axis: `q.reshape(..., n // b, b, ...)`.
+      start_indices: as in `jqx.dynamic_slice`. Along an axis with blocks that is not overwritten as
+        a whole, a Python integer at the border of a block; the slice must also end at a border. If
+        the start is known only at run time, give the blocks their own axis:
+        `q.reshape(..., n // b, b, ...)`.
 
     Returns:
-      What `operand` is, of its shape, dtypes and layout.
+      An array or a QTensor, like `operand`, of its shape, dtypes and layout.
 
     Raises:
       ValueError: starts or shapes do not fit; the slice cuts a block, or an axis along which codes
@@ -117,8 +118,8 @@ def dynamic_update_slice(
       TypeError: a start is not an integer; `update` is a QTensor of another format or dtype, or
         `operand` is not a QTensor.
 
-    Gradient: by JAX, of scales; none of codes.
-    NaN and infinities: a NaN makes a scale found from it NaN; else as in `jqx.quantize`.
+    Gradient: JAX differentiates it with respect to scales; codes have no gradient.
+    NaN and infinities: a NaN in the array makes its new scale NaN; else as in `jqx.quantize`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -158,7 +159,7 @@ def _check_blocks(q: QTensor, window: Window) -> None:
     for axis, (n, b) in enumerate(zip(groups.shape, groups.sizes, strict=True)):
         blocked = 1 < b < n and window.sizes[axis] != n
         start = window.starts[axis]
-        known = f"{start}" if isinstance(start, int) else "known at run time alone"
+        known = f"{start}" if isinstance(start, int) else "known only at run time"
         require_that(
             not blocked or is_on_blocks(window, axis, n, b),
             error=ValueError,
@@ -166,12 +167,12 @@ def _check_blocks(q: QTensor, window: Window) -> None:
             problem=f"the slice may cut a block along axis {axis}.",
             given=f"size {window.sizes[axis]}, start {known}, blocks of {b}",
             expected="a Python integer as start, and whole blocks",
-            mend=f"give the blocks an axis of their own: q.reshape(..., {n // b}, {b}, ...).",
+            mend=f"give the blocks their own axis: q.reshape(..., {n // b}, {b}, ...).",
         )
 
 
 def _shared_axes(q: QTensor, window: Window) -> list[int]:
-    """The axes along which a scale is shared by the window and what lies outside of it."""
+    """Returns the axes along which elements inside and outside of the window share a scale."""
     return [
         axis
         for axis, (size, n) in enumerate(zip(window.sizes, q.shape, strict=True))
@@ -180,8 +181,8 @@ def _shared_axes(q: QTensor, window: Window) -> list[int]:
 
 
 def spec_like(q: QTensor, groups: Groups) -> QSpec:
-    """Returns how to quantize an array, in groups of its own, to the format of a QTensor: from the
-    largest magnitude, or with zero points from the range.
+    """Returns the spec to quantize an array with its own groups to the format of a QTensor: from
+    the largest magnitude, or with zero points from the range.
     """
     form = format_of(q.qtype)
     unsigned = isinstance(form, Integer) and not form.signed
@@ -192,7 +193,7 @@ def spec_like(q: QTensor, groups: Groups) -> QSpec:
 
 
 def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
-    """Quantizes what is written, with scales found anew or with those that it shares."""
+    """Quantizes the array to be written, with new scales or with those that it shares."""
     old, spec = affine_in(q, window), spec_like(q, groups_in(q.groups, window))
     affine = old
     if not _shared_axes(q, window):
@@ -205,7 +206,7 @@ def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
 
 
 def _kept_as(scale: Any, old: Any) -> Any:
-    """Returns a scale as the one in its place is kept: in a float dtype, or as codes in turn."""
+    """Returns a scale in the float dtype or the quantized format of the scale it replaces."""
     if isinstance(old, QTensor):
         scale = scale.astype(old.dtype)
         inner: Any = old.scale
@@ -214,7 +215,7 @@ def _kept_as(scale: Any, old: Any) -> Any:
 
 
 def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
-    """Returns a QTensor with a scale and zero point wherever the one that it is written to has."""
+    """Returns the update with as many scales and zero points as the window of the operand has."""
     _check_format(q, update)
     shared = _shared_axes(q, window)
     nested = isinstance(q.scale, QTensor)
@@ -223,9 +224,7 @@ def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
         error=ValueError,
         function="dynamic_update_slice",
         problem="scales of `operand` are shared with elements that are not overwritten"
-        + (
-            f", along axes {shared}." if shared else ": they are quantized in turn, with one scale."
-        ),
+        + (f", along axes {shared}." if shared else ": they are quantized, with one scale."),
         given=f"update {update!r} for operand {q!r}",
         expected="an array, to be quantized with the scale of operand",
         mend="pass the array itself, or update.dequantize().",
@@ -261,15 +260,15 @@ def _check_format(q: QTensor, update: QTensor) -> None:
         kinds(q) == kinds(update),
         error=TypeError,
         function="dynamic_update_slice",
-        problem="`operand` and `update` are of different formats.",
+        problem="`operand` and `update` have different formats.",
         given=f"update {update!r} for operand {q!r}",
         expected="one qtype, one dtype and one dtype of scales",
-        mend="quantize update as operand, or pass update.dequantize().",
+        mend="quantize update to the format of operand, or pass update.dequantize().",
     )
 
 
 def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
-    """Checks that there is a place for each zero point that is to be written."""
+    """Checks that the operand has a place for each zero point to be written."""
     fits = new is None or (
         old is not None and all(m in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
     )
@@ -288,7 +287,7 @@ def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:
     """Writes codes, scales and zero points of the same granularity and format."""
 
     def write(parameter: Any, new: Any) -> Any:
-        if isinstance(parameter, QTensor):  # what its own scale is, is shared, and stays
+        if isinstance(parameter, QTensor):  # its own scale is shared, and does not change
             values = write(parameter.values, new.values)
             return dataclasses.replace(parameter, values=values)
         starts, _ = place_of_entries(parameter.shape, q.groups, window)
@@ -304,7 +303,7 @@ def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:
 
 
 def values_as(update: QTensor, q: QTensor) -> jax.Array:
-    """Returns codes as those of another QTensor are laid out."""
+    """Returns the codes of `update` in the layout of another QTensor."""
     if update.layout == q.layout:
         return update.values
     plain = update.unpack()

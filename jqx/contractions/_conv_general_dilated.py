@@ -117,27 +117,28 @@ def conv_general_dilated(
     *,
     output: Output = None,
 ) -> Any:
-    """Convolves an image with a kernel, either of them quantized; as `jax.lax.conv_general_dilated`
-    otherwise.
+    """Convolves an image with a kernel; both may be quantized. Otherwise it is
+    `jax.lax.conv_general_dilated`.
 
-    Two QTensors of integers are convolved as integers: exact in int32 (on GPUs, whose libraries
-    return that sum as float32, where it is below 2**24), zero points corrected, the scales
-    multiplied in after; parts of longer sums, and those of int8 digits of 16-bit codes, are added
-    in float32. Padding, and the holes of `lhs_dilation`, stand for real zeros: they are filled with
-    the zero point. A quantized kernel beside floats is dequantized on CPU, some output features at
-    a time. Of two formats that are not both integers, and beside a float kernel, the image is
-    dequantized. On other platforms, sums beside an image of 16-bit floats are rounded to its dtype,
-    and so are the real values of a kernel with zero points or blocks. Two arrays go to lax.
+    Two QTensors of integers are convolved as integers. The int32 sums are exact (on GPUs, whose
+    libraries return them as float32, if they are below 2**24). Zero points are corrected, and the
+    scales are applied after the sum. Parts of longer sums, and sums of the int8 digits of 16-bit
+    codes, are added in float32. Padding and the holes of `lhs_dilation` represent real zeros, so
+    they are filled with the zero point. With a float image, a quantized kernel is dequantized on
+    CPU, some output features at a time. The image is dequantized if the kernel is an array, or if
+    the two formats are not both integers. On other platforms, sums with an image of 16-bit floats
+    are rounded to its dtype, and so are the real values of a kernel with zero points or blocks. Two
+    arrays are passed to lax.
 
     Args:
-      lhs: image, array or QTensor of rank `2 + spatial axes`. Beside a kernel of integers too, the
-        scale of one of integers may vary along the batch axis, along the features in blocks, and
-        with one entry for each feature where each output reads one feature (depthwise).
-      rhs: kernel, likewise: its scale may vary along the output features, and along the input
-        features in blocks.
+      lhs: image, array or QTensor of rank `2 + spatial axes`. If image and kernel are both
+        integers, the scale of the image may vary along the batch axis, and along the features in
+        blocks; if each output reads one feature (depthwise), it may vary with each feature.
+      rhs: kernel, array or QTensor of the same rank. Its scale may vary along the output features,
+        and along the input features in blocks.
       window_strides: one for each spatial axis.
       padding: "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial axis; may be negative.
-      lhs_dilation: one for each spatial axis; a transposed convolution has its strides here.
+      lhs_dilation: one for each spatial axis; for a transposed convolution, its strides.
       rhs_dilation: one for each spatial axis (atrous convolution).
       dimension_numbers: as in lax, such as `("NHWC", "HWIO", "NHWC")`.
       feature_group_count: how many groups the features are in.
@@ -148,15 +149,16 @@ def conv_general_dilated(
       output: how to quantize the result, as in `jqx.dot_general`.
 
     Returns:
-      Array of `preferred_element_type`, or a QTensor where `output` is given.
+      Array of `preferred_element_type`, or a QTensor if `output` is given.
 
     Raises:
-      ValueError: a scale varies along an axis that is summed, but in blocks; blocks along features
-        in groups; two integers of which one has codes of 32 bits; shapes do not fit; an operand has
-        an offset, or a permuted axis.
-      TypeError: one operand is a QTensor and the other an integer array; and from lax.
+      ValueError: a scale varies along an axis that is summed, except in blocks; there are blocks
+        along features in groups; both operands are integers and one has codes of 32 bits; shapes
+        do not fit; an operand has an offset, or a permuted axis.
+      TypeError: one operand is a QTensor and the other an integer array; and errors of lax.
 
-    Gradient: by JAX, of float operands and of scales; none of codes.
+    Gradient: JAX differentiates it with respect to float operands and scales; codes have no
+      gradient.
     NaN and infinities: IEEE arithmetic on scales and float operands.
 
     Example:
@@ -226,13 +228,13 @@ def _convolve(left: Any, right: Any, window: Window, dtype: Any) -> jax.Array:
         left = left.astype(wide).dequantize()
     as_dot = _is_dot(right, window)
     if as_dot or isinstance(left, QTensor):
-        right = right.unpack()  # else it is unpacked where it is converted
+        right = right.unpack()  # otherwise it is unpacked during the conversion
     case = Convolution(left, right, window)
     if as_dot and not package_convolution.applies(case):
         return _as_dot(left, right, window, wide)
     narrow = not isinstance(left, QTensor) and left.dtype == jnp.float16
     if narrow and dtype != jnp.float16:
-        left = left.astype(wide)  # sums of float16 would not hold what the result does
+        left = left.astype(wide)  # float16 sums would overflow where the result does not
     return CONVOLUTIONS.compute(Convolution(left, right, window))
 
 
@@ -250,7 +252,7 @@ def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
     matrix = matrix.reshape(matrix.shape[:2])
     numbers = (((window.features,), (0,)), ((), ()))
     y = dot_general(left, matrix, numbers, precision=window.precision, preferred_element_type=dtype)
-    # The result has the axes of the image but its features, then the outputs.
+    # The result has the axes of the image except its features, followed by the outputs.
     image = [axis for axis in range(left.ndim) if axis != window.features]
     order = [0] * y.ndim
     for to, source in zip(window.axes.out_spec, window.axes.lhs_spec, strict=True):
@@ -264,21 +266,21 @@ def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
             entries is None or len(entries) == axes,
             error=ValueError,
             function=NAME,
-            problem=f"`{argument}` has not one entry for each spatial axis.",
+            problem=f"`{argument}` does not have one entry for each spatial axis.",
             given=f"{argument} of length {len(entries or ())}, {axes} spatial axes",
             expected=f"{axes} entries",
-            mend="pass one for each.",
+            mend="pass one entry for each spatial axis.",
         )
 
 
 def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
-    """Returns the window, and what has the shape of the result. lax checks shapes and arguments as
-    they were given, before anything is made of them, but where they are plainly right.
+    """Returns the window, and a ShapeDtypeStruct with the shape of the result. Unless shapes and
+    arguments are clearly right, lax checks them as they were given.
     """
     _, padding, lhs_dilation, *_, precision = arguments
     as_lax_says = isinstance(padding, str) and lhs_dilation is not None
     if not as_lax_says and isinstance(precision, (lax.Precision, NoneType)):
-        with contextlib.suppress(Exception):  # whatever it is, lax says it better
+        with contextlib.suppress(Exception):  # lax below raises a better error
             window = window_of(left, right, *arguments)
             shape = window.result_shape(left.shape, right.shape)
             if shape is not None:

@@ -57,51 +57,55 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     output: Output = None,
 ) -> Any:
-    """Contracts two operands, either of them quantized; as `jax.lax.dot_general` otherwise.
+    """Contracts two operands; both may be quantized. Otherwise it is `jax.lax.dot_general`.
 
-    Two QTensors of integer formats are multiplied as integers: the int32 accumulator is exact, zero
-    points are corrected with sums over the contracted axes, and the scales are multiplied in after,
-    in float32. A sum that int32 may not hold is split (8 bits: beyond 131,071 products of int8 by
-    int8, 33,025 of uint8 by uint8 with zero points; codes of 16 bits are multiplied as digits of 8)
-    and the exact parts are added in float32. With one QTensor (weight-only quantization) the result
-    is that of its real values, as near as a float32 sum; codes are never converted to floats all at
-    once on CPU, nor in a kernel of their own elsewhere but for scales in blocks and many rows. So
-    are float formats and codebooks, on either side. Where scales are given in blocks along a
-    contracted axis, each block is contracted by itself, and the products are summed in float32.
-    Two arrays go to `lax.dot_general`. How a contraction is computed depends on shapes, formats and
-    platform; `jqx.formulations` tells.
+    Two QTensors of integer formats are multiplied as integers. The int32 accumulator is exact; zero
+    points are corrected with sums over the contracted axes, and the scales are applied after the
+    sum, in float32. A sum that may overflow int32 is split, and the exact parts are added in
+    float32. (With 8 bits, this is beyond 131,071 products of int8 by int8, or 33,025 of uint8 by
+    uint8 with zero points. Codes of 16 bits are multiplied as 8-bit digits.)
+
+    With one QTensor (weight-only quantization), the result is that of its real values, with the
+    accuracy of a float32 sum. On CPU, codes are never converted to floats all at once. On other
+    platforms, a separate kernel converts them only for scales in blocks and many rows. Float
+    formats and codebooks are computed in this way on either side. If scales are in blocks along a
+    contracted axis, each block is contracted separately, and the products are summed in float32.
+
+    Two arrays are passed to `lax.dot_general`. How a contraction is computed depends on shapes,
+    formats and platform; `jqx.formulations` shows it.
 
     Args:
-      lhs: array or QTensor. A scale must not vary along a contracted axis but in blocks.
-      rhs: array or QTensor, likewise.
+      lhs: array or QTensor. A scale must not vary along a contracted axis, except in blocks.
+      rhs: array or QTensor, with the same restriction.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
-      precision: as in `jax.lax.dot_general`, where the contraction is one of floats; integer
-        arithmetic is exact. Where jqx-cpu is installed, the fastest one, `"default"`, has float
-        rows rounded to 16 bits relative to the largest of each, beside integers that lie for its
-        kernels; so has `jax.default_matmul_precision("bfloat16")` in what `jqx.convert` returns.
+      precision: as in `jax.lax.dot_general`, for contractions of floats; integer arithmetic is
+        exact. With jqx-cpu and integers laid out for its kernels, the fastest one, `"default"`,
+        rounds float rows to 16 bits relative to the largest element of each row. In functions that
+        `jqx.convert` returns, `jax.default_matmul_precision("bfloat16")` has the same effect.
       preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
         the operands.
-      output: how to quantize the result: a `QSpec`, or a scheme such as `"int8"`, whose calibrator
-        finds the scale; a pair of it and an `Affine`; or a `Requantization`, which multiplies the
-        int32 sums of two integer operands by fixed-point factors, as TFLite does (their scales are
-        in the factors, and are not read). `None` returns floats.
+      output: how to quantize the result: a `QSpec` or a scheme such as `"int8"`, whose calibrator
+        finds the scale; a pair of one of these and an `Affine`; or a `Requantization`, which
+        multiplies the int32 sums of two integer operands by fixed-point factors, as TFLite does
+        (the factors include the scales of the operands, which are not used). `None` returns floats.
 
     Returns:
-      Array of `preferred_element_type`, or a `QTensor` where `output` is given: batch axes, then
-      those kept of `lhs`, then of `rhs`.
+      Array of `preferred_element_type`, or a `QTensor` if `output` is given. Its axes are the batch
+      axes, the free axes of `lhs`, and the free axes of `rhs`.
 
     Raises:
       ValueError: a scale varies along a contracted axis, or both operands are integers and one has
         codes of 32 bits.
-      TypeError: one operand is a QTensor and the other an integer array, or the result is asked for
-        as integers, or `output` needs int32 sums that the operands do not have; and from
-        `lax.dot_general`, where shapes or dimension numbers do not fit.
+      TypeError: one operand is a QTensor and the other an integer array; or
+        `preferred_element_type` is an integer dtype; or `output` needs int32 sums that the operands
+        do not have; and errors of `lax.dot_general`, if shapes or dimension numbers do not fit.
 
-    Gradient: by JAX, of float operands and of scales; none of codes.
-    NaN and infinities: IEEE arithmetic on scales and float operands; but on CPU, a row of a float
-    operand (of all its contracted elements) that holds an infinity gives NaN beside integer codes,
-    if not more than 6 rows of bfloat16 are multiplied as such by jqx-cpu.
-    On other platforms, sums of float32 or bfloat16 with codes, without scales, must fit float32.
+    Gradient: JAX differentiates it with respect to float operands and scales; codes have no
+      gradient.
+    NaN and infinities: IEEE arithmetic on scales and float operands, with one exception. On CPU
+      with integer codes, a row of a float operand (all its contracted elements) that holds an
+      infinity gives NaN, unless jqx-cpu multiplies more than 6 rows of bfloat16 as such. On other
+      platforms, sums of float32 or bfloat16 with codes, without scales, must fit float32.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -141,7 +145,7 @@ def dot_general(
 def _requantized(
     left: QTensor, right: QTensor, dimensions: Dimensions, output: Requantization
 ) -> jax.Array:
-    """Returns the codes of the int32 sums of products of codes, each less its zero point."""
+    """Returns the requantized int32 sums of products of codes minus their zero points."""
     left, right, dimensions = as_stored(left, right, dimensions)
     case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
     return REQUANTIZED.compute(case, left, right, output)
@@ -154,14 +158,14 @@ def contract(
     precision: lax.PrecisionLike,
     dtype: Any = None,
 ) -> jax.Array:
-    """Contracts two operands, one of them a QTensor, in the float dtype of computation, or in
-    `dtype` where a kernel rounds to it.
+    """Contracts two operands, at least one of them a QTensor. The result has the float dtype of the
+    computation, or `dtype` if a kernel rounds to it.
     """
-    if is_empty(left) or is_empty(right):  # a sum of nothing, where it has elements at all
+    if is_empty(left) or is_empty(right):  # all sums, if any, are empty
         return jnp.zeros(check_sizes(left, right, dimensions))
     left, right = in_order(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
-        # Of the smaller one, the activation, an offset is no worth its own sums.
+        # An offset of the smaller operand, the activation, is not worth separate sums.
         if _is_smaller(left, right) and left.offset is not None:
             left = left.dequantize()
         elif not _is_smaller(left, right) and right.offset is not None:
@@ -184,13 +188,13 @@ def _bare(x: Any) -> Any:
 def _contract_bare(
     left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array:
-    """Contracts two operands without offsets, in one order."""
+    """Contracts two operands without offsets and permuted axes."""
     left, right, dimensions = as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         y = _computed(left, right, dimensions, precision, dtype)
         if y is not None:
             return y
-        # Of two operands that are not both integers, the smaller one is the activation.
+        # If the operands are not both integers, the smaller one is the activation.
         wide = common_dtype(left.dtype, right.dtype)
         if _is_smaller(left, right):
             left = as_activation(left, right, wide)
@@ -208,7 +212,7 @@ def _contract_bare(
 def _computed(
     lhs: Any, rhs: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array | None:
-    """Computes a product as it is planned; `None` where an operand must become an array first."""
+    """Computes a product by its plan; `None` if an operand must be dequantized first."""
     how = HowTo.of(lhs, rhs, dimensions, precision)
     if kernel_of(rhs) and dtype is not None:
         how = how._replace(dtype=jnp.dtype(dtype))
@@ -218,22 +222,22 @@ def _computed(
 
 
 def _is_smaller(left: Any, right: Any) -> bool:
-    """Whether the left operand is the smaller one; a symbolic size is that of an activation."""
+    """Whether the left operand is the smaller one; a symbolic size counts as an activation."""
     if export.is_symbolic_dim(right.size):
         return export.is_symbolic_dim(left.size)
     return is_at_least(right.size, left.size)
 
 
 def as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
-    """Returns operands as they lie in memory, and the axes of those."""
+    """Returns operands with their axes in memory order, and the dimensions for that order."""
     left, left_axes = _stored(left, dimensions.lhs_free)
     right, right_axes = _stored(right, dimensions.rhs_free)
     return left, right, dimensions.renamed(left_axes, right_axes)
 
 
 def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    """Returns an operand as it lies in memory, and where each of its axes stands there; unpacked
-    where that would exchange free axes, whose order the result has.
+    """Returns an operand with its axes in memory order, and the new place of each axis. It is
+    unpacked if the memory order would swap free axes, because the result has their order.
     """
     order = tuple(range(x.ndim))
     if isinstance(x, QTensor) and {*order[-2:]} <= {*free}:
@@ -244,7 +248,7 @@ def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
 
 
 def as_operand(x: Operand) -> Any:
-    """Returns an array, or the QTensor that was given."""
+    """Returns a QTensor unchanged, and anything else as an array."""
     return x if isinstance(x, QTensor) else jnp.asarray(x)
 
 
@@ -254,7 +258,7 @@ def is_empty(x: Any) -> bool:
 
 
 def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
-    """Returns the shape of the result; lets `lax.dot_general` refuse shapes that do not fit."""
+    """Returns the shape of the result; `lax.dot_general` raises if shapes do not fit."""
     if dimensions.fits(left.shape, right.shape):
         return dimensions.result_shape(left.shape, right.shape)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
@@ -269,7 +273,7 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
     if not can_leave_sum(operand.groups, contracting):
         text = message(
             "dot_general",
-            f"the scale of `{name}` varies along a contracted axis: it cannot leave the sum.",
+            f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
             given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
             f"contracted axes {contracting}",
             expected=f"a scale of size 1, or of blocks, along axes {contracting}",

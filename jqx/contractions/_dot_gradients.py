@@ -1,4 +1,4 @@
-"""The backward pass of a product of arrays, in a dtype of its own."""
+"""The backward pass of a product of arrays, in a dtype of choice."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ def dot_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of both operands, as float32 or wider.
 
-    Operands are rounded to `dtype`, products are summed in float32 or wider: on CPU a product whose
-    result is of bfloat16 is computed in float32 throughout.
+    Operands are rounded to `dtype`, and products are summed in float32 or wider. (On CPU, a product
+    with a bfloat16 result would be computed in float32 throughout.)
     """
     wide = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
     d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
@@ -35,7 +35,7 @@ def dot_gradients(
     dw = lax.dot_general(
         x, g, ((d.lhs_free, left), (d.lhs_batch, ahead)), preferred_element_type=wide
     )
-    # What is left of each operand keeps its order; pairs of contracted axes follow the left one's.
+    # Free axes keep their order; contracted axes have the order of the left operand.
     of_lhs = [*d.lhs_batch, *d.lhs_free, *_in_order(d.lhs_contracting, d.rhs_contracting)]
     of_rhs = [*d.rhs_batch, *_in_order(d.rhs_contracting, d.lhs_contracting), *d.rhs_free]
     return _back(dx, of_lhs), _back(dw, of_rhs)
@@ -47,5 +47,5 @@ def _in_order(axes: Sequence[int], partners: Sequence[int]) -> list[int]:
 
 
 def _back(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Puts each axis of `x` back where `axes` says."""
+    """Moves each axis of `x` to its place in `axes`."""
     return jnp.transpose(x, [axes.index(axis) for axis in range(len(axes))])

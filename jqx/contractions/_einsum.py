@@ -30,37 +30,39 @@ def einsum(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """Sums products of operands by Einstein's convention, any of them quantized; as
-    `jax.numpy.einsum` otherwise.
+    """Evaluates the Einstein summation convention; any operand may be quantized. Otherwise it is
+    `jax.numpy.einsum`.
 
-    Operands are contracted two by two, each time by `jqx.dot_general`; a QTensor stays quantized
-    until its turn. A diagonal is taken of codes and scales, and a label that one QTensor alone has
-    is summed by a contraction with ones. Where a QTensor has a scale for each index of a summed
-    label (in attention, values cached per token have), an array beside it that has all labels along
-    which the scale varies is multiplied by the scale first:
-    `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. Arrays alone go to `jax.numpy.einsum`.
+    Operands are contracted pairwise by `jqx.dot_general`; a QTensor stays quantized until it is
+    contracted. A diagonal is taken of codes and scales. A label that only one QTensor has is summed
+    by a contraction with ones. A QTensor may have a scale for each index of a summed label, such as
+    values that are cached per token in attention. If the other operand is an array with all labels
+    along which the scale varies, the array is multiplied by the scale first:
+    `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. If all operands are arrays, they are passed
+    to `jax.numpy.einsum`.
 
     Args:
-      subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name, or the first operand:
-        then each operand is followed by its list of labels, and the last by that of the result.
+      subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name. Or the first operand:
+        then each operand is followed by its list of labels, and the last one by that of the result.
       *operands: arrays of floats and QTensors, any shapes that fit the subscripts; axes of size 1
-        stretch.
-      optimize: in which order more than two operands are contracted: a name that
-        `jax.numpy.einsum_path` knows, a bool, or a list of pairs of positions, such as it returns.
+        broadcast.
+      optimize: the order in which more than two operands are contracted: a name that
+        `jax.numpy.einsum_path` accepts, a bool, or a list of pairs of positions as it returns.
       precision: as in `jqx.dot_general`.
-      preferred_element_type: floating point dtype of the result, and of what is between two
-        contractions; `None` takes the promoted dtype of the operands.
+      preferred_element_type: floating point dtype of the result, and of intermediate results;
+        `None` takes the promoted dtype of the operands.
 
     Returns:
       Array of `preferred_element_type`.
 
     Raises:
-      ValueError: the subscripts are malformed, or do not fit ranks or sizes; there is no such
-        order; a scale varies along a summed label, and no array beside it can take the scale; and
-        as `jqx.dot_general`.
-      TypeError: an array beside a QTensor is not of floats, or the result is asked for as integers.
+      ValueError: the subscripts are malformed, or do not fit ranks or sizes; `optimize` is not
+        valid; a scale varies along a summed label, and no array can take the scale; and as in
+        `jqx.dot_general`.
+      TypeError: an array that is contracted with a QTensor is not of floats, or
+        `preferred_element_type` is not a float dtype.
 
-    Gradient: by JAX, of arrays and of scales; none of codes.
+    Gradient: JAX differentiates it with respect to arrays and scales; codes have no gradient.
     NaN and infinities: as in `jqx.dot_general`.
 
     Example:
@@ -135,7 +137,7 @@ def _result_dtype(arrays: Sequence[Any], preferred: DTypeLike | None) -> jnp.dty
 
 
 def _labels(terms: Sequence[_Term], output: Labels) -> Labels:
-    """The labels of a result and of terms that it is yet to be contracted with."""
+    """Returns the labels of the result and of the terms that are still to be contracted."""
     return tuple(dict.fromkeys([*output, *(label for term in terms for label in term.labels)]))
 
 
@@ -151,7 +153,7 @@ def _diagonal(term: _Term) -> _Term:
         places = np.arange(x.shape[axes[0]], dtype=np.int32)
         parts = [places if other == label else slice(None) for other in labels]
         x = _plain(x)[tuple(parts)]
-        # Indexed as in NumPy: the new axis stands at the first of adjacent ones, else in front.
+        # As in NumPy, the new axis is at the first of adjacent axes, else in front.
         at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
         rest = [other for other in labels if other != label]
         labels = (*rest[:at], label, *rest[at:])
@@ -159,7 +161,7 @@ def _diagonal(term: _Term) -> _Term:
 
 
 def _without_ones(term: _Term, sizes: dict[Any, int], output: Labels) -> _Term:
-    """Drops axes of size 1 that stretch, or that the result has not."""
+    """Drops axes of size 1 that broadcast, or that the result does not have."""
     x, labels = term
     drop = [
         n == 1 and (sizes[label] != 1 or label not in output)
@@ -173,7 +175,7 @@ def _without_ones(term: _Term, sizes: dict[Any, int], output: Labels) -> _Term:
 
 
 def _sum_of_own(term: _Term, kept: Labels, how: _How) -> _Term:
-    """Sums over the labels that no other term has, nor the result."""
+    """Sums over the labels that neither another term nor the result has."""
     x, labels = term
     own = tuple(label for label in labels if label not in kept)
     if not own:
@@ -195,10 +197,10 @@ def _sum_of_own(term: _Term, kept: Labels, how: _How) -> _Term:
 
 
 def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence[tuple[int, ...]]:
-    """Returns pairs of positions: terms leave the list to be contracted, the result goes last."""
+    """Returns pairs of positions in a list: both terms are removed, and the result is appended."""
     if isinstance(optimize, (list, tuple)):
         pairs = [tuple(pair) for pair in optimize]
-        if len(terms) == 1 and pairs == [(0,)]:  # what jax.numpy.einsum_path makes of one operand
+        if len(terms) == 1 and pairs == [(0,)]:  # jax.numpy.einsum_path of one operand
             return []
         left = range(len(terms), 1, -1)
         require_that(
@@ -209,26 +211,26 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
             ),
             error=ValueError,
             function="einsum",
-            problem="`optimize` is no order of contraction.",
+            problem="`optimize` is not an order of contraction.",
             given=f"optimize == {optimize!r} for {len(terms)} operands",
             expected=f"{len(left)} pairs of positions in a list that gets shorter by one each time",
-            mend="pass what jax.numpy.einsum_path returns first, or leave optimize out.",
+            mend="pass the first result of jax.numpy.einsum_path, or leave optimize out.",
         )
         return pairs
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
     number = {label: i for i, label in enumerate(_labels(terms, ()))}
     labels = tuple(tuple(number[label] for label in term.labels) for term in terms)
-    # A size that is known only later, in an exported program, counts as some number.
+    # A symbolic size, in an exported program, is replaced by some number.
     shapes = tuple(tuple(n if isinstance(n, int) else 8 for n in term.x.shape) for term in terms)
     try:
         return _path(labels, shapes, tuple(number[label] for label in output), optimize)
     except (KeyError, TypeError):
         text = message(
             "einsum",
-            "`optimize` is no order of contraction.",
+            "`optimize` is not an order of contraction.",
             given=f"optimize == {optimize!r}",
-            expected="a name that jax.numpy.einsum_path knows, a bool, or a list of pairs",
+            expected="a name that jax.numpy.einsum_path accepts, a bool, or a list of pairs",
             mend="pass for example optimize='greedy', or leave it out.",
         )
         raise ValueError(text) from None
@@ -244,13 +246,13 @@ def _path(labels: Any, shapes: Any, output: Any, optimize: Any) -> Sequence[tupl
 
 
 def _contract(lhs: _Term, rhs: _Term, kept: Labels, how: _How) -> _Term:
-    """Contracts two terms over the labels that both have and nothing else needs."""
+    """Contracts two terms over the labels that both have and that are not needed later."""
     both = [label for label in lhs.labels if label in rhs.labels]
     batch = [label for label in kept if label in both]
     summed = [label for label in both if label not in kept]
     left = [label for label in lhs.labels if label not in both]
     right = [label for label in rhs.labels if label not in both]
-    if (*batch, *right, *left) == kept:  # as the result has it
+    if (*batch, *right, *left) == kept:  # the order of the result
         lhs, rhs, left, right = rhs, lhs, right, left
     labels = (*batch, *left, *right)
     for x, q in ((lhs, rhs), (rhs, lhs)):
@@ -273,8 +275,8 @@ def _dot(lhs: Any, rhs: Any, numbers: lax.DotDimensionNumbers, how: _How) -> jax
 
 
 def _takes_scale_of(x: _Term, q: _Term, summed: Sequence[Any]) -> bool:
-    """Whether a QTensor has scales that cannot leave the sum, but can be multiplied into an array
-    beside it.
+    """Whether a QTensor has scales that cannot leave the sum, but can be multiplied into the array
+    that it is contracted with.
     """
     if isinstance(x.x, QTensor) or not isinstance(q.x, QTensor):
         return False
@@ -312,7 +314,7 @@ def _without_shared(parameter: jax.Array, labels: Labels) -> _Term:
 
 
 def _align(term: _Term, labels: Labels) -> jax.Array:
-    """Orders the axes of an array as `labels`, with size 1 for each that it has not."""
+    """Orders the axes of an array as `labels`, with size 1 for labels that it does not have."""
     order = [label for label in labels if label in term.labels]
     shape = [term.size(label) if label in order else 1 for label in labels]
     return jnp.transpose(term.x, term.axes(order)).reshape(shape)

@@ -1,4 +1,4 @@
-"""Kernels of jqx-cpu in functions that `jax.export` writes."""
+"""Kernels of jqx-cpu in functions that `jax.export` serializes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from .._compat_kernels import IN_EXPORTS
 
 @contextlib.contextmanager
 def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
-    """Lets functions that are exported inside call the kernels of jqx-cpu.
+    """Lets functions that are exported inside of this context call the kernels of jqx-cpu.
 
-    Elsewhere an exported function has the plain form of each contraction, which runs anywhere, and
-    more slowly than kernels do. What is exported inside runs on CPUs where jqx-cpu is installed:
-    `import jqx_cpu` tells XLA of its kernels, and jqx itself need not be there. Where that is
-    missing, XLA says which kernel it does not find, `No FFI handler registered for jqx_cpu_...`.
-    Contractions with a symbolic size have the plain form here too: kernels are for sizes that are
-    known.
+    Outside of it, an exported function uses the form of each contraction without kernels, which
+    runs everywhere but is slower. A function that is exported inside runs on CPUs where jqx-cpu is
+    installed: `import jqx_cpu` registers its kernels with XLA, and jqx itself is not needed. If it
+    is missing, XLA reports the missing kernel: `No FFI handler registered for jqx_cpu_...`.
+    Contractions with a symbolic size use the form without kernels here too, because kernels need
+    known sizes.
 
     Yields:
-      What `jax.export.export` must be told as its `disabled_checks`: it refuses calls of which it
-      does not know whether later versions have them. Those of jqx-cpu are of one version of jqx.
+      The `disabled_checks` argument for `jax.export.export`, which otherwise rejects custom calls
+      without a stability guarantee. The kernels of jqx-cpu belong to one version of jqx.
 
     Raises:
       ImportError: jqx-cpu is not installed, or its kernels are not used on this processor.
 
-    Gradient: that of the plain form.
+    Gradient: that of the form without kernels.
     NaN and infinities: as in `jqx.dot_general`.
 
     Example:
@@ -49,8 +49,8 @@ def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
         problem="the package jqx-cpu is not installed, or not used on this processor.",
         given="no kernels to call",
         expected=f"the package, on a processor with {' or '.join(_package_cpu.FAST)}",
-        mend="install it, pip install ./cpu; name its instructions, as by JQX_CPU_KERNELS=AVX2; or "
-        "export without it: the plain form runs anywhere.",
+        mend="install it with pip install ./cpu; select its instructions, such as with "
+        "JQX_CPU_KERNELS=AVX2; or export without it: that form runs everywhere.",
     )
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _package_cpu.handlers()]
     with IN_EXPORTS(True):

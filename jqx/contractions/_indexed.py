@@ -1,7 +1,7 @@
-"""`lax.gather` and `lax.scatter` on QTensors: scales are taken and written in step with values.
+"""`lax.gather` and `lax.scatter` on QTensors: scales are read and written in step with values.
 
-Along an axis that shares one scale there is one entry to take: its index is 0. Along blocks, a
-slice has to be whole.
+Along an axis that shares one scale there is one entry, with index 0. Along an axis with blocks, a
+slice must take the whole axis.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
 def gathered(q: QTensor, indices: jax.Array, **options: Any) -> QTensor | None:
-    """Returns what `lax.gather` takes, quantized as it was; `None` where the scale cannot follow.
+    """Returns the result of `lax.gather`, still quantized; `None` if the scale cannot follow.
 
-    What is out of bounds is NaN where that is the value to fill with.
+    Elements out of bounds are NaN if NaN is the fill value.
     """
     sizes, numbers = options["slice_sizes"], options["dimension_numbers"]
     indexed, fill = numbers.start_index_map, options.pop("fill_value", None)
@@ -49,11 +49,11 @@ def gathered(q: QTensor, indices: jax.Array, **options: Any) -> QTensor | None:
 
 
 def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any) -> QTensor | None:
-    """Returns a QTensor with windows overwritten by `lax.scatter`; `None` where the scale cannot
+    """Returns a QTensor with windows overwritten by `lax.scatter`; `None` if the scale cannot
     follow.
 
-    What is written is quantized: with scales of its own where a window holds all that share one,
-    or with the one scale of the whole tensor.
+    The written elements are quantized with new scales if a window holds all elements that share a
+    scale, or with the scale of the whole tensor if it has only one.
     """
     numbers, like, q = options["dimension_numbers"], q, q.unpack()
     if isinstance(q.scale, QTensor) or q.offset is not None or q.order is not None:
@@ -95,13 +95,13 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
 
 
 def _reshaped(q: QTensor, rank: int) -> Affine:
-    """Returns the one scale of a tensor for an array of another rank."""
+    """Returns the single scale of a tensor for an array of another rank."""
     own, scale = (1,) * rank, q.real_scale()
     return Affine(scale.reshape(own), None if q.zero_point is None else q.zero_point.reshape(own))
 
 
 def _in_bytes(x: jax.Array, indices: jax.Array, updates: jax.Array, options: Any) -> jax.Array:
-    """Scatters codes, integers below a byte as bytes."""
+    """Scatters codes; integers of less than 8 bits are scattered as bytes."""
     dtype = x.dtype
     if not jnp.issubdtype(dtype, jnp.integer) or bit_width(dtype) >= 8:
         return lax.scatter(x, indices, updates, **options)
@@ -111,14 +111,14 @@ def _in_bytes(x: jax.Array, indices: jax.Array, updates: jax.Array, options: Any
 
 
 def _with_own_scales(q: QTensor, axes: Sequence[int]) -> QTensor:
-    """Gives each index of some axes a scale of its own."""
+    """Gives each index of some axes its own scale."""
     for axis in axes:
         q = refine(q, axis) if q.scale.shape[axis] != q.shape[axis] else q
     return q
 
 
 def _entries(groups: Groups, sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the size of a slice of the scale; `None` where one of values cuts blocks."""
+    """Returns the size of a slice of the scale; `None` if the slice of the values cuts blocks."""
     found = []
     for n, b, m, size in zip(groups.shape, groups.sizes, groups.scale_shape, sizes, strict=True):
         if m not in (1, n) and size != n:
@@ -128,7 +128,7 @@ def _entries(groups: Groups, sizes: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _on_entries(indices: jax.Array, axes: Sequence[int], shared: Sequence[int]) -> jax.Array:
-    """Returns where entries of the scale stand: at 0 along axes that share one."""
+    """Returns the indices of the entries of the scale: 0 along axes that share one."""
     kept = np.array([axis not in shared for axis in axes])
     lined_up = kept.reshape((1,) * (indices.ndim - 1) + (-1,))
     return jnp.where(lined_up, indices, jnp.zeros_like(indices))

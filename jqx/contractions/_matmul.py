@@ -43,23 +43,23 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     output: Output = None,
 ) -> Any:
-    """Multiplies matrices, either of them quantized; as `jax.numpy.matmul` otherwise.
+    """Multiplies matrices; both may be quantized. Otherwise it is `jax.numpy.matmul`.
 
     Args:
-      lhs: array or QTensor of one axis or more; contracted along the last.
-      rhs: array or QTensor of one axis or more; contracted along the last but one, or its only one.
+      lhs: array or QTensor of one axis or more; contracted along its last axis.
+      rhs: array or QTensor of one axis or more; contracted along its second last, or only axis.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the result; `None` takes the promoted dtype of the operands.
       output: how to quantize the result, as in `jqx.dot_general`.
 
     Returns:
-      Array, or a QTensor where `output` is given; leading axes broadcast as in `jax.numpy.matmul`.
+      Array, or a QTensor if `output` is given; leading axes broadcast as in `jax.numpy.matmul`.
 
     Raises:
-      ValueError: as `dot_general`; an operand has no axes; leading axes do not broadcast.
+      ValueError: as in `dot_general`; an operand has no axes; leading axes do not broadcast.
 
-    Gradient: as `dot_general`.
-    NaN and infinities: as `dot_general`.
+    Gradient: as in `dot_general`.
+    NaN and infinities: as in `dot_general`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -112,6 +112,6 @@ def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, 
 
 
 def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
-    """Broadcasts all but the last two axes to `batch`; a shared scale stays shared."""
+    """Broadcasts all axes except the last two to `batch`; a shared scale stays shared."""
     shape = (*batch, *x.shape[-2:])
     return x.broadcast_to(shape) if isinstance(x, QTensor) else jnp.broadcast_to(x, shape)

@@ -1,5 +1,5 @@
-"""Products of an array that is quantized on the way: by a kernel that multiplies its codes, or else
-before the product.
+"""Products of an array that is still to be quantized: a kernel quantizes it inside the product, or
+it is quantized before the product.
 """
 
 import functools
@@ -26,17 +26,18 @@ from ._integers._integer import in_fitting_shapes
 from ._what._dimensions import Dimensions
 
 FEW = 64
-"""Rows up to which a GPU quantizes them anew for each tile of columns; more are quantized first. On
-CPU sites that read one array share its codes, which costs more than a call when there are many.
+"""Up to this number of rows, a kernel quantizes them, on a GPU again for each tile of columns. More
+rows are quantized first. On CPU, sites that read the same array then share its codes, which matters
+more than the cost of a separate call when there are many rows.
 """
 
 
 class OnTheWay(NamedTuple):
-    """An array that the contraction that reads it quantizes.
+    """An array that is quantized by the contraction that reads it.
 
     Attributes:
       x: the array.
-      spec: how, with an absolute granularity.
+      spec: how it is quantized, with an absolute granularity.
       affine: its scale and zero point, or `None`.
     """
 
@@ -49,7 +50,7 @@ class OnTheWay(NamedTuple):
         return QTensor.quantize(self.x, self.spec, self.affine)
 
     def scale(self) -> jax.Array:
-        """Returns its scale, given or found; the same on every platform."""
+        """Returns its scale, given or computed; the same on every platform."""
         if self.affine is not None:
             return self.affine[0]
         return fit(self.x, self.spec).scale
@@ -63,7 +64,7 @@ def dot_general_on_the_way(
     precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
-    """Returns `jqx.dot_general` of an `OnTheWay` and a QTensor, whichever is on which side."""
+    """Returns `jqx.dot_general` of an `OnTheWay` and a QTensor, in either order."""
     dimensions = Dimensions.of(dimension_numbers, _of(lhs).ndim, _of(rhs).ndim)
     if isinstance(lhs, OnTheWay):
         y = _product(lhs, rhs, dimensions, precision, preferred_element_type)
@@ -78,12 +79,12 @@ def _of(operand: Any) -> Any:
 
 
 def may_quantize(spec: QSpec, q: Any) -> bool:
-    """Whether there are kernels that quantize an array as a spec says, beside such a weight."""
+    """Whether kernels exist that quantize an array by a spec and multiply it by such a weight."""
     return bool(kernel_of(q)) and spec.symmetric and not isinstance(format_of(spec.qtype), Block)
 
 
 def has_codes_of_kernels(spec: QSpec) -> bool:
-    """Whether kernels make the codes that a spec says, of a scale that is known."""
+    """Whether kernels compute exactly the codes of a spec, for a known scale."""
     return spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
 
 
@@ -101,11 +102,11 @@ def _product(
     _, q, dimensions = as_stored(x, q, dimensions)
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     how = HowTo.of(codes, q, dimensions, precision)._replace(dtype=jnp.dtype(dtype))
-    told = Told(how, spec)
-    return ON_THE_WAY.compute(Rows(x, codes, q, told), x, scale, q)
+    args = Args(how, spec)
+    return ON_THE_WAY.compute(Rows(x, codes, q, args), x, scale, q)
 
 
-class Told(NamedTuple):
+class Args(NamedTuple):
     """The static arguments of a contraction that quantizes its left operand.
 
     Attributes:
@@ -118,16 +119,16 @@ class Told(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the result, as the contraction is told."""
+        """The dtype of the result."""
         return self.how.dtype
 
 
 class Rows(NamedTuple):
-    """A float operand to be quantized and a weight, as planning sees them.
+    """A float operand to be quantized and a weight, as the planner sees them.
 
     Attributes:
       lhs: the array.
-      codes: the array quantized, of shapes and dtypes alone.
+      codes: the quantized array, as shapes and dtypes only.
       rhs: a QTensor.
       how: the contraction, and how rows are quantized.
     """
@@ -135,7 +136,7 @@ class Rows(NamedTuple):
     lhs: Any
     codes: QTensor
     rhs: QTensor
-    how: Told
+    how: Args
 
 
 REASON = (
@@ -155,14 +156,14 @@ def _is_for(platform: str) -> Callable[[Rows], bool]:
 
 
 @formulation(REASON, ("tpu",), _is_for("tpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
+def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-    return _by_kernel(x.astype(wide), scale, q, told, products_tpu)
+    return _by_kernel(x.astype(wide), scale, q, args, products_tpu)
 
 
 @formulation(REASON, ("cuda",), _is_for("gpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
-    return _by_kernel(x, scale, q, told, products_gpu)
+def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+    return _by_kernel(x, scale, q, args, products_gpu)
 
 
 def _is_for_package(case: Rows) -> bool:
@@ -179,11 +180,11 @@ def _is_for_package(case: Rows) -> bool:
     op="dot_general:quantized",
     finds=True,
 )
-def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
-    kernel = functools.partial(quantizing, how=told.how, form=format_of(told.spec.qtype))
+def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+    kernel = functools.partial(quantizing, how=args.how, form=format_of(args.spec.qtype))
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
-        return in_fitting_shapes(quantized(x, scale, told.spec), q, told.how)
+        return in_fitting_shapes(quantized(x, scale, args.spec), q, args.how)
 
     return derived_as(functools.partial(by_kernel, kernel, plain), plain)(x, scale, q)
 
@@ -195,9 +196,9 @@ def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -
     lambda case: True,
     op="dot_general:quantized",
 )
-def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, told: Told) -> jax.Array:
-    how = told.how
-    return contract(quantized(x, scale, told.spec), q, how.dimensions, how.precision, how.dtype)
+def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+    how = args.how
+    return contract(quantized(x, scale, args.spec), q, how.dimensions, how.precision, how.dtype)
 
 
 ON_THE_WAY = Planner(
@@ -210,13 +211,13 @@ ON_THE_WAY = Planner(
 
 
 def _by_kernel(
-    x: jax.Array, scale: jax.Array, q: QTensor, told: Told, kernel: Callable[..., jax.Array]
+    x: jax.Array, scale: jax.Array, q: QTensor, args: Args, kernel: Callable[..., jax.Array]
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
-        return products(x, scale, q, told.how, format_of(told.spec.qtype), kernel)
+        return products(x, scale, q, args.how, format_of(args.spec.qtype), kernel)
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
-        return quantize_first.compute(x, scale, q, told)
+        return quantize_first.compute(x, scale, q, args)
 
     return derived_as(run, plain)(x, scale, q)
 

@@ -1,4 +1,4 @@
-"""Results that are asked for quantized."""
+"""Quantized results of contractions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,13 @@ from ._integers._requantize import Requantization, requantize_float
 
 Asked = QSpec | str | tuple[QSpec | str, Affine] | Requantization
 Output = Asked | None
-"""A spec or scheme that finds its scale, one with a scale and zero point, or integer factors."""
+"""A spec or scheme whose calibrator finds the scale, one with a given scale and zero point, or
+integer factors.
+"""
 
 
 def as_asked(function: str, y: jax.Array, output: Any) -> Any:
-    """Returns a real result as it is, or quantized as `output` says."""
+    """Returns a float result as it is, or quantized by `output`."""
     return y if output is None else requantize_float(y, output, function)
 
 
@@ -31,13 +33,13 @@ def check_requantized(
     products: int,
     dtype: Any,
 ) -> None:
-    """Checks that a contraction has one int32 sum for each result, to be requantized."""
-    check_bare(function, lhs, rhs, what=", which no int32 sum has")
+    """Checks that each result of a contraction is one int32 sum, so that it can be requantized."""
+    check_bare(function, lhs, rhs, what=", which int32 sums cannot have")
     require_that(
         is_byte(lhs) and is_byte(rhs),
         error=TypeError,
         function=function,
-        problem="`output` multiplies int32 sums, and these operands have none.",
+        problem="`output` requantizes int32 sums, but these operands do not have int32 sums.",
         given=" and ".join(repr(x) if isinstance(x, QTensor) else "an array" for x in (lhs, rhs)),
         expected="two QTensors of integer formats of 8 bits or fewer",
         mend="quantize both, or pass a QSpec as output.",
@@ -47,7 +49,7 @@ def check_requantized(
         shared and not is_at_least(products, longest(lhs, rhs) + 1),
         error=ValueError,
         function=function,
-        problem="one int32 sum does not hold the result.",
+        problem="a result does not fit in one int32 sum.",
         given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products",
         expected=f"no blocks along summed axes, and at most {longest(lhs, rhs)} products",
         mend="quantize without blocks along them, or pass a QSpec as output.",
@@ -58,6 +60,6 @@ def check_requantized(
         function=function,
         problem="`preferred_element_type` has no effect on a requantized result.",
         given=f"preferred_element_type == {dtype}",
-        expected="None beside output=Requantization",
+        expected="None with output=Requantization",
         mend="leave it out; Requantization has the dtype of the real result.",
     )

@@ -1,4 +1,4 @@
-"""`ragged_dot` by jqx-cpu: its kernels multiply one group of rows after another, where they lie."""
+"""`ragged_dot` by jqx-cpu: its kernels multiply one group of rows after another, without copies."""
 
 import functools
 from typing import Any
@@ -17,15 +17,15 @@ from ._how._kernels_cpu_groups import decoded, floats, multiplies_decoded, multi
 from ._how._kernels_of_codes import derived_as
 from ._how._scales import HowTo
 from ._integers._bytes import as_int8
-from ._ragged_tiles import Groups, Told, ragged_tiles
+from ._ragged_tiles import Args, Groups, ragged_tiles
 from ._what._dimensions import Dimensions
 
 MATRICES = Dimensions(2, 3, (1,), (2,), (), (0,))
-"""Rows beside a stack of matrices [G, N, K], which is no axis of the rows."""
+"""Rows and a stack of matrices [G, N, K]; the rows do not have the axis of the stack."""
 
 
-def _how(lhs: Any, rhs: QTensor, told: Told) -> HowTo:
-    return HowTo(MATRICES, told.precision, find_block(lhs, rhs, MATRICES))
+def _how(lhs: Any, rhs: QTensor, args: Args) -> HowTo:
+    return HowTo(MATRICES, args.precision, find_block(lhs, rhs, MATRICES))
 
 
 def _is_for_package(case: Groups) -> bool:
@@ -44,7 +44,7 @@ def _is_for_package(case: Groups) -> bool:
     _is_for_package,
     op="ragged_dot",
 )
-def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
+def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
     def kernel(lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
         q = rhs.stored
         inner = _how(lhs, q, how)

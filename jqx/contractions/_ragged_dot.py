@@ -1,4 +1,4 @@
-"""`ragged_dot` on arrays and QTensors: rows in groups, each multiplied by a matrix of its own."""
+"""`ragged_dot` on arrays and QTensors: groups of rows, each multiplied by its own matrix."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from ._how._blocks import can_leave_sum
 from ._how._formulation import Planner
 from ._ragged_cpu import ragged_package
 from ._ragged_kernels import ragged_kernel_gpu, ragged_kernel_tpu
-from ._ragged_tiles import Groups, Told, ragged_tiles
+from ._ragged_tiles import Args, Groups, ragged_tiles
 from ._what._axes import OperandAxes
 
 ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
-"""What becomes of the axes of rows and matrices."""
+"""The roles of the axes of rows and matrices."""
 
 GROUPS = Planner("ragged_dot", ragged_package, ragged_kernel_tpu, ragged_kernel_gpu, ragged_tiles)
 
@@ -34,22 +34,22 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: None = None,
 ) -> jax.Array:
-    """Multiplies groups of rows by matrices, one a group, either side quantized; as
-    `jax.lax.ragged_dot` otherwise.
+    """Multiplies groups of rows by matrices, one per group; both sides may be quantized. Otherwise
+    it is `jax.lax.ragged_dot`.
 
     The first `group_sizes[0]` rows are multiplied by `rhs[0]`, the next by `rhs[1]`, and so on
     (a mixture of experts, with tokens sorted by expert). Each product is that of `jqx.dot_general`:
-    exact for two integer formats. Rows are contracted a tile at a time with the codes of one
-    matrix; tiles have at most twice as many rows as groups have on average (8 at least, 512 at
-    most), and no group has more than one that is not full. Two arrays go to `lax.ragged_dot`.
-    `jqx.formulations` tells how tiles are contracted, and how many there are.
+    exact for two integer formats. Rows are contracted one tile at a time with the codes of one
+    matrix. Tiles have at most twice as many rows as groups have on average (between 8 and 512), and
+    each group has at most one tile that is not full. Two arrays are passed to `lax.ragged_dot`.
+    `jqx.formulations` shows how tiles are contracted, and how many there are.
 
     Args:
-      lhs: array or QTensor, shape (m, k), its rows sorted by group.
-      rhs: array or QTensor, shape (g, k, n). A scale must not vary along `k` but in blocks; nor one
-        of `lhs`. Codes packed along `g` are unpacked first, all of them.
-      group_sizes: integers, shape (g,): rows of each group. Rows beyond their sum are zero in the
-        result; groups beyond the rows are cut. A negative size counts as 0.
+      lhs: array or QTensor, shape (m, k), with rows sorted by group.
+      rhs: array or QTensor, shape (g, k, n). The scales of both operands must not vary along `k`,
+        except in blocks. Codes packed along `g` are all unpacked first.
+      group_sizes: integers, shape (g,): the number of rows of each group. Rows beyond their sum are
+        zero in the result; groups beyond the last row are truncated. A negative size counts as 0.
       precision: as in `jqx.dot_general`.
       preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
         the operands.
@@ -59,13 +59,14 @@ def ragged_dot(
       Array of `preferred_element_type`, shape (m, n).
 
     Raises:
-      ValueError: as `dot_general`; ranks or sizes do not fit.
-      TypeError: as `dot_general`; `group_sizes` are not integers.
+      ValueError: as in `dot_general`; ranks or sizes do not fit.
+      TypeError: as in `dot_general`; `group_sizes` are not integers.
       NotImplementedError: a `group_offset` is given.
 
-    Gradient: by JAX, of float operands and of scales; none of codes.
-    NaN and infinities: as in `jqx.dot_general`; those of a row or a matrix reach the rows of its
-      own group alone.
+    Gradient: JAX differentiates it with respect to float operands and scales; codes have no
+      gradient.
+    NaN and infinities: as in `jqx.dot_general`; those of a row or a matrix only affect rows of
+      the same group.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -98,7 +99,7 @@ def ragged_dot(
         check_real("ragged_dot", "`preferred_element_type`", dtype)
     if left.shape[0] == 0 or right.shape[0] == 0:
         return jnp.zeros((left.shape[0], right.shape[2]), dtype)
-    return GROUPS.compute(Groups(left, right, Told(precision, dtype)), left, right, sizes)
+    return GROUPS.compute(Groups(left, right, Args(precision, dtype)), left, right, sizes)
 
 
 def _check_offset(group_offset: Any) -> None:
@@ -109,7 +110,7 @@ def _check_offset(group_offset: Any) -> None:
         problem="`group_offset` is not supported.",
         given="a group_offset",
         expected="group_offset=None",
-        mend="pass the matrices and sizes of the groups to compute alone, and their rows of lhs.",
+        mend="pass only the matrices, sizes and rows of the groups to compute.",
     )
 
 
@@ -139,7 +140,7 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: jax.Array) -> None:
         sizes.shape[0] == rhs.shape[0],
         error=ValueError,
         function="ragged_dot",
-        problem="there are not as many group sizes as matrices.",
+        problem="the numbers of group sizes and matrices differ.",
         given=given,
         expected=f"group_sizes.shape == ({rhs.shape[0]},)",
         mend="pass one size for each matrix of rhs, 0 for a group without rows.",
@@ -163,7 +164,8 @@ def _check_operand(name: str, operand: Any) -> None:
         can_leave_sum(operand.groups, (1,)),
         error=ValueError,
         function="ragged_dot",
-        problem=f"the scale of `{name}` varies along the contracted axis: it cannot leave the sum.",
+        problem=f"the scale of `{name}` varies along the contracted axis, so it cannot leave the "
+        "sum.",
         given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}",
         expected="a scale of size 1, or of blocks, along axis 1",
         mend="quantize with per_axis of the other axes, or with per_block({..., 1: size}).",

@@ -1,7 +1,7 @@
-"""`ragged_dot` by kernels: a tile of rows tells which matrix of the stack is read beside it.
+"""`ragged_dot` by kernels: each tile of rows has the index of its matrix in the stack.
 
-Rows are floats, codes, or floats that are quantized on the way, as in `dot_general`; the matrices
-are laid out for a kernel, and none is copied.
+Rows are floats, codes, or floats that the kernel quantizes, as in `dot_general`. The matrices are
+laid out for a kernel, and are not copied.
 """
 
 import functools
@@ -17,20 +17,20 @@ from ..tensor import QTensor
 from ..tensor._shared import found
 from ._how._blocks import find_block, with_own_scales
 from ._how._formulation import formulation
-from ._how._kernel_operands import lies_for, parameters_of, precision_of, table_of
+from ._how._kernel_operands import is_laid_out_for, parameters_of, precision_of, table_of
 from ._how._kernels import is_looked_up
 from ._how._kernels_of_codes import derived_as, multiplies_codes
 from ._how._scales import HowTo
 from ._integers._bytes import as_int8
-from ._ragged_tiles import Groups, Told, ragged_tiles
+from ._ragged_tiles import Args, Groups, ragged_tiles
 from ._row_tiles import RowTiles, row_tiles, rows_in, rows_of_a_tile
 from ._what._dimensions import Dimensions
 
 STACK = Dimensions(2, 3, (1,), (1,), (), (0,))
-"""As a product of rows with each matrix is: its stack is no axis of the rows."""
+"""The product of rows with each matrix; the rows do not have the axis of the stack."""
 
 LEAST, MOST = 16, 128
-"""Rows of a tile that matrix units multiply at once; of more, a GPU holds no sums in registers."""
+"""Rows of a tile that matrix units multiply at once; more do not fit the registers of a GPU."""
 
 
 def has_kernel(case: Groups, platform: str) -> bool:
@@ -40,7 +40,7 @@ def has_kernel(case: Groups, platform: str) -> bool:
         return False
     plain = q.offset is None and q.order is None and q.layout and not q.layout.swapped
     how = HowTo(STACK, block=find_block(x, q, STACK))
-    if not plain or not lies_for(platform, x, q, how):
+    if not plain or not is_laid_out_for(platform, x, q, how):
         return False
     if isinstance(x, QTensor):
         return multiplies_codes(platform, x, q, how)
@@ -54,12 +54,12 @@ REASON = (
 
 
 @formulation(REASON, ("tpu",), lambda case: has_kernel(case, "tpu"), op="ragged_dot", finds=True)
-def ragged_kernel_tpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
+def ragged_kernel_tpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
     return _by_kernel(lhs, rhs, sizes, how, weights_tpu, products_tpu)
 
 
 @formulation(REASON, ("cuda",), lambda case: has_kernel(case, "gpu"), op="ragged_dot", finds=True)
-def ragged_kernel_gpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Told) -> jax.Array:
+def ragged_kernel_gpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
     return _by_kernel(lhs, rhs, sizes, how, weights_gpu, products_gpu)
 
 
@@ -67,7 +67,7 @@ def _by_kernel(
     lhs: Any,
     rhs: QTensor,
     sizes: jax.Array,
-    how: Told,
+    how: Args,
     of_floats: Callable[..., jax.Array],
     of_codes: Callable[..., jax.Array],
 ) -> jax.Array:
@@ -98,7 +98,7 @@ def of_tiles(
     x: jax.Array,
     x_scale: jax.Array,
     rhs: QTensor,
-    how: Told,
+    how: Args,
     qtype: Any,
     kernel: Callable[..., jax.Array],
 ) -> jax.Array:
@@ -114,22 +114,22 @@ def _products(
     rows: list[jax.Array],
     rhs: QTensor,
     dtype: Any,
-    how: Told,
+    how: Args,
 ) -> jax.Array:
     codes, step = found(rhs)
     rhs = with_own_scales(rhs, (0, 2))
-    told, count = parameters_of(rhs, dtype), rhs.shape[0]
+    weight, count = parameters_of(rhs, dtype), rhs.shape[0]
 
     def of_all(leaf: jax.Array | None) -> jax.Array | None:
         return None if leaf is None else jnp.broadcast_to(leaf, (count, *leaf.shape[1:]))
 
     group = tiles.group.astype(jnp.int32)
     number = jnp.where(tiles.is_row[:, 0], group, ~group)
-    result = how.dtype if told.after is None else jnp.float32
-    parameters = of_all(told.scale), of_all(told.zero)
+    result = how.dtype if weight.after is None else jnp.float32
+    parameters = of_all(weight.scale), of_all(weight.zero)
     y = kernel(*rows, codes, *parameters, number, step=step, dtype=result)
-    if told.after is not None:
-        after = told.after if told.after.shape[0] == 1 else told.after[group]
+    if weight.after is not None:
+        after = weight.after if weight.after.shape[0] == 1 else weight.after[group]
         y = (y.reshape(len(group), -1, rhs.shape[2]) * after).reshape(y.shape)
     return tiles.result(y).astype(how.dtype)
 

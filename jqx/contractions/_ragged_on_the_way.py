@@ -1,4 +1,4 @@
-"""`ragged_dot` of rows that are quantized on the way, as `_on_the_way.py` does it."""
+"""`ragged_dot` of rows that are still to be quantized, as in `_on_the_way.py`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from ._how._kernels_of_codes import derived_as
 from ._on_the_way import FEW, REASON, OnTheWay, has_codes_of_kernels, quantized
 from ._ragged_dot import ragged_dot
 from ._ragged_kernels import has_kernel, of_tiles, tiles_for_kernel
-from ._ragged_tiles import Groups, Told
+from ._ragged_tiles import Args, Groups
 
 
-class ToldToQuantize(NamedTuple):
+class QuantizingArgs(NamedTuple):
     """The static arguments of a product of groups that quantizes its rows.
 
     Attributes:
@@ -26,16 +26,16 @@ class ToldToQuantize(NamedTuple):
       spec: how rows are quantized.
     """
 
-    how: Told
+    how: Args
     spec: QSpec
 
 
 class Rows(NamedTuple):
-    """Rows in groups to be quantized and their matrices, as planning sees them.
+    """Rows in groups to be quantized and their matrices, as the planner sees them.
 
     Attributes:
       lhs: the array.
-      codes: the array quantized, of shapes and dtypes alone.
+      codes: the quantized array, as shapes and dtypes only.
       rhs: a QTensor.
       how: the product, and how rows are quantized.
     """
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     lhs: Any
     codes: QTensor
     rhs: QTensor
-    how: ToldToQuantize
+    how: QuantizingArgs
 
 
 def ragged_dot_on_the_way(
@@ -54,17 +54,17 @@ def ragged_dot_on_the_way(
     precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
-    """Returns `jqx.ragged_dot` of rows that are quantized on the way."""
+    """Returns `jqx.ragged_dot` of rows that are still to be quantized."""
     x, spec = rows.x, rows.spec
-    told = ToldToQuantize(Told(precision, jnp.dtype(preferred_element_type)), spec)
+    args = QuantizingArgs(Args(precision, jnp.dtype(preferred_element_type)), spec)
     if not isinstance(rhs, QTensor) or 0 in (x.shape[0], rhs.shape[0]):
-        return _first(rows.quantized(), rhs, group_sizes, told.how)
+        return _first(rows.quantized(), rhs, group_sizes, args.how)
     scale = rows.scale()
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
-    return ROWS_ON_THE_WAY.compute(Rows(x, codes, rhs, told), x, scale, rhs, group_sizes)
+    return ROWS_ON_THE_WAY.compute(Rows(x, codes, rhs, args), x, scale, rhs, group_sizes)
 
 
-def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
+def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     return ragged_dot(rows, rhs, sizes, precision=how.precision, preferred_element_type=how.dtype)
 
 
@@ -79,17 +79,17 @@ def _is_for(platform: str) -> Callable[[Rows], bool]:
 
 @formulation(REASON, ("tpu",), _is_for("tpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_tpu(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
 ) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-    return _by_kernel(x.astype(wide), scale, q, sizes, told, products_tpu)
+    return _by_kernel(x.astype(wide), scale, q, sizes, args, products_tpu)
 
 
 @formulation(REASON, ("cuda",), _is_for("gpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_gpu(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
 ) -> jax.Array:
-    return _by_kernel(x, scale, q, sizes, told, products_gpu)
+    return _by_kernel(x, scale, q, sizes, args, products_gpu)
 
 
 @formulation(
@@ -100,9 +100,9 @@ def ragged_kernel_quantizing_gpu(
     op="ragged_dot:quantized",
 )
 def ragged_quantize_first(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, told: ToldToQuantize
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
 ) -> jax.Array:
-    return _first(quantized(x, scale, told.spec), q, sizes, told.how)
+    return _first(quantized(x, scale, args.spec), q, sizes, args.how)
 
 
 ROWS_ON_THE_WAY = Planner(
@@ -118,15 +118,15 @@ def _by_kernel(
     scale: jax.Array,
     q: QTensor,
     sizes: jax.Array,
-    told: ToldToQuantize,
+    args: QuantizingArgs,
     kernel: Callable[..., jax.Array],
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
         tiles = tiles_for_kernel(sizes, x.shape[0])
         each = jnp.broadcast_to(scale, (x.shape[0], scale.shape[1]))
-        return of_tiles(tiles, x, each, q, told.how, told.spec.qtype, kernel)
+        return of_tiles(tiles, x, each, q, args.how, args.spec.qtype, kernel)
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
-        return ragged_quantize_first.compute(x, scale, q, sizes, told)
+        return ragged_quantize_first.compute(x, scale, q, sizes, args)
 
     return derived_as(run, plain)(x, scale, q, sizes)

@@ -1,8 +1,8 @@
 """`ragged_dot` in plain JAX: a scan over tiles of rows, each contracted with its matrix.
 
-Every group is padded to whole tiles, and each row of the result is read from where it stands. So no
-copy is made of all matrices, nor of all rows for each; and a row has no part in the result of
-another, not even as a zero: a NaN stays where it is.
+Every group is padded to whole tiles, and each row of the result is read from its place in them. So
+neither all matrices nor all rows for each matrix are copied. A row never affects the result of
+another one, not even as a zero: a NaN stays in its row.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from ._row_tiles import row_tiles, rows_in, rows_of_a_tile
 from ._what._dimensions import Dimensions
 
 LEAST, MOST = 8, 512
-"""Rows of a tile: fewer cost as much as these; of more, the matrix hardly costs less each."""
+"""Rows of a tile: fewer cost as much as these, and more hardly reduce the cost per row."""
 
 MATRICES = Dimensions(2, 2, (1,), (0,), (), ())
 
 
-class Told(NamedTuple):
+class Args(NamedTuple):
     """The static arguments of a product of groups.
 
     Attributes:
@@ -37,17 +37,17 @@ class Told(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Rows in groups and their matrices, as planning sees them, of which one is a QTensor.
+    """Rows in groups and their matrices, as the planner sees them; at least one is a QTensor.
 
     Attributes:
       lhs: an array or a QTensor, shape (m, k).
       rhs: likewise, shape (g, k, n).
-      how: what else the product is told.
+      how: the static arguments of the product.
     """
 
     lhs: Any
     rhs: Any
-    how: Told
+    how: Args
 
 
 @formulation(
@@ -57,7 +57,7 @@ class Groups(NamedTuple):
     op="ragged_dot",
     tells_parts=True,
 )
-def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
+def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     m = lhs.shape[0]
     tiles = row_tiles(sizes, m, min(m, rows_of_a_tile(m, rhs.shape[0], LEAST, MOST)))
     rows, matrices = rows_in(lhs, tiles), _one_by_one(rhs)
@@ -65,14 +65,14 @@ def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Told) -> jax.Array:
     def multiply(rows: Any, group: jax.Array) -> jax.Array:
         return contract(rows, _matrix(matrices, group), MATRICES, how.precision).astype(how.dtype)
 
-    # Checkpointed: else the backward pass would keep the matrix of each tile.
+    # Checkpointed, so that the backward pass does not store the matrix of each tile.
     multiply = jax.checkpoint(multiply, prevent_cse=False)
     _, y = lax.scan(lambda carry, tile: (carry, multiply(*tile)), None, (rows, tiles.group))
     return tiles.result(y.reshape(tiles.row.size, rhs.shape[2]))
 
 
 def _one_by_one(x: Any) -> Any:
-    """Returns matrices of which each can be taken without the others."""
+    """Returns matrices that can be sliced one by one."""
     if not isinstance(x, QTensor):
         return x
     packing = None if x.layout is None else x.layout.packing

@@ -1,4 +1,4 @@
-"""Rows in groups, cut into tiles none of which holds rows of two groups."""
+"""Rows in groups, split into tiles that each hold rows of one group only."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +10,15 @@ from ._take import as_signed, take_along
 
 
 class RowTiles(NamedTuple):
-    """Rows in tiles, none of which holds rows of two groups.
+    """Rows in tiles; each tile holds rows of one group only.
 
     Attributes:
-      group: of each tile, shape (tiles,); of tiles that are left over, that of the last row.
-      row: what stands where in the tiles, shape (tiles, rows of a tile); a place that is left over
-        repeats the last row of the group.
-      is_row: whether it is not left over, of the same shape.
-      place: where each row stands in the flattened tiles, shape (m,).
-      is_used: whether it stands there at all, shape (m,).
+      group: the group of each tile, shape (tiles,); for unused tiles, the group of the last row.
+      row: the row at each place of the tiles, shape (tiles, rows of a tile); unused places repeat
+        the last row of the group.
+      is_row: whether a place is used, of the same shape.
+      place: the place of each row in the flattened tiles, shape (m,).
+      is_used: whether each row has a place, shape (m,).
     """
 
     group: jax.Array
@@ -67,14 +67,14 @@ def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
 
 
 def _group_of(places: jax.Array, ends: jax.Array) -> jax.Array:
-    """Returns the group in which each place lies; the last one for those beyond them all."""
+    """Returns the group of each place; the last group for places beyond all of them."""
     group = jnp.searchsorted(ends, places, side="right", method="compare_all")
     return jnp.minimum(group, ends.shape[0] - 1)
 
 
 def rows_in(x: Any, tiles: RowTiles) -> Any:
-    """Returns the rows of an array or QTensor in tiles, along a new first axis. Places that are
-    left over are zeros in an array: a NaN there would reach gradients.
+    """Returns the rows of an array or QTensor in tiles, along a new first axis. Unused places of an
+    array are zeros, because a NaN there would reach gradients.
     """
     count, tile = tiles.row.shape
     if not isinstance(x, QTensor):

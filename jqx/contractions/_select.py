@@ -1,4 +1,4 @@
-"""Quantized arrays in the format of others: made of floats, or chosen element by element."""
+"""Quantized arrays in the format of others: quantized from floats, or selected by element."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from ._cache import check_zero_points, spec_like, values_as
 
 
 def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
-    """Returns an array of the shape of a QTensor in its format, dtypes and layout, with scales of
-    its own.
+    """Quantizes an array of the shape of a QTensor to its format, dtypes and layout, with new
+    scales.
     """
-    check_bare("select", q, what=", in whose format nothing is quantized")
+    check_bare("select", q, what=", so nothing can be quantized to its format")
     new = QTensor.quantize(x.astype(q.dtype), spec_like(q, q.groups))
     scale: Any = new.scale
     if not isinstance(scale, QTensor):
@@ -32,7 +32,7 @@ def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
 
 
 def is_like(q: Any, other: Any) -> bool:
-    """Whether two values are of one format, shape, granularity and layout."""
+    """Whether two values have the same format, shape, granularity and layout."""
 
     def kind(x: Any) -> Any:
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)], jax.tree.structure(x)
@@ -41,12 +41,12 @@ def is_like(q: Any, other: Any) -> bool:
 
 
 def select(which: jax.Array, *cases: QTensor | jax.Array) -> QTensor | None:
-    """Returns what `lax.select_n(which, *cases)` is of the real values, in the format of the
-    QTensors among the cases; `None` where these are of several.
+    """Returns `lax.select_n(which, *cases)` of the real values, in the format of the QTensors among
+    the cases; `None` if their formats differ.
 
-    Elements that share a scale keep it, and their codes, where they come from one case, or from
-    cases of one scale; an array beside them is quantized with it. Else they are quantized together
-    anew, as are those of an array alone.
+    Elements that share a scale keep the scale and their codes if they come from one case, or from
+    cases with the same scale; elements of an array are quantized with that scale. Otherwise they
+    are quantized together with a new scale, as are elements that come from an array only.
     """
     like = next(case for case in cases if isinstance(case, QTensor))
     tensors = {i: case for i, case in enumerate(cases) if isinstance(case, QTensor)}
@@ -90,6 +90,6 @@ def _all(masks: Sequence[jax.Array]) -> jax.Array:
 
 
 def _same(q: QTensor, other: QTensor) -> jax.Array:
-    """Where two tensors have one scale and zero point."""
+    """Returns where two tensors have the same scale and zero point."""
     both = zip(jax.tree.leaves(_grid(q)), jax.tree.leaves(_grid(other)), strict=True)
     return _all([a == b for a, b in both])

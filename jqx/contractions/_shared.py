@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._dot_gradients import dot_gradients as dot_gradients
 from ._how._blocks import can_leave_sum as can_leave_sum

@@ -1,4 +1,4 @@
-"""`take` on arrays and QTensors: an embedding lookup that dequantizes the rows taken, no others."""
+"""`take` on arrays and QTensors: an embedding lookup that dequantizes only the rows it takes."""
 
 import dataclasses
 import math
@@ -27,31 +27,31 @@ def take(
     mode: str | None = None,
     fill_value: float | None = None,
 ) -> jax.Array:
-    """Takes indices along an axis of an array or QTensor; as `jax.numpy.take`.
+    """Takes indices along an axis of an array or QTensor, as `jax.numpy.take`.
 
-    Codes, scales and zero points are gathered, and what was taken is dequantized. Packed codes are
-    unpacked after, too, unless it is the packed axis (or all of them) that is taken from. The
-    result is that of `jax.numpy.take(operand.dequantize(), ...)`, bit for bit.
+    Codes, scales and zero points are gathered, and the gathered elements are dequantized. Packed
+    codes are also unpacked after the gather, unless `axis` is the packed axis or `None`. The result
+    equals `jax.numpy.take(operand.dequantize(), ...)`, bit for bit.
 
     Args:
       operand: array or QTensor, any shape.
       indices: integers, any shape; negative ones count from the end, but are out of bounds for
         `mode="clip"`.
       axis: the axis to take from; `None` takes from the flattened array.
-      mode: what an index out of bounds gives: `"fill"` (or `None`) `fill_value`, `"clip"` the
-        nearest element, `"wrap"` the one at the index modulo the length.
+      mode: the result of an index out of bounds: `"fill"` (or `None`) gives `fill_value`, `"clip"`
+        the nearest element, and `"wrap"` the element at the index modulo the length.
       fill_value: a number, for `mode="fill"`; `None` means NaN.
 
     Returns:
       Array of the dtype of `operand`, its shape with `axis` replaced by the shape of `indices`.
 
     Raises:
-      ValueError: there is no such axis or mode, or `fill_value` is given for a mode that fills
-        nothing.
+      ValueError: `axis` is out of range, `mode` is unknown, or `fill_value` is given for a mode
+        without a fill value.
       TypeError: `indices` are not integers.
       IndexError: indices are taken from an axis of length 0.
 
-    Gradient: by JAX, of the scale; none of codes.
+    Gradient: JAX differentiates it with respect to the scale; codes have no gradient.
     NaN and infinities: NaN out of bounds, unless `fill_value` says otherwise; scales as in
       `QTensor.dequantize`.
 
@@ -94,13 +94,13 @@ def take_along(q: Any, places: jax.Array, axis: int) -> Any:
         check_kept("take", q, axis)
         order = order if order.shape[axis] == 1 else take_along(order, places, axis)
     taken = q.map_parameters(lambda leaf: take_entries(leaf, places, axis, groups))
-    # What `blocks` says of other axes stays true; along this one, entries are shared or own.
+    # `blocks` stays valid for other axes; along this axis, entries are shared or per element.
     return dataclasses.replace(taken, values=take_along(q.values, places, stored_axis), order=order)
 
 
 def take_entries(parameter: Any, places: jax.Array, axis: int, groups: Groups) -> Any:
-    """Takes the entries of a scale or zero point that elements at `places` have; a shared one
-    stays.
+    """Takes the entries of a scale or zero point for the elements at `places`; a shared entry
+    does not change.
     """
     if parameter.shape[axis] == 1:
         return parameter
@@ -108,26 +108,26 @@ def take_entries(parameter: Any, places: jax.Array, axis: int, groups: Groups) -
 
 
 def _rows(q: QTensor, places: jax.Array, axis: int) -> jax.Array:
-    """Returns what stands at places along an axis, dequantized."""
+    """Returns the elements at places along an axis, dequantized."""
     packing = None if q.layout is None else q.layout.packing
     if packing is not None and packing.axis + q.ndim == axis:
         q = q.unpack()
-    # One axis of places, so that no axis that the layout counts from the last moves.
+    # Places are flattened to one axis, so that the layout, which counts from the last, stays valid.
     rows = take_along(q, places.reshape(-1), axis).dequantize()
     return rows.reshape(*q.shape[:axis], *places.shape, *q.shape[axis + 1 :])
 
 
 def _elements(q: QTensor, places: jax.Array) -> jax.Array:
-    """Returns what stands at places of the flattened array, dequantized.
+    """Returns the elements at places of the flattened array, dequantized.
 
-    By coordinates: flattened, few scales could follow.
+    It indexes by coordinates, because most scales could not follow a flattening.
     """
     q = q.unpack() if q.ndim else q[None]
     return q[jnp.unravel_index(places, q.shape)].dequantize()
 
 
 def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns indices in `[0, n)`, and, where a mode fills, which of them were in bounds."""
+    """Returns indices in `[0, n)`, and, for a mode that fills, which of them were in bounds."""
     if mode == "wrap":
         wide = indices if indices.dtype.itemsize >= 4 else as_signed(indices, n)
         return as_signed(wide % n, n), None
@@ -139,8 +139,8 @@ def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, ja
 
 
 def as_signed(indices: jax.Array, n: int) -> jax.Array:
-    """Returns indices as int32 (int64 if they are as wide); those beyond `n` as `n`, where a signed
-    integer might not hold them.
+    """Returns indices as int32 (or int64 if they have 64 bits). Indices that may overflow the
+    signed dtype are clamped to `n`.
     """
     signed = jnp.dtype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
     if jnp.iinfo(indices.dtype).max > jnp.iinfo(signed).max:
@@ -153,7 +153,7 @@ def _check_mode(mode: str | None, fill_value: float | None) -> None:
         mode in MODES,
         error=ValueError,
         function="take",
-        problem="there is no such mode.",
+        problem="`mode` is unknown.",
         given=f"mode == {mode!r}",
         expected=f"one of {', '.join(map(repr, MODES))}",
         mend="pass one of these.",
@@ -162,9 +162,9 @@ def _check_mode(mode: str | None, fill_value: float | None) -> None:
         fill_value is None or mode in (None, "fill"),
         error=ValueError,
         function="take",
-        problem="`fill_value` fills nothing.",
+        problem="`fill_value` has no effect.",
         given=f"fill_value with mode == {mode!r}",
-        expected="a fill_value for mode='fill' alone",
+        expected="a fill_value only with mode='fill'",
         mend="drop one of the two.",
     )
 
@@ -186,5 +186,5 @@ def _check_indices(indices: jax.Array, n: int, q: QTensor) -> None:
         problem="there is nothing to take from.",
         given=f"shape {q.shape}, and indices of shape {indices.shape}",
         expected="an axis of length 1 or more",
-        mend="take from another axis, or no indices.",
+        mend="take from another axis, or pass no indices.",
     )

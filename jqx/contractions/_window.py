@@ -1,4 +1,4 @@
-"""Where a slice whose start is known at run time lies in codes, scales and zero points."""
+"""The place, in codes, scales and zero points, of a slice whose start is known at run time."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from ._take import as_signed, take_entries
 
 
 class Window(NamedTuple):
-    """Where a slice lies: clamped starts, integers where they are known, and sizes."""
+    """The place of a slice: clamped starts (integers if they are known), and sizes."""
 
     starts: tuple[Any, ...]
     sizes: tuple[int, ...]
 
 
 def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> Window:
-    """Returns the window, after checking that it fits and cuts no axis that is laid out."""
+    """Returns the window, after checking that it fits and takes the axes of the layout whole."""
     starts = tuple(starts) if isinstance(starts, Sequence) or np.ndim(starts) == 1 else (starts,)
     sizes = tuple(map(int, sizes))
     require_that(
@@ -33,7 +33,7 @@ def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> W
         function=function,
         problem="the slice does not fit.",
         given=f"{len(starts)} starts, and sizes {sizes}, for shape {q.shape}",
-        expected=f"{q.ndim} starts, and as many sizes, each at most that of its axis",
+        expected=f"{q.ndim} starts and {q.ndim} sizes, each at most the size of its axis",
         mend="pass a start and a size for every axis.",
     )
     found = [
@@ -73,7 +73,7 @@ def sliced(q: QTensor, window: Window) -> QTensor:
 
 
 def _clamped(function: str, start: Any, n: int, size: int) -> Any:
-    """Returns a start as `lax.dynamic_slice` reads it."""
+    """Returns a start as `lax.dynamic_slice` interprets it."""
     if isinstance(start, (int, np.integer)) and not isinstance(start, bool):
         return min(max(int(start) + n if start < 0 else int(start), 0), n - size)
     start = as_array(function, "start_indices", start)
@@ -93,7 +93,7 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
 
 
 def is_on_blocks(window: Window, axis: int, n: int, b: int) -> bool:
-    """Whether a window is known to begin and end at borders of blocks."""
+    """Whether a window is known to start and end at borders of blocks."""
     start, size = window.starts[axis], window.sizes[axis]
     known = isinstance(start, int) and start % b == 0 and size > 0
     return known and (size % b == 0 or start + size == n)
@@ -110,7 +110,7 @@ def groups_in(groups: Groups, window: Window) -> Groups:
 
 
 def place_of_values(q: QTensor, window: Window) -> tuple[list[Any], list[int]]:
-    """Returns the starts and sizes of a window of codes, as they are laid out."""
+    """Returns the starts and sizes of a window of codes, in their layout."""
     lead = q.ndim - (0 if q.layout is None else q.layout.depth)
     starts = [*window.starts[:lead], *(0,) * (q.ndim - lead)]
     return _alike(starts), [*window.sizes[:lead], *q.values.shape[lead:]]
@@ -130,7 +130,7 @@ def place_of_entries(
 
 
 def _alike(starts: Sequence[Any]) -> list[Any]:
-    """Starts of one dtype, as `lax` wants them."""
+    """Returns starts of one dtype, which `lax` requires."""
     return [np.int32(start) if isinstance(start, int) else start for start in starts]
 
 
@@ -144,7 +144,7 @@ def affine_in(q: QTensor, window: Window) -> Affine:
 
 
 def parameter_in(parameter: Any, groups: Groups, window: Window) -> Any:
-    """Returns the part of a scale, zero point or offset that a window has."""
+    """Returns the part of a scale, zero point or offset that belongs to a window."""
     for axis, (n, b) in enumerate(zip(groups.shape, groups.sizes, strict=True)):
         size = window.sizes[axis]
         if not 1 < b < n or size == n or is_on_blocks(window, axis, n, b):

@@ -1,4 +1,4 @@
-"""Gradient estimators: values that say what flows backward through a rounding."""
+"""Gradient estimators: values that define the gradient of a rounding."""
 
 import typing as _typing
 
@@ -25,5 +25,5 @@ from ._stochastic import StochasticRounding as StochasticRounding
 from ._stochastic import stochastic as stochastic
 from ._stochastic import stochastic_round as stochastic_round
 
-if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+if not _typing.TYPE_CHECKING:  # so that type checkers report old and unknown names
     __getattr__ = _renamed(__name__, {"Parq": "jqx.gradients.parq"})

@@ -3,8 +3,8 @@
     Q_tilde(x) = clip(x, low, high) + Delta * u,   u ~ U[-1/2, 1/2],
     Delta = (high - low) / (levels - 1)
 
-The noise has the mean and the variance of a rounding error, and the derivative, for the limits as
-well, is exact: the limits move the noise with the step.
+The noise has the mean and the variance of a rounding error. The derivative is exact, also for the
+limits: they scale the noise with the step.
 
 Source: Defossez, Adi, Synnaeve, "Differentiable Model Compression via Pseudo Quantization Noise"
 (DiffQ), TMLR 2022, arXiv:2104.09987, with its uniform noise; after Balle, Laparra, Simoncelli,

@@ -1,4 +1,4 @@
-"""DoReFa-Net: a fixed range, and weights squashed into it.
+"""DoReFa-Net: a fixed range, and a map of weights into it.
 
     quantize_k(r_i) = round((2^k - 1) * r_i) / (2^k - 1) for r_i in [0, 1]; backward: d r_o = d r_i
     f_w^k(w) = 2 * quantize_k(tanh(w) / (2 * max|tanh(w)|) + 1/2) - 1
@@ -21,7 +21,7 @@ from ._ste import ste
 
 @dataclasses.dataclass(frozen=True)
 class FixedRange:
-    """Passes the cotangent to `x` inside the range; the limits, being fixed, get none."""
+    """Passes the cotangent to `x` inside the range. The limits are fixed and get none."""
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -35,7 +35,7 @@ dorefa: FixedRange = FixedRange()
 
 
 def dorefa_weights(w: ArrayLike) -> jax.Array:
-    """Returns `tanh(w) / max|tanh(w)|`, in `[-1, 1]`; zeros where all of `w` is zero.
+    """Returns `tanh(w) / max|tanh(w)|`, in `[-1, 1]`; zeros if all of `w` is zero.
 
     Args:
       w: weights, any shape; float16, bfloat16, float32 or float64.
@@ -46,8 +46,8 @@ def dorefa_weights(w: ArrayLike) -> jax.Array:
     Raises:
       TypeError: `w` is not floating point.
 
-    Gradient: by JAX, the maximum included.
-    NaN and infinities: one NaN makes all NaN; infinities give -1 and 1.
+    Gradient: JAX differentiates it, including the maximum.
+    NaN and infinities: one NaN makes all elements NaN; infinities give -1 and 1.
     Source: DoReFa-Net, equation 9.
 
     Example:

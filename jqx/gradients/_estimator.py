@@ -1,5 +1,5 @@
-"""The contracts of gradient estimators: a backward rule on real bounds, or a differentiable
-stand-in for the quantizer.
+"""The protocols of gradient estimators: a backward rule on real bounds, or a differentiable
+surrogate of the quantizer.
 """
 
 import functools
@@ -12,14 +12,14 @@ from .._checks import require_that
 
 
 class GradientEstimator(Hashable, Protocol):
-    """A hashable value that says what flows backward through a quantizer.
+    """A hashable value that defines the gradient of a quantizer.
 
     The quantizer clamps `x` to `[low, high]` and rounds it to one of `levels` levels, the first of
-    which is `low` and the last `high`. Every fake quantization in jqx reduces to it; the chain rule
-    around it and the sums over broadcast axes are done by the caller.
+    which is `low` and the last `high`. Every fake quantization in jqx reduces to this quantizer.
+    The caller applies the chain rule around it and sums over broadcast axes.
 
-    An estimator whose rule holds for evenly spaced levels alone says so with a class attribute
-    `uniform_only = True`; it is then refused for float formats and codebooks.
+    An estimator whose rule holds only for evenly spaced levels has the class attribute
+    `uniform_only = True`. Using it with a float format or a codebook is an error.
     """
 
     def bwd(
@@ -27,19 +27,19 @@ class GradientEstimator(Hashable, Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the cotangents of `x`, `low` and `high`, each of the shape of `x`.
 
-        `x` and `cotangent` have one shape; `low` and `high` have another of its rank, of size 1
+        `x` and `cotangent` have the same shape. `low` and `high` have the same rank, and size 1
         along each axis whose elements share a range, so that `x.size // low.size` elements share
-        one. All have one dtype, float32 or float64; `low <= high` elementwise.
+        a range. All have the same dtype, float32 or float64; `low <= high` elementwise.
         """
         ...
 
 
 @runtime_checkable
 class Surrogate(Hashable, Protocol):
-    """A hashable value that stands for the quantizer in simulation, forward and backward.
+    """A hashable value that replaces the quantizer in simulation, forward and backward.
 
-    Where training is to see noise, or a softened rounding, in place of the rounding itself. What
-    `convert` and `QTensor.quantize` compute is not affected. Levels are evenly spaced.
+    With it, training sees noise, or a softened rounding, instead of the rounding itself. It does
+    not change what `convert` and `QTensor.quantize` compute. The levels are evenly spaced.
 
     Attributes:
       needs_key: whether `surrogate` draws random numbers.
@@ -56,9 +56,9 @@ class Surrogate(Hashable, Protocol):
         levels: int,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns what stands for the quantized `x`; JAX differentiates it.
+        """Returns the replacement of the quantized `x`; JAX differentiates it.
 
-        Operands as in `GradientEstimator.bwd`; `key` is `None` unless `needs_key`.
+        The operands are those of `GradientEstimator.bwd`; `key` is `None` unless `needs_key`.
         """
         ...
 
@@ -67,7 +67,9 @@ Gradient = GradientEstimator | Surrogate
 
 
 def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> None:
-    """Checks that `gradient` is an estimator, and fits a format with or without uniform levels."""
+    """Checks that `gradient` is an estimator, and that it fits a format whose levels are evenly
+    spaced (`uniform`) or not.
+    """
     rule = callable(getattr(gradient, "bwd", None))
     surrogate = callable(getattr(gradient, "surrogate", None))
     require_that(
@@ -77,13 +79,13 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
         problem="`gradient` is not a gradient estimator.",
         given=f"an object of type {type(gradient).__name__}",
         expected="a hashable value with a method bwd(x, low, high, levels, cotangent)",
-        mend="pass one of jqx.gradients, such as jqx.gradients.ste, or a value of your own.",
+        mend="pass a value of jqx.gradients, such as jqx.gradients.ste, or your own.",
     )
     require_that(
         uniform or not (surrogate or getattr(gradient, "uniform_only", False)),
         error=ValueError,
         function=function,
-        problem="the gradient estimator is for evenly spaced levels alone.",
+        problem="the gradient estimator is only for evenly spaced levels.",
         given=f"gradient {gradient} for a format whose numbers are not evenly spaced",
         expected="an integer format, or an estimator such as ste",
         mend="pass gradient=jqx.gradients.ste, or an integer qtype.",
@@ -97,17 +99,17 @@ def draws(gradient: Gradient) -> bool:
 
 
 def check_key(function: str, gradient: Gradient, key: Any) -> None:
-    """Checks that a random key is given where, and only where, the estimator draws numbers."""
+    """Checks that a random key is given if and only if the estimator draws random numbers."""
     needed = draws(gradient)
-    if needed == (key is not None):  # nearly always: spares tracing the words below
+    if needed == (key is not None):  # nearly always true: skips formatting the message below
         return
     require_that(
         False,
         error=ValueError,
         function=function,
-        problem="the gradient estimator draws random numbers and there is no key."
+        problem="the gradient estimator draws random numbers, but no key is given."
         if needed
-        else "`key` has no use: the gradient estimator draws no random numbers.",
+        else "`key` is not used: the gradient estimator draws no random numbers.",
         given=f"gradient {gradient}, key {'not given' if key is None else 'given'}",
         expected="a key from jax.random.key(...)" if needed else "key=None",
         mend="pass key=jax.random.key(0), a new one for each step." if needed else "drop key.",

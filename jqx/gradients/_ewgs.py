@@ -1,15 +1,15 @@
-"""Element-wise gradient scaling (EWGS): a gradient that leans on the rounding error.
+"""Element-wise gradient scaling (EWGS): a gradient scaled by the rounding error.
 
     x_n = (clip(x, l, u) - l) / (u - l),   x_q = round((levels - 1) * x_n) / (levels - 1)
     G_xn = G_xq * (1 + delta * sign(G_xq) * (x_n - x_q))
 
-With `y = l + (u - l) * x_q`, `g` the cotangent of y and `h` the same scaled as above, the chain
-rule gives inside the range
+Let `y = l + (u - l) * x_q`, let `g` be the cotangent of y and `h` the same scaled as above. Inside
+the range, the chain rule gives
 
     dx = h,   dl = g * (1 - x_q) - h * (1 - x_n),   du = g * x_q - h * x_n
 
-and `delta = 0` gives LSQ without its gradient scale. Outside of it the rule is that of `ste`. The
-paper derives delta from the Hessian; here it is fixed, as in the authors' code by default.
+and `delta = 0` gives LSQ without its gradient scale. Outside the range, the rule is that of `ste`.
+The paper derives delta from the Hessian; here it is fixed, as in the authors' code by default.
 
 Source: Lee, Kim, Ham, "Network Quantization with Element-wise Gradient Scaling", CVPR 2021,
 arXiv:2104.00903.
@@ -29,7 +29,7 @@ from ._ste import ste
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseGradientScaling:
-    """Lengthens a gradient whose descent takes `x` to its level, shortens one that takes it away.
+    """Enlarges a gradient whose descent moves `x` to its level, and shrinks one that moves it away.
 
     Attributes:
       delta: the scaling factor, 0 or more.

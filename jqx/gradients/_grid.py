@@ -1,4 +1,4 @@
-"""The levels of a uniform quantizer, known by its bounds alone."""
+"""The levels of a uniform quantizer, computed from its bounds."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ def grid(low: jax.Array, high: jax.Array, levels: int) -> tuple[jax.Array, jax.A
     """Returns `origin` and `step`: the levels are `origin + k * step` for integers `k`.
 
     The origin is zero where zero is a level, and `low` elsewhere. Zero is then exact, and a tie
-    goes to the even multiple of the scale, as in `round(x / scale)`; with bounds that are multiples
-    of a scale, `step` is that scale but for one rounding. Where the range is empty, `step` is 1.
+    goes to the even multiple of the scale, as in `round(x / scale)`. If the bounds are multiples
+    of a scale, `step` equals that scale up to one rounding. Where the range is empty, `step` is 1.
 
     Args:
       low: float32 or float64, any shape.
@@ -22,7 +22,8 @@ def grid(low: jax.Array, high: jax.Array, levels: int) -> tuple[jax.Array, jax.A
     step = jnp.where(step > 0, step, jnp.ones_like(step))
     far = jnp.where(-low > high, low, high)
     count, exact = jnp.round(divide(far, step)), divide(low, step)
-    # The bounds and the step carry one rounding each: `low` is so far from a multiple of the step.
+    # The bounds and the step have one rounding error each, so `low` may differ from a multiple of
+    # the step by this much.
     slack = 4 * levels * float(jnp.finfo(low.dtype).eps)
     whole = (jnp.abs(exact - jnp.round(exact)) <= slack) & (high > low)
     step = jnp.where(whole & (count != 0), divide(far, count), step)

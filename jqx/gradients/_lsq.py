@@ -1,4 +1,4 @@
-"""Learned step size quantization (LSQ): a gradient for the scale that sees the rounding.
+"""Learned step size quantization (LSQ): a gradient of the scale that includes the rounding error.
 
     v_bar = round(clip(v / s, -Q_N, Q_P)),   v_hat = v_bar * s
     d v_hat / d v = 1 where -Q_N <= v / s <= Q_P, else 0
@@ -29,7 +29,7 @@ from ._ste import ste
 
 @dataclasses.dataclass(frozen=True)
 class LearnedStep:
-    """Gives the limits the error of the rounding as well as what they clip.
+    """Passes the rounding error to the limits, in addition to the cotangent of clipped elements.
 
     Attributes:
       gradient_scale: whether `g` multiplies the gradients of the limits.

@@ -8,9 +8,9 @@ With the bounds `low = n * s + beta` and `high = p * s + beta`, both free, this 
 `-e / (levels - 1)` and `e / (levels - 1)` inside and 1 for the bound that clips outside: the chain
 rule gives `ds = n * dlow + p * dhigh` and `dbeta = dlow + dhigh`, which are those above.
 
-What differs is the gradient scale `g = 1 / sqrt(N * p)`: an offset moves the bounds and not the
-codes, so `p` is not read from the bounds but is that of signed codes, `levels // 2 - 1` (at least
-1). Learn the bounds as limits of `fake_quantize`, or a scale beside a fixed zero point.
+Only the gradient scale `g = 1 / sqrt(N * p)` differs: an offset moves the bounds and not the codes,
+so `p` is not computed from the bounds. It is that of signed codes, `levels // 2 - 1` (at least 1).
+Learn the bounds as limits of `fake_quantize`, or learn a scale with a fixed zero point.
 
 Source: Bhalgat et al., "LSQ+: Improving low-bit quantization through learnable offsets and better
 initialization", CVPR Workshops 2020, arXiv:2004.09576; `g` is that of LSQ.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class ParameterizedClipping:
-    """Passes the cotangent to `x` inside the range, and to `high` from there on."""
+    """Passes the cotangent to `x` inside the range, and to `high` at and above it."""
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array

@@ -25,23 +25,23 @@ from ._ste import clamp, straight_through
 
 
 def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
-    """Moves each element toward the nearest integer, all the way where `inverse_slope` is 0.
+    """Moves each element toward the nearest integer; rounds it if `inverse_slope` is 0.
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32.
-      inverse_slope: number in `[0, 1]`, broadcasting to the shape of `x`; may be traced, so that a
-        schedule needs no compilation of its own.
+      inverse_slope: number in `[0, 1]`, broadcast to the shape of `x`. It may be traced, so that a
+        schedule does not recompile.
 
     Returns:
-      Array of the shape and dtype of `x`; halfway between two integers (to even where
-      `inverse_slope` is 0) a half stays.
+      Array of the shape and dtype of `x`. Elements halfway between two integers stay as they are
+      (if `inverse_slope` is 0, they are rounded to even).
 
     Raises:
       TypeError: `x` is not floating point.
 
-    Gradient: the cotangent for `x`, unchanged; none for `inverse_slope`.
-    NaN and infinities: stay.
+    Gradient: `x` gets the cotangent unchanged; `inverse_slope` gets none.
+    NaN and infinities: unchanged.
     Source: PARQ, proximal map for levels that are the integers.
 
     Example:
@@ -55,7 +55,7 @@ def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
     r = r.astype(wide.dtype)
     nearest = jnp.round(wide)
     error = wide - nearest
-    # The formula seen from the nearest level: what is left of the error, none of it near the level.
+    # The formula relative to the nearest level: the remaining error, which is 0 near the level.
     gained = (0.5 - jnp.abs(error)) * (1 - r) / r
     left = jnp.where(r > 0, jnp.maximum(jnp.abs(error) - gained, 0), jnp.zeros_like(error))
     moved = nearest + jnp.sign(error) * left
@@ -65,10 +65,10 @@ def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Parq:
-    """Moves `x` toward its level with a slope; backward as `ste`. See `parq`.
+    """Moves `x` toward its level with a slope; its gradient is that of `ste`. See `parq`.
 
     Attributes:
-      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each value compiles anew;
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
         for a schedule within one program see `proximal_round`.
     """
 
@@ -93,7 +93,7 @@ class Parq:
     def surrogate(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
     ) -> jax.Array:
-        """Returns `x` clamped, and moved toward its level; a NaN gets no gradient."""
+        """Returns `x` clamped and moved toward its level; a NaN gets no gradient."""
         clamped = clamp(x, low, high)
         c, low, high = jax.lax.stop_gradient((clamped, low, high))
         origin, step = grid(low, high, levels)
@@ -102,10 +102,12 @@ class Parq:
 
 
 def parq(inverse_slope: float) -> Parq:
-    """Returns an estimator that moves `x` toward its level with a slope; backward as `ste`.
+    """Returns an estimator that moves `x` toward its level with a slope.
+
+    Its gradient is that of `ste`.
 
     Args:
-      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each value compiles anew;
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
         for a schedule within one program see `proximal_round`.
 
     Raises:

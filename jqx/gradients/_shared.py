@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._additive_noise import AdditiveNoise as AdditiveNoise
 from ._dorefa import FixedRange as FixedRange

@@ -5,12 +5,12 @@
     dlow  =       cotangent where x < low,          else 0     0
     dhigh =       cotangent where x > high,         else 0     0
 
-The first is the derivative of `clamp(x, low, high)`, that is, of the quantizer with its rounding
-deleted; the second that of the identity.
+The first is the derivative of `clamp(x, low, high)`, that is, of the quantizer without its
+rounding. The second is the derivative of the identity.
 
 Source: Bengio, Leonard, Courville, "Estimating or Propagating Gradients Through Stochastic Neurons
-for Conditional Computation", arXiv:1308.3432; the clip mask is of Hubara et al., "Binarized Neural
-Networks", NeurIPS 2016.
+for Conditional Computation", arXiv:1308.3432; the clip mask is from Hubara et al., "Binarized
+Neural Networks", NeurIPS 2016.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# A limit computed from the data's own extreme lands on either side of it by one rounding, and the
-# gradient of that extreme must not depend on which: this share of the range counts as inside.
+# A limit computed from the extreme of the data can be on either side of it, by one rounding error.
+# The gradient of the extreme must not depend on the side, so this fraction of the range outside of
+# the limits still counts as inside.
 _SLACK = 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True)
 class StraightThrough:
-    """Passes the cotangent to `x` inside the range, and to the limit that clips it outside."""
+    """Passes the cotangent to `x` inside the range, and to the limit that clips `x` outside."""
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -39,7 +40,7 @@ class StraightThrough:
 
 @dataclasses.dataclass(frozen=True)
 class StraightThroughUnclipped:
-    """Passes the cotangent to `x`, wherever it lies; the limits get none."""
+    """Passes the cotangent to `x`, inside the range and outside; the limits get none."""
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -61,8 +62,8 @@ def straight_through(value: jax.Array, through: jax.Array) -> jax.Array:
       value: array of any shape and dtype; no gradient passes through it.
       through: array of the same shape and dtype.
 
-    Gradient: the cotangent, to `through`.
-    NaN and infinities: those of `value`.
+    Gradient: `through` gets the cotangent.
+    NaN and infinities: those of `value` are kept.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -80,7 +81,7 @@ def _tangent(primals, tangents):
 
 
 def clamp(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns `x` clamped to `[low, high]`, with the derivative that `ste` gives."""
+    """Returns `x` clamped to `[low, high]`, with the derivative of `ste`."""
     below, above = _outside(x, low, high)
     inside = jnp.where(jnp.isnan(x), jax.lax.stop_gradient(x), x)
     through = jnp.where(below, low, jnp.where(above, high, inside))

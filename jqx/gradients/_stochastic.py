@@ -1,8 +1,8 @@
-"""Stochastic rounding: up or down with probabilities that make it right on average.
+"""Stochastic rounding: up or down, with probabilities that make it unbiased.
 
     Round(x) = floor(x) with probability 1 - (x - floor(x)), floor(x) + 1 with x - floor(x)
 
-so that the expected value of Round(x) is x. Backward, the rounding counts as the identity.
+so that the expected value of Round(x) is x. The gradient treats the rounding as the identity.
 
 Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, arXiv:1502.02551.
 """
@@ -24,26 +24,26 @@ from ._ste import clamp, straight_through
 def stochastic_round(
     x: ArrayLike, key: jax.Array, *, shared_axes: int | Sequence[int] = ()
 ) -> jax.Array:
-    """Rounds each element to one of the two integers beside it, without bias.
+    """Rounds each element to one of its two neighbouring integers, without bias.
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32.
       key: a key from `jax.random.key(...)`, a new one for each call.
-      shared_axes: axes of `x` along which all elements see one random number; `()` means that each
-        has its own.
+      shared_axes: axes of `x` along which all elements share one random number; `()` means that
+        each element has its own.
 
     Returns:
-      Integers in the shape and dtype of `x`. Integers stay as they are.
+      Integers in the shape and dtype of `x`. Elements that are integers do not change.
 
     Raises:
-      TypeError: `x` is not floating point, or `shared_axes` holds no integers.
+      TypeError: `x` is not floating point, or `shared_axes` does not hold integers.
       ValueError: an axis is out of range.
 
     Gradient: the cotangent, unchanged.
-    NaN and infinities: stay.
-    Source: Gupta et al. 2015, section 3. The probability is cut to a multiple of `2**-32` (`2**-64`
-      for float64), which is all of the bias.
+    NaN and infinities: unchanged.
+    Source: Gupta et al. 2015, section 3. The probability is truncated to a multiple of `2**-32`
+      (`2**-64` for float64), which is the only bias.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -56,7 +56,7 @@ def stochastic_round(
         "gradients.stochastic_round", shared_axes, x.ndim, argument="shared_axes"
     )
     wide = x.astype(compute_dtype(x.dtype))
-    # Exact for every finite float, where x - floor(x) and x + u would round.
+    # Exact for every finite float; x - floor(x) and x + u would round.
     toward_zero = jnp.trunc(wide)
     chance = jnp.abs(wide - toward_zero)
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(x.shape))
@@ -68,10 +68,10 @@ def stochastic_round(
 
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding:
-    """Rounds to one of the two levels beside `x`, without bias; backward as `ste`.
+    """Rounds to one of the two levels next to `x`, without bias; its gradient is that of `ste`.
 
     Attributes:
-      shared_axes: axes of the operand along which all elements see one random number.
+      shared_axes: axes of the operand along which all elements share one random number.
     """
 
     shared_axes: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._codes import Table as Table
 from ._codes import scales as scales

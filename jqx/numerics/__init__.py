@@ -1,4 +1,4 @@
-"""Number formats, round modes, and arithmetic that XLA leaves alone."""
+"""Number formats, round modes, and arithmetic that XLA does not rewrite."""
 
 import typing as _typing
 
@@ -44,5 +44,5 @@ from ._runtimes import qwix as qwix
 from ._runtimes import tflite as tflite
 from ._runtimes import torchao as torchao
 
-if not _typing.TYPE_CHECKING:  # a checker reports names of old, and those that never were
+if not _typing.TYPE_CHECKING:  # so that type checkers report old and unknown names
     __getattr__ = _renamed(__name__, {"RoundMode": "jqx.RoundMode"})

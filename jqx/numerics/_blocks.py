@@ -1,11 +1,11 @@
-"""Block formats: elements of a small format, and a scale format of their own for each block.
+"""Block formats: elements of a small format in blocks, with one scale in a scale format per block.
 
-MX: blocks of 32, the scale a power of two in E8M0. By the OCP rule it is the power of two of the
-largest magnitude, divided by that of the element's largest number:
+MX: blocks of 32 with a power of two in E8M0 as scale. By the OCP rule, it is the power of two of
+the largest magnitude, divided by the power of two of the largest number of the element format:
 
     scale = 2**(floor(log2(max |x|)) - floor(log2(high)))
 
-NVFP4: blocks of 16 of e2m1, the scale in e4m3 with one float32 scale for the tensor.
+NVFP4: blocks of 16 of e2m1, with scales in e4m3 and one float32 scale for the tensor.
 
 Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6.3; NVIDIA, "Pretraining
 Large Language Models with NVFP4", arXiv:2509.25149, appendix B; for a unit of 4/3 Egiazarian et
@@ -34,20 +34,21 @@ from ._rounding import RoundMode
 
 @dataclasses.dataclass(frozen=True)
 class Block(QType):
-    """Elements in blocks of `size`, each block with a scale that is kept in `scale_qtype`.
+    """Elements in blocks of `size`. Each block has a scale, which is stored in `scale_qtype`.
 
     Attributes:
       element: dtype or `QType` of the elements.
-      size: how many elements share a scale; in 2-D blocks the product of both sizes.
+      size: how many elements share a scale; for 2-D blocks, the product of both sizes.
       label: the name of the format.
-      scale_qtype: float8_e8m0fnu, for scales by the rule above, or another minifloat dtype, whose
-        scales are relative to one float32 scale of the tensor, or of each of those stacked in it.
-      unit: a number that multiplies the elements, one for all of a tensor; 2**-6 makes an int8 the
-        fixed-point number of MXINT8. With 4/3 elements of e2m1 end at 8 times a power of two, which
-        the rule above never clips: the 3/4 rule of MR-GPTQ, which no MXFP4 file can hold.
+      scale_qtype: float8_e8m0fnu for scales by the OCP rule (a power of two), or another minifloat
+        dtype, whose scales are relative to one float32 scale of the tensor, or of each tensor in a
+        stack.
+      unit: a number that multiplies all elements; 2**-6 makes an int8 the fixed-point number of
+        MXINT8. With 4/3, the largest element of e2m1 is 8 times a power of two, which the OCP rule
+        never clips: this is the 3/4 rule of MR-GPTQ. MXFP4 files cannot store such a unit.
 
     Raises:
-      TypeError: a field is not of its kind.
+      TypeError: a field has the wrong type.
       ValueError: `size` is below 1, or `unit` is not from 2**-64 to 2**64.
 
     Example:
@@ -79,7 +80,7 @@ class Block(QType):
             not isinstance(scale, QType) and jnp.issubdtype(scale, jnp.floating),
             error=TypeError,
             function=function,
-            problem="`scale_qtype` is no float format that JAX has a dtype for.",
+            problem="`scale_qtype` is not a float format with a JAX dtype.",
             given=f"scale_qtype == {format_of(scale).name}",
             expected="such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn",
             mend="pass one of these.",
@@ -91,14 +92,14 @@ class Block(QType):
             problem="`element` is a block format.",
             given=f"element == {format_of(self.element).name}",
             expected="a format of single elements",
-            mend="pass the format of its elements.",
+            mend="pass the element format of that block format.",
         )
         fits = 2.0**-64 <= self.unit <= 2.0**64 and not isinstance(self.unit, bool)
         require_that(
             1 <= self.size < 2**31 and fits,
             error=ValueError,
             function=function,
-            problem="there is no such block format.",
+            problem="the block format is not valid.",
             given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
             expected="a size of 1 or more, and a unit from 2**-64 to 2**64",
             mend="pass for example size=32.",
@@ -115,7 +116,7 @@ class Block(QType):
 
     @property
     def two_level(self) -> bool:
-        """Whether scales are quantized in turn, with float32 scales of their own."""
+        """Whether the scales are themselves quantized, with float32 scales."""
         return self.scale_qtype != E8M0
 
     @property
@@ -143,7 +144,7 @@ class Block(QType):
         return self.elements.code_range
 
     def scale_of(self, largest: jax.Array) -> jax.Array:
-        """Returns the scale of a block: by the rule of MX in E8M0, else `largest / high`."""
+        """Returns the scale of a block: by the OCP rule in E8M0, else `largest / high`."""
         if self.two_level:
             return super().scale_of(largest)
         own = math.frexp(self.elements.high)[1] + math.frexp(self.unit)[1] - 2

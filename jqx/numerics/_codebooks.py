@@ -1,4 +1,4 @@
-"""Codebooks: a sorted table of up to 256 numbers; a code is a place in it.
+"""Codebooks: a sorted table of up to 256 numbers; a code is an index into the table.
 
 Source of nf4: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314,
 appendix E.
@@ -24,18 +24,19 @@ from ._rounding import RoundMode
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(QType):
-    """The numbers of a table; each real number becomes the nearest entry, or as the mode says.
+    """A table of numbers. Each real number is rounded to an entry, by default to the nearest one.
 
-    Ties between two neighbours go by the round mode as for integers; the even one is that of even
-    place. In a gap across zero, toward zero means to the nearer end. Values beyond the ends become
-    the ends; NaN becomes the entry of 0, or the nearest to it.
+    The round mode decides as for integers, also for ties between two neighbours; the even neighbour
+    is the one with the even index. Between two entries of opposite sign, toward zero means to the
+    nearer entry. Values beyond the ends become the first or last entry; NaN becomes the entry 0, or
+    the one nearest to 0.
 
     Attributes:
       entries: 2 to 256 finite numbers, strictly increasing; each is rounded to float32.
       label: the name of the format.
 
     Raises:
-      TypeError: `entries` does not hold numbers, or `label` is no string.
+      TypeError: `entries` does not hold numbers, or `label` is not a string.
       ValueError: there are too few or too many entries, or they do not increase.
 
     Example:
@@ -59,7 +60,7 @@ class Codebook(QType):
             Iterable,
             mend="pass a tuple of numbers.",
         )
-        given: tuple[Any, ...] = (None,)  # an array of no axes cannot be iterated over
+        given: tuple[Any, ...] = (None,)  # an array without axes cannot be iterated over
         if getattr(self.entries, "shape", None) != ():
             given = tuple(self.entries)
         kinds = sorted({type(entry).__name__ for entry in given})
@@ -81,7 +82,7 @@ class Codebook(QType):
             function="numerics.Codebook",
             problem="`entries` is not a table of increasing numbers.",
             given=f"{len(entries)} entries" + ("" if increasing else " that do not increase"),
-            expected="2 to 256 finite numbers, each larger than the one before",
+            expected="2 to 256 finite numbers, each larger than the previous one",
             mend="sort them and drop duplicates.",
         )
         object.__setattr__(self, "entries", entries)
@@ -153,7 +154,9 @@ def _count_below(y: jax.Array, thresholds: tuple[np.floating, ...]) -> jax.Array
 
 @functools.cache
 def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.floating, ...]:
-    """Where the gaps of a table are cut: a number above a threshold goes to the upper end."""
+    """Returns the threshold between each pair of neighbouring entries of a table; a number above
+    the threshold is rounded up.
+    """
     kind, thresholds = np.dtype(dtype).type, []
     for place, (low, high) in enumerate(itertools.pairwise(entries)):
         cut, goes_up = _cut(place, low, high, mode)
@@ -166,7 +169,7 @@ def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.f
 
 
 def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction, bool]:
-    """Where the gap after entry `place` is cut, exactly, and whether the cut itself rounds up."""
+    """Returns the exact threshold after entry `place`, and whether the threshold rounds up."""
     a, b = Fraction(low), Fraction(high)
     middle = (a + b) / 2
     match mode:
@@ -174,7 +177,7 @@ def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction
             return a, False
         case RoundMode.DOWN:
             return b, True
-        case RoundMode.TOWARD_INFINITY:  # a gap across zero is cut there: each side goes outward
+        case RoundMode.TOWARD_INFINITY:  # across zero, the threshold is 0: each side goes outward
             return (a, False) if a >= 0 else (b, True) if b <= 0 else (Fraction(0), True)
         case RoundMode.TOWARD_ZERO:
             return (b, True) if a >= 0 else (a, False) if b <= 0 else (middle, True)
@@ -191,7 +194,7 @@ def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction
 
 
 def _largest_below(cut: Fraction, exclusive: bool, kind: type) -> np.floating:
-    """The largest float that is not above the cut, or, where `exclusive`, that is below it."""
+    """Returns the largest float that is not above the cut, or that is below it if `exclusive`."""
 
     def beyond(value: np.floating) -> bool:
         exact = Fraction(float(value))

@@ -19,11 +19,12 @@ E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 
 @dataclasses.dataclass(frozen=True)
 class PowerOfTwo(QType):
-    """The 8 exponent bits of a float32, without sign and mantissa; kept as float8_e8m0fnu.
+    """The 8 exponent bits of a float32, without sign and mantissa; stored as float8_e8m0fnu.
 
-    There is neither zero nor infinity: what is too small, zero included, becomes 2**-127, what is
-    too large 2**127. Negative numbers and NaN become NaN. Nearest modes round in the real numbers,
-    with ties at 1.5 * 2**n; the even one of two neighbours is that with the even code.
+    There is neither zero nor infinity. Numbers that are too small, including zero, become 2**-127;
+    numbers that are too large become 2**127. Negative numbers and NaN become NaN. Nearest modes
+    round to the nearest value, with ties at 1.5 * 2**n; the even neighbour is the one with the even
+    code.
     """
 
     @property
@@ -93,9 +94,9 @@ def exponent_of_e8m0(scale: jax.Array) -> jax.Array:
 
 
 def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns `x * scale`, exact but for a subnormal result; `scale` broadcasts to `x`.
+    """Returns `x * scale`, exact except for a subnormal result; `scale` broadcasts to `x`.
 
-    2**-127, which XLA would flush, is taken in two factors.
+    2**-127, which XLA would flush to zero, is applied in two factors.
     """
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code, 1) << 23)

@@ -2,11 +2,12 @@
 
 XLA (measured on jaxlib 0.10.2 and 0.12.0.1, CPU) rewrites `x / s` with a broadcast `s` to
 `x * (1 / s)`, contracts `a * b + c` to a fused multiply-add, and drops a rounding to a 16-bit float
-that is widened again. Each breaks the last bit of a specified result. The forms that survive live
-here and nowhere else; `tests/numerics/test_exact.py` fails when a new XLA undoes one.
+that is widened again. Each of these changes the last bit of a specified result. All expressions
+that XLA keeps as written are in this file; `tests/numerics/test_exact.py` fails if a new version of
+XLA rewrites one of them.
 
-Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and nothing cheap
-undoes it.
+Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and there is no cheap
+way to avoid it.
 """
 
 import jax
@@ -24,9 +25,10 @@ def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns `x` in `compute_dtype`, with the rounding to its own dtype done.
+    """Returns `x` in `compute_dtype`, after the rounding to its own dtype.
 
-    Where a 16-bit `x` is computed in the same jit, XLA would else hand over its unrounded value.
+    Without the barrier, XLA would pass on the unrounded value of a 16-bit `x` that is computed in
+    the same jit.
     """
     wide = compute_dtype(x.dtype)
     return x if x.dtype == wide else lax.optimization_barrier(x).astype(wide)
@@ -40,10 +42,10 @@ def common_dtype(a: DTypeLike, b: DTypeLike) -> jnp.dtype:
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x / divisor`, a true division; `divisor` broadcasts to the shape of `x`.
 
-    XLA divides by a broadcast divisor, and by a constant, with its reciprocal. A select that it
-    cannot decide hides both: its other branch is `x`, so that vmap over `x` alone leaves no
-    broadcast either. The barrier stands before one boolean: XLA for CPU (jaxlib 0.12) keeps
-    barriers until it has fused, and writes what is behind them to memory.
+    XLA multiplies by the reciprocal of a broadcast or constant divisor. A select that XLA cannot
+    resolve hides the divisor. Its other branch is `x`, so that vmap over `x` alone does not leave a
+    broadcast either. The barrier applies to one boolean only, because XLA for CPU (jaxlib 0.12)
+    keeps barriers until after fusion, and writes their operands to memory.
     """
     never = lax.optimization_barrier(np.zeros((), bool))
     return x / lax.select(never, x, broadcast_like(divisor, x))
@@ -52,9 +54,9 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
 def divide_by_steps(k: jax.Array, steps: int) -> jax.Array:
     """`k / steps`, a true division, for integers `k` in `[0, steps]` (or NaN).
 
-    Up to 1023 steps it is computed as `k * high + k * low`, `high + low` being the reciprocal and
-    `high` its first 14 bits: `k * high` is exact, so the sum rounds once, fused or not, and what
-    `low` leaves out is less than the distance of any quotient from a tie (tested for every one).
+    Up to 1023 steps it is computed as `k * high + k * low`, where `high + low` is the reciprocal
+    and `high` its first 14 bits. `k * high` is exact, so the sum rounds once, fused or not. The
+    error of `low` is less than the distance of any quotient from a tie (tested for all of them).
     """
     if k.dtype != jnp.float32 or steps >= 1024:
         return divide(k, jnp.asarray(np.asarray(steps, k.dtype)))
@@ -70,20 +72,20 @@ def split_reciprocal(steps: int) -> tuple[np.float32, np.float32]:
 
 
 def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a * b`, rounded before anything reads it: a sum with it is no fused multiply-add.
+    """`a * b`, rounded before it is used, so that a following sum is not a fused multiply-add.
 
-    The select between product and sum is what keeps LLVM from contracting them. It changes no value
-    but the sign of a zero. (One on `isnan` would do as well, but for codes times a constant LLVM
-    proves that they are no NaN, and removes it.)
+    The select between product and sum keeps LLVM from contracting them. It only changes the sign of
+    a zero. (A select on `isnan` does not always work: for codes times a constant, LLVM proves that
+    they are not NaN, and removes it.)
     """
     product = a * b
     return jnp.where(product == 0, jnp.zeros_like(product), product)
 
 
 def narrow(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` once, to nearest even, to `dtype`, whatever reads the result.
+    """Rounds `x` once, to nearest even, to `dtype`.
 
-    Without the barrier XLA drops the rounding where the caller widens the result again.
+    Without the barrier, XLA drops the rounding if the caller widens the result again.
     """
     if x.dtype == dtype:
         return x
@@ -96,8 +98,8 @@ def saturating_sum(
     """Returns `r + zero_point`, exact, saturated to `[low, high]`; NaN gives 0.
 
     Args:
-      r: integers held as float32 or float64, any magnitude, infinity and NaN included.
-      zero_point: of an integer dtype, broadcasting to the shape of `r`; `None` means zero.
+      r: integers as float32 or float64, of any magnitude, including infinity and NaN.
+      zero_point: integer dtype, broadcast to the shape of `r`; `None` means zero.
       low: the smallest code.
       high: the largest code.
       dtype: integer dtype of the result, of up to 32 bits; holds `low` and `high`.
@@ -108,10 +110,10 @@ def saturating_sum(
     r = saturating_float_sum(r, zero_point, low, high)
     if bit_width(dtype) == 32:
         return r.astype(dtype)
-    # 1.5 * 2**23 + r holds r in its low bits for |r| < 2**22. It spares the checks of a conversion.
+    # 1.5 * 2**23 + r holds r in its low bits for |r| < 2**22. It avoids the checks of a conversion.
     shifted = r.astype(jnp.float32) + jnp.float32(1.5 * 2**23)
     codes = lax.bitcast_convert_type(shifted, jnp.int32)
-    # XLA on CPU narrows integers to int8 in vectors, but to int4 and int2 one value at a time.
+    # XLA on CPU vectorizes the conversion of integers to int8, but not to int4 and int2.
     return (codes.astype(jnp.int8) if bit_width(dtype) < 8 else codes).astype(dtype)
 
 
@@ -126,8 +128,8 @@ def is_signed(dtype: DTypeLike) -> bool:
 
 
 def holds_codes(dtype: DTypeLike, codes: DTypeLike) -> bool:
-    """Whether every value of an integer dtype, and every difference of two, is exact in a float
-    dtype.
+    """Whether a float dtype represents every value of an integer dtype, and every difference of two
+    values, exactly.
     """
     return bit_width(codes) < 32 or jnp.dtype(dtype) == jnp.float64
 
@@ -135,7 +137,7 @@ def holds_codes(dtype: DTypeLike, codes: DTypeLike) -> bool:
 def saturating_float_sum(
     r: jax.Array, zero_point: jax.Array | None, low: int, high: int
 ) -> jax.Array:
-    """`saturating_sum` in the dtype of `r`, which must hold the codes; zero is positive."""
+    """`saturating_sum` in the dtype of `r`, which must represent the codes; zero is positive."""
     least, largest = (jnp.asarray(bound, r.dtype) for bound in (low, high))
     if zero_point is not None:
         # Exact wherever it does not saturate: |r + zero_point| is below 2**24 (2**53) there.
@@ -147,9 +149,10 @@ def saturating_float_sum(
 def _saturating_sum_in_halves(
     r: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike
 ) -> jax.Array:
-    """`saturating_sum` for float32 and all 32-bit codes: the sum is carried in two 16-bit halves.
+    """`saturating_sum` for float32 and all 32-bit codes: the sum is computed in two 16-bit halves.
 
-    float32 holds neither the sum (24 bits) nor the bound 2**31 - 1, and int64 is not to be had.
+    float32 (24 bits) represents neither the sum nor the bound 2**31 - 1, and int64 is not enabled
+    in JAX by default.
     """
     info = jnp.iinfo(dtype)
     low, high = int(info.min), int(info.max)
@@ -189,7 +192,7 @@ def difference(q: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> 
       dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-      The rounded difference, held in `compute_dtype(dtype)`.
+      The rounded difference, in `compute_dtype(dtype)`.
     """
     dtype, wide = jnp.dtype(dtype), compute_dtype(dtype)
     operands = (q,) if zero_point is None else (q, zero_point)
@@ -214,7 +217,7 @@ def difference(q: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> 
 
 
 def float_difference(codes: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """`difference` for codes that are held in `compute_dtype(dtype)`, which must hold them."""
+    """`difference` for codes in `compute_dtype(dtype)`, which must represent them exactly."""
     if zero_point is not None:
         codes = codes - _widen(zero_point).astype(codes.dtype)
     return _round_integers(codes, jnp.dtype(dtype))

@@ -1,6 +1,6 @@
-"""Integer formats of 2 to 32 bits, signed or unsigned, with a narrow range as an option.
+"""Integer formats of 2 to 32 bits, signed or unsigned, with an optional narrow range.
 
-The only formats with zero points. Ternary is the narrow 2-bit one.
+Only these formats have zero points. Ternary is the narrow 2-bit format.
 """
 
 import dataclasses
@@ -19,16 +19,17 @@ _NATIVE = (2, 4, 8, 16, 32)
 
 @dataclasses.dataclass(frozen=True)
 class Integer(QType):
-    """Integers of `bits` bits; real numbers that exceed the range saturate, NaN gives 0.
+    """Integers of `bits` bits. Real numbers beyond the range saturate; NaN gives 0.
 
     Attributes:
       bits: 2 to 8, 16 or 32.
-      signed: two's complement, `-2**(bits - 1)` to `2**(bits - 1) - 1`; else from 0.
-      narrow: leaves the smallest code out, so that the range is symmetric (-127 to 127).
+      signed: if True, two's complement, `-2**(bits - 1)` to `2**(bits - 1) - 1`; else 0 to
+        `2**bits - 1`.
+      narrow: excludes the smallest code, so that the range is symmetric (-127 to 127).
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: there is no such number of bits, or `narrow` is given for an unsigned format.
+      TypeError: a field has the wrong type.
+      ValueError: `bits` is not supported, or `narrow` is True for an unsigned format.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -54,7 +55,7 @@ class Integer(QType):
             2 <= self.bits <= 8 or self.bits in _NATIVE,
             error=ValueError,
             function="numerics.Integer",
-            problem="there is no such integer format.",
+            problem="the number of bits is not supported.",
             given=f"bits == {self.bits}",
             expected="2 to 8, 16 or 32",
             mend="choose one of these; for one bit, use jqx.numerics.binary.",
@@ -63,7 +64,7 @@ class Integer(QType):
             self.signed or not self.narrow,
             error=ValueError,
             function="numerics.Integer",
-            problem="an unsigned format has no smallest negative code to leave out.",
+            problem="an unsigned format has no negative code to exclude.",
             given="signed == False, narrow == True",
             expected="narrow=False",
             mend="drop narrow, or pass signed=True.",
@@ -107,7 +108,7 @@ class Integer(QType):
         return self.sum_to_bits(round_to_integer(y, mode), None)
 
     def sum_to_bits(self, r: jax.Array, zero_point: jax.Array | None) -> jax.Array:
-        """Returns `r + zero_point`, integers held as floats, saturated, as `to_bits` does."""
+        """Returns the bits of `r + zero_point`, saturated; `r` holds integers as floats."""
         byte = jnp.int8 if self.signed else jnp.uint8
         return self.to_bits(saturating_sum(r, zero_point, self.low, self.high, byte))
 
@@ -123,7 +124,7 @@ def integer_of(dtype: jnp.dtype) -> Integer:
 
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in _NATIVE)
-"""Names of the integer formats that JAX has a dtype for."""
+"""Names of the integer formats with a JAX dtype."""
 
 int3: Integer = Integer(3)
 int5: Integer = Integer(5)

@@ -1,4 +1,4 @@
-"""From what a user passes as `qtype=`, a JAX dtype, a `QType` or the name of one, to the format."""
+"""Conversion of a `qtype=` argument (a JAX dtype, a `QType` or a name) to a format."""
 
 import contextlib
 import difflib
@@ -21,12 +21,12 @@ DTYPES = (*INTEGERS, *MINIFLOATS, E8M0.name)
 """Names of the JAX dtypes that are number formats."""
 
 SHORT = {"mxfp8": "mxfp8_e4m3", "fp8": "float8_e4m3fn"}
-"""Short names of formats, as presets have them."""
+"""Short names of formats, as in presets."""
 
 
 @functools.cache
 def formats_by_name() -> Mapping[str, jnp.dtype | QType]:
-    """Returns the formats that have a name: the dtypes of JAX, and what `jqx.numerics` exports."""
+    """Returns the formats by name: the dtypes of JAX, and those that `jqx.numerics` exports."""
     exported = vars(sys.modules[__name__.rpartition(".")[0]])
     named = {name: value for name, value in exported.items() if isinstance(value, QType)}
     named |= {name: jnp.dtype(name) for name in DTYPES}
@@ -34,7 +34,7 @@ def formats_by_name() -> Mapping[str, jnp.dtype | QType]:
 
 
 def format_of(qtype: DTypeLike | QType) -> QType:
-    """Returns the format that a dtype, or a `QType` itself, stands for."""
+    """Returns the format of a dtype, a `QType` or a name."""
     if isinstance(qtype, str):
         qtype = formats_by_name().get(qtype, qtype)
     if isinstance(qtype, QType):
@@ -48,8 +48,8 @@ def format_of(qtype: DTypeLike | QType) -> QType:
 def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype | QType:
     """Returns a dtype object, or the `QType` given, after checking that it is a number format.
 
-    A `QType` that JAX has a dtype for becomes that dtype, so that both compare equal. A name stands
-    for the dtype, or the value of `jqx.numerics`, that is called so.
+    A `QType` with a JAX dtype becomes that dtype, so that both compare equal. A name becomes the
+    dtype, or the value of `jqx.numerics`, with that name.
     """
     if isinstance(qtype, str):
         qtype = _named(function, argument, qtype)
@@ -75,21 +75,21 @@ def name_of_qtype(qtype: DTypeLike | QType) -> str:
 
 
 def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
-    """Returns the format of a name; another dtype where it is that of one."""
+    """Returns the format with a name, or the dtype with that name even if it is not a format."""
     known = formats_by_name()
     if name in known:
         return known[name]
-    with contextlib.suppress(Exception):  # NumPy parses what it says
+    with contextlib.suppress(Exception):  # NumPy parses the string
         dtype = jnp.dtype(name)
         if dtype.name == name:
             return dtype
     mend = "pass one of these, such as 'int8'."
     if ":" in name:
-        mend = f"a scheme is a spec of its own: jqx.Rule('.*', weight={name!r}), or jqx.Policy."
+        mend = f"a scheme is a whole spec: pass it as jqx.Rule('.*', weight={name!r})."
     close = difflib.get_close_matches(name, known, n=1)
     text = message(
         function,
-        f"`{argument}` is not a dtype, nor the name of a format.",
+        f"`{argument}` is not a dtype or the name of a format.",
         given=f"{argument} = {shown(name)}",
         expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(known)}",
         mend=f"pass {close[0]!r}." if close and ":" not in name else mend,

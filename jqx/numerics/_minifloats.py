@@ -26,12 +26,12 @@ from ._rounding import RoundMode, round_to_integer
 
 
 class Specials(enum.Enum):
-    """Which codes of a minifloat are no finite number; the value is the suffix of its name."""
+    """Which codes of a minifloat are not finite numbers; the value is the suffix of its name."""
 
     INFINITY_AND_NAN = ""
     """The largest exponent holds infinity and NaN, as in IEEE 754."""
     NAN = "fn"
-    """All ones is NaN; there is no infinity."""
+    """The code with all bits set is NaN; there is no infinity."""
     NEGATIVE_ZERO_IS_NAN = "fnuz"
     """The code of negative zero is NaN; there is no infinity and no negative zero."""
     NONE = "finite"
@@ -40,22 +40,23 @@ class Specials(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Minifloat(QType):
-    """A float of 1 sign bit, `exponent_bits` and `mantissa_bits`, 8 bits at most.
+    """A float with 1 sign bit, `exponent_bits` and `mantissa_bits`; at most 8 bits.
 
     Attributes:
       exponent_bits: 1 to 7.
       mantissa_bits: 0 or more.
       specials: which codes are infinity or NaN.
-      bias: of the exponent; `None` means `2**(exponent_bits - 1) - 1`, plus 1 where negative zero
-        is NaN.
-      saturate: whether values beyond the largest finite number, infinity among them, become that
-        number. Otherwise what would round beyond it becomes infinity, or NaN where there is none.
+      bias: the bias of the exponent; `None` means `2**(exponent_bits - 1) - 1`, plus 1 if negative
+        zero is NaN.
+      saturate: whether values beyond the largest finite number, including infinity, become that
+        number. Otherwise, values that would round beyond it become infinity, or NaN in a format
+        without infinity.
 
-    A NaN stays NaN, or becomes 0 in a format without one. Codes are kept in JAX's dtype for the
-    format where there is one, else as bit patterns in uint8.
+    A NaN stays NaN, or becomes 0 in a format without NaN. Codes are stored in the JAX dtype of the
+    format if there is one, else as bit patterns in uint8.
 
     Raises:
-      TypeError: a field is not of its kind.
+      TypeError: a field has the wrong type.
       ValueError: the widths do not fit, or `saturate=False` for a format without infinity and NaN.
 
     Example:
@@ -87,10 +88,10 @@ class Minifloat(QType):
             1 <= e <= 7 and 0 <= m <= 7 - e and (m > 0 or not ieee) and (e + m > 1 or not fn),
             error=ValueError,
             function=function,
-            problem="there is no such format.",
+            problem="the widths do not make a valid format.",
             given=f"exponent_bits == {e}, mantissa_bits == {m}, {self.specials}",
-            expected="1 to 7 exponent bits, at most 8 bits with the sign; a mantissa bit where "
-            "infinity differs from NaN by it",
+            expected="1 to 7 exponent bits, at most 8 bits with the sign, and a mantissa bit if it "
+            "separates infinity from NaN",
             mend="choose smaller widths, or other specials.",
         )
         if self.bias is None:
@@ -101,8 +102,8 @@ class Minifloat(QType):
             least <= self.bias <= 100,
             error=ValueError,
             function=function,
-            problem="the numbers of the format would not be normal float32 numbers with room to "
-            "spare.",
+            problem="the bias is out of range: the numbers of the format must be well inside the "
+            "range of normal float32 numbers.",
             given=f"bias == {self.bias}",
             expected=f"a bias in [{least}, 100]",
             mend="put the power of two in the scale.",
@@ -111,7 +112,7 @@ class Minifloat(QType):
             self.saturate or self.specials is not Specials.NONE,
             error=ValueError,
             function=function,
-            problem="overflow has nowhere to go in a format without infinity and NaN.",
+            problem="a format without infinity and NaN must saturate.",
             given="saturate == False, Specials.NONE",
             expected="saturate=True",
             mend="pass saturate=True, or other specials.",
@@ -188,12 +189,12 @@ class Minifloat(QType):
         return self.from_bits(self.encode_bits(y, mode))
 
     def encode_bits(self, y: jax.Array, mode: RoundMode) -> jax.Array:
-        """Rounds half to even in the bits of a float32, any other way by `round` before that.
+        """Rounds half to even on the bits of a float32; other modes call `round` first.
 
-        A normal number loses its lowest bits to an integer rounding, and its exponent takes the new
-        bias; a subnormal one is added to the power of two whose last place is its step, which
-        rounds it. Numbers beyond the largest have larger codes, and saturate as integers. (Without
-        mantissa bits an even code is no even number of steps.)
+        A normal number is rounded by an integer rounding of its lowest bits, and its exponent gets
+        the new bias. A subnormal number is rounded by adding the power of two whose last place is
+        the step. Numbers beyond the largest have larger codes, and saturate as integers. (Without
+        mantissa bits, an even code is not an even number of steps.)
         """
         in_bits = mode is RoundMode.NEAREST_TOWARD_EVEN and self.mantissa_bits > 0
         if not in_bits or not self.saturate or y.dtype != jnp.float32:
@@ -295,12 +296,12 @@ _FORMATS = {name: qtype for qtype, name in _DTYPES.items()}
 
 @functools.cache
 def minifloat_of(dtype: jnp.dtype) -> Minifloat | None:
-    """Returns the format of a float dtype of up to 8 bits, if it is one."""
+    """Returns the format of a float dtype of up to 8 bits; `None` for another dtype."""
     return _FORMATS.get(dtype.name)
 
 
 MINIFLOATS = tuple(_FORMATS)
-"""Names of the minifloats that JAX has a dtype for."""
+"""Names of the minifloats with a JAX dtype."""
 
 float6_e2m3fn: Minifloat = Minifloat(2, 3, Specials.NONE)
 float6_e3m2fn: Minifloat = Minifloat(3, 2, Specials.NONE)

@@ -1,10 +1,10 @@
 """Packing: codes of 1 to 7 bits without gaps in bytes, along one axis.
 
-A code of b bits is split into planes of 4, 2 and 1 bits, the binary digits of b: 7 = 4 + 2 + 1, the
-lowest bits first. A plane of w bits packs 8 / w codes into a byte: it splits the axis into 8 / w
-equal runs and lays them over each other, the first run in the lowest bits. So 4-bit codes hold
-element i in the low half of byte i and element i + n / 2 in the high half. The planes follow each
-other along the axis. Where a plane's runs do not divide the length, zeros fill the last.
+A code of b bits is split into planes of 4, 2 and 1 bits, by the binary digits of b: 7 = 4 + 2 + 1,
+with the lowest bits first. A plane of w bits packs 8 / w codes into a byte: it splits the axis into
+8 / w equal runs and overlays them, with the first run in the lowest bits. So for 4-bit codes, byte
+i holds element i in its low half and element i + n / 2 in its high half. The planes are
+concatenated along the axis. If the runs of a plane do not divide the length, zeros fill the last.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ def pack_bits(codes: jax.Array, bits: int, axis: int) -> jax.Array:
       axis: the axis that becomes shorter, not negative.
 
     Returns:
-      uint8, of the shape of `codes` but for `packed_length` along `axis`.
+      uint8, of the shape of `codes` except for `packed_length` along `axis`.
     """
     planes = []
     for width, lowest in planes_of(bits):
@@ -48,15 +48,14 @@ def pack_bits(codes: jax.Array, bits: int, axis: int) -> jax.Array:
         parts = parts.reshape(*codes.shape[:axis], count, run, *codes.shape[axis + 1 :])
         place = lax.broadcasted_iota(jnp.int32, parts.shape, axis) * width
         parts = ((parts >> lowest) & (2**width - 1)) << place
-        # A reduction, not an or of slices: XLA on CPU keeps it in vectors whatever it is fused
-        # with.
+        # A reduction, not an or of slices, because XLA on CPU vectorizes it in any fusion.
         planes.append(lax.reduce(parts, np.int32(0), lax.bitwise_or, (axis,)).astype(jnp.uint8))
     return lax.concatenate(planes, axis) if len(planes) > 1 else planes[0]
 
 
 @partial(jax.jit, static_argnames=("bits", "axis", "length"))
 def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Array:
-    """Inverts `pack_bits`; `length` is that of the packed axis before."""
+    """Inverts `pack_bits`; `length` is the length of the axis before packing."""
     start = 0
     codes = None
     for width, lowest in planes_of(bits):
@@ -64,8 +63,8 @@ def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Arr
         run = -(-length // count)
         plane = lax.slice_in_dim(packed, start, start + run, axis=axis)
         start += run
-        # Shifts by an iota, not a concatenation of parts: XLA on CPU keeps them in vectors whatever
-        # they are fused with, in loops too.
+        # Shifts by an iota, not a concatenation of parts, because XLA on CPU vectorizes them in any
+        # fusion, also in loops.
         shape = (*plane.shape[:axis], count, *plane.shape[axis:])
         place = lax.broadcasted_iota(jnp.uint8, shape, axis) * jnp.uint8(width)
         parts = (lax.expand_dims(plane, (axis,)) >> place) & jnp.uint8(2**width - 1)
@@ -73,14 +72,15 @@ def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Arr
         whole = lax.slice_in_dim(parts, 0, length, axis=axis)
         whole = whole << jnp.uint8(lowest)
         codes = whole if codes is None else codes | whole
-    # Bytes are joined before they are widened, else XLA on CPU widens each part by itself.
+    # Without the barrier, XLA on CPU widens each part separately before it joins them.
     return lax.optimization_barrier(codes)
 
 
 @partial(jax.jit, static_argnames=("bits", "axis"))
 def pack_neighbours(codes: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Packs unsigned codes of 1, 2 or 4 bits so that those in a byte follow each other along the
-    axis, the first in the lowest bits, as kernels for CPUs read them; whole bytes alone.
+    """Packs unsigned codes of 1, 2 or 4 bits so that the codes in a byte are neighbours along the
+    axis, with the first in the lowest bits, as kernels for CPUs read them. The codes must fill
+    whole bytes.
     """
     count = 8 // bits
     shape = (*codes.shape[:axis], codes.shape[axis] // count, count, *codes.shape[axis + 1 :])
@@ -97,5 +97,5 @@ def unpack_neighbours(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     place = lax.broadcasted_iota(jnp.uint8, shape, axis + 1) * jnp.uint8(bits)
     parts = (lax.expand_dims(packed, (axis + 1,)) >> place) & jnp.uint8(2**bits - 1)
     codes = parts.reshape(*packed.shape[:axis], n * count, *packed.shape[axis + 1 :])
-    # Joined before they are widened, as `unpack_bits` has it.
+    # The barrier has the same reason as in `unpack_bits`.
     return lax.optimization_barrier(codes)

@@ -1,4 +1,4 @@
-"""The contract of a number format: which real numbers its codes stand for."""
+"""The interface of a number format: which real numbers its codes represent."""
 
 import abc
 from typing import ClassVar
@@ -12,11 +12,11 @@ from ._rounding import RoundMode
 
 
 class QType(abc.ABC):
-    """A number format: a frozen, hashable value that every `qtype=` argument takes.
+    """A number format: a frozen, hashable value that every `qtype=` argument accepts.
 
-    A code stands for a real number; with a scale it stands for that number times the scale. A
-    subclass is a frozen dataclass that says `name`, `bits`, `storage`, `low`, `high`, and how to
-    `round`, `encode` and `decode`; a format of your own is one more.
+    A code represents a real number; with a scale, it represents that number times the scale. A
+    subclass is a frozen dataclass that defines `name`, `bits`, `storage`, `low`, `high`, `round`,
+    `encode` and `decode`. You can define your own formats as subclasses.
 
     Attributes:
       uniform: whether the numbers are evenly spaced, as estimators that learn a step size require.
@@ -27,7 +27,7 @@ class QType(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What the format is called."""
+        """The name of the format."""
 
     @property
     @abc.abstractmethod
@@ -37,7 +37,7 @@ class QType(abc.ABC):
     @property
     @abc.abstractmethod
     def storage(self) -> jnp.dtype:
-        """The dtype of arrays that hold one code an element."""
+        """The dtype of arrays that hold one code per element."""
 
     @property
     @abc.abstractmethod
@@ -51,12 +51,12 @@ class QType(abc.ABC):
 
     @property
     def levels(self) -> int:
-        """How many codes there are."""
+        """The number of codes."""
         return 2**self.bits
 
     @property
     def code_range(self) -> tuple[int, int] | None:
-        """The smallest and the largest code; `None` where codes are no integers."""
+        """The smallest and the largest code; `None` if codes are not integers."""
         if not jnp.issubdtype(self.storage, jnp.integer):
             return None
         negative = 2 ** (self.bits - 1) if jnp.issubdtype(self.storage, jnp.signedinteger) else 0
@@ -64,12 +64,12 @@ class QType(abc.ABC):
 
     @property
     def signed(self) -> bool:
-        """Whether there are negative numbers."""
+        """Whether the format has negative numbers."""
         return self.low < 0
 
     def scale_of(self, largest: jax.Array) -> jax.Array:
-        """Returns the least scale at which `largest`, a magnitude, is in range with either sign; 0
-        for 0. Where all numbers have one sign, that sign alone counts.
+        """Returns the smallest scale at which `largest`, a magnitude, is in range with either sign;
+        0 for 0. If all numbers of the format have the same sign, only that sign counts.
         """
         both = self.low < 0 < self.high
         limit = min(-self.low, self.high) if both else max(-self.low, self.high)
@@ -85,14 +85,14 @@ class QType(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, codes: jax.Array) -> jax.Array:
-        """Returns the numbers that codes stand for, as float32."""
+        """Returns the numbers that codes represent, as float32."""
 
     def encode_bits(self, y: jax.Array, mode: RoundMode) -> jax.Array:
-        """Returns `to_bits(encode(y, mode))`, without making an array of a type below a byte."""
+        """Returns `to_bits(encode(y, mode))`, without an array of a type of less than 8 bits."""
         return self.to_bits(self.encode(y, mode))
 
     def to_bits(self, codes: jax.Array) -> jax.Array:
-        """Returns codes as uint8 below `2**bits`: what packing packs."""
+        """Returns codes as uint8 below `2**bits`, ready to be packed."""
         if codes.dtype == jnp.uint8:
             return codes
         if jnp.issubdtype(codes.dtype, jnp.floating):
@@ -107,7 +107,7 @@ class QType(abc.ABC):
         return self.widen_bits(bits).astype(self.storage)
 
     def widen_bits(self, bits: jax.Array) -> jax.Array:
-        """Returns codes, from `to_bits`, in a byte each: what `decode` takes as well."""
+        """Returns codes from the result of `to_bits`, one per byte; `decode` accepts them."""
         if not jnp.issubdtype(self.storage, jnp.signedinteger):
             return bits
         sign = jnp.uint8(2 ** (self.bits - 1))  # (x ^ sign) - sign extends the sign bit

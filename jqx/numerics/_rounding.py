@@ -8,7 +8,7 @@ from jax import lax
 
 
 class RoundMode(enum.Enum):
-    """How a real number becomes an integer; the value is nGraph's attribute string.
+    """How a real number is rounded to an integer; the value is the attribute string of nGraph.
 
     =======================  =============================  ===  ====  ====  ===  ====
     mode                     rule                           2.5  -2.5  -3.5  2.4  -2.6
@@ -40,9 +40,9 @@ def round_to_integer(x: jax.Array, mode: RoundMode) -> jax.Array:
     """Rounds float32 or float64 values to integers of the same dtype; NaN and infinity stay.
 
     `floor(x + 0.5)` would be wrong: the sum rounds 0.49999997 up to 1 and is off by one for odd
-    values above 2**23. The differences tested here are exact wherever they decide: `x - floor(x)`
-    rounds to 0.5 only from 0.5 on, `ceil(x) - x` for ties downward likewise, and `x - trunc(x)` is
-    exact for every float.
+    values above 2**23. The differences that are compared here are exact wherever it matters:
+    `x - floor(x)` is at least 0.5 only if its exact value is; so is `ceil(x) - x`, for ties
+    downward; and `x - trunc(x)` is exact for every float.
     """
     half, one = jnp.asarray(0.5, x.dtype), jnp.asarray(1, x.dtype)
     match mode:

@@ -1,9 +1,9 @@
-"""`Numerics`: the integer arithmetic of another runtime, to the last bit.
+"""`Numerics`: the integer arithmetic of another runtime, bit for bit.
 
-Runtimes agree on the formulas `round(x / scale) + zero_point` and `scale = range / steps`, and
-differ in the order of the roundings; each field is one such difference. Tested against the runtimes
-where they can be installed; infinite ranges, subnormals and NaN are left out, as the runtimes leave
-them undefined.
+Runtimes agree on the formulas `round(x / scale) + zero_point` and `scale = range / steps`, but
+differ in the order of the roundings. Each field describes one such difference. They are tested
+against the runtimes that can be installed, except for infinite ranges, subnormals and NaN, which
+the runtimes leave undefined.
 """
 
 import dataclasses
@@ -15,29 +15,29 @@ from ._rounding import RoundMode
 
 
 class SymmetricRange(enum.Enum):
-    """What the largest magnitude is divided by for a symmetric scale."""
+    """The divisor of the largest magnitude for a symmetric scale."""
 
     LIMIT = "limit"
     """The largest code, 127 of an int8."""
     HALF = "half"
     """Half of the range of codes, 127.5 of an int8."""
     SIGNED = "signed"
-    """The size of the smallest code, 128 of an int8; the scale is negative where the largest
-    magnitude is that of a positive number."""
+    """The magnitude of the smallest code, 128 of an int8; the scale is negative if the number with
+    the largest magnitude is positive."""
     COVER = "cover"
-    """Each side by its own limit; the larger scale wins."""
+    """Each side is divided by its own limit, and the larger scale is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Where a runtime rounds.
+    """The arithmetic of a runtime: where and how it rounds.
 
     Attributes:
-      round_mode: how quotients, and the zero point of a range, become integers.
+      round_mode: how quotients, and the zero point of a range, are rounded to integers.
       zero_point_first: whether the zero point is added before the rounding, not after it.
       reciprocal: whether `x / scale` is `x * (1 / scale)`, with two roundings.
-      narrow: whether symmetric codes leave out the smallest one.
-      symmetric_range: what the largest magnitude is divided by.
+      narrow: whether symmetric codes exclude the smallest code.
+      symmetric_range: the divisor of the largest magnitude for a symmetric scale.
       reciprocal_steps: whether a range is multiplied by the reciprocal of the number of steps.
       rounded_offset: whether the zero point of a range is `qmin - round(low / scale)`, not
         `round(qmin - low / scale)`.
@@ -45,8 +45,8 @@ class Numerics:
       small_scale: see `min_scale`.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: `min_scale` is negative or `small_scale` not positive.
+      TypeError: a field has the wrong type.
+      ValueError: `min_scale` is negative or `small_scale` is not positive.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -90,7 +90,7 @@ class Numerics:
 
 
 ngraph: Numerics = Numerics()
-"""nGraph v0 Quantize, whose round mode is an attribute; scales of ranges are jqx's own."""
+"""nGraph v0 Quantize, whose round mode is an attribute; the scale of a range is defined by jqx."""
 
 onnx: Numerics = Numerics()
 """ONNX QuantizeLinear and DynamicQuantizeLinear, as onnxruntime computes them."""
@@ -102,19 +102,19 @@ openvino: Numerics = Numerics(
     min_scale=2.0**-23,
     small_scale=2.0**-23,
 )
-"""Integer weights of OpenVINO models, as NNCF compresses them; take the range by
-`calibrators.minmax`, as the sign of a scale is that of the largest magnitude. (FakeQuantize is no
-affine quantization: see `jqx.fake_quantize`.)"""
+"""Integer weights of OpenVINO models, as NNCF compresses them. Use `calibrators.minmax` for the
+range, because the sign of a scale depends on the number with the largest magnitude. (FakeQuantize
+is not an affine quantization: see `jqx.fake_quantize`.)"""
 
 onednn: Numerics = Numerics(zero_point_first=True)
-"""oneDNN Graph Quantize and DynamicQuantize as specified: a division."""
+"""oneDNN Graph Quantize and DynamicQuantize as specified, with a division."""
 
 onednn_runtime: Numerics = Numerics(zero_point_first=True, reciprocal=True)
-"""oneDNN Graph Quantize and DynamicQuantize as its library computes them: a reciprocal."""
+"""oneDNN Graph Quantize and DynamicQuantize as its library computes them, with a reciprocal."""
 
 tflite: Numerics = Numerics(round_mode=RoundMode.NEAREST_TOWARD_INFINITY, narrow=True)
-"""TFLite's reference kernels and its specification of symmetric weights. Its other kernels
-(XNNPACK, optimized) round otherwise."""
+"""The reference kernels of TFLite and its specification of symmetric weights. Its other kernels
+(XNNPACK, optimized) round differently."""
 
 torchao: Numerics = Numerics(
     reciprocal=True,
@@ -123,7 +123,7 @@ torchao: Numerics = Numerics(
     min_scale=2.0**-23,
     small_scale=2.0**-23,
 )
-"""torchao's affine quantization primitives with the eps that its int8 configurations pass."""
+"""The affine quantization primitives of torchao, with the eps of its int8 configurations."""
 
 qwix: Numerics = Numerics(
     zero_point_first=True,
@@ -132,7 +132,8 @@ qwix: Numerics = Numerics(
     reciprocal_steps=True,
     min_scale=2.0**-63,
 )
-"""qwix's arrays quantized per channel, as XLA on CPU computes its divisions by broadcast scales."""
+"""Arrays of qwix quantized per channel, as XLA on CPU computes its divisions by broadcast scales.
+"""
 
 _NAMES = {
     "ngraph": ngraph,

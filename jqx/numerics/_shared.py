@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._e8m0 import E8M0 as E8M0
 from ._e8m0 import PowerOfTwo as PowerOfTwo

@@ -1,11 +1,11 @@
-"""The affine quantizer on scales that broadcast (keepdims): what every affine op reduces to.
+"""The affine quantizer on scales that broadcast (keepdims). Every affine op reduces to it.
 
     quantize:        encode(round(x / scale)), or saturate(round(x / scale) + zero_point)
     dequantize:      decode(q) * scale, or (q - zero_point) * scale
     fake quantize:   dequantize(quantize(x)), differentiable
 
-A scale is a float, or a power of two in float8_e8m0fnu. Jitted with static formats, so that one
-trace and one kernel serve every call of a shape.
+A scale is a float, or a power of two in float8_e8m0fnu. The functions are jitted with static
+formats, so that all calls with one shape share one trace and one kernel.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ def affine_quantize(
     numerics: Numerics = ngraph,
     as_bits: bool = False,
 ) -> jax.Array:
-    """Quantizes `x`; `scale` and `zero_point` broadcast to its shape, axis by axis.
+    """Quantizes `x`. `scale` and `zero_point` broadcast to its shape, axis by axis.
 
-    With `as_bits`, codes of up to 8 bits come as uint8, to be packed.
+    With `as_bits`, codes of up to 8 bits are returned as uint8, ready to be packed.
     """
     form = format_of(qtype)
     if not isinstance(form, Integer):
@@ -74,7 +74,9 @@ def affine_dequantize(
     qtype: DTypeLike | QType,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Dequantizes `q` to `dtype`; a difference of integers is rounded to that of `scale` first."""
+    """Dequantizes `q` to `dtype`. A difference of integers is first rounded to the dtype of
+    `scale`.
+    """
     form = format_of(qtype)
     if isinstance(form, Integer):
         values = difference(q, zero_point, _real(scale.dtype))
@@ -115,7 +117,7 @@ def _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point):
             x, scale, zero_point, qtype=qtype, round_mode=round_mode, numerics=numerics
         )
         return affine_dequantize(q, scale, zero_point, qtype=qtype, dtype=x.dtype)
-    # The same values without the detour through integers, which costs XLA its vectors on CPU.
+    # The same values, without integers in between: they would keep XLA on CPU from vectorizing.
     r, added, form = _rounded(x, scale, zero_point, form, round_mode, numerics)
     codes = saturating_float_sum(r, added, form.low, form.high).astype(wide)
     return _scaled(float_difference(codes, zero_point, _real(scale.dtype)), scale, x.dtype)
@@ -155,7 +157,7 @@ def _quotient(x: jax.Array, scale: jax.Array, reciprocal: bool = False) -> jax.A
 
 
 def _safe_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """The quotient, but 0 for 0 / 0: a format that holds NaN must not make one of it."""
+    """The quotient, with 0 / 0 = 0, so that formats with a NaN do not encode it as NaN."""
     y = _quotient(x, scale)
     return jnp.where((x == 0) & ~jnp.isnan(scale), jnp.zeros_like(y), y)
 
@@ -171,13 +173,13 @@ def _scaled(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _bounds(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, qtype: DTypeLike | QType
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the real range `[low, high]`, and what multiplies the scale in either."""
+    """Returns the real range `[low, high]`, and the factor of the scale in each limit."""
     form = format_of(qtype)
     wide = common_dtype(x.dtype, scale.dtype)
     s = scale.astype(wide)
     z = jnp.zeros_like(s) if zero_point is None else zero_point.astype(wide)
     from_low, from_high = jnp.asarray(form.low, wide) - z, jnp.asarray(form.high, wide) - z
-    # A negative scale turns the range round.
+    # A negative scale swaps the limits.
     from_low, from_high = (
         jnp.where(s < 0, from_high, from_low),
         jnp.where(s < 0, from_low, from_high),

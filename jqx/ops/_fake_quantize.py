@@ -58,37 +58,37 @@ def fake_quantize(
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32 and narrowed once.
-      input_low: dtype of `x`, broadcasting to its shape as `auto_broadcast` says; a Python number
-        is taken in the dtype of `x`.
+      input_low: dtype of `x`, broadcast to its shape as `auto_broadcast` says. A Python number
+        takes the dtype of `x`.
       input_high: as `input_low`.
       output_low: as `input_low`.
       output_high: as `input_low`.
       levels: number of values of the output range, an integer of 2 or more.
       auto_broadcast: `"none"` (all shapes equal), `"numpy"` (aligned right, dims equal or 1) or
-        `"pdpd"` (aligned at `axis`). Limits broadcast to `x`, never `x` to them.
+        `"pdpd"` (aligned at `axis`). Limits broadcast to `x`; `x` never broadcasts to them.
       axis: for `"pdpd"`, the axis of `x` that the first dim of a limit belongs to; -1 aligns right.
         Other modes take no axis.
-      gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
-      key: random key for an estimator that draws numbers; such a one stands for the rounding
-        forward too.
+      gradient: the gradient estimator, a value from `jqx.gradients` or your own.
+      key: random key for an estimator that draws random numbers. Such an estimator also replaces
+        the rounding in the forward pass.
 
     Returns:
       Array of the shape and dtype of `x`.
 
     Raises:
       TypeError: `x` is not floating point, a limit has another dtype, `levels` is not an integer,
-        or `gradient` is no estimator.
+        or `gradient` is not an estimator.
       ValueError: `levels` is below 2, `auto_broadcast` is unknown, a limit does not broadcast to
         `x`, `axis` is out of range or given without `"pdpd"`, or `key` is missing or not used.
 
-    Gradient: `gradient` decides what passes the rounding, for `x` and all four limits. The default,
-      `ste`, gives the derivative of the expression above with `round` deleted, summed over
-      broadcast axes; where both input limits are equal, `x` and they get none. A NaN in `x`
-      makes the gradients of the limits NaN, as it makes the output.
+    Gradient: `gradient` defines the gradient of `x` and of all four limits. The default, `ste`,
+      gives the derivative of the expression above without `round`, summed over broadcast axes.
+      Where both input limits are equal, `x` and these limits get no gradient. A NaN in `x` makes
+      the output and the gradients of the limits NaN.
     NaN and infinities: NaN in `x` gives NaN; infinities give `output_low` and `output_high`. A NaN
       `input_high` acts as `input_low`; a NaN `input_low` gives NaN.
-    Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules; ties follow its reference (half
-      to even), where the text leaves them open.
+    Source: OpenVINO opset1 FakeQuantize-1 and its broadcast rules. The text does not define ties;
+      they follow the reference implementation (half to even).
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -143,7 +143,7 @@ def _check_levels(levels: Any) -> None:
 def _aligned_shape(
     name: str, limit: tuple[int, ...], shape: tuple[int, ...], auto_broadcast: str, axis: int
 ) -> tuple[int, ...]:
-    """Returns the shape of a limit at the rank of `x`, or raises where it does not fit `x`."""
+    """Returns the shape of a limit at the rank of `x`, or raises if it does not fit `x`."""
 
     def fail(expected: str) -> None:
         require_that(
@@ -181,12 +181,12 @@ def _aligned_shape(
 @partial(jax.jit, static_argnames=("levels", "gradient"))
 def _evaluate(x, il, ih, ol, oh, key, *, levels, gradient):
     if isinstance(gradient, Surrogate):
-        return _stand_in(levels, gradient, key, x, il, ih, ol, oh)
+        return _with_surrogate(levels, gradient, key, x, il, ih, ol, oh)
     return _fake_quantize(levels, gradient, *_compat.vary_alike(x, il, ih, ol, oh))
 
 
-def _stand_in(levels, gradient, key, x, il, ih, ol, oh):
-    """Maps what stands for the quantized `x` from the input range to the output range."""
+def _with_surrogate(levels, gradient, key, x, il, ih, ol, oh):
+    """Maps the surrogate of the quantized `x` from the input range to the output range."""
     dtype, wide = x.dtype, compute_dtype(x.dtype)
     x, il, ih, ol, oh = (v.astype(wide) for v in (x, il, ih, ol, oh))
     low, high = _ordered(il, ih)
@@ -210,7 +210,7 @@ def _fake_quantize(levels, gradient, x, il, ih, ol, oh):
 
 
 def _ordered(il: jax.Array, ih: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (min, max) as C++ has them: a NaN `ih` acts as `il`, a NaN `il` stays."""
+    """Returns (min, max) as C++ computes them: a NaN `ih` acts as `il`, a NaN `il` stays NaN."""
     return jnp.where(ih < il, ih, il), jnp.where(ih > il, ih, il)
 
 
@@ -237,7 +237,7 @@ def _backward(levels, gradient, residuals, cotangent):
     )
     u = (x - il) / jnp.where(flat, jnp.ones_like(span), span)
     u = jnp.where(below, zero, jnp.where(above, jnp.ones_like(u), u))
-    # An inverted range does not clamp: outside of it the output is a constant of the wrong end.
+    # An inverted range does not clamp: outside of it the output is the constant of the other end.
     inverted = ih < il
     dc = jnp.where(inverted & (below | above), zero, cotangent * ratio)
     dx, dlow, dhigh = gradient.bwd(x, low, high, levels, dc)

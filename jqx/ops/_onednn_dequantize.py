@@ -32,15 +32,15 @@ def onednn_dequantize(
       scales: numbers, one for `"per_tensor"`, `q.shape[axis]` for `"per_channel"`.
       zps: integers, as many as `scales`; `None` means zero everywhere.
       granularity: `"per_tensor"` or `"per_channel"`.
-      axis: channel axis; read for `"per_channel"` alone.
+      axis: channel axis; used only for `"per_channel"`.
 
     Returns:
       float32 array of the shape of `q`.
 
     Raises:
-      TypeError, ValueError: as `dynamic_quantize`.
+      TypeError, ValueError: as in `dynamic_quantize`.
 
-    Gradient: by JAX, for float8 `q`.
+    Gradient: JAX differentiates it for float8 `q`.
     NaN and infinities: IEEE arithmetic.
     Source: oneDNN Graph Dequantize.
 
@@ -70,13 +70,14 @@ def dynamic_dequantize(
 
     Args:
       q: int8, uint8, int4 or uint4 array, any shape.
-      scales: float32, float16 or bfloat16. 1-D with one element for `"per_tensor"` and
-        `q.shape[axis]` for `"per_channel"`; of the rank of `q` for `"per_group"`, one per group.
+      scales: float32, float16 or bfloat16. 1-D with one element for `"per_tensor"`, 1-D with
+        `q.shape[axis]` elements for `"per_channel"`, and the rank of `q` with one element per group
+        for `"per_group"`.
       zps: int8, uint8, int4, uint4 or int32, shape of `scales`; `None` means zero everywhere.
       granularity: `"per_tensor"`, `"per_channel"` or `"per_group"`.
-      axis: channel axis; read for `"per_channel"` alone.
-      group_shape: for `"per_group"`, the shape of the block of values that shares a scale; one
-        size per axis of `q`, each dividing it.
+      axis: channel axis; used only for `"per_channel"`.
+      group_shape: for `"per_group"`, the shape of a block of values that share a scale: one size
+        per axis of `q`, which must divide that axis.
 
     Returns:
       Array of the shape of `q` and the dtype of `scales`.
@@ -85,7 +86,7 @@ def dynamic_dequantize(
       TypeError: an operand has an element type that the operation does not take.
       ValueError: a shape, `axis`, `group_shape` or `granularity` does not fit.
 
-    Gradient: of `scales`, by JAX.
+    Gradient: JAX differentiates it with respect to `scales`.
     NaN and infinities: IEEE arithmetic on `scales`.
     Source: oneDNN Graph DynamicDequantize (3.13).
 

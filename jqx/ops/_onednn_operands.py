@@ -1,4 +1,4 @@
-"""Operands of the oneDNN ops: element types, shapes, and where they stand beside the values."""
+"""Operands of the oneDNN ops: element types, shapes, and how they line up with the values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -152,7 +152,7 @@ def _check_shapes(
     given: str,
     mend: str,
 ) -> None:
-    """Checks that every parameter has the shape that `rule` puts in words."""
+    """Checks that every parameter has the expected shape, which `rule` describes in words."""
     for name, operand in operands.items():
         require(
             "assert_shape",

@@ -32,17 +32,17 @@ def dynamic_quantize(
 ) -> jax.Array:
     """Quantizes `x` as oneDNN does: `round(x / scale + zp)`, half to even, saturated to `qtype`.
 
-    The zero point is added before the one rounding, unlike `quantize`: with scale 1 and zero point
-    3, 0.5 becomes 4 here and 3 there.
+    The zero point is added before the rounding, while `quantize` adds it after the rounding. With
+    scale 1 and zero point 3, 0.5 becomes 4 here and 3 in `quantize`.
 
     Args:
       x: float32 array, any shape. (oneDNN: `src`.)
       scales: float32, 1-D: one element for `"per_tensor"`, `x.shape[axis]` for `"per_channel"`.
-      zps: int8, uint8 or int32, shape of `scales`; need not lie in the range of `qtype`; `None`
+      zps: int8, uint8 or int32, shape of `scales`. They may be outside the range of `qtype`. `None`
         means zero everywhere.
       qtype: `jnp.int8` or `jnp.uint8`. (oneDNN: the type of `dst`.)
       granularity: `"per_tensor"` or `"per_channel"`. (oneDNN: the attribute `qtype`.)
-      axis: channel axis in `[-rank, rank - 1]`; read for `"per_channel"` alone.
+      axis: channel axis in `[-rank, rank - 1]`; used only for `"per_channel"`.
 
     Returns:
       Array of the shape of `x` and dtype `qtype`.
@@ -54,8 +54,8 @@ def dynamic_quantize(
 
     Gradient: none (integer result); see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0; infinities saturate.
-    Source: oneDNN Graph DynamicQuantize. Deviation from its library, not from its text: a true
-      division where the library multiplies by the reciprocal.
+    Source: oneDNN Graph DynamicQuantize. This is a true division, as in the specification; the
+      oneDNN library multiplies by the reciprocal.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -83,7 +83,7 @@ def onednn_quantize(
     granularity: str = "per_tensor",
     axis: int = 1,
 ) -> jax.Array:
-    """Quantizes `x` with scales known in advance: `dynamic_quantize`, and float8 formats besides.
+    """Quantizes `x` with scales known in advance, as `dynamic_quantize`, also to float8 formats.
 
     Args:
       x: float32 array, any shape.
@@ -91,19 +91,19 @@ def onednn_quantize(
       zps: integers, as many as `scales`; `None` means zero everywhere, and is required for float8.
       qtype: `jnp.int8`, `jnp.uint8`, `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
       granularity: `"per_tensor"` or `"per_channel"`.
-      axis: channel axis; read for `"per_channel"` alone.
+      axis: channel axis; used only for `"per_channel"`.
 
     Returns:
       Array of the shape of `x` and dtype `qtype`.
 
     Raises:
-      TypeError, ValueError: as `dynamic_quantize`; ValueError where float8 comes with `zps`.
+      TypeError, ValueError: as in `dynamic_quantize`; ValueError if `zps` is given for float8.
 
-    Gradient: none for integers; by JAX for float8.
-    NaN and infinities: as `dynamic_quantize` for integers. float8 does not saturate: what is too
-      large becomes NaN (e4m3fn) or infinity (e5m2).
-    Source: oneDNN Graph Quantize. Deviation: e4m3fn is rounded once, the library rounds to float16
-      first.
+    Gradient: none for integers; JAX differentiates float8.
+    NaN and infinities: as in `dynamic_quantize` for integers. float8 does not saturate: a number
+      that is too large becomes NaN (e4m3fn) or infinity (e5m2).
+    Source: oneDNN Graph Quantize. Deviation: e4m3fn is rounded once; the oneDNN library rounds to
+      float16 first.
 
     Example:
       >>> import jqx, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""nGraph v0 Quantize and Dequantize, and the affine fake quantization made of the two."""
+"""nGraph v0 Quantize and Dequantize, and affine fake quantization, which composes the two."""
 
 from collections.abc import Sequence
 
@@ -44,39 +44,40 @@ def quantize(
 ) -> jax.Array:
     """Quantizes `x` with a given scale: `round(x / scale) + zero_point`, saturated to `qtype`.
 
-    The division is a true division and the sum with the zero point is exact, under jit as well. In
-    a float format or a codebook `round` goes to the numbers of the format, and there is no zero
+    The division is a true division and the sum with the zero point is exact, also under jit. For a
+    float format or a codebook, `round` rounds to the numbers of the format, and there is no zero
     point.
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
         float32.
       scale: dtype of `x`, shape of `x` projected onto `axes` in increasing order (so `()` when
-        `axes` is empty; a Python number is taken in the dtype of `x`). Any value is accepted;
-        positive finite ones are useful.
-      zero_point: dtype of the codes, shape of `scale`; `None` means zero everywhere. For integer
-        formats alone.
+        `axes` is empty; a Python number takes the dtype of `x`). Any value is accepted; positive
+        finite values are useful.
+      zero_point: dtype of the codes, shape of `scale`; `None` means zero everywhere. Only integer
+        formats have zero points.
       qtype: a number format: a dtype such as `jnp.int4` or `jnp.float8_e4m3fn`, or a
-        `jqx.numerics.QType`. Block formats have scales of their own: see `QTensor.quantize`.
+        `jqx.numerics.QType`. Block formats include their scales: see `QTensor.quantize`.
       axes: axes of `x` that have their own scale, a set in any order, negatives count from the end;
         `()` means one scale for all of `x`.
-      round_mode: one of the nine modes, tie rule included.
+      round_mode: one of the nine modes, which include the rule for ties.
 
     Returns:
       Array of codes, of the shape of `x` and dtype `qtype` (the `storage` of a `QType`).
 
     Raises:
-      TypeError: `x` is not floating point, `qtype` is no format, `scale` has not the dtype of `x`
-        or `zero_point` not that of the codes, or `round_mode` is no `RoundMode`.
-      ValueError: an axis is out of range, `scale` or `zero_point` has not the projected shape, or
-        the format has no zero point or scales of its own.
+      TypeError: `x` is not floating point, `qtype` is not a format, `scale` does not have the
+        dtype of `x`, `zero_point` does not have the dtype of the codes, or `round_mode` is not a
+        `RoundMode`.
+      ValueError: an axis is out of range, `scale` or `zero_point` does not have the projected
+        shape, the format has no zero point, or it is a block format.
 
-    Gradient: none: JAX takes an integer result for a constant; see `quantize_dequantize`.
+    Gradient: none, because JAX treats an integer result as a constant; see `quantize_dequantize`.
     NaN and infinities: a NaN quotient gives 0, whatever the zero point; infinities saturate.
-      Formats that hold NaN keep it.
+      Formats that can represent NaN keep it.
     Subnormals: float32 subnormals count as zero where the backend flushes them, as XLA on CPU does.
-    Source: nGraph v0 Quantize. Saturation is ours where the specification is silent; so are
-      negative axes and the dtypes beyond int8, uint8 and int32.
+    Source: nGraph v0 Quantize. The specification does not define saturation, negative axes, or
+      dtypes other than int8, uint8 and int32; these are additions of jqx.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -113,25 +114,24 @@ def dequantize(
       scale: float16, bfloat16, float32 or float64; shape of `q` projected onto `axes` in increasing
         order (so `()` when `axes` is empty; a Python number is taken as float32 or as `dtype`).
       zero_point: dtype of `q`, shape of `scale`; `None` means zero everywhere.
-      dtype: dtype of the result; must equal that of `scale`; `None` takes it.
+      dtype: dtype of the result, which must equal that of `scale`; `None` means that of `scale`.
       axes: axes of `q` that have their own scale, a set in any order, negatives count from the end.
-      qtype: the format of the codes; `None` means the dtype of `q`. A `QType` whose codes are kept
-        in
-        another dtype must be named: a codebook, or a bit pattern in uint8.
+      qtype: the format of the codes; `None` means the dtype of `q`. A `QType` whose codes are
+        stored in another dtype must be given: a codebook, or a bit pattern in uint8.
 
     Returns:
       Array of the shape of `q` and the dtype of `scale`.
 
     Raises:
       TypeError: `dtype` is not floating point, `q` does not hold codes of a format, `zero_point`
-        has not the dtype of `q`, or `scale` not `dtype`.
-      ValueError: an axis is out of range, `scale` or `zero_point` has not the projected shape, or
-        the format has no zero point or scales of its own.
+        does not have the dtype of `q`, or `scale` does not have dtype `dtype`.
+      ValueError: an axis is out of range, `scale` or `zero_point` does not have the projected
+        shape, the format has no zero point, or it is a block format.
 
-    Gradient: of `scale`, by JAX; none for the integers.
+    Gradient: JAX differentiates it with respect to `scale`; the integers have no gradient.
     NaN and infinities: IEEE arithmetic on `scale`, so `0 * inf` is NaN; no saturation.
     Source: nGraph v0 Dequantize, with nearest-even narrowing to bfloat16 and an int32 difference
-      that does not wrap (its reference truncates the one and wraps the other).
+      that does not wrap (the reference implementation truncates and wraps).
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -179,21 +179,22 @@ def quantize_dequantize(
       qtype: a number format; see `quantize`.
       axes: axes of `x` that have their own scale.
       round_mode: one of the nine modes.
-      gradient: the estimator used backward, a value from `jqx.gradients` or one of your own.
-      key: random key for an estimator that draws numbers; such a one stands for the rounding
-        forward too.
+      gradient: the gradient estimator, a value from `jqx.gradients` or your own.
+      key: random key for an estimator that draws random numbers. Such an estimator also replaces
+        the rounding in the forward pass.
 
     Returns:
       Array of the shape and dtype of `x`, on the grid `(code - zero_point) * scale`.
 
     Raises:
-      TypeError, ValueError: as `quantize`; TypeError where `gradient` is no estimator, ValueError
-        where it does not fit the format, or `key` is missing or not used.
+      TypeError, ValueError: as in `quantize`; TypeError if `gradient` is not an estimator,
+        ValueError if it does not fit the format, or if `key` is missing or not used.
 
-    Gradient: `gradient` decides, for `x` and `scale`; none for `zero_point`. The default, `ste`, is
-      the straight-through estimator: the derivative of `clamp(x, (qmin - zero_point) * scale, (qmax
-      - zero_point) * scale)`, so 1 for `x` inside and 0 outside, and 0 for the scale inside.
-    NaN and infinities: as `quantize`; a NaN becomes code 0, and gets no gradient.
+    Gradient: `gradient` defines the gradient of `x` and `scale`; `zero_point` has none. The
+      default, `ste`, is the straight-through estimator: the derivative of `clamp(x, (qmin -
+      zero_point) * scale, (qmax - zero_point) * scale)`. So it is 1 for `x` inside the range and 0
+      outside, and 0 for the scale inside.
+    NaN and infinities: as in `quantize`; a NaN becomes code 0, and gets no gradient.
     Source: the composition of nGraph v0 Quantize and Dequantize.
 
     Example:
@@ -222,13 +223,13 @@ def quantize_dequantize(
 def as_element_type(
     function: str, argument: str, qtype: DTypeLike | QType, role: str
 ) -> jnp.dtype | QType:
-    """Returns a format whose scale is what the caller gives: any but a block format."""
+    """Returns a format whose scale the caller passes: any format except block formats."""
     found = as_qtype(function, argument, qtype, role)
     if isinstance(found, Block):
         raise ValueError(
             message(
                 function,
-                f"the block format {found.name} has scales of its own.",
+                f"the block format {found.name} includes its own scales.",
                 given=f"{argument} == {found.name}",
                 expected="a format of single elements",
                 mend=f"use jqx.QTensor.quantize(x, jqx.QSpec({found.name}, ...)), or pass the "
@@ -247,7 +248,7 @@ def _parameters(
     quantized: str,
     axes: int | Sequence[int],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Checks scale and zero point as nGraph does, in its order, and lines them up with `x`."""
+    """Checks scale and zero point in the order of nGraph, and lines them up with `x`."""
     if zero_point is not None:
         form = format_of(qtype)
         check_zero_point(function, form)
@@ -300,7 +301,7 @@ def _parameters(
 
 
 def _check_python_zero_point(function: str, zero_point: ArrayLike, form: QType) -> None:
-    """A Python integer has no dtype to check, so its value is: nothing wraps around."""
+    """Checks the value of a Python integer, which has no dtype, so that it cannot wrap around."""
     if not isinstance(zero_point, (bool, int, float)):
         return
     require_that(

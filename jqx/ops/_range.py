@@ -30,32 +30,34 @@ def affine_from_range(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale and zero point with which `qtype` covers the real range `[low, high]`.
 
-    Zero is always in the range, so that it is represented exactly::
+    The range always includes zero, so that zero is represented exactly::
 
-        symmetric:   scale = max(|low|, |high|) / qmax, no zero point (MX formats: by their rule)
+        symmetric:   scale = max(|low|, |high|) / qmax, no zero point (MX formats: their own rule)
         asymmetric:  scale = (max(high, 0) - min(low, 0)) / (qmax - qmin)
                      zero_point = round_half_even(qmin - min(low, 0) / scale), saturated
 
     Args:
       low: real array, any shape; float16, bfloat16, float32 or float64; a Python number is float32.
       high: dtype and shape of `low`.
-      qtype: a number format; integers alone have zero points, signed ones alone are symmetric.
+      qtype: a number format. Only integer formats have zero points, and only signed integer formats
+        can be symmetric.
       symmetric: whether the zero point is zero.
       numerics: the runtime whose arithmetic is followed, for integer formats.
 
     Returns:
-      `(scale, zero_point)`, of the shape of `low`; the scale has its dtype (that of the scales of
-      an MX format, float8_e8m0fnu), the zero point that of the codes, or is `None` (zero
-      everywhere) where `symmetric`.
+      `(scale, zero_point)`, of the shape of `low`. The scale has the dtype of `low` (for an MX
+      format float8_e8m0fnu). The zero point has the dtype of the codes; it is `None` (zero
+      everywhere) if `symmetric`.
 
     Raises:
-      TypeError: a limit is not floating point, or they differ in dtype; `qtype` is no format.
-      ValueError: shapes differ, `qtype` is unsigned and `symmetric`, or it has no zero point and
-        not `symmetric`.
+      TypeError: a limit is not floating point, the limits differ in dtype, or `qtype` is not a
+        format.
+      ValueError: the shapes differ, `symmetric` is True for an unsigned `qtype`, or `symmetric` is
+        False for a format without zero points.
 
-    Gradient: of the scale, by JAX; none for the zero point.
-    NaN and infinities: they appear in the scale of their own element alone. A range without extent
-      (both limits zero) gives scale 1, in block formats the least scale.
+    Gradient: JAX differentiates the scale; the zero point has no gradient.
+    NaN and infinities: they appear only in the scale of their own element. An empty range (both
+      limits zero) gives scale 1, or the smallest scale of a block format.
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
       Integer-Arithmetic-Only Inference", arXiv:1712.05877, section 3.
 
@@ -74,7 +76,7 @@ def affine_from_range(
         (low, high),
         error=ValueError,
         function=function,
-        problem="`low` and `high` must have one shape.",
+        problem="`low` and `high` must have the same shape.",
         given=f"low.shape == {low.shape}, high.shape == {high.shape}",
         expected="equal shapes",
         mend="broadcast one to the other first.",
@@ -126,7 +128,7 @@ def _per_step(extent: jax.Array, steps: float, numerics: Numerics) -> jax.Array:
 
 
 def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) -> None:
-    """Checks that a format can be symmetric about zero, or have a zero point."""
+    """Checks that a format can be symmetric about zero, or can have a zero point."""
     form = format_of(qtype)
     require_that(
         form.signed or not symmetric or not isinstance(form, Integer),
@@ -155,7 +157,7 @@ def check_zero_point(function: str, form: QType) -> None:
 
 
 def _usable(scale: jax.Array, dtype: jnp.dtype, numerics: Numerics) -> jax.Array:
-    """Narrows a scale to `dtype` and replaces what is too small; zero, by which none divides."""
+    """Narrows a scale to `dtype` and replaces scales that are too small, zero among them."""
     scale = narrow(scale, dtype)
     small = (jnp.abs(scale) < numerics.min_scale) | (scale == 0)
     return jnp.where(small, jnp.asarray(numerics.small_scale, dtype), scale)

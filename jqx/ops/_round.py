@@ -17,7 +17,7 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
 
     Args:
       x: real array, any shape; float16, bfloat16, float32 or float64.
-      mode: a `RoundMode`, tie rule included.
+      mode: a `RoundMode`, which includes the rule for ties.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -25,7 +25,7 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
     Raises:
       TypeError: `x` is not floating point, or `mode` is not a `RoundMode`.
 
-    Gradient: zero almost everywhere; see `quantize_dequantize` for one that trains.
+    Gradient: zero almost everywhere; see `quantize_dequantize` for rounding that can be trained.
     NaN and infinities: unchanged.
     Source: round modes of nGraph Quantize (v0).
 
@@ -40,7 +40,7 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
 
 
 def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:
-    """Checks that `mode` is one of the nine."""
+    """Checks that `mode` is a `RoundMode`."""
     names = ", ".join(mode.name for mode in RoundMode)
     check_instance(
         function,

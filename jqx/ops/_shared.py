@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._affine import affine_dequantize as affine_dequantize
 from ._affine import affine_fake_quantize as affine_fake_quantize

@@ -1,4 +1,4 @@
-"""QSpec, QTensor, and the views through which a scale follows its values."""
+"""QSpec, QTensor, and its views, which keep the scale in step with the values."""
 
 from ._pack_for import pack_for as pack_for
 from ._qtensor import QTensor as QTensor

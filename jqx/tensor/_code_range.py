@@ -1,4 +1,4 @@
-"""Whether the codes of a QTensor are codes of its format: storage may have room for more."""
+"""Checks that the codes of a QTensor are in the range of its format, which storage may exceed."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from ._order import permuted_axis
 
 
 def check_codes(function: str, q: Any, where: str) -> None:
-    """Checks the codes and zero points of a QTensor whose arrays are known, its scale's too.
+    """Checks the codes and zero points of a concrete QTensor, and those of a nested scale.
 
     Args:
-      function: who asks, for messages.
-      q: a QTensor of NumPy arrays, or of JAX's outside of transformations.
+      function: the caller, for messages.
+      q: a QTensor of NumPy arrays, or of JAX arrays outside of transformations.
       where: its path, for messages.
 
     Raises:
-      ValueError: a code, or a zero point, is none of the format: 100 of an int3.
+      ValueError: a code or a zero point is out of the range of the format, such as 100 in an int3.
     """
     form = format_of(q.qtype)
     if form.code_range is not None:
@@ -37,7 +37,7 @@ def check_codes(function: str, q: Any, where: str) -> None:
 
 
 def _check_order(function: str, q: Any, name: str) -> None:
-    """Checks that an order has every element once."""
+    """Checks that an order is a permutation."""
     axis = permuted_axis(q.order)
     if axis is None or not q.order.size:
         return
@@ -46,15 +46,15 @@ def _check_order(function: str, q: Any, name: str) -> None:
         np.array_equal(found, np.broadcast_to(np.arange(q.shape[axis]), found.shape)),
         error=ValueError,
         function=function,
-        problem=f"the tensor {name!r} is no order.",
+        problem=f"the tensor {name!r} is not a permutation.",
         given=f"numbers from {int(found.min())} to {int(found.max())}",
-        expected=f"each of 0 to {q.shape[axis] - 1} once",
+        expected=f"each of 0 to {q.shape[axis] - 1} exactly once",
         mend="quantize the array again: its order is damaged.",
     )
 
 
 def _integers(q: Any, form: Any) -> Any:
-    """Returns the codes, or `None` where their bits hold nothing else."""
+    """Returns the codes, or `None` if every bit pattern is a code of the format."""
     low, high = form.code_range
     if q.layout is None:
         return q.values
@@ -74,7 +74,7 @@ def _check_range(function: str, name: str, codes: Any, form: Any) -> None:
         low <= least and most <= high,
         error=ValueError,
         function=function,
-        problem=f"the tensor {name!r} holds numbers that are no codes of {form.name}.",
+        problem=f"the tensor {name!r} holds numbers that are not codes of {form.name}.",
         given=f"numbers from {least} to {most}",
         expected=f"codes from {low} to {high}",
         mend="quantize the array again: its codes are damaged, or were made for another format.",

@@ -1,4 +1,4 @@
-"""QTensors in functions that `jax.export` serializes: their static fields as JSON."""
+"""Serialization of QTensors by `jax.export`: their static fields as JSON."""
 
 import json
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class _Static(NamedTuple):
 
 
 def make_exportable(cls: type) -> None:
-    """Registers QTensor, whose file imports this one."""
+    """Registers QTensor. (Its file imports this one.)"""
     export.register_pytree_node_serialization(
         cls,
         serialized_name="jqx.QTensor",
@@ -37,7 +37,7 @@ def make_exportable(cls: type) -> None:
 
 
 def fields_to_json(function: str, q: Any, values: Values = NONE) -> dict[str, Any]:
-    """Returns the static fields of a QTensor as JSON; `values` are the user's own objects."""
+    """Returns the static fields of a QTensor as JSON; `values` are objects of the user."""
     static = _Static(q.qtype, q.dtype, q.blocks, q.layout)
     return {"version": _VERSION, **to_json(function, static, _Static, values)}
 
@@ -45,7 +45,7 @@ def fields_to_json(function: str, q: Any, values: Values = NONE) -> dict[str, An
 def fields_from_json(
     function: str, data: Any, values: Values = NONE, where: str = "QTensor"
 ) -> dict[str, Any]:
-    """Inverts `fields_to_json`: returns the fields by name. `where` is told in errors."""
+    """Inverts `fields_to_json`: returns the fields by name. Errors name the place `where`."""
     fields = check_version(function, data, _VERSION)
     static = record_from_json(function, fields, _Static, values, where)
     return {
@@ -67,7 +67,7 @@ def _write(fields: Any) -> bytes:
         given=f"a QTensor of {form.name}, one code an element",
         expected="packed storage: codes in bytes",
         mend="pass q.pack() in place of q, when the function is exported and when it is called; "
-        "with zero points, which stay unpacked, take another format, such as numerics.uint3.",
+        "with zero points, which stay unpacked, use another format, such as numerics.uint3.",
     )
     return json.dumps(fields_to_json("QTensor", static)).encode()
 

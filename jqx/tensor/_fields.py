@@ -1,4 +1,4 @@
-"""What the fields of a QTensor must be: dtypes of the leaves, and shapes that fit each other."""
+"""Checks of the fields of a QTensor: the dtypes of the leaves, and shapes that fit each other."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from .._checks import check_real, require_that, shown
 from .._errors import message
 from ..numerics import Integer, format_of
 from ..numerics._shared import E8M0, packed_length
-from ._layout import KERNELS, Layout, Packing, lies_in_nibbles, lies_otherwise, values_dtype
+from ._layout import KERNELS, Layout, Packing, has_int8_layout, has_uint4_layout, values_dtype
 from ._order import check_order
 
 
@@ -50,7 +50,7 @@ def check_leaves(q: Any) -> None:
                 f"`{name}` does not hold codes of `qtype`.",
                 given=f"{name}.dtype == {array.dtype.name}",
                 expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
-                mend=f"convert {name}, or pass the qtype that it has.",
+                mend=f"convert {name}, or pass the qtype of its codes.",
             )
             raise TypeError(text)
 
@@ -60,10 +60,10 @@ def check_blocks(blocks: Any) -> None:
     if not (isinstance(blocks, tuple) and all(map(_is_block, blocks))):
         text = message(
             "QTensor",
-            "`blocks` does not tell block sizes.",
+            "`blocks` does not describe block sizes.",
             given=f"blocks == {shown(blocks)}",
             expected="a tuple of (length, number of blocks, block size)",
-            mend="leave it out where the number of blocks divides the length; else pass for "
+            mend="leave it out if the number of blocks divides the length; else pass for "
             "example ((100, 4, 32),).",
         )
         raise ValueError(text)
@@ -79,7 +79,7 @@ def _is_block(block: Any) -> bool:
 
 
 def check_layout(q: Any) -> None:
-    """Checks that `layout` is one, and one that the format has."""
+    """Checks that `layout` is a layout, and that the format allows it."""
     layout, form = q.layout, format_of(q.qtype)
     if layout is None:
         return
@@ -104,14 +104,14 @@ def check_layout(q: Any) -> None:
     require_that(
         packed + layout.int8 + layout.uint4 <= 1
         and (form.bits < 8 or not packed)
-        and (lies_otherwise(form) or not layout.int8)
-        and (lies_in_nibbles(form) or not layout.uint4),
+        and (has_int8_layout(form) or not layout.int8)
+        and (has_uint4_layout(form) or not layout.uint4),
         error=ValueError,
         function="QTensor",
-        problem=f"codes of {form.name} do not lie so.",
+        problem=f"codes of {form.name} cannot have this layout.",
         given=f"layout == {layout!r}",
-        expected="codes of less than 8 bits packed, integers up to 8 bits but int8 as int8, or "
-        "other codes up to 4 bits as uint4",
+        expected="packed for less than 8 bits, int8 for integers of up to 8 bits other than int8, "
+        "or uint4 for other codes of up to 4 bits",
         mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
     )
 
@@ -153,7 +153,7 @@ def _check_layout_shape(q: Any, layout: Layout, bits: int) -> None:
         function="QTensor",
         problem="`values` do not have two axes to be swapped.",
         expected="two axes or more",
-        mend="map laid out tensors over leading axes alone, or call q.unpack() before.",
+        mend="map tensors with a layout over leading axes only, or call q.unpack() first.",
         **parts,
     )
     if layout.packing is None:
@@ -193,5 +193,5 @@ def check_zero_point(
 
 
 def refuse_as_array(function: str, problem: str, x: Any, mend: str) -> NoReturn:
-    """Raises: which array is meant is for the caller to say."""
+    """Raises, because the caller must choose between the codes and the real array."""
     raise TypeError(message(function, problem, given=repr(x), expected="an array", mend=mend))

@@ -1,4 +1,4 @@
-"""A spec applied to an array: find its scale, or round the array to the grid of that scale."""
+"""Applies a spec to an array: finds its scale, and which elements share a scale."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def fit(x: jax.Array, spec: QSpec) -> Affine:
 def groups_of(
     function: str, spec: QSpec, shape: tuple[int, ...], affine: Affine | None = None
 ) -> Groups:
-    """Returns which elements of an array of `shape` share a scale: of `spec`, or the one given."""
+    """Returns which elements of an array of `shape` share a scale: that of `spec`, or `affine`."""
     groups = spec.granularity.groups(shape)
     form = format_of(spec.qtype)
     if isinstance(form, Block):
@@ -31,7 +31,7 @@ def groups_of(
             function=function,
             problem=f"{form.name} has blocks of {form.size} elements.",
             given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a block",
-            expected=f"block sizes that multiply to {form.size}",
+            expected=f"block sizes whose product is {form.size}",
             mend=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
         )
     if affine is None or affine.scale.shape == groups.scale_shape:

@@ -1,4 +1,4 @@
-"""The grid that a spec puts an array on: scale, zero point, and who shares them."""
+"""The quantization grid of an array: scale, zero point, and the elements that share them."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ class Grid(NamedTuple):
     """Scale and zero point of an array.
 
     Attributes:
-      scale: one entry for each group: a float, a power of two in float8_e8m0fnu, or, beside
-        `inner`, a code.
-      inner: where scales are quantized in turn, what their codes are multiplied by.
-      zero_point: or `None`.
+      scale: one entry for each group: a float, a power of two in float8_e8m0fnu, or a code if
+        `inner` is given.
+      inner: the scale of the codes in `scale`, if scales are quantized; else `None`.
+      zero_point: the zero point, or `None`.
       groups: which elements share a scale.
     """
 
@@ -52,14 +52,14 @@ class Grid(NamedTuple):
 
 
 def wide_scale(scale: jax.Array) -> jax.Array:
-    """Returns a scale as it multiplies codes: of 16 bits as float32, which holds codes that 16-bit
-    floats would round.
+    """Returns a scale in the dtype that multiplies codes: 16-bit floats become float32, because
+    they would round some codes.
     """
     return scale if scale.dtype == E8M0 else widen(scale)
 
 
 def grid_of(function: str, x: jax.Array, spec: QSpec, affine: Affine | None) -> Grid:
-    """Returns the grid of `x`, found by the calibrator of `spec`, or given."""
+    """Returns the grid of `x`: that of `affine`, or the one that the calibrator of `spec` finds."""
     if affine is not None:
         affine = Affine(*affine)
     groups = groups_of(function, spec, x.shape, affine)
@@ -73,9 +73,9 @@ def grid_of(function: str, x: jax.Array, spec: QSpec, affine: Affine | None) -> 
 def fake_quantize_as(
     x: jax.Array, spec: QSpec, affine: Affine | None = None, key: jax.Array | None = None
 ) -> jax.Array:
-    """Rounds `x` to the grid that `QTensor.quantize` puts it on, differentiably.
+    """Rounds `x` differentiably to the grid that `QTensor.quantize` would use.
 
-    A scale that is not given is found from `x`, and counts as a constant.
+    Without `affine`, the scale is computed from `x` and has no gradient.
     """
     check_key("simulate", spec.gradient, key)
     return _fake_quantize(x, affine, key, spec=spec)
@@ -85,7 +85,7 @@ def fake_quantize_as(
 def _fake_quantize(
     x: jax.Array, affine: Affine | None, key: jax.Array | None, *, spec: QSpec
 ) -> jax.Array:
-    """One function for each spec and shape: tracing it again would cost more than the model."""
+    """Jitted once for each spec and shape: tracing it again would cost more than the model."""
     covered = _is_covered(spec, affine)
     given = jax.lax.stop_gradient(x) if covered else x
     grid = grid_of("simulate", given, spec, affine)
@@ -117,9 +117,9 @@ def rounded_to(
 
 
 def _is_covered(spec: QSpec, affine: Affine | None) -> bool:
-    """Whether `ste` is the derivative of the identity. A scale from the largest magnitude of the
-    array itself clips nothing, so a backward pass need not compute the mask; a NaN makes its whole
-    group NaN, and the mask would be of no use.
+    """Whether the gradient of `ste` is that of the identity. A scale from the largest magnitude of
+    the array itself clips nothing, so the backward pass does not need the mask. A NaN makes its
+    whole group NaN, so the mask would not help there.
     """
     form = format_of(spec.qtype)
     return (
@@ -134,7 +134,7 @@ def _is_covered(spec: QSpec, affine: Affine | None) -> bool:
 
 
 def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a scale in the scale format of a block format; as it is for any other."""
+    """Returns a scale in the scale format of a block format; unchanged for other formats."""
     form = format_of(spec.qtype)
     if hasattr(scale, "qtype"):  # a QTensor
         return scale.values, scale.scale
@@ -151,7 +151,7 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
             mend="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
         )
         return scale, None
-    # A block without a scale, NaN, must not take the scale of all others with it.
+    # A block whose scale is NaN must not make the scales of all other blocks NaN.
     known = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
     inner = fit(known, QSpec(form.scale_qtype, spec.of_second_scale(scale.ndim))).scale
     mode = RoundMode.NEAREST_TOWARD_EVEN

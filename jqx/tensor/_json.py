@@ -1,15 +1,15 @@
-"""Static values as JSON and back: what plans, specs and QTensors are described by.
+"""Conversion of static values to JSON and back, for plans, specs and QTensors.
 
-- Numbers, strings and `None` are themselves, tuples are lists, a dtype is its name; a number that
-  JSON lacks is `{"number": "inf"}`.
-- A value of a class is an object of its fields, a member of an enum its name. Where the annotation
-  of the field does not settle the class, its name stands before:
+- Numbers, strings and `None` are written as they are, tuples as lists, and a dtype as its name. A
+  number that JSON does not have is written as `{"number": "inf"}`.
+- An instance of a class is written as an object of its fields, a member of an enum as its name. If
+  the annotation of the field does not determine the class, the class name is written as well:
   `{"jqx.calibrators.Percentile": {"percent": 99.9}}`.
-- A field that a class got later is not written while it has its default.
-- An object of the user's is `{"value": name}`, to be looked up in a dict of theirs.
+- A field that was added to a class later is not written if it has its default.
+- An object of the user is written as `{"value": name}`, and looked up in a dict of the user.
 
-Nothing is imported or evaluated by a name that is read: names are those of the classes of
-jqx's values, or of the user's dict.
+Reading never imports or evaluates a name: names are only looked up among the classes of jqx and in
+the dict of the user.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from ..gradients import _shared as _of_gradients
 from ..numerics import _shared as _of_numerics
 
 Values = Mapping[str, Any]
-"""The user's own objects, by name."""
+"""Objects of the user, by name."""
 
 NONE: Values = {}
 
@@ -44,7 +44,7 @@ CLASSES: dict[str, type] = {
     for name, value in {**vars(package), **vars(shared)}.items()
     if dataclasses.is_dataclass(value) and isinstance(value, type)
 }
-"""The classes of jqx's own values, by the name that stands for them in a file."""
+"""The classes that jqx reads and writes, by their name in a file."""
 
 _NAMES = {cls: name for name, cls in CLASSES.items()}
 
@@ -55,13 +55,13 @@ def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -
     """Returns a value as JSON.
 
     Args:
-      function: who asks, for messages.
-      value: what is to be described.
-      kind: its annotation, where there is one.
-      values: the user's own objects, looked up first.
+      function: the caller, for messages.
+      value: the value to convert.
+      kind: its annotation, if there is one.
+      values: objects of the user, which are looked up first.
 
     Raises:
-      ValueError: an object is neither jqx's own nor among `values`.
+      ValueError: an object is neither of a class of jqx nor among `values`.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -95,25 +95,25 @@ def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -
     """Inverts `to_json`.
 
     Args:
-      function: who asks, for messages.
-      data: what `json.loads` returns.
-      kind: the annotation that the value must fit.
-      values: the user's own objects.
-      where: the place of `data` in the whole, for messages.
+      function: the caller, for messages.
+      data: the result of `json.loads`.
+      kind: the annotation that the value must match.
+      values: objects of the user.
+      where: the path of `data` in the file, for messages.
 
     Raises:
-      ValueError: a name or field is unknown, a field is missing, or a value is not of its kind.
-      TypeError: a class refuses its fields.
+      ValueError: a name or field is unknown, a field is missing, or a value has the wrong type.
+      TypeError: a class rejects its fields.
     """
     value = _value(function, data, kind, values, where)
     require_that(
         _fits(value, kind),
         error=ValueError,
         function=function,
-        problem=f"{where} is not of its kind.",
+        problem=f"{where} has the wrong type.",
         given=f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data),
         expected=_words(kind),
-        mend="restore the file; its fields are those of to_dict.",
+        mend="restore the file; its fields are those that to_dict returns.",
     )
     return value
 
@@ -145,7 +145,7 @@ def _value(function: str, data: Any, kind: Any, values: Values, where: str) -> A
 
 
 def record_from_json(function: str, data: Any, cls: type, values: Values, where: str) -> Any:
-    """Returns the value of a class whose fields are given as JSON."""
+    """Returns an instance of a class from its fields as JSON."""
     kinds = _fields(cls)
     require_that(
         isinstance(data, dict),
@@ -153,7 +153,7 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
         function=function,
         problem=f"{where} has no fields.",
         given=f"a {type(data).__name__}",
-        expected=f"an object of the fields {', '.join(kinds) or '(none)'}",
+        expected=f"an object with the fields {', '.join(kinds) or '(none)'}",
         mend="restore the file.",
     )
     for name in data:
@@ -163,7 +163,7 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
         not missing,
         error=ValueError,
         function=function,
-        problem=f"{where} lacks the field {missing[0] if missing else ''!r}.",
+        problem=f"{where} does not have the field {missing[0] if missing else ''!r}.",
         given=f"the fields {', '.join(data) or '(none)'}",
         expected=f"the fields {', '.join(kinds)}",
         mend="restore the file, or write it again with this version of jqx.",
@@ -194,7 +194,7 @@ def check_values(function: str, values: Any) -> None:
 
 
 def check_version(function: str, data: Any, version: int) -> dict[str, Any]:
-    """Returns the fields of what was written with a version number, after checking that number."""
+    """Returns the fields of data that has a version number, after checking that number."""
     found = data.get("version") if isinstance(data, Mapping) else None
     require_that(
         type(found) is int and found == version,
@@ -203,7 +203,7 @@ def check_version(function: str, data: Any, version: int) -> dict[str, Any]:
         problem="the version is unknown.",
         given=f"version {found!r}" if isinstance(data, Mapping) else f"a {type(data).__name__}",
         expected=f"an object with version {version}",
-        mend="read it with the jqx that wrote it, and write it again with this one.",
+        mend="read it with the version of jqx that wrote it, or write it again with this one.",
     )
     return {name: value for name, value in data.items() if name != "version"}
 
@@ -218,7 +218,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _fields(cls: type) -> dict[str, Any]:
-    """Returns the annotations of what a value is made of, by field."""
+    """Returns the annotations of the fields of a class, by name."""
     if dataclasses.is_dataclass(cls):
         return {field.name: field.type for field in dataclasses.fields(cls) if field.init}
     return dict(cls.__annotations__)
@@ -229,7 +229,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _settled(kind: Any) -> Any:
-    """Returns the one class that an annotation allows beside None, or the annotation itself."""
+    """Returns the only class that an annotation allows apart from None, or the annotation."""
     options = [option for option in _options(kind) if option is not types.NoneType]
     return options[0] if len(options) == 1 else kind
 
@@ -241,7 +241,7 @@ def _kinds_of_items(kind: Any, count: int) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is what an annotation says; that of a protocol is left to who uses it."""
+    """Whether a value matches an annotation; protocols are not checked here."""
     options = _options(kind)
     if len(options) > 1:
         return any(_fits(value, option) for option in options)
@@ -285,9 +285,9 @@ def _check_value(function: str, name: Any, values: Values, where: str) -> None:
         error=ValueError,
         function=function,
         problem=f"the object {name!r} at {where} is not among `values`.",
-        given=f"values of the names {', '.join(map(repr, values)) or '(none)'}",
-        expected=f"an object of the name {name!r}",
-        mend=f"pass values={{{name!r}: object}}: objects that are not jqx's own are not stored.",
+        given=f"values with the names {', '.join(map(repr, values)) or '(none)'}",
+        expected=f"an object with the name {name!r}",
+        mend=f"pass values={{{name!r}: object}}: only objects of jqx itself are stored.",
     )
 
 
@@ -296,9 +296,9 @@ def _refuse_object(function: str, value: Any) -> NoReturn:
     raise ValueError(
         message(
             function,
-            f"an object of type {kind} is neither jqx's own nor among `values`.",
+            f"an object of type {kind} is neither of a class of jqx nor among `values`.",
             given=f"{kind} of the module {type(value).__module__}",
-            expected="values of jqx.numerics, jqx.calibrators and jqx.gradients, or named ones",
-            mend='give it a name: values={"mine": object}, here and where it is read.',
+            expected="values of jqx.numerics, jqx.calibrators and jqx.gradients, or named objects",
+            mend='give it a name: values={"mine": object}, here and when you read it.',
         )
     )

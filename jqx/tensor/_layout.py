@@ -1,4 +1,4 @@
-"""How the codes of a QTensor lie in memory: packed, swapped, as int8 or uint4, for a kernel."""
+"""The memory layout of the codes of a QTensor: packed, swapped, as int8 or uint4, for a kernel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ T = TypeVar("T", bound=Any)
 
 
 KERNELS = ("tpu", "gpu", "cpu")
-"""Where kernels of jqx run."""
+"""Platforms with kernels of jqx."""
 
 
 class Packing(NamedTuple):
-    """Packed along one axis; see `jqx.numerics` for the order of the bits.
+    """Packing of codes along one axis; see `jqx.numerics` for the order of the bits.
 
     Attributes:
       axis: the packed axis of the real array, counted from the last (-1).
@@ -44,19 +44,23 @@ class Packing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How codes lie where each is not an element of `storage`, in the order of the shape.
+    """A memory layout other than the default: one element of `storage` per code, in the order of
+    the shape.
 
-    Axes count from the last, so that mapping over a leading axis, or indexing one, leaves it true.
+    Axes count from the last, so that the layout stays valid when a leading axis is mapped over or
+    indexed.
 
     Attributes:
-      packing: codes of less than 8 bits without gaps in bytes; `None` where they are not packed.
-        For a kernel on CPU those in a byte follow each other along the axis.
-      swapped: the last two axes of `values` are swapped; those of shape, scale and zero point are
-        not.
-      int8: integers of another dtype of 8 bits or fewer lie as int8; those of uint8 less 128.
-      uint4: codes of 4 bits or fewer that are no integers, such as nf4 and float4, lie as uint4.
-      kernel: `"tpu"`, `"gpu"` or `"cpu"` where a kernel of jqx reads them there; an empty string
-        elsewhere.
+      packing: how codes of less than 8 bits are packed into bytes without gaps; `None` if they are
+        not packed. For a kernel on CPU, the codes in a byte are neighbours along the axis.
+      swapped: whether the last two axes of `values` are swapped; those of shape, scale and zero
+        point are not.
+      int8: whether integers of another dtype of 8 bits or fewer are stored as int8; uint8 codes
+        are stored minus 128.
+      uint4: whether codes of 4 bits or fewer that are not integers, such as nf4 and float4, are
+        stored as uint4.
+      kernel: `"tpu"`, `"gpu"` or `"cpu"` if a kernel of jqx reads the codes on that platform; else
+        an empty string.
     """
 
     packing: Packing | None = None
@@ -67,7 +71,7 @@ class Layout:
 
     @property
     def depth(self) -> int:
-        """How many of the last axes it concerns: none where it is one of dtypes alone."""
+        """How many of the last axes the layout affects: 0 if it only changes the dtype."""
         packed = 0 if self.packing is None else -self.packing.axis
         return max(packed, 2 if self.swapped else 0)
 
@@ -78,7 +82,7 @@ class Layout:
             return None
         return _other(self.packing.axis) if self.swapped else self.packing.axis
 
-    def turned(self) -> "Layout":
+    def transposed(self) -> "Layout":
         """Returns the layout of the same values under a shape whose last two axes are swapped."""
         packing = self.packing
         if packing is not None:
@@ -87,13 +91,13 @@ class Layout:
 
     def __str__(self) -> str:
         packed = [] if self.packing is None else [f"packed along axis {self.packing.axis}"]
-        told = {"swapped": self.swapped, "as int8": self.int8, "as uint4": self.uint4}
-        told[f"for a kernel on {self.kernel.upper()}"] = bool(self.kernel)
-        return " and ".join(packed + [text for text, holds in told.items() if holds])
+        flags = {"swapped": self.swapped, "as int8": self.int8, "as uint4": self.uint4}
+        flags[f"for a kernel on {self.kernel.upper()}"] = bool(self.kernel)
+        return " and ".join(packed + [text for text, holds in flags.items() if holds])
 
 
 def _other(axis: int) -> int:
-    """Where an axis, counted from the last, is once the last two are swapped."""
+    """Returns the place of an axis, counted from the last, after the last two are swapped."""
     return {-1: -2, -2: -1}.get(axis, axis)
 
 
@@ -119,36 +123,36 @@ def values_dtype(layout: Layout | None, form: QType) -> jnp.dtype:
 
 
 def byte_of(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the integer dtype of 8 bits with the sign of another."""
+    """Returns int8 for a signed dtype and uint8 for an unsigned one."""
     return jnp.dtype(jnp.int8 if is_signed(dtype) else jnp.uint8)
 
 
-def lies_otherwise(form: QType) -> bool:
-    """Whether codes are integers of 8 bits or fewer, kept in another dtype than int8."""
+def has_int8_layout(form: QType) -> bool:
+    """Whether a layout may store codes as int8: integers of 8 bits or fewer in another dtype."""
     element = form.elements if isinstance(form, Block) else form
     return isinstance(element, Integer) and form.bits <= 8 and form.storage != jnp.int8
 
 
-def lies_in_nibbles(form: QType) -> bool:
-    """Whether codes are of 4 bits or fewer, and no integers: nf4, float4."""
+def has_uint4_layout(form: QType) -> bool:
+    """Whether a layout may store codes as uint4: 4 bits or fewer, not integers (nf4, float4)."""
     element = form.elements if isinstance(form, Block) else form
     return form.bits <= 4 and not isinstance(element, Integer)
 
 
 def to_int8(codes: jax.Array, form: QType) -> jax.Array:
-    """Returns codes, or zero points, of integers of 8 bits or fewer as int8: uint8 less 128, which
-    flips the top bit.
+    """Returns codes, or zero points, of integers of 8 bits or fewer as int8: uint8 minus 128,
+    which flips the top bit.
     """
     return _flipped(codes, jnp.int8) if is_flipped(form) else codes.astype(jnp.int8)
 
 
 def is_flipped(form: QType) -> bool:
-    """Whether int8 has the codes of a format only less 128."""
+    """Whether int8 holds the codes of a format only after subtracting 128 (uint8)."""
     return form.bits == 8 and form.storage == jnp.uint8
 
 
 def _from_int8(values: jax.Array, form: QType) -> jax.Array:
-    """Returns the codes, one a byte, that lie as int8."""
+    """Returns codes that are stored as int8, one per byte."""
     dtype = byte_of(form.storage)
     return _flipped(values, dtype) if is_flipped(form) else values.astype(dtype)
 
@@ -158,12 +162,12 @@ def _flipped(codes: jax.Array, dtype: Any) -> jax.Array:
 
 
 def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
-    """Returns the axis to pack along, from the first, after checking that there is one."""
+    """Returns the axis to pack along, counted from the first, after checking that it exists."""
     require_that(
         form.bits < 8,
         error=ValueError,
         function=function,
-        problem=f"codes of {form.name} fill their bytes.",
+        problem=f"codes of {form.name} already fill their bytes.",
         given=f"{form.bits} bits",
         expected="a format of 7 bits or less",
         mend="leave it unpacked.",
@@ -181,12 +185,12 @@ def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
 
 
 def depth_of(q: Any) -> int:
-    """Returns how many of the last axes the layout of a QTensor concerns."""
+    """Returns how many of the last axes the layout of a QTensor affects."""
     return 0 if q.layout is None else q.layout.depth
 
 
 def check_view(function: str, q: Any, whole: bool) -> None:
-    """Checks that a view leaves alone the axes that the layout of a QTensor concerns."""
+    """Checks that a view does not change the axes that the layout of a QTensor affects."""
     depth = depth_of(q)
     require_that(
         whole or not depth,
@@ -194,13 +198,13 @@ def check_view(function: str, q: Any, whole: bool) -> None:
         function=function,
         problem=f"the codes are {q.layout}.",
         given=repr(q),
-        expected=f"a plain layout, or a view that leaves axes {list(range(-depth, 0))} whole",
+        expected=f"the default layout, or a view that leaves axes {list(range(-depth, 0))} whole",
         mend="call q.unpack() first.",
     )
 
 
 def pack(q: T, axis: int) -> T:
-    """Packs a plain QTensor; see `QTensor.pack`."""
+    """Packs a QTensor in the default layout; see `QTensor.pack`."""
     form = format_of(q.qtype)
     require_that(
         q.layout is None,
@@ -208,7 +212,7 @@ def pack(q: T, axis: int) -> T:
         function="QTensor.pack",
         problem=f"the codes are {q.layout}.",
         given=repr(q),
-        expected="codes laid out plainly",
+        expected="codes in the default layout",
         mend="call q.unpack() first.",
     )
     axis = packed_axis("QTensor.pack", form, axis, q.ndim)
@@ -238,7 +242,7 @@ def _codes_of(q: Any) -> jax.Array:
 
 
 def unpack(q: T) -> T:
-    """Returns a QTensor laid out plainly; see `QTensor.unpack`."""
+    """Returns a QTensor in the default layout; see `QTensor.unpack`."""
     if q.layout is None:
         return q
     return dataclasses.replace(q, values=_unpacked(q), layout=None)
@@ -255,7 +259,7 @@ def _unpacked(q: Any) -> jax.Array:
 
 
 def lay_out(q: T, layout: Layout) -> T:
-    """Returns the same array with another layout; itself where it has it."""
+    """Returns the same array with another layout, or itself if it already has that layout."""
     if (q.layout or Layout()) == layout:
         return q
     if isinstance(q.values, jax.ShapeDtypeStruct):
@@ -285,14 +289,14 @@ def transpose(q: T, order: tuple[int, ...]) -> T:
     """Permutes the axes; see `QTensor.transpose`."""
     n, depth = q.ndim, depth_of(q)
     if q.layout is not None and order == (*range(n - 2), n - 1, n - 2):
-        return turn(q)
+        return swap_axes(q)
     check_view("QTensor.transpose", q, order[n - depth :] == tuple(range(n - depth, n)))
     _check_order(q, order)
     return q.map_leaves(lambda leaf: leaf.transpose(order), q.blocks)
 
 
 def _check_order(q: Any, order: tuple[int, ...]) -> None:
-    """Checks that the permuted axis of a tensor stays the last one with an order."""
+    """Checks that the permuted axis of a tensor stays the last axis with an order."""
     axis = None if q.order is None else permuted_axis(q.order)
     if q.order is not None and axis is not None:
         moved = [q.order.shape[i] for i in order]
@@ -300,19 +304,19 @@ def _check_order(q: Any, order: tuple[int, ...]) -> None:
         check_same_axis("QTensor.transpose", q, jax.ShapeDtypeStruct(moved, np.int32), after)
 
 
-def turn(q: T) -> T:
-    """Swaps the last two axes of the shape, and leaves the values where they are."""
+def swap_axes(q: T) -> T:
+    """Swaps the last two axes of the shape, without moving the values."""
     axes = (*range(q.ndim - 2), q.ndim - 1, q.ndim - 2)
     _check_order(q, axes)
     return dataclasses.replace(
         q.map_parameters(lambda leaf: leaf.transpose(axes)),
         order=None if q.order is None else q.order.transpose(axes),
-        layout=q.layout.turned(),
+        layout=q.layout.transposed(),
     )
 
 
 def shape_of_values(function: str, q: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of `values` in a view of `shape` that leaves alone what is laid out."""
+    """Returns the shape of `values` in a view of `shape` that keeps the axes of the layout."""
     depth = depth_of(q)
     lead = len(shape) - depth
     check_view(function, q, tuple(shape[max(lead, 0) :]) == q.shape[q.ndim - depth :])
@@ -320,7 +324,7 @@ def shape_of_values(function: str, q: Any, shape: Sequence[int]) -> tuple[int, .
 
 
 def _bits(q: Any) -> jax.Array:
-    """Returns codes of few bits as bits in a byte each, in the order of the values."""
+    """Returns codes of few bits as bits, one code per byte, in the order of the values."""
     if q.layout.packing is None:
         return q.values.astype(jnp.uint8)
     axis, bits = q.layout.stored_axis + q.values.ndim, format_of(q.qtype).bits

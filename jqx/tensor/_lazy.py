@@ -1,4 +1,4 @@
-"""Lazy: an array or QTensor that is made when it is read, and kept by nobody."""
+"""Lazy: an array or QTensor that is created each time it is read, and not stored."""
 
 import dataclasses
 import math
@@ -14,32 +14,32 @@ from .._errors import message
 from .._heap import give_back
 
 _LARGE = 1 << 20
-"""Bytes from which on memory is given back first, which takes a millisecond."""
+"""From this number of bytes on, freed memory is returned to the system first, in a millisecond."""
 
 
-@called("interop.Lazy", "pass its kind, and a function that makes it.")
+@called("interop.Lazy", "pass its shape and dtype, and a function that creates it.")
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-    """An array, a QTensor or Segments that is made anew each time it is read. A leaf of pytrees.
+    """An array, a QTensor or Segments that is created each time it is read. A leaf of pytrees.
 
-    Parameters of a model that is larger than memory have it in the place of arrays, such as
-    `archive.map(archive.lazy)`: `jqx.make_plan` takes its shape and dtype, `jqx.quantize_params`
-    returns another for what is to be quantized, `jqx.ptq` with rounding to nearest, or layer by
-    layer (`jqx.algorithms.gptq`), likewise, and `jqx.save` reads one after another as it writes
-    them. What computes on arrays, such as a converted function, takes arrays: `x.read()`.
+    Lazy leaves replace the arrays in the parameters of a model that is larger than memory, as in
+    `archive.map(archive.lazy)`. `jqx.make_plan` uses their shape and dtype. `jqx.quantize_params`
+    returns a Lazy for each weight to quantize; so does `jqx.ptq` with rounding to nearest, or layer
+    by layer (`jqx.algorithms.gptq`). `jqx.save` reads one after another while it writes them.
+    Functions that compute on arrays, such as a converted function, need arrays: `x.read()`.
 
     Attributes:
-      spec: what it is, with `jax.ShapeDtypeStruct` in the place of arrays.
-      make: makes it.
-      source: says all that its numbers depend on, so that two of one source are equal; an empty
-        string where that is not known. `jqx.save(..., resume=True)` keeps what it has written of
-        such a source.
+      spec: its structure, with `jax.ShapeDtypeStruct` in place of arrays.
+      make: a function that creates it.
+      source: identifies everything that its numbers depend on, so that two with the same source
+        are equal; an empty string if that is not known. `jqx.save(..., resume=True)` keeps files
+        that it has already written from the same source.
 
     Raises:
       TypeError: it is used as an array.
-      ValueError: when it is read: what is made has another structure, shape or dtype.
+      ValueError: on reading, if the result has another structure, shape or dtype than `spec`.
 
-    Gradient: none; it is no array.
+    Gradient: none; it is not an array.
 
     Example:
       >>> import jax, jqx, numpy as np
@@ -54,12 +54,12 @@ class Lazy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, of a QTensor that of its real array."""
+        """Its shape; for a QTensor the shape of the real array."""
         return tuple(self.spec.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype, of a QTensor the real one."""
+        """Its dtype; for a QTensor the dtype of the real array."""
         return np.dtype(self.spec.dtype)
 
     @property
@@ -69,7 +69,7 @@ class Lazy:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -79,7 +79,7 @@ class Lazy:
         return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in leaves)
 
     def read(self) -> Any:
-        """Makes it, and returns it; before a large one freed memory goes back to the system."""
+        """Creates and returns it. Before a large one, freed memory is returned to the system."""
         if self.nbytes >= _LARGE:
             give_back()
         found = self.make()
@@ -90,22 +90,22 @@ class Lazy:
             same and kinds[0] == kinds[1],
             error=ValueError,
             function="interop.Lazy",
-            problem="what was made is not what was announced.",
+            problem="the result of `make` does not match `spec`.",
             given=f"{given!r}"[:200],
             expected=f"{self.spec!r}"[:200],
-            mend="make both of one function, such as with jax.eval_shape.",
+            mend="derive `spec` from `make`, such as with jax.eval_shape.",
         )
         return found
 
-    def then(self, f: Callable[[Any], Any], said: str | None) -> "Lazy":
-        """Returns what a function makes of it, when that is read.
+    def then(self, f: Callable[[Any], Any], key: str | None) -> "Lazy":
+        """Returns a Lazy that applies a function to this one when it is read.
 
         Args:
-          f: the function, of the array and of its kind alike.
-          said: all that the result depends on beside the array; `None` where that is not known.
+          f: the function; it takes the array, and also its `spec`.
+          key: everything else that the result depends on; `None` if that is not known.
         """
         spec = f(self.spec)
-        source = f"{self.source}\n{said}" if self.source and said is not None else ""
+        source = f"{self.source}\n{key}" if self.source and key is not None else ""
         return Lazy(spec, lambda: f(self.read()), source)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,33 +120,33 @@ def _kind(x: Any) -> tuple[Any, ...]:
 
 
 def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
-    """Raises where one of some leaves, each with its path, is Lazy."""
+    """Raises if one of some leaves, each with its path, is Lazy."""
     for path, leaf in named:
         if isinstance(leaf, Lazy):
             own = "a leaf" if path is None else f"the leaf {path!r}"
             raise TypeError(
                 message(
                     function,
-                    f"{own} is not read yet.",
+                    f"{own} has not been read yet.",
                     given=f"{leaf!r}"[:200],
                     expected="arrays: only planning, jqx.save, and jqx.ptq with rounding to "
-                    "nearest or layer by layer read leaves when they need them",
+                    "nearest or layer by layer accept Lazy leaves",
                     mend="read them: jax.tree.map(lambda x: x.read(), params).",
                 )
             )
 
 
 def of_kinds(f: Callable[[Any], Any], x: Any) -> Any:
-    """Returns what a function makes of arrays, or of their kinds: then nothing is computed."""
+    """Applies a function to arrays, or to their shapes and dtypes without computing anything."""
     is_kind = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
     return jax.eval_shape(f, x) if is_kind else f(x)
 
 
 def read(x: Any) -> Any:
-    """Returns what a Lazy makes; all else as it is."""
+    """Reads a Lazy; returns anything else unchanged."""
     return x.read() if isinstance(x, Lazy) else x
 
 
 def abstract(x: Any) -> Any:
-    """Returns what a Lazy is; all else as it is."""
+    """Returns the spec of a Lazy; anything else unchanged."""
     return x.spec if isinstance(x, Lazy) else x

@@ -1,8 +1,8 @@
-"""One array of a stack of QTensors, for kernels that find its codes in the stack.
+"""One array of a stack of QTensors, for kernels that read its codes from the stack.
 
-A compiler cannot look into a kernel: what a step of a loop takes from a stack is copied before the
-kernel reads it. So the kernel is given the whole stack, and which one to take. All else reads the
-array, a slice, as any.
+A compiler cannot fuse a slice into a kernel: the slice that a step of a loop takes from a stack is
+copied before the kernel reads it. So the kernel gets the whole stack and the index of the slice.
+Everything else uses the slice itself.
 """
 
 from typing import Any, ClassVar
@@ -15,12 +15,12 @@ from ._qtensor import QTensor
 
 
 class OneOf(QTensor):
-    """A QTensor that is one of a stack. What is computed of it has no stack any more, but where its
-    codes lie as they did.
+    """A QTensor that is a slice of a stack. Its views are plain QTensors without the stack, unless
+    they leave the codes in place.
 
     Attributes:
-      all_values: those of all, with one axis more, in front; `None` where there is no stack.
-      step: which one it is, int32, shape ().
+      all_values: the values of the whole stack, with one more leading axis; `None` without a stack.
+      step: the index of this slice, int32, shape ().
     """
 
     all_values: ClassVar[Any] = None
@@ -28,24 +28,24 @@ class OneOf(QTensor):
 
     @classmethod
     def of(cls, stack: QTensor, step: jax.Array) -> "OneOf":
-        """Returns one of a stack of which every leaf has the first axis."""
+        """Returns one slice of a stack. Every leaf of the stack must have its leading axis."""
         q = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, step, keepdims=False), stack)
         return _one_of(stack.values, step, *flatten(q))
 
     def transpose(self, *axes: Any) -> QTensor:
-        return self._as_it_lies(super().transpose(*axes))
+        return self._with_stack(super().transpose(*axes))
 
     @property
     def stored(self) -> QTensor:
-        return self._as_it_lies(super().stored)
+        return self._with_stack(super().stored)
 
-    def _as_it_lies(self, q: QTensor) -> QTensor:
+    def _with_stack(self, q: QTensor) -> QTensor:
         same = q.values is self.values
         return _one_of(self.all_values, self.step, *flatten(q)) if same else alone(q)
 
 
 def alone(x: Any) -> Any:
-    """Returns a QTensor without a stack; all else as it is."""
+    """Returns a QTensor without its stack; anything else unchanged."""
     if not isinstance(x, OneOf):
         return x
     leaves, static = flatten(x)
@@ -53,7 +53,7 @@ def alone(x: Any) -> Any:
 
 
 def found(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the codes of a QTensor and `None`, or those of its stack and which of it to take."""
+    """Returns the codes of a QTensor and `None`, or those of its stack and the index into it."""
     if isinstance(q, OneOf) and q.all_values is not None:
         return q.all_values, q.step
     return q.values, None

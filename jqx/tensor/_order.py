@@ -1,4 +1,4 @@
-"""The order of a QTensor one of whose axes is permuted: which axis that is, and what it forbids."""
+"""The order of a QTensor with a permuted axis: which axis that is, and which views it forbids."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -10,15 +10,15 @@ from .._errors import message
 
 
 def permuted_axis(order: Any) -> int | None:
-    """Returns the axis that an order permutes, counted from the last: the last one along which it
-    is not 1; `None` where it is none.
+    """Returns the axis that an order permutes, counted from the last: the last axis along which
+    its size is not 1; `None` if there is none.
     """
     rank = len(order.shape)
     return next((axis - rank for axis in reversed(range(rank)) if order.shape[axis] != 1), None)
 
 
 def check_order(q: Any) -> None:
-    """Checks that `order` can be one: its dtype, and its shape."""
+    """Checks the dtype and the shape of `order`."""
     order, shape = q.order, tuple(q.order.shape)
     fits = len(shape) == len(q.shape) and all(
         m in (1, n) for m, n in zip(shape, q.shape, strict=True)
@@ -31,23 +31,23 @@ def check_order(q: Any) -> None:
             "QTensor",
             "`order` does not fit `values`.",
             given=f"order {order.dtype.name}{list(shape)}, shape {q.shape}",
-            expected="int32, of the rank of values, their size along the permuted axis (and along "
-            "axes before it that have orders of their own), 1 elsewhere",
+            expected="int32, of the rank of values, with their size along the permuted axis (and "
+            "along axes before it that have their own orders), 1 elsewhere",
             mend="reshape it: for a permuted last axis of a matrix, order.reshape(1, -1).",
         )
     )
 
 
 def inverse_of(order: jax.Array) -> jax.Array:
-    """Returns where each element of the real array stands."""
+    """Returns the place of each element of the real array in the values."""
     axis = permuted_axis(order)
     assert axis is not None
     return jnp.argsort(order, axis=axis).astype(jnp.int32)
 
 
 def taken(x: jax.Array, places: jax.Array, axis: int) -> jax.Array:
-    """Returns the elements of an array at places along an axis, which have its rank, 1 along axes
-    that share them.
+    """Returns the elements of an array at `places` along an axis. `places` has the rank of the
+    array, and size 1 along axes that share them.
     """
     if places.size == places.shape[axis]:
         return jnp.take(x, places.reshape(-1), axis=axis, mode="clip")
@@ -66,21 +66,21 @@ def check_whole(function: str, q: Any, parts: Sequence[Any]) -> None:
 
 
 def check_kept(function: str, q: Any, axis: int) -> None:
-    """Checks that an axis, of which a part is taken, is not permuted."""
+    """Checks that an axis of which a part is taken is not permuted."""
     if q.order is not None and permuted_axis(q.order) == axis % q.ndim - q.ndim:
         refuse(function, q, "indices of another axis")
 
 
 def check_same_axis(function: str, q: Any, order: Any, axis: int) -> None:
-    """Checks that a view, which has moved the permuted axis to `axis`, has left the axes with
-    orders of their own before it.
+    """Checks that a view that moved the permuted axis to `axis` kept the axes with their own orders
+    before it.
     """
     if permuted_axis(order) != axis:
-        refuse(function, q, "axes with orders of their own before it")
+        refuse(function, q, "axes with their own orders before it")
 
 
 def refuse(function: str, q: Any, expected: str) -> NoReturn:
-    """Raises: a view, or a contraction, would need the permuted axis in order."""
+    """Raises, because a view or a contraction would need the permuted axis in order."""
     raise ValueError(
         message(
             function,
@@ -88,6 +88,6 @@ def refuse(function: str, q: Any, expected: str) -> NoReturn:
             "reshaped.",
             given=repr(q),
             expected=expected,
-            mend="do it with q.dequantize(), or before the array is quantized.",
+            mend="apply it to q.dequantize(), or before the array is quantized.",
         )
     )

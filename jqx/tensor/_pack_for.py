@@ -1,4 +1,4 @@
-"""`pack_for`: the weights of a tree, laid out once for the target that contracts them."""
+"""`pack_for`: lays out the weights of a tree once for the target that contracts them."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from ._shardings import kept
 from ._targets import check_target, lay_out_for
 
 
-@called("pack_for", 'say for what: jqx.pack_for(params, "cpu").')
+@called("pack_for", 'pass a target: jqx.pack_for(params, "cpu").')
 def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
-    """Lays out every QTensor of a tree as a target contracts it fastest.
+    """Gives every QTensor of a tree the memory layout that a target contracts fastest.
 
-    Once, at load: files keep the plain layout. The real arrays stay what they are, and so do shape,
-    scale and zero point; `unpack` takes the layout back, bit for bit.
+    Call it once, after loading: files keep the default layout. The real arrays, shape, scale and
+    zero point do not change; `unpack` restores the default layout, bit for bit.
 
     ==============  =============================  ==============================================
     target          scales per channel, or one     scales in blocks along the contracted axis
@@ -28,35 +28,37 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
     "tpu", by name  [K, N], for a kernel           [K, N], for a kernel
     ==============  =============================  ==============================================
 
-    On CPU, integers of 8 bits or fewer lie as int8 (those of `jnp.uint8` less 128), `jnp.int4` in a
-    byte each; elsewhere codes keep their dtype. Packed codes are unpacked. Where the package
-    jqx-cpu is installed and used (see its README for processors), weights with one scale or with
-    blocks lie [N, K]: integers of 8, 4 and 2 bits, codes of floats of 4 bits, and 8-bit floats;
-    those of fewer than 8 bits are packed along K. What is on several devices, or parted over
-    devices by a compiler, is computed without its kernels, and so is what is exported, outside of
-    `jqx.kernels_in_exports`.
+    On CPU, integers of 8 bits or fewer are stored as int8 (`jnp.uint8` minus 128), and `jnp.int4`
+    in one byte per code; elsewhere codes keep their dtype. Packed codes are unpacked. If the
+    package jqx-cpu is installed and used (see its README for processors), weights with one scale or
+    with blocks are stored as [N, K]: integers of 8, 4 and 2 bits, codes of 4-bit floats, and 8-bit
+    floats; codes of fewer than 8 bits are packed along K. The kernels of jqx-cpu are not used for
+    arrays on several devices, for programs that a compiler partitions over devices, or in exported
+    functions outside of `jqx.kernels_in_exports`.
 
-    Kernels in Pallas read the codes in the bits that they have. They are for integers of 8 bits
-    or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis, and for codes of 4 bits
-    or fewer that are looked up, float4 and codebooks, with any scale: those lie as uint4 (float4 on
-    TPU7x as it is). On a GPU codes of 2 bits have none, nor have those of 4 bits where an axis is
-    no multiple of 16; on a TPU those of 2 bits where N is no multiple of 128. Beside floats each
-    weight is rounded to their dtype once it is scaled; an activation that `convert` quantizes is
-    quantized in the kernel. Where no kernel is for a weight, or on another platform than the
-    target's, it is contracted as without; `jqx.explain` tells. `jax.export` of a function that
-    would run a kernel in Pallas is an error, and so is a program that a compiler parts over
-    devices.
+    Pallas kernels read the codes without widening them in memory. They support integers of 8 bits
+    or fewer, float8_e4m3fn and float8_e5m2, in blocks that divide the axis. They also support codes
+    of 4 bits or fewer that are looked up (float4 and codebooks), with any scale, which are stored
+    as uint4 (on TPU7x, float4 keeps its dtype). On a GPU there is no kernel for 2-bit codes, nor
+    for 4-bit codes if an axis is not a multiple of 16; on a TPU there is none for 2-bit codes if N
+    is not a multiple of 128. With float activations, each weight is scaled and then rounded to
+    their dtype; an activation that `convert` quantizes is quantized in the kernel. If no kernel
+    supports a weight, or on a platform other than the target, the contraction runs without a
+    kernel; `jqx.explain` shows which one is used. It is an error to `jax.export` a function that
+    would run a Pallas kernel, or to run it in a program that a compiler partitions over devices.
 
     Args:
-      tree: any pytree with QTensors of any shape and dtype, or a QTensor; its other leaves stay.
-        The arrays may be `jax.ShapeDtypeStruct`. The last two axes of a QTensor are its matrix: one
-        of fewer axes is returned as it is, and so is one that lies as the target wants it. Where
-        each index of both has its own scale, neither can be contracted: their order stays.
-      target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it, or a machine as
-        `jqx.lowering` does: `"h200"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"`.
-      contracted: the axis to be contracted, -2 or -1, for QTensors whose scales do not tell; `None`
-        takes -2, as in `x @ w`. Scales tell where one of the two axes has a scale for each index
-        (the other is contracted), or else where one alone has blocks (it is).
+      tree: any pytree with QTensors of any shape and dtype, or a QTensor; other leaves do not
+        change. The arrays may be `jax.ShapeDtypeStruct`. The last two axes of a QTensor are its
+        matrix. A QTensor of fewer axes is returned as it is, and so is one that already has the
+        layout of the target. If each index of both axes has its own scale, neither can be
+        contracted, and they keep their order.
+      target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it, or a machine as in
+        `jqx.lowering`: `"h200"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"`.
+      contracted: the axis to be contracted, -2 or -1, for QTensors whose scales do not determine
+        it; `None` means -2, as in `x @ w`. The scales determine it if one of the two axes has a
+        scale for each index (the other one is contracted), or else if only one of them has blocks
+        (this one is contracted).
 
     Returns:
       The same tree, with QTensors of the same shapes, dtypes and formats.
@@ -65,7 +67,7 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
       ValueError: the tree holds no QTensor; the target is unknown; `contracted` is neither of the
         last two axes, or contradicts a scale.
 
-    Gradient: by JAX, of scales; none of codes.
+    Gradient: JAX differentiates it with respect to scales; codes have no gradient.
     NaN and infinities: kept; nothing is computed.
 
     Example:

@@ -1,4 +1,4 @@
-"""How a QTensor is partitioned over devices: its scale in step with its values."""
+"""Partitioning of a QTensor over devices: its scale is partitioned in step with its values."""
 
 import math
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ T = TypeVar("T", bound=Any)
 def partition_specs(
     function: str, q: T, spec: PartitionSpec, sizes: Mapping[str, int], place: str = ""
 ) -> T:
-    """Returns a QTensor that has, in place of each of its arrays, how that array is partitioned.
+    """Returns a QTensor with the PartitionSpec of each of its arrays in place of the array.
 
     Args:
       function: the caller, for messages.
       q: QTensor.
-      spec: how its real array is partitioned: for each axis the names of mesh axes, or `None`.
+      spec: the partition of its real array: for each axis the names of mesh axes, or `None`.
       sizes: size of each axis of the mesh.
       place: path of the QTensor, for messages.
 
     Raises:
-      ValueError: the codes of one byte, or the elements of one block, would be parted.
+      ValueError: the codes of one byte, or the elements of one block, would be split.
     """
     check_parts(function, q, spec, sizes, place)
     where = f" of {place!r}" if place else ""
@@ -42,9 +42,9 @@ def partition_specs(
             packing is None or packing.axis % q.ndim != axis,
             error=ValueError,
             function=function,
-            problem=f"axis {axis}{where} is partitioned, along which codes are packed.",
+            problem=f"axis {axis}{where} is partitioned, but codes are packed along it.",
             given=f"{spec} of {q!r}",
-            expected="codes of one device in bytes of its own",
+            expected="no byte with codes of several devices",
             mend="pack it along another axis, or unpack() it first.",
         )
         require_that(
@@ -52,10 +52,10 @@ def partition_specs(
             error=ValueError,
             function=function,
             problem=f"axis {axis}{where} is partitioned within blocks that share a scale.",
-            given=f"{spec} of {q!r}: {size} elements a device, blocks of {block}",
+            given=f"{spec} of {q!r}: {size} elements per device, blocks of {block}",
             expected=f"whole blocks on each device: {_counts(q.shape[axis] // block)} parts",
-            mend="partition it so, use blocks that divide the part of a device, or partition "
-            "another axis.",
+            mend="use one of these numbers of parts, use blocks that divide the part of a device, "
+            "or partition another axis.",
         )
 
     def of_parameter(parameter: Any) -> Any:
@@ -72,9 +72,9 @@ def partition_specs(
         axis is None or _count(entries[axis], sizes) == 1,
         error=ValueError,
         function=function,
-        problem=f"axis {axis}{where} is partitioned, which is permuted.",
+        problem=f"axis {axis}{where} is partitioned, but it is permuted.",
         given=f"{spec} of {q!r}",
-        expected="the elements of an axis in order, or all of them on each device",
+        expected="an axis in order, or the whole axis on each device",
         mend="partition another axis.",
     )
     parameters = [
@@ -86,7 +86,7 @@ def partition_specs(
 def check_parts(
     function: str, x: Any, spec: PartitionSpec, sizes: Mapping[str, int], place: str = ""
 ) -> None:
-    """Checks that an array has the axes that are partitioned, and that its parts are alike."""
+    """Checks that an array has the axes that are partitioned, and that its parts are equal."""
     where = f" of {place!r}" if place else ""
     require_that(
         len(spec) <= x.ndim,
@@ -106,23 +106,23 @@ def check_parts(
             problem=f"axis {axis}{where} does not divide into parts.",
             given=f"{spec} of shape {list(x.shape)}: {n} parts",
             expected=f"{_counts(size)} parts",
-            mend="partition it so, or another axis.",
+            mend="use one of these numbers of parts, or partition another axis.",
         )
 
 
 def _counts(size: int) -> str:
-    """Returns into how many parts an axis divides, in words."""
+    """Returns the numbers of parts into which an axis divides, as text."""
     found = [str(n) for n in range(2, min(size, 512) + 1) if size % n == 0]
     return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "no"
 
 
 def _count(entry: Any, sizes: Mapping[str, int]) -> int:
-    """Over how many devices an axis is partitioned."""
+    """Returns over how many devices an axis is partitioned."""
     return math.prod(sizes.get(name, 1) for name in names_of(entry))
 
 
 def names_of(entry: Any) -> tuple[Any, ...]:
-    """Returns the names of mesh axes of an entry of a PartitionSpec."""
+    """Returns the names of the mesh axes in an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

@@ -10,11 +10,11 @@ from ._export import make_exportable
 _STATIC = ("qtype", "dtype", "blocks", "layout")
 _LEAVES = ("values", "scale", "zero_point")
 _MORE = ("offset", "order")
-"""Leaves of which few arrays have one: where neither is there, a QTensor has three children."""
+"""Leaves that few arrays have: without both of them, a QTensor has three children."""
 
 
 def register(cls: type) -> None:
-    """Registers QTensor, whose file imports this one, for JAX and for `jax.export`."""
+    """Registers QTensor with JAX and with `jax.export`. (Its file imports this one.)"""
 
     unflatten = functools.partial(rebuilt, cls)
     jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)

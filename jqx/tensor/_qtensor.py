@@ -1,4 +1,4 @@
-"""QTensor: quantized values with the scale and zero point that make them real."""
+"""QTensor: quantized values with their scale and zero point."""
 
 import copy
 import dataclasses
@@ -34,38 +34,38 @@ from ._zeros import zeros
 class QTensor:
     """A quantized array: `real = (values - zero_point) * scale`, or `number of values * scale`.
 
-    A pytree with the leaves `values`, `scale` and `zero_point`, and `offset` and `order`, which few
-    arrays have; it crosses jit, scan, vmap and `jax.tree` as any pytree does. No axis
-    number is stored: the scale has the rank of the values, so it slices, transposes and is mapped
-    over in step with them. (To vmap or scan over an axis, the scale must have it too: quantize with
-    `per_axis` of it, in nvfp4 with `stacked=` as well.)
+    It is a pytree with the leaves `values`, `scale` and `zero_point`, and in rare cases `offset`
+    and `order`. It works with jit, scan, vmap and `jax.tree` like any pytree. No axis number is
+    stored: the scale has the rank of the values, so it is sliced, transposed and mapped over in
+    step with them. (To vmap or scan over an axis, the scale must have that axis too: quantize with
+    `per_axis` of it, in nvfp4 also with `stacked=`.)
 
     For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
 
     Attributes:
       values: the codes, an array of the `storage` dtype of `qtype`, unless `layout` says otherwise.
       scale: array of the rank of `values`; each dim is 1, that of `values`, or the number of blocks
-        that divide it. Float; in MX formats float8_e8m0fnu; where the scales of a block format are
-        quantized in turn (nvfp4), a QTensor, with one scale or one for each array of a stack.
-      zero_point: array of the dtype of the codes that broadcasts to the shape of `scale`, of its
-        rank; `None` means zero everywhere. For integer formats alone.
-      offset: what is added to the product with the scale, a float minimum: an array of floats, or
-        a QTensor, that broadcasts to the shape of `scale`, of its rank; `None` means zero. Product
-        and sum are rounded one after the other, in float32 (or float64), then to `dtype`.
-      order: where one axis is permuted, such as inputs that are sorted by their groups: at place
-        `j` of `values` is element `order[j]` of the real array. int32, of the rank of `values`, 1
-        along all other axes; those before it may have orders of their own. (The permuted axis is
-        the last one along which it is not 1.) Scale, zero point and offset follow `values`.
+        that divide it. Its dtype is float, in MX formats float8_e8m0fnu. If the scales of a block
+        format are quantized (nvfp4), it is a QTensor with one scale, or one per array of a stack.
+      zero_point: array of the dtype of the codes, with the rank of `scale`, that broadcasts to its
+        shape; `None` means zero everywhere. Only integer formats have zero points.
+      offset: a float minimum that is added to the product with the scale: an array of floats or a
+        QTensor, with the rank of `scale`, that broadcasts to its shape; `None` means zero. Product
+        and sum are each rounded to float32 (or float64), and the sum then to `dtype`.
+      order: the permutation of an axis, such as inputs that are sorted by group: place `j` of
+        `values` holds element `order[j]` of the real array. int32, of the rank of `values`, with
+        size 1 along all other axes, except axes before it that have their own orders. (The permuted
+        axis is the last one whose size is not 1.) Scale, zero point and offset follow `values`.
       qtype: the number format of the codes: a dtype, or a value of `jqx.numerics`.
-      dtype: dtype of the real array, what `dequantize` returns.
-      blocks: (length of an axis, number of blocks, block size) where the last block is a smaller
-        one, so that the shape of the scale does not tell the size.
-      layout: how `values` lie where they do not lie plainly, as `pack` and `pack_for` leave them:
-        packed, with the last two axes swapped, or a byte each; shape, scale and zero point are as
-        ever. Its axes count from the last: map such tensors over leading axes.
+      dtype: dtype of the real array, which `dequantize` returns.
+      blocks: (length of an axis, number of blocks, block size) for an axis whose last block is
+        smaller, so that the shape of the scale does not determine the block size.
+      layout: how `values` are stored, if not in the default layout: `pack` and `pack_for` pack
+        them, swap their last two axes, or use one byte per code. Shape, scale and zero point do not
+        change. Its axes count from the last, so map such tensors over leading axes.
 
     Raises:
-      TypeError: an operand has not the dtype stated above.
+      TypeError: an operand does not have the dtype stated above.
       ValueError: the shapes do not fit each other.
 
     Example:
@@ -118,24 +118,24 @@ class QTensor:
         *,
         pack: int | None = None,
     ) -> "QTensor":
-        """Quantizes `x` as `spec` says.
+        """Quantizes `x` according to `spec`.
 
         Args:
           x: real array, any shape; float16, bfloat16, float32 or float64.
           spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8:tensor"`.
           affine: scale and zero point; `None` lets the calibrator of `spec` find them from `x`.
-          pack: the axis along which codes of less than 8 bits are packed into bytes; `None` keeps
-            one code an element.
+          pack: the axis along which codes of less than 8 bits are packed into bytes; `None` stores
+            one code per element.
 
         Returns:
-          A `QTensor` of the shape and dtype of `x`; a scale that is found is float32 (in a block
-          format, of its scale format).
+          A `QTensor` of the shape and dtype of `x`. A scale that the calibrator finds is float32
+          (in a block format, it has the scale format).
 
         Raises:
           TypeError: `x` is not floating point, or `spec` is not a `QSpec`.
           ValueError: the granularity is relative, names an axis that `x` lacks or blocks that do
-            not divide; `affine` does not broadcast to `x`, axis by axis; `pack` is no axis of `x`,
-            or the format has 8 bits or more.
+            not divide; `affine` does not broadcast to `x`, axis by axis; `pack` is not an axis of
+            `x`, or the format has 8 bits or more.
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
@@ -153,23 +153,23 @@ class QTensor:
         affine: Affine | None = None,
         target: str | None = None,
     ) -> "QTensor":
-        """Returns a QTensor of zeros, such as an empty cache for `dynamic_update_slice` to write.
+        """Returns a QTensor of zeros, such as an empty cache for `dynamic_update_slice`.
 
         Args:
           shape: its shape.
-          spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8"`, which gives
-            each token a scale, as in `quantize_state`: each index of all axes but the last.
+          spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8"`, with one scale
+            per token as in `quantize_state`: per index of all axes except the last.
           dtype: dtype of the real array.
-          affine: scale and zero point, each of a shape that `spec` gives them; `None` means scale 1
-            and the zero point 0. A scale that many writes share is never found anew: give one.
-          target: as for `pack_for`; its kernel of `jqx.decode_attention` reads it. `None`: none.
+          affine: scale and zero point, with the shapes of `spec`; `None` means scale 1 and zero
+            point 0. A scale that several writes share is never recomputed, so pass one.
+          target: as in `pack_for`, for its kernel of `jqx.decode_attention`; `None`: no kernel.
 
         Returns:
-          QTensor of the codes of 0 (in a format without, of the number nearest to it).
+          QTensor of the codes of 0 (or of the nearest number, in a format without 0).
 
         Raises:
-          TypeError: `shape` is not a tuple, `spec` not a `QSpec`, or `dtype` no float.
-          ValueError: granularity or `affine` do not fit the shape; nor does the format the target.
+          TypeError: `shape` is not a tuple, `spec` is not a `QSpec`, or `dtype` is not a float.
+          ValueError: granularity or `affine` does not fit the shape, or the format the target.
 
         Example:
           >>> import jqx, jax.numpy as jnp
@@ -186,8 +186,8 @@ class QTensor:
 
     @property
     def codes(self) -> jax.Array:
-        """The codes, one an element, in the order of the shape (of a permuted axis in that of
-        `values`): of dtype `storage`, or a byte each where they are packed or lie as int8.
+        """The codes, one per element, in the order of the shape (a permuted axis in that of
+        `values`): of dtype `storage`, or one byte each if they are packed or stored as int8.
         """
         return _layout.codes_of(self)
 
@@ -195,28 +195,28 @@ class QTensor:
         """Packs codes of less than 8 bits into bytes, along an axis. `unpack` is the inverse.
 
         Raises:
-          ValueError: the format has 8 bits or more, the codes are laid out otherwise than plainly
-            already, or there is no such axis.
+          ValueError: the format has 8 bits or more, the codes are not in the default layout, or
+            the axis does not exist.
         """
         return _layout.pack(self, axis)
 
     def pack_for(self, target: str, *, contracted: int | None = None) -> "QTensor":
-        """Lays the codes out as `target` contracts them fastest; see `jqx.pack_for`."""
+        """Gives the codes the layout that `target` contracts fastest; see `jqx.pack_for`."""
         check_target("QTensor.pack_for", target, contracted)
         return lay_out_for("QTensor.pack_for", self, target, contracted)
 
     def unpack(self) -> "QTensor":
-        """Returns the same array laid out plainly: each code an element of dtype `storage`, in the
-        order of the shape; itself where it is so already.
+        """Returns the same array in the default layout: each code an element of dtype `storage`, in
+        the order of the shape. Returns itself if it already has that layout.
         """
         return _layout.unpack(self)
 
     @property
     def stored(self) -> "QTensor":
-        """The array with its axes in the order of `values`: where the layout has the last two
-        swapped, they are swapped in shape, scale and zero point instead. No code is moved.
+        """The array with its axes in the order of `values`: if the layout swaps the last two axes,
+        they are swapped in shape, scale and zero point instead. No code moves.
         """
-        return _layout.turn(self) if self.layout is not None and self.layout.swapped else self
+        return _layout.swap_axes(self) if self.layout is not None and self.layout.swapped else self
 
     @property
     def groups(self) -> Groups:
@@ -240,20 +240,20 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves, as JAX counts them: an unpacked int4 takes one."""
+        """Bytes of all leaves, as JAX counts them: an unpacked int4 takes one byte."""
         leaves = jax.tree.leaves(self)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def T(self) -> "QTensor":
-        """The transpose; the scale turns with the values."""
+        """The transpose; the scale is transposed with the values."""
         return self.transpose()
 
     def transpose(self, *axes: Any) -> "QTensor":
-        """Permutes the axes, as `jax.Array.transpose` does; the scale turns with the values.
+        """Permutes the axes, as `jax.Array.transpose` does, of the values and the scale.
 
-        Where the codes are laid out otherwise than plainly, a swap of the last two axes leaves them
-        where they are: the layout takes note of it.
+        If the codes are not in the default layout, a swap of the last two axes does not move them:
+        it only changes the layout.
 
         Raises:
           ValueError: another order moves an axis along which codes are packed or swapped.
@@ -265,28 +265,28 @@ class QTensor:
         return _layout.transpose(self, order)
 
     def reshape(self, *shape: Any) -> "QTensor":
-        """Reshapes, as `jax.Array.reshape` does, where the scale can follow.
+        """Reshapes, as `jax.Array.reshape` does, if the scale can follow.
 
-        It can where axes that merge or split with each other are scaled alike (all have their own
-        scale or none has), and where blocks stay whole.
+        It can follow if the axes that merge or split with each other all have their own scale or
+        all share one, and if blocks stay whole.
 
         Raises:
           ValueError: some of the axes that merge or split have their own scale and some do not, or
-            a block would be torn; or axes change along which codes are packed or swapped.
+            a block would be split; or axes change along which codes are packed or swapped.
         """
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])
         return reshape(self, shape)
 
     def broadcast_to(self, shape: Sequence[int]) -> "QTensor":
-        """Broadcasts, as `jnp.broadcast_to` does; the scale stays shared along what is new."""
+        """Broadcasts, as `jnp.broadcast_to` does; new axes share one scale."""
         full = shape_of_values("QTensor.broadcast_to", self, shape)
         new = len(shape) - self.ndim
         wide = self.map_leaves(lambda leaf: leaf.reshape((1,) * new + leaf.shape), self.blocks)
         return dataclasses.replace(wide, values=jnp.broadcast_to(self.values, full))
 
     def take(self, indices: ArrayLike, axis: int) -> "QTensor":
-        """Takes indices along an axis, as `jnp.take` does; what lies outside is clamped."""
+        """Takes indices along an axis, as `jnp.take` does; indices out of range are clamped."""
         (axis,) = normalize_axes("QTensor.take", axis, self.ndim, argument="axis")
         return self[(slice(None),) * axis + (indices,)]
 
@@ -298,7 +298,7 @@ class QTensor:
     def concatenate(tensors: Sequence["QTensor"], axis: int = 0) -> "QTensor":
         """Joins QTensors of one format along an axis, as `jnp.concatenate` does.
 
-        Where blocks do not fit end to end, each index along the axis gets a scale of its own.
+        If blocks do not fit end to end, each index along the axis gets its own scale.
         Formats, dtypes or layouts that differ are a TypeError.
         """
         return concatenate("QTensor.concatenate", tensors, axis)
@@ -312,16 +312,16 @@ class QTensor:
         return concatenate("QTensor.stack", [q[new] for q in tensors], axis)
 
     def astype(self, dtype: DTypeLike) -> "QTensor":
-        """Changes the dtype of the real array; the codes stay. TypeError: it is not of floats."""
+        """Changes the dtype of the real array, not the codes. TypeError: it is no float dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
     def scaled(self, factor: ArrayLike) -> "QTensor":
-        """Multiplies by a scalar: the scale takes it. An E8M0 scale becomes float32."""
+        """Multiplies the scale by a scalar. An E8M0 scale becomes float32."""
         return self.map_scale(lambda scale: scale * jnp.asarray(factor, scale.dtype))
 
     def map_scale(self, f: Callable[[jax.Array], jax.Array]) -> "QTensor":
-        """Applies a function, linear, to scale and offset, the innermost of nested ones; E8M0
-        becomes float32.
+        """Applies a linear function to scale and offset, and to the inner scale of a nested one.
+        E8M0 becomes float32.
         """
         offset = self.offset
         if offset is not None:
@@ -331,29 +331,29 @@ class QTensor:
         return dataclasses.replace(self, scale=f(self.real_scale()), offset=offset)
 
     def real_scale(self) -> jax.Array:
-        """Returns the scale as an array of floats, whatever it is kept in."""
+        """Returns the scale as an array of floats, also if it is E8M0 or a QTensor."""
         scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
         return format_of(E8M0).decode(scale) if scale.dtype == E8M0 else scale
 
     def real_offset(self) -> jax.Array | None:
-        """Returns the offset as an array of floats, whatever it is kept in."""
+        """Returns the offset as an array of floats, also if it is a QTensor."""
         offset = self.offset
         return offset.dequantize() if isinstance(offset, QTensor) else offset
 
     @property
     def bare(self) -> "QTensor":
-        """The array as `values` have it, without what is added: neither offset nor order."""
+        """The array in the order of `values`, without offset and order."""
         plain = self.offset is None and self.order is None
         return self if plain else dataclasses.replace(self, offset=None, order=None)
 
     def __getitem__(self, key: Any) -> "QTensor":
-        """Indexes as `jax.Array` does: integers, slices, `None`, `...`, integer arrays and masks;
-        the scale is indexed in step. A slice that cuts a block gives each of its elements a scale
-        of its own.
+        """Indexes as `jax.Array` does, by integers, slices, `None`, `...`, integer arrays and
+        masks. The scale is indexed in step. If a slice cuts a block, each of its elements gets its
+        own scale.
 
         Raises:
           TypeError: the index holds anything else.
-          ValueError: it is of an axis along which codes are packed or swapped.
+          ValueError: it indexes an axis along which codes are packed or swapped.
           IndexError: there are more indices than axes, or an integer is out of range.
         """
         return index(self, key)
@@ -362,14 +362,14 @@ class QTensor:
 
         def __matmul__(self, other: "ArrayLike | QTensor") -> jax.Array: ...
         def __rmatmul__(self, other: ArrayLike) -> jax.Array: ...
-    else:  # hidden from checkers: NumPy's types take whatever has it for an array
+    else:  # hidden from type checkers: for NumPy's types, anything with `__array__` is an array
 
         def __array__(self, *args: Any, **kwargs: Any) -> Any:
-            """Raises: which array is meant, the codes or the real one, is for the caller to say."""
+            """Raises, because the caller must choose between the codes and the real array."""
             mend = "pass q.dequantize() for the real array, or q.values for the codes."
             refuse_as_array("QTensor", "a QTensor is not an array.", self, mend)
 
-    __iter__ = None  # else Python would iterate by __getitem__, and `in` compare by identity
+    __iter__ = None  # else Python iterates with __getitem__, and `in` compares by identity
 
     def __repr__(self) -> str:
         return text(self)
@@ -385,7 +385,7 @@ class QTensor:
         )
 
     def map_parameters(self, f: Any) -> "QTensor":
-        """Applies a function to scale, zero point and offset, where they are; checks nothing."""
+        """Applies a function to scale, zero point and offset, if present, without checks."""
         changed = copy.copy(self)
         for name in ("scale", "zero_point", "offset"):
             parameter = getattr(self, name)

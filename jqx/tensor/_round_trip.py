@@ -1,4 +1,4 @@
-"""A real array to the fields of a QTensor and back: one compiled program each, also eagerly."""
+"""Conversion of a real array to a QTensor and back: one compiled program each, also eagerly."""
 
 import functools
 from functools import partial

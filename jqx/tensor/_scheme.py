@@ -1,17 +1,18 @@
-"""Schemes: a `QSpec` in words, `int4:group=32:asymmetric`, for rules and on the command line.
+"""Schemes: a `QSpec` as a string, `int4:group=32:asymmetric`, for rules and the command line.
 
     scheme = "float" | format { ":" option }
     option = "group=N" | "block=N" | "channel" | "token" | "tensor"
            | "asymmetric" | "dynamic" | "calibrator=NAME" | "contract=AXES"
 
-A format is a dtype of JAX or a name of `jqx.numerics`. `group` (or `block`: the same) gives the
-elements that share a scale along the contracted axes, the last group smaller where need be;
-`channel`, `token` and `tensor` are `jqx.per_channel()` and so on. Where none of them is said, the
-scale is what presets take: one a channel for weights, one in all for activations, one a token for
-dynamic activations and for state; of a block format, one a block. `asymmetric` means zero points,
-`dynamic` a scale of an activation from the values at hand, and `calibrator` is a name of
-`jqx.calibrators`. `contract` names the axes that the product of a weight in a file sums over, such
-as `contract=0` or `contract=0,1`: a contraction says so itself.
+A format is a dtype of JAX or a name of `jqx.numerics`. `group` (or its synonym `block`) is the
+number of elements that share a scale along the contracted axes; the last group may be smaller.
+`channel`, `token` and `tensor` are `jqx.per_channel()` and so on. Without one of them, the
+granularity is that of the presets: per channel for weights, per tensor for activations, per token
+for dynamic activations and for state, and per block for a block format. `asymmetric` means zero
+points, `dynamic` means that the scale of an activation is computed from its values in each call,
+and `calibrator` is a name of `jqx.calibrators`. `contract` names the axes that the product of a
+weight in a file sums over, such as `contract=0` or `contract=0,1`; in a program, the contraction
+itself defines them.
 """
 
 import difflib
@@ -31,7 +32,7 @@ from ..numerics._shared import formats_by_name
 from ._spec import QSpec
 
 Role = Literal["weight", "activation", "state", "array"]
-"""What a scheme is for; an array has no contraction, so that its default is that of `QSpec`."""
+"""What a scheme is for. An array has no contraction, so its default is that of `QSpec`."""
 
 FLOAT = "float"
 """The scheme that leaves an operand as it is."""
@@ -46,11 +47,11 @@ _PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?")
 
 
 class Scheme(NamedTuple):
-    """What a scheme says.
+    """A parsed scheme.
 
     Attributes:
-      spec: `None` leaves an operand in float.
-      contract: the axes that are contracted; `None` leaves that to a contraction, or a layout.
+      spec: the spec; `None` leaves an operand in float.
+      contract: the contracted axes; `None` if a contraction or a file format defines them.
     """
 
     spec: QSpec | None
@@ -58,10 +59,10 @@ class Scheme(NamedTuple):
 
 
 def parse_scheme(text: str, role: Role = "weight", function: str = "scheme") -> Scheme:
-    """Returns what a scheme says of an operand of that role.
+    """Parses a scheme for an operand of that role.
 
     Raises:
-      ValueError: a name or option is unknown, or they do not fit each other.
+      ValueError: a name or option is unknown, or the options do not fit each other.
 
     Example:
       >>> str(parse_scheme("uint4:group=64:asymmetric").spec)
@@ -81,7 +82,7 @@ def parse_scheme(text: str, role: Role = "weight", function: str = "scheme") -> 
     if name not in known:
         raise _unknown(function, name, known)
     if "dynamic" in given and role != "activation":
-        expected = "a scale of their own: weights do not change from call to call"
+        expected = "no `dynamic` here: the values do not change from call to call"
         raise _wrong(function, "`dynamic` is for activations.", text, expected)
     spec = QSpec(
         known[name],
@@ -97,11 +98,11 @@ def parse_scheme(text: str, role: Role = "weight", function: str = "scheme") -> 
 
 
 def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> QSpec | None:
-    """Returns the spec that is meant: a `QSpec` itself, or what a scheme says; `None` for float.
+    """Returns a `QSpec` as it is, or the spec of a scheme; `None` means float.
 
     Raises:
       TypeError: it is neither a spec nor a string.
-      ValueError: it is no scheme, or one for files.
+      ValueError: it is not a valid scheme, or it is a scheme for files.
     """
     if value is None or isinstance(value, QSpec):
         return value
@@ -109,7 +110,7 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
         raise TypeError(
             message(
                 function,
-                f"`{argument}` is no QSpec and no scheme.",
+                f"`{argument}` is neither a QSpec nor a scheme.",
                 given=f"{argument} == {shown(value)}"
                 if isinstance(value, (bool, int, float, Mapping))
                 else f"an object of type {type(value).__name__}",
@@ -119,13 +120,13 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
         )
     spec, contract = parse_scheme(value, role, function)
     if contract is not None:
-        expected = "a contraction says which axes it sums over"
-        raise _wrong(function, "`contract` is for tensors of files.", value, expected)
+        expected = "no `contract`: the contraction defines the axes that it sums over"
+        raise _wrong(function, "`contract` is only for tensors in files.", value, expected)
     return spec
 
 
 def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
-    """Returns the spec that is meant, where float is no answer."""
+    """Returns the spec as `as_spec` does, but raises for float."""
     spec = as_spec(function, argument, value, role)
     if spec is not None:
         return spec
@@ -133,7 +134,7 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
     raise error(
         message(
             function,
-            f"`{argument}` is {value}, where a format is needed.",
+            f"`{argument}` is {value}, but a format is needed.",
             given=f"{argument} == {value!r}",
             expected='a jqx.QSpec, or a scheme such as "int8:tensor"',
             mend='pass for example "int8", or leave the array as it is.',
@@ -142,7 +143,7 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
 
 
 def _mend(value: Any) -> str:
-    """Returns how to pass what is close to a spec."""
+    """Returns how to pass a value that is almost a spec."""
     if isinstance(value, Mapping):
         return 'make a spec of the fields: jqx.QSpec("int8", symmetric=True).'
     if isinstance(value, type) and issubclass(value, QSpec):
@@ -151,7 +152,7 @@ def _mend(value: Any) -> str:
         name = format_of(value).name
     except (TypeError, ValueError):
         return 'pass for example "int8", or jqx.QSpec("int8", jqx.per_channel()).'
-    return f'pass the scheme "{name}", which is a scale a channel, or jqx.QSpec("{name}", ...).'
+    return f'pass the scheme "{name}", with one scale per channel, or jqx.QSpec("{name}", ...).'
 
 
 def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
@@ -163,7 +164,7 @@ def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
         if key in given or not known:
             raise _wrong(
                 function,
-                f"the option {option!r} is unknown, lacks a value, or is there twice.",
+                f"the option {option!r} is unknown, lacks a value, or is given twice.",
                 text,
                 ", ".join(f"{key}=..." if key in _VALUED else key for key in _OPTIONS),
             )
@@ -174,15 +175,15 @@ def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
 def _granularity(
     function: str, text: str, qtype: jnp.dtype | QType, given: dict[str, str], role: Role
 ) -> Any:
-    """Returns who shares a scale; `None` leaves that to `QSpec`."""
+    """Returns the granularity; `None` leaves it to `QSpec`."""
     said = [name for name in (*_SIZES, *_GRANULARITIES) if name in given]
     if len(said) > 1:
         expected = f"one of {', '.join((*_SIZES, *_GRANULARITIES))}"
-        raise _wrong(function, "the scheme says twice who shares a scale.", text, expected)
+        raise _wrong(function, "the scheme gives two granularities.", text, expected)
     if said and said[0] in _SIZES:
         return per_group(_integer(function, text, given[said[0]]), tail=True)
     if said == ["token"] and role == "weight":
-        expected = "channel: one scale for each index of an axis that its product keeps"
+        expected = "channel: one scale for each index of the axes that the product keeps"
         raise _wrong(function, "`token` is for activations.", text, expected)
     if said:
         return _GRANULARITIES[said[0]]()
@@ -209,7 +210,7 @@ def _calibrator(function: str, text: str, given: dict[str, str]) -> Calibrator:
 def _integer(function: str, text: str, number: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,9}", number):
         expected = "such as group=32 or contract=0,1"
-        raise _wrong(function, "a number of the scheme is none.", text, expected)
+        raise _wrong(function, f"{number!r} is not an integer.", text, expected)
     return int(number)
 
 

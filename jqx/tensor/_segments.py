@@ -22,22 +22,23 @@ from ._qtensor import QTensor
 @called("Segments", "pass the parts in order: jqx.Segments([first, second]).")
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class Segments:
-    """One array in parts along an axis, in order: QTensors of any formats, and arrays.
+    """One array in consecutive parts along an axis: QTensors of any formats, and arrays.
 
-    What `quantize_params` returns for the weights of a scan that rules split by its steps:
-    `layers[0]` in int8, the others in int4. The functions of `convert` and `simulate` take it in
-    place of the weight, and run one scan a part; nothing is joined. A pytree of its parts.
+    `quantize_params` returns Segments for the weights of a scan if rules give its steps different
+    formats, such as `layers[0]` in int8 and the others in int4. The functions that `convert` and
+    `simulate` return accept Segments in place of the weight, and run one scan per part without
+    joining them. Segments are a pytree of their parts.
 
     Attributes:
-      parts: QTensors and arrays, of one rank, one dtype, and one shape but for the length of
-        `axis`.
-      axis: along which they follow each other, counted from the first.
+      parts: QTensors and arrays of the same rank, the same dtype, and the same shape except for the
+        length of `axis`.
+      axis: the axis along which the parts are consecutive, counted from the first.
 
     Raises:
       TypeError: a part is neither a QTensor nor an array.
-      ValueError: there is none, or their shapes or dtypes do not fit.
+      ValueError: there are no parts, or their shapes or dtypes do not fit.
 
-    Gradient: `dequantize` is linear in the scales of its parts, and the identity of arrays.
+    Gradient: `dequantize` is linear in the scales of its QTensors, and the identity for arrays.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -65,9 +66,9 @@ class Segments:
             len(kinds) == 1,
             error=ValueError,
             function="Segments",
-            problem="parts differ in dtype, or in shape along other axes than their own.",
+            problem=f"the parts differ in dtype, or in shape along other axes than {axis}.",
             given=", ".join(_kind(part) for part in parts[:4]),
-            expected=f"one dtype, and one shape but for axis {axis}",
+            expected=f"one dtype, and one shape except for axis {axis}",
             mend="pass parts of one array.",
         )
         object.__setattr__(self, "parts", parts)
@@ -75,7 +76,7 @@ class Segments:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where the parts begin along the axis, and where the last one ends."""
+        """The start of each part along the axis, and the end of the last one."""
         return tuple(itertools.accumulate((p.shape[self.axis] for p in self.parts), initial=0))
 
     @property
@@ -105,14 +106,14 @@ class Segments:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.parts))
 
     def dequantize(self) -> jax.Array:
-        """Returns the real array: its parts dequantized, and joined."""
+        """Returns the real array: the parts, dequantized and joined."""
         real = [p.dequantize() if isinstance(p, QTensor) else jnp.asarray(p) for p in self.parts]
         return jnp.concatenate(real, self.axis)
 
-    if not TYPE_CHECKING:  # NumPy's types take whatever has it for an array
+    if not TYPE_CHECKING:  # for NumPy's types, anything with `__array__` is an array
 
         def __array__(self, *args: Any, **kwargs: Any) -> Any:
-            """Raises, as a QTensor does."""
+            """Raises, as for a QTensor."""
             mend = "pass segments.dequantize() for the real array."
             refuse_as_array("Segments", "Segments are not an array.", self, mend)
 
@@ -132,7 +133,7 @@ def _check_parts(parts: tuple[Any, ...]) -> None:
         parts,
         error=ValueError,
         function="Segments",
-        problem="there is no part.",
+        problem="there are no parts.",
         given="no parts",
         expected="one QTensor or array, or more",
         mend="pass the parts in order.",
@@ -199,12 +200,12 @@ export.register_pytree_node_serialization(
 
 
 def lazy_parts(x: Lazy) -> list[Lazy]:
-    """Returns the parts of Segments that are read when they are needed."""
+    """Returns the parts of lazy Segments, each as a Lazy."""
     return [x.then(partial(_part_of, i), f"part {i}") for i in range(len(x.spec.parts))]
 
 
 def lazy_segments(parts: Sequence[Lazy], axis: int) -> Lazy:
-    """Returns parts that are read when they are needed as one array."""
+    """Returns lazy parts as one Lazy of Segments."""
     spec = unchecked_segments([abstract(x) for x in parts], axis)
     sources = [x.source for x in parts]
     source = "\n".join([f"along {axis}", *sources]) if all(sources) else ""

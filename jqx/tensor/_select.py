@@ -1,4 +1,4 @@
-"""Selecting from QTensors, and joining them along an axis; the scale goes along."""
+"""Selection from QTensors, and joins along an axis, with the scale in step."""
 
 import contextlib
 import dataclasses
@@ -99,7 +99,7 @@ def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
 
 
 def refine(q: T, axis: int, size: int = 1) -> T:
-    """Returns the same array in smaller blocks along an axis: `size` divides those it has."""
+    """Returns the same array in smaller blocks along an axis; `size` divides the block size."""
     n, sizes = q.shape[axis], list(q.groups.sizes)
     places = np.arange(0, n, size, dtype=np.int32) // max(sizes[axis], 1)
     sizes[axis] = size
@@ -110,7 +110,7 @@ def refine(q: T, axis: int, size: int = 1) -> T:
 
 def sliceable(q: T, axis: int) -> T:
     """Returns the same array with an entry for each index along an axis in every leaf, so that a
-    scan can step over it.
+    scan can step over that axis.
     """
     n = q.shape[axis]
     q = refine(q, axis) if q.scale.shape[axis] != n else q
@@ -158,19 +158,19 @@ def _reshape_order(q: Any, shape: tuple[int, ...]) -> Any:
     groups = axis_groups(q.shape, shape)
     target = next((new for old, new in groups if old == (axis,)), ())
     if len(target) != 1:
-        refuse("QTensor.reshape", q, "a reshape that leaves it as it is")
+        refuse("QTensor.reshape", q, "a reshape that does not change it")
     own = Groups.of_scale(q.shape, q.order.shape)
     sizes = reshaped(own, shape).scale_shape
     if any(m not in (1, n) for m, n in zip(sizes, shape, strict=True)):
-        refuse("QTensor.reshape", q, "a reshape that leaves axes with orders of their own")
+        refuse("QTensor.reshape", q, "a reshape that keeps the axes with their own orders")
     order = q.order.reshape(sizes)
     check_same_axis("QTensor.reshape", q, order, target[0] - len(shape))
     return order
 
 
 def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
-    """Reshapes a scale; one that is quantized in turn gets a scale each where shared ones cannot
-    follow.
+    """Reshapes a scale. If it is quantized and its own scales cannot follow, each of its entries
+    gets its own scale.
     """
     if hasattr(scale, "qtype"):
         with contextlib.suppress(ValueError):
@@ -183,7 +183,7 @@ def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
 def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     """Joins QTensors of one format along an axis; see `QTensor.concatenate`."""
     axis, first = _check_joinable(function, tensors, axis), tensors[0]
-    tensors = [q for q in tensors if q.shape[axis]]  # what is empty adds no scale
+    tensors = [q for q in tensors if q.shape[axis]]  # empty tensors add no scale
     if not tensors:
         return first
     order = _joined_orders(function, tensors, axis)
@@ -222,32 +222,31 @@ def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
 
 
 def _check_alike(function: str, q: Any, first: Any) -> None:
-    """Checks that a tensor is of the format and the layout of another."""
+    """Checks that a tensor has the format and the layout of another."""
     check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
     require_that(
         (q.qtype, q.dtype) == (first.qtype, first.dtype),
         error=TypeError,
         function=function,
-        problem="the tensors are of different formats.",
+        problem="the tensors have different formats.",
         given=f"{first!r} and {q!r}",
         expected="one qtype and one dtype",
-        mend="dequantize them, or quantize them alike.",
+        mend="dequantize them, or quantize them to the same format.",
     )
     require_that(
         q.layout == first.layout,
         error=TypeError,
         function=function,
-        problem="the tensors are laid out in different ways.",
+        problem="the tensors have different layouts.",
         given=f"{first!r} and {q!r}",
         expected="one layout",
-        mend="call q.unpack() of each first.",
+        mend="call q.unpack() on each of them first.",
     )
 
 
 def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
-    """Returns tensors whose blocks are still blocks of one size where they are joined, and that
-    size: as they are, where only the last one has a shorter block at its end; else with a scale for
-    each index.
+    """Returns tensors whose blocks have one size after the join, and that size. The tensors do not
+    change if only the last one ends with a shorter block; else each index gets its own scale.
     """
     *others, last = tensors
     size = tensors[0].groups.sizes[axis]
@@ -259,8 +258,8 @@ def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
 
 
 def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Joins codes, integers below a byte as bytes: XLA on CPU (jaxlib 0.10.2) aborts the process
-    where it joins those of 2 bits.
+    """Joins codes. Integers of less than 8 bits are joined as bytes, because XLA on CPU (jaxlib
+    0.10.2) aborts the process when it joins 2-bit integers.
     """
     dtype = codes[0].dtype
     if not jnp.issubdtype(dtype, jnp.integer) or bit_width(dtype) >= 8:
@@ -269,7 +268,7 @@ def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def _alike_elsewhere(tensors: Sequence[T], axis: int) -> list[T]:
-    """Gives tensors whose scales differ along any other axis a scale for each of its indices."""
+    """Gives each index of another axis its own scale if the block sizes differ along that axis."""
     found = list(tensors)
     for other in range(tensors[0].ndim):
         if other != axis and len({q.groups.sizes[other] for q in found}) > 1:
@@ -278,7 +277,7 @@ def _alike_elsewhere(tensors: Sequence[T], axis: int) -> list[T]:
 
 
 def _with_scales_alike(tensors: Sequence[T]) -> list[T]:
-    """Gives tensors whose scales are kept in different ways plain floats of one dtype."""
+    """Converts scales of different dtypes or formats to floats of one dtype."""
     kinds = {(q.scale.dtype, getattr(q.scale, "qtype", None)) for q in tensors}
     if len(kinds) == 1:
         return list(tensors)
@@ -298,14 +297,14 @@ def _joined_scales(function: str, scales: Sequence[Any], axis: int) -> Any:
 
 
 def _joined_zero_points(tensors: Sequence[Any], axis: int) -> jax.Array | None:
-    """Joins zero points; zeros where only some have them, none where none has."""
+    """Joins zero points. If only some tensors have them, the others get zeros."""
     if all(q.zero_point is None for q in tensors):
         return None
     return _joined([_zero_point_of(q) for q in tensors], axis)
 
 
 def _joined_offsets(function: str, tensors: Sequence[Any], axis: int) -> Any:
-    """Joins offsets; zeros where only some have them, none where none has."""
+    """Joins offsets. If only some tensors have them, the others get zeros."""
     offsets = [q.offset for q in tensors]
     if all(offset is None for offset in offsets):
         return None

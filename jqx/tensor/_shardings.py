@@ -1,4 +1,4 @@
-"""Where a leaf of parameters lies over devices: each array of a QTensor in step with its values."""
+"""Shardings of parameters over devices: the arrays of a QTensor are sharded in step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,19 +20,19 @@ def shardings_of(
     sizes: Mapping[str, int] | None = None,
     place: str = "",
 ) -> Any:
-    """Returns a leaf with the sharding of each of its arrays in its place.
+    """Returns a leaf with the sharding of each of its arrays in place of the array.
 
     Args:
       function: the caller, for messages.
       leaf: an array, a QTensor or Segments; its arrays may be `jax.ShapeDtypeStruct`.
-      sharding: that of its real array. The result has values of the same kind; one that names no
-        axes is that of all its arrays.
-      sizes: size of each axis of the mesh; of a `NamedSharding` it is known.
+      sharding: the sharding of its real array. The result has values of the same type. A sharding
+        without axis names applies to all arrays.
+      sizes: size of each axis of the mesh; not needed for a `NamedSharding`.
       place: path of the leaf, for messages.
 
     Raises:
-      ValueError: a part is no whole number of blocks, or of elements; or codes are packed, or in
-        another order, along an axis that is partitioned.
+      ValueError: a part is not a whole number of blocks or elements; or an axis along which codes
+        are packed or permuted is partitioned.
     """
     if isinstance(leaf, Segments):
         parts = [shardings_of(function, part, sharding, sizes, place) for part in leaf.parts]
@@ -50,7 +50,7 @@ def shardings_of(
 
 
 def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
-    """Puts a leaf where its real array is to lie; arrays that lie there are the very same."""
+    """Puts a leaf where its real array should be; arrays that are already there are not copied."""
     places = shardings_of(function, leaf, sharding, place=place)
     arrays = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
@@ -65,8 +65,8 @@ def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
 
 
 def _placed(x: Any, sharding: Sharding) -> jax.Array:
-    """Puts an array on devices, those of other processes too: each process has all of it, or has
-    its part there.
+    """Puts an array on devices, also on those of other processes. Each process must have the whole
+    array, or its part already in place.
     """
     known = x.sharding if isinstance(x, jax.Array) else None
     if sharding.is_fully_addressable or (known and not known.is_fully_addressable):
@@ -76,8 +76,8 @@ def _placed(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
-    """Returns how the real array of a leaf is partitioned over devices; `None` where it is not, or
-    is a tracer whose type does not tell.
+    """Returns how the real array of a leaf is partitioned over devices; `None` if it is not, or if
+    it is a tracer whose type does not include a sharding.
     """
     if isinstance(x, Segments):
         found = sharding_of(x.parts[0])
@@ -98,6 +98,6 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def kept(function: str, given: Any, made: Any, place: str = "") -> Any:
-    """Returns a leaf that was made of another one, partitioned as that one is."""
+    """Returns `made`, which was computed from `given`, with the sharding of `given`."""
     sharding = sharding_of(given)
     return made if sharding is None else put(function, made, sharding, place)

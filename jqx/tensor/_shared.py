@@ -1,4 +1,4 @@
-"""What other folders of jqx import from this one, and users do not."""
+"""Names that other folders of jqx import from this one; they are not public."""
 
 from ._code_range import check_codes as check_codes
 from ._export import fields_from_json as fields_from_json

@@ -1,4 +1,4 @@
-"""How a QTensor is shown: format, shape, granularity and bytes, never contents."""
+"""The display of a QTensor: format, shape, granularity and bytes, never contents."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ def text(q: Any) -> str:
 
 
 def as_html(q: Any) -> str:
-    """Returns what a notebook shows of a QTensor, whatever its leaves are."""
+    """Returns the HTML that a notebook shows for a QTensor, whatever its leaves are."""
     name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
     if not _has_arrays(q):
         return pairs_html([("", text(q))], "QTensor")
@@ -51,7 +51,7 @@ def as_html(q: Any) -> str:
 
 
 def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
-    """Returns what treescope shows of a QTensor."""
+    """Returns what treescope shows for a QTensor."""
     summary = {}
     if _has_arrays(q):
         summary = {"shape": q.shape, "granularity": str(q.groups), "nbytes": q.nbytes}

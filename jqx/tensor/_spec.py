@@ -24,35 +24,35 @@ from ..ops._shared import check_round_mode, check_symmetric
 _PER_TENSOR = per_tensor()
 
 
-@called("QSpec", 'the format says how many bits: jqx.QSpec("int4", jqx.per_group(32)).')
+@called("QSpec", 'the format sets the number of bits: jqx.QSpec("int4", jqx.per_group(32)).')
 @dataclasses.dataclass(frozen=True)
 class QSpec:
-    """How one operand is quantized: a format, who shares a scale, and how the scale is found.
+    """How one operand is quantized: its format, granularity, and how the scale is found.
 
     Attributes:
       qtype: a number format: a dtype such as `jnp.int8` or `jnp.float8_e4m3fn`, a value of
         `jqx.numerics`, or the name of either, such as `"int4"` or `"nf4"`.
       granularity: which elements share a scale: `jqx.per_tensor()`, `jqx.per_axis(...)`,
-        `jqx.per_block(...)`, or, where a contraction says which axes it keeps, `jqx.per_channel()`,
-        `jqx.per_token()` and `jqx.per_group(size)`. `None` means per tensor; for a block format,
-        groups of its size.
-      symmetric: whether the zero point is zero; formats other than integers have none.
+        `jqx.per_block(...)`, or, relative to the axes that a contraction keeps,
+        `jqx.per_channel()`, `jqx.per_token()` and `jqx.per_group(size)`. `None` means per tensor;
+        for a block format, groups of its size.
+      symmetric: whether the zero point is zero; only integer formats have zero points.
       calibrator: finds the range, a value of `jqx.calibrators`.
-      dynamic: for activations, whether the range is found anew from the values at hand.
+      dynamic: for activations, whether the range is computed from the values in each call.
       round_mode: one of the nine modes; `None` takes that of `numerics`.
-      gradient: the estimator used where the quantization is simulated, a value of `jqx.gradients`.
-      stacked: axes along which the array is a stack of arrays. In a format whose scales are
-        quantized in turn (nvfp4), each array of the stack has a second scale of its own, as if it
-        had been quantized alone; no other format has any use for it. Plans find these axes: layers
-        that a scan steps over, batch axes of a contraction, the groups of `ragged_dot`.
+      gradient: the gradient estimator for simulated quantization, a value of `jqx.gradients`.
+      stacked: axes along which the array is a stack of arrays, for formats whose scales are
+        quantized (nvfp4). Each array of the stack then has its own second scale, as if it had been
+        quantized alone. Plans find these axes: layers that a scan steps over, batch axes of a
+        contraction, the groups of `ragged_dot`.
       numerics: the runtime whose integer arithmetic is followed, a value of `jqx.numerics` such as
         `jqx.numerics.torchao`.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: `qtype` is unsigned and `symmetric` is left at True, or has no zero point and it
-        is False; a block format is to have another block size; the estimator does not fit the
-        format; `stacked` is given for a format whose scales are not quantized in turn.
+      TypeError: a field has the wrong type.
+      ValueError: `symmetric` is True for an unsigned `qtype`, or False for a format without zero
+        points; the granularity has another block size than a block format; the estimator does not
+        fit the format; `stacked` is given for a format whose scales are not quantized.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -97,7 +97,7 @@ class QSpec:
             isinstance(form, Integer) or self.numerics == ngraph,
             error=ValueError,
             function="QSpec",
-            problem="`numerics` are those of integer formats.",
+            problem="`numerics` applies only to integer formats.",
             given=f"numerics {self.numerics} for {form.name}",
             expected="an integer qtype",
             mend="drop numerics, or pass an integer qtype.",
@@ -121,8 +121,8 @@ class QSpec:
         return self.round_mode or self.numerics.round_mode
 
     def resolve(self, rank: int, kept: Sequence[int], stacked: Sequence[int] = ()) -> "QSpec":
-        """Returns the spec at a site, its granularity absolute: for an array of `rank` axes, of
-        which a contraction keeps some, and some are those of a stack.
+        """Returns the spec of a site, with an absolute granularity, for an array of `rank` axes.
+        `kept` are the axes that the contraction keeps, `stacked` the axes of a stack.
         """
         own = {*normalize_axes("QSpec", self.stacked, rank, argument="stacked"), *stacked}
         return dataclasses.replace(
@@ -132,7 +132,7 @@ class QSpec:
         )
 
     def of_second_scale(self, rank: int) -> Granularity:
-        """Returns which scales share a second one, of an array of `rank` axes."""
+        """Returns which scales of an array of `rank` axes share a second scale."""
         axes = normalize_axes("QSpec", self.stacked, rank, argument="stacked")
         return per_axis(*axes) if axes else _PER_TENSOR
 
@@ -152,12 +152,12 @@ class QSpec:
 
 
 def is_two_level(form: QType) -> bool:
-    """Whether the scales of a format are quantized in turn."""
+    """Whether the scales of a format are themselves quantized."""
     return isinstance(form, Block) and form.two_level
 
 
 def _check_granularity(granularity: Any) -> None:
-    """Checks that it is a granularity; says which one a name, or its function, stands for."""
+    """Checks that it is a granularity; the error suggests the one that a name or function means."""
     if callable(getattr(granularity, "groups", None)) and not isinstance(granularity, type):
         return
     name = getattr(granularity, "__name__", granularity)
@@ -208,15 +208,15 @@ def _check_stacked(form: QType, stacked: Sequence[int]) -> None:
         not stacked or is_two_level(form),
         error=ValueError,
         function="QSpec",
-        problem=f"{form.name} has no second scale, of which each array of a stack had its own.",
+        problem=f"{form.name} has no second scale, so `stacked` has no effect.",
         given=f"stacked == {stacked}",
-        expected="a format whose scales are quantized in turn, such as jqx.numerics.nvfp4",
-        mend="drop stacked; the granularity says which axes have a scale of their own.",
+        expected="a format whose scales are quantized, such as jqx.numerics.nvfp4",
+        mend="drop stacked; the granularity sets which axes have their own scale.",
     )
 
 
 def _check_blocks(form: Block, granularity: Granularity) -> None:
-    """Checks what can be known of a block size without an array."""
+    """Checks the block size, as far as it is known without an array."""
     other = isinstance(granularity, PerGroup) and granularity.size != form.size
     require_that(
         not other and not is_without_blocks(granularity),

@@ -1,11 +1,11 @@
 """Which layout of a weight each target contracts fastest.
 
-A scale per channel leaves the product of whole rows: [N, K], the contracted axis last, reads both
-operands along their rows. Blocks along the contracted axis become a batch axis: [K, N] keeps each
-block in one piece. TPUs turn their operands as they load them, and take [K, N] for both. XLA on CPU
-keeps jnp.int4 a byte each, and takes 5 times as long to convert it as int8; its library multiplies
-int8 alone, for which it would copy a weight of another dtype in every call. What compilers for GPUs
-and TPUs would copy in a wider type, a kernel of jqx reads: [K, N], as `_for_kernels.py` has it.
+With a scale per channel, [N, K] (the contracted axis last) is best: both operands are read along
+their rows. Blocks along the contracted axis become a batch axis, and [K, N] keeps each block
+contiguous. TPUs transpose operands while loading, and use [K, N] for both. XLA on CPU stores
+jnp.int4 in one byte per code, and converts it 5 times slower than int8. Its library multiplies only
+int8, so XLA would copy a weight of another dtype in every call. Where compilers for GPUs and TPUs
+would make a wider copy, a kernel of jqx reads [K, N]; see `_for_kernels.py`.
 """
 
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 from .._checks import name_of, require_that
 from ..numerics import Integer, format_of
 from ._for_kernels import CACHES, FLOAT8, layout_for_kernel
-from ._layout import Layout, lay_out, lies_otherwise
+from ._layout import Layout, has_int8_layout, lay_out
 
 T = TypeVar("T", bound=Any)
 """A QTensor; its own file imports this one."""
@@ -29,11 +29,11 @@ TARGETS = {
     "tpu-v6e": "tpu",
     "tpu7x": "tpu",
 }
-"""Platforms, by the names of targets: backends, and machines as `jqx.lowering` has them."""
+"""Platforms by the names of targets: backends, and machines as in `jqx.lowering`."""
 
 
 def check_target(function: str, target: Any, contracted: Any) -> None:
-    """Checks the arguments of `pack_for` that are no tensors."""
+    """Checks the arguments of `pack_for` apart from the tensors."""
     require_that(
         isinstance(target, str) and target in TARGETS,
         error=ValueError,
@@ -55,7 +55,7 @@ def check_target(function: str, target: Any, contracted: Any) -> None:
         if isinstance(contracted, (int, float))
         else f"an object of type {type(contracted).__name__}",
         expected="-2 or -1, counted from the last axis, or None",
-        mend="leave it out where the scale tells, or pass -2 for x @ w.",
+        mend="leave it out if the scale determines it, or pass -2 for x @ w.",
     )
 
 
@@ -69,9 +69,9 @@ def lay_out_for(
     otherwise: int = -2,
     kernels: bool = True,
 ) -> T:
-    """Lays a QTensor out for a target; see `jqx.pack_for`. `place` is its path, for errors;
-    `otherwise` is the contracted axis where neither the scale nor `contracted` tells it; `kernels`,
-    whether one may read it.
+    """Gives a QTensor the layout for a target; see `jqx.pack_for`. `place` is its path, for errors.
+    `otherwise` is the contracted axis if neither the scale nor `contracted` determines it.
+    `kernels` allows layouts for kernels.
     """
     if q.ndim < 2:
         return q
@@ -81,7 +81,7 @@ def lay_out_for(
         for_kernel = layout_for_kernel(q, axis, platform, target)
     if for_kernel is not None:
         return lay_out(q, for_kernel)
-    int8 = platform == "cpu" and lies_otherwise(format_of(q.qtype))
+    int8 = platform == "cpu" and has_int8_layout(format_of(q.qtype))
     if axis is None:
         return lay_out(q, Layout(int8=int8))
     comes_last = platform != "tpu" and not _is_blocked(q, axis)
@@ -89,8 +89,8 @@ def lay_out_for(
 
 
 def cache_for(function: str, q: T, target: str) -> T:
-    """Returns keys or values as the kernel of a target reads them in `jqx.decode_attention`; as
-    they are for a CPU, which has none.
+    """Returns keys or values in the layout that the kernel of `jqx.decode_attention` reads on a
+    target; unchanged for a CPU, which has no such kernel.
     """
     check_target(function, target, None)
     platform, form = TARGETS[target], format_of(q.qtype)
@@ -104,8 +104,8 @@ def cache_for(function: str, q: T, target: str) -> T:
         function=function,
         problem=f"no kernel reads a cache of {form.name}.",
         given=f"target == {target!r} for {q!r}",
-        expected=f"one of {', '.join(known)}, laid out plainly",
-        mend="take such a format, or leave out `target`.",
+        expected=f"one of {', '.join(known)}, in the default layout",
+        mend="use one of these formats, or leave out `target`.",
     )
     return lay_out(q, Layout(kernel=platform))
 
@@ -113,8 +113,9 @@ def cache_for(function: str, q: T, target: str) -> T:
 def _contracted_axis(
     function: str, q: Any, contracted: int | None, place: str, otherwise: int
 ) -> int | None:
-    """Returns which of the last two axes is contracted, as the scale says or else as asked for;
-    `None` where each index of both has its own scale, so that neither can be.
+    """Returns which of the last two axes is contracted: the one that the scale determines, or else
+    the one that is asked for; `None` if each index of both axes has its own scale, so that neither
+    can be contracted.
     """
     own = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
     blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]

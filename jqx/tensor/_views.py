@@ -19,9 +19,9 @@ from ..calibrators import Groups
 
 
 def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Returns an index with its ellipsis spelt out: for each axis an int, a slice or an int32
-    array, and `None` between. A boolean mask becomes the places where it holds. An ellipsis that
-    stands for no axis stays, as it parts the arrays on either side.
+    """Returns an index with its ellipsis expanded: for each axis an int, a slice or an int32 array,
+    with `None` in between. A boolean mask becomes the indices of its true elements. An ellipsis
+    that stands for no axis stays, because it separates the arrays on either side.
     """
     parts = [_part(part) for part in (index if isinstance(index, tuple) else (index,))]
     widths = [0 if p is None or p is Ellipsis else p.ndim if _is_mask(p) else 1 for p in parts]
@@ -34,7 +34,7 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
                 "the index does not fit.",
                 given=f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}",
                 expected=f"at most {len(shape)} indices and one ellipsis",
-                mend="drop the surplus.",
+                mend="drop the extra indices.",
             )
         )
     at = dots[0] if dots else len(parts)
@@ -57,7 +57,9 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _part(part: Any) -> Any:
-    """Returns one entry of an index as an int, a slice, an int32 array, a NumPy mask, or a mark."""
+    """Returns one entry of an index as an int, a slice, an int32 array, a NumPy mask, `None` or
+    `...`.
+    """
     if part is None or part is Ellipsis:
         return part
     if isinstance(part, slice):
@@ -75,16 +77,16 @@ def _part(part: Any) -> Any:
     raise TypeError(
         message(
             "QTensor.__getitem__",
-            "there is no such index.",
+            "the index has an unsupported type.",
             given=f"an index of type {type(part).__name__} and dtype {dtype}",
-            expected="integers, slices, None, ..., integer arrays, and masks of known values",
+            expected="integers, slices, None, ..., integer arrays, and masks with known values",
             mend="index q.values and q.scale yourself, or q.dequantize()[index].",
         )
     )
 
 
 def _as_array(part: list[Any]) -> Any:
-    """Returns a list as an array; one without numbers as one of integers, as NumPy takes it."""
+    """Returns a list as an array; an empty list becomes integers, as in NumPy."""
     try:
         array = np.asarray(part)
     except (TypeError, ValueError):  # ragged, or of traced values
@@ -99,7 +101,7 @@ def _check_slice(part: slice) -> None:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         text = message(
             "QTensor.__getitem__",
-            "a slice has no such start, stop or step.",
+            "a slice has an invalid start, stop or step.",
             given=", ".join(type(end).__name__ for end in (part.start, part.stop, part.step))
             if kind is TypeError
             else "a step of 0",
@@ -132,7 +134,7 @@ def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -
 
 
 def cut_axes(parts: Sequence[Any], groups: Groups) -> tuple[int, ...]:
-    """Returns the blocked axes that a slice of the index cuts not at the ends of blocks."""
+    """Returns the blocked axes that a slice of the index cuts inside a block."""
     cut = []
     for axis, part in enumerate(
         part for part in parts if part is not None and part is not Ellipsis
@@ -179,7 +181,7 @@ def index_for(parts: Sequence[Any], parameter: Any, groups: Groups) -> tuple[Any
 
 
 def blocks_after(parts: Sequence[Any], groups: Groups) -> dict[int, int]:
-    """Returns the block size along each axis of an indexed array that a slice has kept blocked."""
+    """Returns the block size along each axis of an indexed array that a slice keeps in blocks."""
     plain = (type(None), type(Ellipsis), slice)
     advanced = [i for i, part in enumerate(parts) if not isinstance(part, plain)]
     arrays = [part for part in parts if getattr(part, "ndim", 0) > 0]
@@ -208,7 +210,7 @@ def axis_groups(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Splits a reshape into the smallest groups of axes with equal products: `[(old, new), ...]`.
 
-    Axes of size 1 stand in groups of their own.
+    Axes of size 1 are in no group.
     """
     olds = [i for i, n in enumerate(old) if n != 1]
     news = [i for i, n in enumerate(new) if n != 1]
@@ -238,8 +240,8 @@ def axis_groups(
 def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
     """Returns which elements share a scale after their array was reshaped.
 
-    Axes that merge or split are read as one run of elements, the last axis the fastest: a scale can
-    follow where it is constant on blocks of that run.
+    Axes that merge or split are read as one run of elements, with the last axis varying fastest. A
+    scale can follow if it is constant on blocks of that run.
     """
     old, sizes = groups.shape, groups.sizes
     after = [1] * len(new)
@@ -259,8 +261,8 @@ def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
                     f"the scale cannot follow: axes {sources} become {targets}, and only some of "
                     "them have their own scale.",
                     given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
-                    expected="axes that merge or split to be scaled alike, or in blocks that stay "
-                    "whole",
+                    expected="axes that merge or split to all have their own scale or none, or "
+                    "blocks that stay whole",
                     mend="reshape before quantizing, or quantize with a coarser granularity.",
                 )
             )
@@ -270,8 +272,8 @@ def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
 
 
 def _run(axes: Sequence[tuple[int, int]]) -> int | None:
-    """The length of the runs on which a scale over (size, block) axes is constant, if it is on
-    equal ones.
+    """Returns the length of the runs on which a scale over (size, block) axes is constant, or
+    `None` if the runs have different lengths.
     """
     run, whole = 1, True
     for n, b in reversed(axes):
@@ -285,7 +287,7 @@ def _run(axes: Sequence[tuple[int, int]]) -> int | None:
 
 
 def _spread(run: int, shape: Sequence[int]) -> list[int] | None:
-    """Block sizes of axes of `shape` whose product is a run, the last axes first."""
+    """Returns block sizes for the axes of `shape` whose product is a run; last axes fill first."""
     sizes = []
     for n in reversed(shape):
         size = math.gcd(n, run)

@@ -1,4 +1,4 @@
-"""QTensors of zeros, such as a cache that is to be filled."""
+"""QTensors of zeros, such as an empty cache."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +38,8 @@ def zeros(
     return q if target is None else cache_for(name, q, target)
 
 
-@partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))  # no array of floats is made
+# Jitted, so that no array of floats is created.
+@partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))
 def _zeros(
     affine: Affine | None, *, cls: Any, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
 ) -> Any:

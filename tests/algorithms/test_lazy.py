@@ -146,7 +146,7 @@ class Observing:
 def test_what_computes_on_arrays_says_so(use):
     params = lazily(PARAMS)
     plan = jqx.make_plan(f, POLICY)(params, BATCHES[0])
-    with pytest.raises(TypeError, match=r"jqx\.[\w.]+: (.|\n)+is not read yet(.|\n)+to mend:"):
+    with pytest.raises(TypeError, match=r"jqx\.[\w.]+: (.|\n)+not been read yet(.|\n)+to mend:"):
         use(params, plan)
 
 

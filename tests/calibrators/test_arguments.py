@@ -78,6 +78,6 @@ BLOCKS = [
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=repr)
 def test_blocks_of_other_types_are_refused(blocks):
-    with pytest.raises(ValueError, match="`blocks` does not tell block sizes") as info:
+    with pytest.raises(ValueError, match="`blocks` does not describe block sizes") as info:
         jqx.QTensor(jnp.zeros(10, jnp.int8), jnp.ones(4), qtype=jnp.int8, blocks=blocks)
     assert "to mend: " in str(info.value)

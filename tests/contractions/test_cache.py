@@ -466,7 +466,7 @@ def test_writes_that_may_cut_a_block_are_refused():
     def at(q, x, t):
         return dynamic_update_slice(q, x, (t, 0))
 
-    facts = "known at run time alone", "blocks of 4"
+    facts = "known only at run time", "blocks of 4"
     args = q, jnp.zeros((4, 4)), jnp.int32(4)
     assert_refused(at, args, ValueError, "dynamic_update_slice", *facts)
 

@@ -205,7 +205,7 @@ def test_it_is_an_estimator_and_says_which_formats_it_is_for(gradient):
     if gradient in (ste, ste_unclipped, pact, dorefa):
         check_estimator("caller", gradient, uniform=False)
     else:
-        with pytest.raises(ValueError, match="evenly spaced levels alone"):
+        with pytest.raises(ValueError, match="only for evenly spaced levels"):
             check_estimator("caller", gradient, uniform=False)
 
 

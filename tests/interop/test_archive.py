@@ -204,7 +204,7 @@ CHANGES = {
     "number": (lambda h, d: d.update(tree=3), "the tree in the file is invalid"),
     "pair": (lambda h, d: d["tree"]["dict"].append([1]), "the tree in the file is invalid"),
     "qtype": (lambda h, d: leaf(d, 0)["fields"].update(qtype="int9"), "is not a dtype"),
-    "fields": (lambda h, d: leaf(d, 0)["fields"].pop("blocks"), "lacks the field 'blocks'"),
+    "fields": (lambda h, d: leaf(d, 0)["fields"].pop("blocks"), "not have the field 'blocks'"),
     "other qtype": (lambda h, d: leaf(d, 0)["fields"].update(qtype="int8"), "at:       'w'"),
     "shape": (lambda h, d: h["w.scale"].update(shape=[2, 2]), "does not fit `scale`"),
 }

@@ -103,7 +103,7 @@ def test_codes_that_are_none_of_their_format_are_refused(path):
     for name, (qtype, codes) in BEYOND.items():
         q = quantized(qtype)
         for code in codes:
-            words = ("'w.values'", f"no codes of {numerics.format_of(qtype).name}", str(code))
+            words = ("'w.values'", f"not codes of {numerics.format_of(qtype).name}", str(code))
             if np.iinfo(q.values.dtype).min <= code <= np.iinfo(q.values.dtype).max:
                 wrong = with_codes(q, [code])
                 assert_refused(lambda q=wrong: jqx.save(path, {"w": q}), *words)
@@ -137,7 +137,7 @@ def test_zero_points_beyond_their_format_are_refused(path):
     q = jqx.QTensor(
         jnp.zeros((3, 2), jnp.uint8), scale, jnp.array([[0, 8]], jnp.uint8), qtype=numerics.uint3
     )
-    assert_refused(lambda: jqx.save(path, {"w": q}), "'w.zero_point'", "no codes of uint3")
+    assert_refused(lambda: jqx.save(path, {"w": q}), "'w.zero_point'", "not codes of uint3")
     assert not path.exists()
 
 

@@ -176,7 +176,7 @@ def test_several_arguments_names_and_values_of_the_user(tmp_path):
     names = {"1": "first", "3": "1"}
     quantize = jqx.ptq(g, policy, params=(1, 3), names=names, progress=False)
     quantized = quantize((W, 2 * W), [(X, X)])
-    with pytest.raises(ValueError, match="neither jqx's own"):
+    with pytest.raises(ValueError, match="neither of a class of jqx"):
         jqx.save(tmp_path / "a", quantized)
     jqx.save(tmp_path / "a", quantized, values={"mine": mine})
     with pytest.raises(ValueError, match="'mine'"):

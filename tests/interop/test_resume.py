@@ -185,7 +185,7 @@ def test_shares_that_are_none(options, tmp_path):
 
 def test_what_is_made_must_be_what_was_announced():
     lazy = Lazy(jax.ShapeDtypeStruct((2,), "f4"), lambda: np.ones(3, "f4"))
-    with pytest.raises(ValueError, match="what was made is not what was announced"):
+    with pytest.raises(ValueError, match="the result of `make` does not match `spec`"):
         lazy.read()
 
 

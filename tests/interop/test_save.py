@@ -78,7 +78,7 @@ def test_a_format_of_the_user_is_looked_up_by_its_name(path):
 
     mine = Mine((-1.0, 0.5, 1.0), "mine")
     q = quantized(mine)
-    with pytest.raises(ValueError, match="type Mine is neither jqx's own"):
+    with pytest.raises(ValueError, match="type Mine is neither of a class of jqx"):
         jqx.save(path, q)
     jqx.save(path, q, values={"mine": mine})
     with pytest.raises(ValueError, match="the object 'mine' at tree"):

@@ -212,7 +212,7 @@ PARTS = r"jqx\.numerics\.Block: .*{}.*\n  given:    .*{}.*\n  expected: .+\n  to
     ],
 )
 def test_sizes_and_units_that_make_no_format_are_refused(fields, fact):
-    with pytest.raises(ValueError, match=PARTS.format("no such block format", re.escape(fact))):
+    with pytest.raises(ValueError, match=PARTS.format("format is not valid", re.escape(fact))):
         Block(**({"element": jnp.int8, "size": 32} | fields))
 
 
@@ -225,8 +225,8 @@ def test_sizes_and_units_that_make_no_format_are_refused(fields, fact):
         ({"size": True}, "`size` must be an integer", "bool"),
         ({"label": 3}, "`label` is not a str", "label == 3"),
         ({"scale_qtype": jnp.float32}, r"element type \(float32\)", "scale_qtype is float32"),
-        ({"scale_qtype": jnp.int8}, "no float format", "scale_qtype == int8"),
-        ({"scale_qtype": nf4}, "no float format", "scale_qtype == nf4"),
+        ({"scale_qtype": jnp.int8}, "not a float format", "scale_qtype == int8"),
+        ({"scale_qtype": nf4}, "not a float format", "scale_qtype == nf4"),
         ({"unit": "1"}, "`unit`", "1"),
     ],
 )

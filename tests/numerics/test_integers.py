@@ -182,7 +182,7 @@ PARTS = r"jqx\.numerics\.Integer: .*{}.*\n  given:    .*{}.*\n  expected: .+\n  
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 9, 12, 15, 24, 31, 33, 64])
 def test_widths_that_do_not_exist_are_refused(bits):
-    with pytest.raises(ValueError, match=PARTS.format("no such integer format", f"bits == {bits}")):
+    with pytest.raises(ValueError, match=PARTS.format("bits is not supported", f"bits == {bits}")):
         Integer(bits)
 
 
@@ -193,7 +193,7 @@ def test_one_bit_is_referred_to_binary():
 
 def test_a_narrow_unsigned_format_is_refused():
     facts = re.escape("signed == False, narrow == True")
-    with pytest.raises(ValueError, match=PARTS.format("no smallest negative code", facts)):
+    with pytest.raises(ValueError, match=PARTS.format("no negative code to exclude", facts)):
         Integer(8, signed=False, narrow=True)
 
 

@@ -953,19 +953,19 @@ REFUSED_FORMATS = {
         lambda: jqx.quantize(F32, f32(), qtype=numerics.mxfp4),
         ValueError,
         "quantize",
-        ("mxfp4 has scales of its own", "jqx.QTensor.quantize", "float4_e2m1fn"),
+        ("mxfp4 includes its own scales", "jqx.QTensor.quantize", "float4_e2m1fn"),
     ),
     "block_format_simulated": (
         lambda: jqx.quantize_dequantize(F32, f32(), qtype=numerics.nvfp4),
         ValueError,
         "quantize_dequantize",
-        ("nvfp4 has scales of its own", "jqx.QTensor.quantize"),
+        ("nvfp4 includes its own scales", "jqx.QTensor.quantize"),
     ),
     "block_format_back": (
         lambda: jqx.dequantize(F8, f32(), qtype=numerics.mxfp8_e4m3),
         ValueError,
         "dequantize",
-        ("mxfp8_e4m3 has scales of its own",),
+        ("mxfp8_e4m3 includes its own scales",),
     ),
     "codes_of_another_dtype": (
         lambda: jqx.dequantize(I8, f32(), qtype=numerics.nf4),
@@ -1001,7 +1001,7 @@ REFUSED_FORMATS = {
         lambda: jqx.quantize_dequantize(F32, f32(), qtype=jnp.int8, gradient=Noise()),
         ValueError,
         "quantize_dequantize",
-        ("there is no key", "jax.random.key(0)"),
+        ("no key is given", "jax.random.key(0)"),
     ),
     "estimator_for_even_levels": (
         lambda: jqx.quantize_dequantize(F32, f32(), qtype=jnp.float8_e4m3fn, gradient=EvenOnly()),

@@ -190,7 +190,7 @@ REFUSED = {
         (F32, np.ones((), np.float32)),
         {},
         ValueError,
-        ("`low` and `high` must have one shape", "low.shape == (3,), high.shape == ()"),
+        ("`low` and `high` must have the same shape", "low.shape == (3,), high.shape == ()"),
     ),
     "unsigned_and_symmetric": (
         (F32, F32),

@@ -194,7 +194,7 @@ ERRORS = {
         ),
         ValueError,
         "axis 0 of 'w' is partitioned, along which codes are packed",
-        "codes of one device in bytes of its own",
+        "no byte with codes of several devices",
     ),
     "no mesh": (
         lambda mesh: jqx.parallel.shardings({"w": P("data")}, {"w": block_of(8, {})}),

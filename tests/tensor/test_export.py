@@ -99,7 +99,7 @@ def test_a_format_of_the_user_is_refused_by_name():
     class Mine(numerics.Codebook):
         pass
 
-    with pytest.raises(ValueError, match="type Mine is neither jqx's own"):
+    with pytest.raises(ValueError, match="type Mine is neither of a class of jqx"):
         written(quantized(Mine((-1.0, 1.0), "mine")))
 
 
@@ -109,7 +109,7 @@ CHANGES = {
     b'"float32"': (b'"float33"', "`dtype` is not a dtype"),
     b"Codebook": (b"Codebock", "'jqx.numerics.Codebock' at QTensor.qtype is unknown"),
     b'"blocks": []': (b'"blocks": {}', "QTensor.blocks is unknown"),
-    b'"mine"': (b"[1, 2]", "QTensor.qtype.label is not of its kind"),
+    b'"mine"': (b"[1, 2]", "QTensor.qtype.label has the wrong type"),
 }
 
 

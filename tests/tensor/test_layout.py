@@ -337,7 +337,7 @@ def test_tensors_of_different_layouts_are_not_joined():
     q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
     for other in (laid_out(q, SWAPPED), laid_out(q, AS_INT8), q.pack()):
         for function in (jqx.QTensor.concatenate, jqx.QTensor.stack):
-            facts = ("laid out in different ways", "one layout", "q.unpack()", str(other.layout))
+            facts = ("different layouts", "one layout", "q.unpack()", str(other.layout))
             name = f"QTensor.{function.__name__}"
             assert_refused(lambda a, b, f=function: f([a, b]), (q, other), TypeError, name, *facts)
 
@@ -453,9 +453,9 @@ def test_it_shows_how_the_codes_lie():
         (((5,), "int4"), "int4", SWAPPED, ValueError, ("two axes to be swapped", "(5,)")),
         (((5,), "int4"), "int4", AS_INT8, TypeError, ("`values`", "int4", "values.dtype == int8")),
         (((5,), "uint8"), "uint4", AS_INT8, TypeError, ("`values`", "values.dtype == int8")),
-        (((5,), "int8"), "int8", AS_INT8, ValueError, ("int8", "int8=True", "but int8 as int8")),
-        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "but int8 as int8")),
-        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "but int8 as int8")),
+        (((5,), "int8"), "int8", AS_INT8, ValueError, ("int8", "int8=True", "other than int8")),
+        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "other than int8")),
+        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "other than int8")),
         (((5,), "uint8"), "int8", packed(-1, 5), ValueError, ("int8", "less than 8 bits")),
         (
             ((6,), "uint8"),

@@ -943,7 +943,7 @@ BLOCK = jqx.per_block({0: 1, 1: 32})
             lambda: jqx.QTensor(ones(5, jnp.int8), ones(1), qtype=jnp.int8, blocks=((-1, 2),)),
             ValueError,
             "QTensor",
-            ("`blocks` does not tell block sizes", "((-1, 2),)", "((100, 4, 32),)"),
+            ("`blocks` does not describe block sizes", "((-1, 2),)", "((100, 4, 32),)"),
         ),
         (
             lambda: jqx.QTensor.concatenate([]),

@@ -629,7 +629,7 @@ def test_a_mask_of_another_shape_is_refused(shape):
 def test_a_traced_mask_is_refused():
     """The shape of the result would not be known."""
     q, _ = made("int8 per tensor")
-    with pytest.raises(TypeError, match="masks of known values"):
+    with pytest.raises(TypeError, match="masks with known values"):
         jax.eval_shape(lambda q, m: q[m].dequantize(), q, np.ones(3, bool))
 
 

@@ -439,7 +439,7 @@ def test_segments_of_another_plan_are_errors():
         jqx.quantize_params(q, plan)
     with pytest.raises(TypeError, match="Segments are not an array"):
         np.asarray(q["layers"]["a"])
-    with pytest.raises(ValueError, match="there is no part"):
+    with pytest.raises(ValueError, match="there are no parts"):
         jqx.Segments([])
     with pytest.raises(TypeError, match="neither a QTensor nor an array"):
         jqx.Segments([3.0])

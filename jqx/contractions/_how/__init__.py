@@ -1,1 +1,1 @@
-"""How it is contracted: the formulations, the order in which they are tried, and their parts."""
+"""How to contract: the formulations, the order in which they are tried, and their parts."""

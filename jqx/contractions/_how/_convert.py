@@ -64,7 +64,7 @@ def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         numbers = numbers_of(q, wide)
         if q.zero_point is not None:
             numbers = numbers - q.zero_point.astype(wide)
-        power, rest = parted(q.real_scale().astype(wide))
+        power, rest = split_power(q.real_scale().astype(wide))
         y = _dot(x, numbers * power, dimensions, how.precision, wide)
         return y * dimensions.rhs_to_output(rest)
 
@@ -109,7 +109,7 @@ def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return with_scales(y, lhs, rhs, how.dimensions)
 
 
-def parted(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_power(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits a scale in two factors: a power of two for the codes, which stay exact, so that sums
     are about as large as results are, and what is left for after the sum.
     """

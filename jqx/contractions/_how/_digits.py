@@ -55,7 +55,7 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
     at = len(dimensions.lhs_batch)
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), at)
-    before, after = _parted(step)
+    before, after = _split_steps(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
@@ -83,7 +83,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions, block = how.dimensions, how.block
     assert block is not None
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), 0)
-    before, after = _parted(step)
+    before, after = _split_steps(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
@@ -130,7 +130,7 @@ def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate([high, middle, low], axis=at), step
 
 
-def _parted(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split_steps(step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits the steps of rows in two factors, of which the first multiplies sums of digits before
     a scale does: the power of two of a small step, so that a large scale finds small sums. A batch
     shares it, since slices may run along a batch.

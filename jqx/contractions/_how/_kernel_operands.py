@@ -19,7 +19,7 @@ from .._what._dimensions import Dimensions
 from ._scales import HowTo
 
 
-def lies_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
+def is_laid_out_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether matrices are multiplied by those of a weight that lie for the kernels of a platform,
     in float32.
     """
@@ -120,7 +120,7 @@ def _entries(form: Any) -> tuple[float, ...]:
 
 
 class Parameters(NamedTuple):
-    """What a kernel is told of a weight.
+    """What a kernel is parameters of a weight.
 
     Attributes:
       scale: [..., G, N], floats or the exponents of powers of two.
@@ -133,9 +133,9 @@ class Parameters(NamedTuple):
     after: jax.Array | None
 
 
-def dtype_of(how: HowTo, told: Parameters) -> Any:
+def dtype_of(how: HowTo, parameters: Parameters) -> Any:
     """Returns the dtype that a kernel writes: that of the result, where nothing multiplies it."""
-    return how.dtype if how.dtype is not None and told.after is None else jnp.float32
+    return how.dtype if how.dtype is not None and parameters.after is None else jnp.float32
 
 
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:

@@ -18,7 +18,7 @@ from ._formulation import formulation
 from ._kernel_operands import (
     dtype_of,
     in_stack,
-    lies_for,
+    is_laid_out_for,
     over_matrices,
     parameters_of,
     precision_of,
@@ -42,7 +42,7 @@ def _is_for(platform: str) -> Callable[[Any], bool]:
         if not case.is_beside_floats or precision_of(case.how.precision) is NotImplemented:
             return False
         needs = case.block is not None or is_looked_up(case.rhs)
-        return needs and lies_for(platform, case.lhs, case.rhs, case.how)
+        return needs and is_laid_out_for(platform, case.lhs, case.rhs, case.how)
 
     return applies
 
@@ -67,15 +67,15 @@ def kernel_gpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Array]) -> jax.Array:
     kernel = in_stack(kernel, q, 1)
     q = with_own_scales(q, (q.ndim - 1,))
-    told = parameters_of(q, x.dtype)
+    parameters = parameters_of(q, x.dtype)
     run = functools.partial(
         kernel,
         table=table_of(q),
         precision=precision_of(how.precision),
-        dtype=dtype_of(how, told),
+        dtype=dtype_of(how, parameters),
     )
-    weight = [q.values, told.scale, told.zero]
-    return over_matrices(run, how.dimensions, [x], weight, told.after)
+    weight = [q.values, parameters.scale, parameters.zero]
+    return over_matrices(run, how.dimensions, [x], weight, parameters.after)
 
 
 def as_activation(q: QTensor, beside: QTensor, wide: Any) -> jax.Array:

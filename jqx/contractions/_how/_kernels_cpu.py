@@ -31,7 +31,7 @@ from ._kernels_of_codes import derived_as
 from ._scales import HowTo
 
 
-def lies_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
+def is_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
     """Whether a weight is [..., N, K], the contracted axis last, and all sizes are known."""
     return (
         dimensions.rhs_contracting == (q.ndim - 1,)
@@ -59,7 +59,7 @@ def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
         and is_byte(x)
         and is_byte(q)
         and q.size != 0
-        and lies_in_rows(x, q, how.dimensions)
+        and is_in_rows(x, q, how.dimensions)
         and x.scale.dtype in (E8M0, jnp.float32)
         and how.dimensions.contracted_size(x) <= longest(x, q)
     )

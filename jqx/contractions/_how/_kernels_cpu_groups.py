@@ -21,7 +21,7 @@ from ._blocks import with_own_scales
 from ._convert import is_exact_in
 from ._formulation import CPU, formulation
 from ._kernel_operands import precision_of
-from ._kernels_cpu import as_output, by_kernel, in_groups, left_of, lies_in_rows, rows_of, stored
+from ._kernels_cpu import as_output, by_kernel, in_groups, is_in_rows, left_of, rows_of, stored
 from ._kernels_of_codes import derived_as
 from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
@@ -37,7 +37,7 @@ FEW = 6
 
 def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether the package has a kernel for codes of 8, 4 or 2 bits as they lie, in their groups."""
-    if not (_package_cpu.is_installed() and is_integer(q) and lies_in_rows(x, q, how.dimensions)):
+    if not (_package_cpu.is_installed() and is_integer(q) and is_in_rows(x, q, how.dimensions)):
         return False
     bits = format_of(q.qtype).bits
     if bits == 8:
@@ -155,7 +155,7 @@ def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
     return (
         kernel_of(q) == "cpu"
         and q.zero_point is None
-        and lies_in_rows(x, q, how.dimensions)
+        and is_in_rows(x, q, how.dimensions)
         and common_dtype(x.dtype, q.dtype) == jnp.float32
         and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], form.bits)
         and (few or how.block is not None or not is_exact_in(q, x.dtype))
@@ -185,8 +185,8 @@ def decoded(
     scale = q.scale
     if isinstance(scale, QTensor) or scale.dtype != E8M0:
         scale = q.real_scale()
-    told = {"table": _table_of(format_of(q.qtype)), "step": step, "sizes": sizes}
-    return as_output(decoded_product_cpu(rows, codes, in_groups(scale, q), **told), x, how)
+    options = {"table": _table_of(format_of(q.qtype)), "step": step, "sizes": sizes}
+    return as_output(decoded_product_cpu(rows, codes, in_groups(scale, q), **options), x, how)
 
 
 @functools.cache

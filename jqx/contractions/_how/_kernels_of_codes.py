@@ -16,7 +16,7 @@ from .._integers._integer import integer
 from ._blocks import with_own_scales
 from ._convert import convert
 from ._formulation import CPU, ELSEWHERE, formulation, of_slices
-from ._kernel_operands import dtype_of, in_stack, lies_for, over_matrices, parameters_of
+from ._kernel_operands import dtype_of, in_stack, is_laid_out_for, over_matrices, parameters_of
 from ._scales import HowTo
 from ._tiles import tiles
 
@@ -26,10 +26,10 @@ LEAST = 16
 
 
 def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
-    """Whether a kernel multiplies the codes of two operands, of which the left one may be told by
-    shapes alone.
+    """Whether a kernel multiplies the codes of two operands. The left one may be given by shapes
+    only.
     """
-    if not lies_for(platform, x, q, how):
+    if not is_laid_out_for(platform, x, q, how):
         return False
     (axis,) = how.dimensions.lhs_contracting
     size, whole = q.groups.sizes[-2], q.shape[-2]
@@ -155,7 +155,7 @@ def products(
     """
     kernel = in_stack(kernel, q, 2)
     q = with_own_scales(q, (q.ndim - 1,))
-    told = parameters_of(q, jnp.float32)
-    run = functools.partial(kernel, form=form, dtype=dtype_of(how, told))
-    rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, told.scale, told.zero]
-    return over_matrices(run, how.dimensions, rows, weight, told.after)
+    parameters = parameters_of(q, jnp.float32)
+    run = functools.partial(kernel, form=form, dtype=dtype_of(how, parameters))
+    rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, parameters.scale, parameters.zero]
+    return over_matrices(run, how.dimensions, rows, weight, parameters.after)

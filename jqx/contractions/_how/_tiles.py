@@ -15,7 +15,7 @@ from ...tensor import QTensor
 from .._integers._products import needs_shape
 from .._what._dimensions import Dimensions
 from ._blocks import with_own_scales
-from ._convert import is_exact_in, numbers_of, parted, real_of
+from ._convert import is_exact_in, numbers_of, real_of, split_power
 from ._formulation import CPU, formulation
 from ._scales import HowTo, with_scales
 from ._slices import in_slices
@@ -77,7 +77,7 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.A
             real, x = real_of(tile, wide), x.astype(wide)
         scale = tile.real_scale().astype(wide)
         if look and not by_rows:
-            power, scale = parted(scale)
+            power, scale = split_power(scale)
             real = real * power.astype(x.dtype)
         y = lax.dot_general(
             x, real, dimensions.numbers, precision=how.precision, preferred_element_type=wide

@@ -1,1 +1,1 @@
-"""The integer arithmetic: sums of codes in int32, and what becomes of them."""
+"""The integer arithmetic: sums of codes in int32, and their requantization."""

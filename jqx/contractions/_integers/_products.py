@@ -56,7 +56,7 @@ def shaped(
     lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
 ) -> Products:
     """Multiplies in the shapes that are fast on CPU; the result is that of `plain`."""
-    if must_turn(dimensions) and not is_at_least(rhs.size, lhs.size):
+    if needs_transpose(dimensions) and not is_at_least(rhs.size, lhs.size):
         swapped = shaped(rhs, lhs, dimensions.swapped, left=right, right=left)
         total, of_right, of_left = (
             None if part is None else dimensions.swap_output(part) for part in swapped
@@ -64,7 +64,7 @@ def shaped(
         return Products(total, of_left, of_right)
     rows = to_rows(lhs, dimensions)
     total, of_left, of_right = rows_product(
-        rows, rhs, dimensions, left=left, right=right, turned=must_turn(dimensions)
+        rows, rhs, dimensions, left=left, right=right, transposed=needs_transpose(dimensions)
     )
     batch = rows.shape[: len(dimensions.lhs_batch)]
     free = tuple(lhs.shape[axis] for axis in dimensions.lhs_free)
@@ -84,7 +84,7 @@ def fitting(
     return form(lhs, rhs, dimensions, left=left, right=right)
 
 
-def must_turn(dimensions: Dimensions) -> bool:
+def needs_transpose(dimensions: Dimensions) -> bool:
     """Whether the left operand is not in the order: batch axes, free axes, contracted axes."""
     order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
     return order != tuple(range(dimensions.lhs_rank))
@@ -93,7 +93,7 @@ def must_turn(dimensions: Dimensions) -> bool:
 def needs_shape(lhs: Any, rhs: Any, dimensions: Dimensions) -> bool:
     """Whether a product leaves the fast path of XLA on CPU as written."""
     narrow = dimensions.rows(lhs) == 1 or dimensions.columns(rhs) == 1
-    return narrow or must_turn(dimensions)
+    return narrow or needs_transpose(dimensions)
 
 
 def to_rows(x: jax.Array, dimensions: Dimensions) -> jax.Array:
@@ -111,7 +111,7 @@ def rows_product(
     *,
     left: bool = False,
     right: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Products:
     """Multiplies `(*batch, rows, *contracted)` by a right operand as it stands.
 
@@ -121,8 +121,8 @@ def rows_product(
       dimensions: of the whole contraction; of the left operand only the numbers of axes count.
       left: whether to sum the rows.
       right: whether to sum the right operand.
-      turned: whether the rows come from a transpose. XLA would undo it and fall off the fast path;
-        a row of zeros below makes it a copy.
+      transposed: whether the rows come from a transpose. XLA would undo it and leave the fast path;
+        an extra row of zeros makes it a copy.
 
     Returns:
       Products of shapes (*batch, rows, *columns), with 1 for each of the columns in the sums of the
@@ -133,7 +133,7 @@ def rows_product(
     # Beside few rows, one more of ones gives the sums of the right operand.
     ones_below = right and not is_at_least(m, TALL)
     tall = rows
-    if ones_below or m == 1 or turned:
+    if ones_below or m == 1 or transposed:
         tall = jnp.concatenate([rows, _constant(rows, at, 1, int(ones_below))], axis=at)
     y = _multiply(tall, rhs, dimensions)
     of_left = _sums_of_rows(rows, at, dimensions) if left else None
@@ -187,14 +187,14 @@ def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Ar
         beside = jnp.zeros((*rhs.shape[:at], 1, *rhs.shape[at + 1 :]), jnp.int8)
         rhs = jnp.concatenate([rhs, beside], axis=at)
         batch_axes, contracted_axes = tuple(range(at)), contracting
-    if _is_few_and_turned(rows, rhs, contracted_axes, batch_axes):
+    if _has_few_rows(rows, rhs, contracted_axes, batch_axes):
         return _in_parts(rows, rhs)
     numbers = ((contracting, contracted_axes), (tuple(range(at)), batch_axes))
     y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
     return y[..., :1].reshape(*y.shape[:-1], *columns) if padded else y
 
 
-def _is_few_and_turned(
+def _has_few_rows(
     rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> bool:
     """Whether a few rows meet a matrix contracted along its first axis, of a length to split."""

@@ -1,1 +1,1 @@
-"""What is contracted: the axes of operands, and an operation as planning sees it."""
+"""What to contract: the axes of operands, and an operation as the planner sees it."""
