@@ -28,12 +28,6 @@ from ._injected import INJECTED
 from ._quantized import Quantized
 from ._state import LEARNED, QPARAMS, SCALES, STATS, looking_for
 
-NAMES = {
-    Wanted.CODES: "convert",
-    Wanted.SCALES: "fix_scales",
-    Wanted.LEARNED: "learn_scales",
-}
-
 Variables = Mapping[str, Any]
 
 
@@ -235,7 +229,7 @@ def _find(
 ) -> Mapping[str, Any]:
     """Runs a module; returns what its quantized parts find, among what it writes."""
     if scales is not None:
-        check_scales(NAMES[wanted], scales)
+        check_scales(wanted.function, scales)
     with looking_for(wanted, dynamic=scales == "dynamic"):
         _, new = module.apply(variables, *args, **{**kwargs, "mutable": _all(wanted.value)})
     return new

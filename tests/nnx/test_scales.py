@@ -30,7 +30,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
         with pytest.raises(ValueError, match=match.format(mode)):
             model(images())
         for name in ("convert", "fix_scales", "learn_scales"):
-            with pytest.raises(ValueError, match=match.format("a conversion")):
+            with pytest.raises(ValueError, match=match.format(f"a call of {name}")):
                 getattr(jqx.nnx, name)(model, images())
     after = nnx.to_pure_dict(nnx.state(model))
     assert str(before) == str(after)
