@@ -48,7 +48,8 @@ def convert(
       module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
       variables: its float variables; with the collection `quant_stats` of a calibration where
         activations have static scales.
-      *args: of the call, as for `module.apply`.
+      *args: of the call, as for `module.apply`; only their shapes and dtypes matter, unless
+        `scales` is dynamic.
       scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
         leaves that to the module.
       target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
@@ -107,7 +108,8 @@ def fix_scales(
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: of the call, as for `module.apply`.
+      *args: of the call, as for `module.apply`; only their shapes and dtypes matter, unless
+        `scales` is dynamic.
       scales: as for `convert`; the values behind layers of `jqx.linen` are what quantized layers
         give.
       **kwargs: of the call, such as `method=` and `rngs=`.
@@ -144,13 +146,20 @@ def learn_scales(
 ) -> dict[str, Any]:
     """Returns variables in which scales are parameters, of weights and of static activations.
 
-    They start where the calibrators put them: from the statistics of a calibration. Use an
-    estimator with a gradient for scales, such as `jqx.gradients.lsq`.
+    They start where the calibrators put them: from the statistics of a calibration.
+
+    A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
+    specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
+    values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    Make the optimizer of the result, since its state holds the scales too. Leave the scales
+    out of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
+    positive: the sign of a negative one mirrors the codes, and a scale of 0 learns no more.
 
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: of the call, as for `module.apply`.
+      *args: of the call, as for `module.apply`; only their shapes and dtypes matter, unless
+        `scales` is dynamic.
       scales: as for `convert`.
       **kwargs: of the call, such as `method=` and `rngs=`.
 

@@ -48,7 +48,7 @@ def convert(
     Args:
       model: from `quantize`, or with layers or contractions of `jqx.nnx`; calibrated where
         activations have static scales.
-      *args: of the call.
+      *args: of the call; only their shapes and dtypes matter, unless `scales` is dynamic.
       method: name of the method that is called.
       scales: `"dynamic"` fixes scales that are not calibrated at the values of this call; `None`
         leaves that to the model.
@@ -108,7 +108,7 @@ def fix_scales(
 
     Args:
       model: as for `convert`.
-      *args: of the call.
+      *args: of the call; only their shapes and dtypes matter, unless `scales` is dynamic.
       method: name of the method that is called.
       scales: as for `convert`.
       **kwargs: of the call.
@@ -147,13 +147,19 @@ def learn_scales(
 
     They are an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts of
     arrays, by names such as `kernel:weight` and `kernel:dot_general:lhs`. They start where the
-    calibrators put them: from the statistics of a calibration. Use an estimator with a gradient for
-    scales, such as `jqx.gradients.lsq`. The mode of every part becomes
+    calibrators put them: from the statistics of a calibration. The mode of every part becomes
     `Mode.SIMULATE`, but parts in `Mode.FLOAT` are left alone.
+
+    A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
+    specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
+    values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    Make the optimizer after this call: its state holds the scales too. Leave the scales
+    out of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
+    positive: the sign of a negative one mirrors the codes, and a scale of 0 learns no more.
 
     Args:
       model: as for `convert`.
-      *args: of the call.
+      *args: of the call; only their shapes and dtypes matter, unless `scales` is dynamic.
       method: name of the method that is called.
       scales: as for `convert`.
       **kwargs: of the call.
@@ -183,7 +189,8 @@ def learn_scales(
         part.learned_scales, part.mode = None, Mode.SIMULATE
     for part, learned in found:
         entries = {key: affine.scale for key, affine in learned.items()}
-        part.learned_scales = nnx.Param(nest(entries))
+        # A State, since nnx.Optimizer makes one of a dict, and then masks of optax do not fit.
+        part.learned_scales = nnx.Param(nnx.State(nest(entries)))
 
 
 def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: Any) -> Plan:
