@@ -8,8 +8,7 @@ from typing import Any
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from .._checks import check_instance
-from .._errors import message
+from .._checks import check_instance, require_that
 from ..modules import Mode
 from ..modules._shared import Scales, forwards
 from ..policy import Policy
@@ -65,19 +64,35 @@ def quantize(
     fields = [f.name for f in dataclasses.fields(module) if f.init and f.name not in OUTER]
     own = [f.name for f in dataclasses.fields(Quantized) if f.name not in OUTER]
     both = sorted({*fields} & {*own})
-    if module.scope is not None or isinstance(module, State) or both:
-        raise ValueError(
-            message(
-                "quantize",
-                "this module cannot be quantized.",
-                given=f"{type(module).__name__}"
-                + (", bound to variables" if module.scope is not None else "")
-                + (f", with fields {', '.join(both)}" if both else ""),
-                expected=f"an unbound float module without fields {', '.join(own)}",
-                mend="pass the float module itself, inside a module made with parent=None; "
-                "rename its fields.",
-            )
-        )
+    name = type(module).__name__
+    require_that(
+        not isinstance(module, State),
+        error=ValueError,
+        function="quantize",
+        problem="this module is quantized already.",
+        given=f"a module of the class {name}",
+        expected="a float module",
+        mend="pass the float module that it was made from; module.clone(mode=..., policy=...) "
+        "changes the mode or the policy of a quantized one.",
+    )
+    require_that(
+        module.scope is None,
+        error=ValueError,
+        function="quantize",
+        problem="this module is bound to variables.",
+        given=f"a bound {name}",
+        expected="an unbound float module",
+        mend="pass the module before it is bound; inside another module, make it with parent=None.",
+    )
+    require_that(
+        not both,
+        error=ValueError,
+        function="quantize",
+        problem="this module has fields with names that quantized modules use.",
+        given=f"{name} with fields {', '.join(both)}",
+        expected="a float module without them",
+        mend="rename these fields in the class of the module.",
+    )
     kind = _quantized_class(type(module))
     values = {name: getattr(module, name) for name in fields}
     options = {"policy": policy, "mode": mode, "backward": backward, "scales": scales}

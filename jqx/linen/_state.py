@@ -103,9 +103,10 @@ class State(nn.Module, kw_only=True):
             self._q_keep(STATS, nest(stats))
             return result
         if self.mode is Mode.SIMULATE and wanted() is Wanted.LEARNED:
-            self._q_keep(LEARNED, nest(call.find_scales(params, weights=True)))
-        if self.mode is not Mode.FLOAT and wanted() in (Wanted.SCALES, Wanted.CODES):
-            scales = call.find_scales(params)
+            self._q_keep(LEARNED, nest(call.find_scales(params, Wanted.LEARNED)))
+        search = wanted()
+        if self.mode is not Mode.FLOAT and search in (Wanted.SCALES, Wanted.CODES):
+            scales = call.find_scales(params, search)
             self._q_keep(SCALES, nest(scales))
             call = call.with_scales(scales)
         if self.mode is Mode.CONVERT and wanted() is Wanted.CODES:

@@ -28,12 +28,6 @@ from ._injected import INJECTED
 from ._quantized import Quantized
 from ._state import LEARNED, QPARAMS, SCALES, STATS, looking_for
 
-NAMES = {
-    Wanted.CODES: "convert",
-    Wanted.SCALES: "fix_scales",
-    Wanted.LEARNED: "learn_scales",
-}
-
 Variables = Mapping[str, Any]
 
 
@@ -55,10 +49,11 @@ def convert(
       module: a module in `Mode.CONVERT`, from `quantize` or made of the layers of `jqx.linen`.
       variables: its float variables; with the collection `quant_stats` of a calibration if
         activations have static scales.
-      *args: positional arguments of the call, as for `module.apply`.
+      *args: positional arguments of the call, as for `module.apply`; only their shapes and dtypes
+        matter, unless `scales` is dynamic.
       scales: `"dynamic"` fixes scales that are not calibrated from the values of this call; `None`
         leaves the choice to the module.
-      target: `"cpu"`, `"gpu"` or `"tpu"` packs the weights as `jqx.pack_for` does, for fast
+      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
         products with few rows; `None` keeps the default layout.
       **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
 
@@ -115,7 +110,8 @@ def fix_scales(
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: positional arguments of the call, as for `module.apply`.
+      *args: positional arguments of the call, as for `module.apply`; only their shapes and dtypes
+        matter, unless `scales` is dynamic.
       scales: as for `convert`. Values after layers of `jqx.linen` are the results of the quantized
         layers.
       **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
@@ -153,12 +149,20 @@ def learn_scales(
     """Returns variables in which the scales of weights and of static activations are parameters.
 
     Their initial values are those that the calibrators compute from the statistics of a
-    calibration. Use an estimator with a gradient for scales, such as `jqx.gradients.lsq`.
+    calibration.
+
+    A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
+    specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
+    values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    Make the optimizer from the result, since its state holds the scales too. Leave the scales out
+    of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
+    positive: the sign of a negative one mirrors the codes, and a scale of 0 no longer learns.
 
     Args:
       module: a module in `Mode.SIMULATE`.
       variables: its variables, with the statistics of a calibration.
-      *args: positional arguments of the call, as for `module.apply`.
+      *args: positional arguments of the call, as for `module.apply`; only their shapes and dtypes
+        matter, unless `scales` is dynamic.
       scales: as for `convert`.
       **kwargs: keyword arguments of the call, such as `method=` and `rngs=`.
 
@@ -237,7 +241,7 @@ def _find(
 ) -> Mapping[str, Any]:
     """Runs a module; returns the values that its quantized parts find and write."""
     if scales is not None:
-        check_scales(NAMES[wanted], scales)
+        check_scales(wanted.function, scales)
     with looking_for(wanted, dynamic=scales == "dynamic"):
         _, new = module.apply(variables, *args, **{**kwargs, "mutable": _all(wanted.value)})
     return new

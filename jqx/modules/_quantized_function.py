@@ -26,6 +26,7 @@ from ..transforms import (
 from ..transforms._shared import GivenAffines, TracedOnce, affines_seen, is_whole, named_leaves
 from ._mode import Mode
 from ._scales import check_calibrated, needs_calibration
+from ._wanted import Wanted
 
 
 def holds_codes(tree: Any) -> bool:
@@ -130,17 +131,17 @@ class QuantizedFunction:
             seen = merge_stats(plan, before, seen)
         return out, {**self.stats, **seen}
 
-    def find_scales(self, params: Any, *, weights: bool = False) -> dict[str, Affine]:
+    def find_scales(self, params: Any, wanted: Wanted) -> dict[str, Affine]:
         """Returns the scale of every static activation, from statistics if there are any, else from
-        the values of this call. `weights` includes the scales of weights.
+        the values of this call. Scales of weights are included if they are to be learned.
         """
         plan = self.plan(params)
         found = self._scales_of(plan)
         if missing := self._missing(plan):
-            self._check_calibrated([] if self.dynamic else missing, "a conversion")
+            self._check_calibrated([] if self.dynamic else missing, f"a call of {wanted.function}")
             _, seen = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
             found = {**affines_seen(plan, seen), **found}
-        if not weights:
+        if wanted is not Wanted.LEARNED:
             return {key: found[key] for key in plan.static_specs()}
         codes = quantize_params(dequantize_params(params), plan, found)
         own: dict[str, Any] = {

@@ -9,3 +9,15 @@ class Wanted(enum.Enum):
     CODES = "codes"
     SCALES = "scales"
     LEARNED = "learned"
+
+    @property
+    def function(self) -> str:
+        """Name of the public function that runs the module."""
+        return _FUNCTIONS[self]
+
+
+_FUNCTIONS = {
+    Wanted.CODES: "convert",
+    Wanted.SCALES: "fix_scales",
+    Wanted.LEARNED: "learn_scales",
+}

@@ -49,11 +49,12 @@ def convert(
     Args:
       model: from `quantize`, or with layers or contractions of `jqx.nnx`. It must be calibrated if
         activations have static scales.
-      *args: positional arguments of the call.
+      *args: positional arguments of the call; only their shapes and dtypes matter, unless `scales`
+        is dynamic.
       method: name of the method to call.
       scales: `"dynamic"` fixes scales that are not calibrated from the values of this call; `None`
         leaves the choice to the model.
-      target: `"cpu"`, `"gpu"` or `"tpu"` packs the weights as `jqx.pack_for` does, for fast
+      target: `"cpu"`, `"gpu"` or `"tpu"` lays the weights out as `jqx.pack_for` does, for fast
         products with few rows; `None` keeps the default layout.
       **kwargs: keyword arguments of the call.
 
@@ -109,7 +110,8 @@ def fix_scales(
 
     Args:
       model: as for `convert`.
-      *args: positional arguments of the call.
+      *args: positional arguments of the call; only their shapes and dtypes matter, unless `scales`
+        is dynamic.
       method: name of the method to call.
       scales: as for `convert`.
       **kwargs: keyword arguments of the call.
@@ -148,13 +150,20 @@ def learn_scales(
 
     They become an `nnx.Param`, the attribute `learned_scales` of the quantized part: nested dicts
     of arrays with names such as `kernel:weight` and `kernel:dot_general:lhs`. Their initial values
-    are those that the calibrators compute from the statistics of a calibration. Use an estimator
-    with a gradient for scales, such as `jqx.gradients.lsq`. The mode of every part becomes
-    `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged.
+    are those that the calibrators compute from the statistics of a calibration. The mode of every
+    part becomes `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged.
+
+    A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
+    specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
+    values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    Make the optimizer after this call: its state holds the scales too. Leave the scales
+    out of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
+    positive: the sign of a negative one mirrors the codes, and a scale of 0 learns no more.
 
     Args:
       model: as for `convert`.
-      *args: positional arguments of the call.
+      *args: positional arguments of the call; only their shapes and dtypes matter, unless `scales`
+        is dynamic.
       method: name of the method to call.
       scales: as for `convert`.
       **kwargs: keyword arguments of the call.
@@ -184,7 +193,8 @@ def learn_scales(
         part.learned_scales, part.mode = None, Mode.SIMULATE
     for part, learned in found:
         entries = {key: affine.scale for key, affine in learned.items()}
-        part.learned_scales = nnx.Param(nest(entries))
+        # A State, since nnx.Optimizer makes one of a dict, and then masks of optax do not fit.
+        part.learned_scales = nnx.Param(nnx.State(nest(entries)))
 
 
 def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: Any) -> Plan:

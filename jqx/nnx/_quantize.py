@@ -6,8 +6,7 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import check_instance
-from .._errors import message
+from .._checks import check_instance, require_that
 from ..modules import Mode
 from ..modules._shared import Scales
 from ..policy import Policy
@@ -74,18 +73,23 @@ def quantize(
 def check_float(function: str, model: Any, attributes: Sequence[str] = ()) -> None:
     """Checks that a model is an nnx module, in float, without attributes of these names."""
     check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
-    both = [name for name in attributes if hasattr(model, name)]
     parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]
-    if both or parts:
-        raise ValueError(
-            message(
-                function,
-                "this model cannot be quantized.",
-                given=type(model).__name__
-                + (f" with quantized parts ({', '.join(parts[:4])})" if parts else "")
-                + (f" with attributes {', '.join(both)}" if both else ""),
-                expected="a float model"
-                + (f" without attributes {', '.join(attributes)}" if attributes else ""),
-                mend="pass the float model itself; rename its attributes.",
-            )
-        )
+    require_that(
+        not parts,
+        error=ValueError,
+        function=function,
+        problem="this model is quantized already.",
+        given=f"{type(model).__name__} with quantized parts ({', '.join(parts[:4])})",
+        expected="a float model",
+        mend="pass the float model that it was made from.",
+    )
+    used = [name for name in attributes if hasattr(model, name)]
+    require_that(
+        not used,
+        error=ValueError,
+        function=function,
+        problem="this model has attributes with names that quantized models use.",
+        given=f"{type(model).__name__} with attributes {', '.join(used)}",
+        expected="a float model without them",
+        mend="rename these attributes in the class of the model.",
+    )

@@ -120,10 +120,10 @@ class State(Over):
     ) -> tuple[QuantizedFunction, Mapping[str, Any]]:
         """Finds what is wanted; returns the call and the weights with the values found."""
         if found.wanted is Wanted.LEARNED:
-            learned = call.find_scales(params, weights=True)
+            learned = call.find_scales(params, Wanted.LEARNED)
             self._q_keep(found, Wanted.LEARNED, nest(learned))
             return call.with_scales(learned), params
-        scales = call.find_scales(params)
+        scales = call.find_scales(params, found.wanted)
         self._q_keep(found, Wanted.SCALES, nest(scales))
         call = call.with_scales(scales)
         if found.wanted is Wanted.CODES:

@@ -31,7 +31,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
         "learn_scales": lambda: jqx.linen.learn_scales(module, variables(), images()),
     }
     for name, call in calls.items():
-        where = name if name.startswith("Mode") else "a conversion"
+        where = name if name.startswith("Mode") else f"a call of {name}"
         match = f"(?s)have no scale.*{where}, without .*{re.escape(SITES[door])}.*to mend.*dynamic"
         with pytest.raises(ValueError, match=match):
             call()

@@ -2,7 +2,9 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -30,7 +32,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
         with pytest.raises(ValueError, match=match.format(mode)):
             model(images())
         for name in ("convert", "fix_scales", "learn_scales"):
-            with pytest.raises(ValueError, match=match.format("a conversion")):
+            with pytest.raises(ValueError, match=match.format(f"a call of {name}")):
                 getattr(jqx.nnx, name)(model, images())
     after = nnx.to_pure_dict(nnx.state(model))
     assert str(before) == str(after)
@@ -91,3 +93,49 @@ def test_scales_are_checked():
     model = DOORS["whole"](W8A8, Mode.SIMULATE)
     with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):
         jqx.nnx.fix_scales(model, images(), scales="static")
+
+
+def test_learned_scales_have_a_rate_of_their_own():
+    def label(path, _):
+        return "scales" if "learned_scales" in jax.tree_util.keystr(path) else "weights"
+
+    def labels(params):
+        return jax.tree.map_with_path(label, params)
+
+    lsq = {"gradient": jqx.gradients.lsq}
+    model = jqx.nnx.quantize(
+        nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jqx.presets.w8a8(weight=lsq, activation=lsq)
+    )
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    jqx.nnx.learn_scales(model, x, scales="dynamic")
+    rates = {"weights": optax.sgd(0.0, momentum=0.9), "scales": optax.sgd(1e-3, momentum=0.9)}
+    optimizer = nnx.Optimizer(model, optax.multi_transform(rates, labels), wrt=nnx.Param)
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).sum())(model))
+
+    for _ in range(2):
+        step(model, optimizer)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), before, after)
+    assert same["kernel"] and same["bias"]
+    assert not any(jax.tree.leaves(same["learned_scales"]))
+
+
+def test_negative_learned_scales_mirror_the_codes():
+    lsq = {"qtype": "int4", "gradient": jqx.gradients.lsq}
+    model = jqx.nnx.quantize(
+        nnx.Linear(4, 2, rngs=nnx.Rngs(0)),
+        jqx.presets.w8a8(weight=lsq, activation=lsq),
+        backward=jnp.float32,
+    )
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    jqx.nnx.learn_scales(model, x, scales="dynamic")
+    before = model(x)
+    scales = model.learned_scales.get_value()
+    model.learned_scales.set_value(jax.tree.map(lambda scale: -scale, scales))
+    assert (model(x) == before).all()
+    jqx.nnx.convert(model, x)
+    assert (model(x) == before).all()
