@@ -1,5 +1,5 @@
-"""Kernels of the package jqx-cpu for weights that are packed, in groups, or codes of floats, as
-formulations: see `_kernels_cpu.py`.
+"""Formulations by kernels of the package jqx-cpu for weights that are packed, in groups, or codes
+of floats: see `_kernels_cpu.py`.
 """
 
 import functools
@@ -27,16 +27,16 @@ from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
 
 MOST = 16
-"""Rows of floats of 16 bits up to which kernels for float32 are faster than what XLA multiplies as
-such.
+"""Up to this number of rows of 16-bit floats, kernels for float32 are faster than XLA's 16-bit
+products.
 """
 
 FEW = 6
-"""Rows of bfloat16 up to which digits are faster than products of bfloat16."""
+"""Up to this number of rows of bfloat16, digits are faster than products of bfloat16."""
 
 
 def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package has a kernel for codes of 8, 4 or 2 bits as they lie, in their groups."""
+    """Whether the package has a kernel for the stored codes of 8, 4 or 2 bits and their groups."""
     if not (_package_cpu.is_installed() and is_integer(q) and is_in_rows(x, q, how.dimensions)):
         return False
     bits = format_of(q.qtype).bits
@@ -107,8 +107,8 @@ def package_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 def floats(
     x: Any, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the product of rows, floats or int8 codes, and a weight in groups; of rows in groups
-    of sizes, each group's.
+    """Returns the product of rows, floats or int8 codes, and a weight in groups. With `sizes`, each
+    group of rows is multiplied by its own matrix.
     """
     form = format_of(q.qtype)
     q = as_int8(q) if form.bits == 8 else q
@@ -141,12 +141,12 @@ def floats(
 
 
 def _is_default(precision: lax.PrecisionLike) -> bool:
-    """Whether a precision is told, and is the fastest one."""
+    """Whether a precision is given, and is the fastest one."""
     return precision_of(precision) is lax.Precision.DEFAULT
 
 
 def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package multiplies float rows by codes that stand for floats."""
+    """Whether the package multiplies float rows by codes that represent floats."""
     form = format_of(q.qtype)
     if isinstance(x, QTensor) or not (_package_cpu.is_installed() and is_decoded(form)):
         return False
@@ -178,7 +178,7 @@ def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 def decoded(
     x: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the product of float rows and codes of floats, as `floats` does of integers."""
+    """Returns the product of float rows and codes of floats, as `floats` does for integers."""
     q = with_own_scales(q, how.dimensions.rhs_kept)
     rows = rows_of(x.astype(jnp.float32), how)
     codes, step = stored(q, *stack)
@@ -191,6 +191,6 @@ def decoded(
 
 @functools.cache
 def _table_of(form: QType) -> tuple[float, ...]:
-    """Returns what each code of a format stands for."""
+    """Returns the number that each code of a format represents."""
     with jax.ensure_compile_time_eval():
         return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())
