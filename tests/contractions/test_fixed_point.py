@@ -201,5 +201,5 @@ def test_a_traced_scale_is_an_error_that_says_where_to_compute(argument, transfo
         "  given:    an array inside jit, vmap or grad\n"
         "  expected: an array with values: a multiplier is computed on the host, in float64\n"
         "  to mend:  make the Requantization outside and pass it in (it is a pytree), or quantize "
-        "the real result with a QSpec."
+        "the float result with a QSpec."
     )

@@ -93,7 +93,9 @@ def test_rows_are_added_and_taken_away_again(m, k, n):
     lhs, rhs = codes(layout, seed=1)
     product = functools.partial(rows_product, dimensions=Dimensions.of(MATRICES, 2, 2))
     results = jax.jit(
-        lambda *args: [product(*args, transposed=turned, **asked._asdict()) for asked, turned in WAYS]
+        lambda *args: [
+            product(*args, transposed=turned, **asked._asdict()) for asked, turned in WAYS
+        ]
     )(lhs, rhs)
     for found, (asked, _) in zip(results, WAYS, strict=True):
         assert_sums(found, expected_sums(lhs, rhs, layout), *asked)

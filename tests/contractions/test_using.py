@@ -153,7 +153,7 @@ def test_convolutions_and_groups_of_rows_take_one_too():
 
 WRONG = {
     "no formulation": (lambda: 3, TypeError, "an object of type int|== 3"),
-    "the operation of a formulation is unknown": (
+    "an unknown operation": (
         lambda: dataclasses.replace(mine, op="sort"),
         ValueError,
         "op == 'sort'",
