@@ -79,7 +79,7 @@ def _over_batches(
                 x.shape[1:3], w.shape[:2], padding, dilation, strides, strict=True
             )
         ]
-        with jax.named_scope("multiplies_s8"):  # for jqx.lowering to tell
+        with jax.named_scope("multiplies_s8"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((x.shape[0], *places, w.shape[3]), dtype)
             return _package_cpu.call("convolution", result, x, w, *parameters, **options)
 

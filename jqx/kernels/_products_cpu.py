@@ -198,7 +198,7 @@ def _over_batches(
     @custom_vmap
     def call(*given: jax.Array) -> jax.Array:
         (batch, m, _), n = given[0].shape, given[1].shape[1]
-        with jax.named_scope(f"multiplies_{multiplies}"):  # for jqx.lowering to tell
+        with jax.named_scope(f"multiplies_{multiplies}"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
             return _package_cpu.call(name, result, *given, **dict(options))
 

@@ -118,8 +118,8 @@ def in_programs(
     def run(*references: Any) -> None:
         *inputs, result = references
         count = len(inputs) - len(numbers)
-        told = dict(zip(numbers, inputs[count:], strict=True))
-        kernel(_program(tiles, (m, k, n), **told), *inputs[:count], result)
+        given = dict(zip(numbers, inputs[count:], strict=True))
+        kernel(_program(tiles, (m, k, n), **given), *inputs[:count], result)
 
     return call(
         run,

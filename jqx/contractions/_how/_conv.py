@@ -87,7 +87,7 @@ def conv_accumulator_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> ja
 
 
 @formulation(
-    "an image of codes beside a kernel of floats: the image is dequantized",
+    "an image of codes and a kernel of floats: the image is dequantized",
     PLATFORMS,
     lambda case: not isinstance(case.rhs, QTensor),
     op=OP,
@@ -118,7 +118,7 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 
 
 @formulation(
-    "a float operand beside a kernel with zero points or blocks: the kernel is dequantized",
+    "a float operand and a kernel with zero points or blocks: the kernel is dequantized",
     ELSEWHERE,
     lambda case: case.is_beside_floats,
     op=OP,

@@ -33,8 +33,8 @@ def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "one row of floats beside scales in blocks, on GPUs and TPUs: a row of zeros is added below, "
-    "for of a single row XLA copies the weight to memory in float32",
+    "one row of floats and scales in blocks, on GPUs and TPUs: a row of zeros is added, because "
+    "for a single row XLA would copy the weight to memory in float32",
     ELSEWHERE,
     lambda case: (
         case.is_beside_floats
@@ -52,8 +52,8 @@ def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "a small operand beside floats on CPU, which does not multiply those of 16 bits in every "
-    "layout: both are converted to float32, codes times the power of two of their scale",
+    "floats and a small operand on CPU, which does not multiply 16-bit floats in every layout: "
+    "both are converted to float32, and codes are multiplied by the power of two of their scale",
     CPU,
     lambda case: case.is_beside_floats and not case.is_large,
 )
@@ -77,7 +77,7 @@ def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "a float operand of many rows beside scales in blocks: the codes are scaled in float32 and "
+    "a float operand with many rows, and scales in blocks: the codes are scaled in float32 and "
     "rounded to the dtype of the operand, once for all rows",
     ELSEWHERE,
     lambda case: (

@@ -43,8 +43,8 @@ COPIES = 8
 
 
 @formulation(
-    "few float rows beside integers on CPU: split into three int8 digits, so that the codes are "
-    "multiplied as they are and no float copy of them is made",
+    "few float rows and integers on CPU: the rows are split into three int8 digits, so that the "
+    "codes are multiplied as they are, without a float copy",
     CPU,
     lambda case: (
         case.is_beside_floats and case.fits_digits and case.block is None and not case.has_many_rows
@@ -73,8 +73,8 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "few float rows beside integers in blocks on CPU: as digits, several blocks in one product "
-    "whose rows are zero outside of their own block",
+    "few float rows and integers in blocks on CPU: as digits, with several blocks in one product "
+    "whose rows are zero outside of their block",
     CPU,
     lambda case: case.is_beside_floats and case.fits_digits and case.has_few_rows_for_blocks,
     linear=tangent_tiles,

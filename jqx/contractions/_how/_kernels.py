@@ -27,8 +27,8 @@ from ._kernel_operands import (
 from ._scales import HowTo
 
 REASON = (
-    "a float operand beside a weight that is laid out for a kernel: codes are read as they lie, "
-    "scaled in float32 in registers, rounded to the dtype of the operand, and multiplied"
+    "a float operand and a weight that is laid out for a kernel: the stored codes are scaled in "
+    "float32 in registers, rounded to the dtype of the operand, and multiplied"
 )
 
 

@@ -47,8 +47,8 @@ def multiplies_bytes(x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether the package multiplies the codes as they are stored. The left operand may be given by
     shapes only.
     """
-    lies = q.values.dtype == jnp.int8 and (q.layout is None or q.layout.packing is None)
-    return lies and _multiplies(x, q, how)
+    is_int8 = q.values.dtype == jnp.int8 and (q.layout is None or q.layout.packing is None)
+    return is_int8 and _multiplies(x, q, how)
 
 
 def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
@@ -71,8 +71,8 @@ def _are_bytes(case: Any) -> bool:
 
 
 CODES = (
-    "codes beside codes of 8 bits, the contracted axis last, where jqx-cpu is installed: its "
-    "kernel multiplies them exactly, and scales the sums as it writes them"
+    "codes times codes of 8 bits, the contracted axis last, if jqx-cpu is installed: its kernel "
+    "multiplies them exactly, and scales the sums as it writes them"
 )
 
 
@@ -106,8 +106,8 @@ def _are_batches(case: Any) -> bool:
 
 
 @formulation(
-    "batches of codes beside codes of 8 bits, as in attention, where jqx-cpu is installed: the "
-    "codes of the right operand are turned for its kernel",
+    "batches of codes times codes of 8 bits, as in attention, if jqx-cpu is installed: the codes of "
+    "the right operand are transposed for its kernel",
     CPU,
     _are_batches,
 )

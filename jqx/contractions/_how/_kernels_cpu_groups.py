@@ -41,11 +41,11 @@ def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
         return False
     bits = format_of(q.qtype).bits
     if bits == 8:
-        lies = q.values.dtype == jnp.int8
+        is_stored = q.values.dtype == jnp.int8
     else:
         packing = None if q.layout is None else q.layout.packing
-        lies = kernel_of(q) == "cpu" and packing is not None  # along the last axis
-    return lies and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
+        is_stored = kernel_of(q) == "cpu" and packing is not None  # along the last axis
+    return is_stored and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
 
 
 def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
@@ -60,10 +60,10 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
 
 
 @formulation(
-    "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
-    "installed: its kernel multiplies codes as they lie by three int8 digits of the rows, or two "
-    "where the precision is told to be the default one; more than a few rows of bfloat16 are "
-    "multiplied as such where the processor does that",
+    "float rows and integers of 8, 4 or 2 bits, the contracted axis last, if jqx-cpu is installed: "
+    "its kernel multiplies the stored codes by three int8 digits of the rows, or two if the "
+    "precision is set to the default; more than a few rows of bfloat16 are multiplied as such if "
+    "the processor supports it",
     CPU,
     lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
@@ -86,9 +86,9 @@ def _are_in_groups(case: Any) -> bool:
 
 
 @formulation(
-    "codes of 8 bits without zero points beside integers of 8, 4 or 2 bits, packed or in groups, "
-    "the contracted axis last, where jqx-cpu is installed: its kernel multiplies them as they lie, "
-    "exactly in each run of a group, and sums these in float32",
+    "codes of 8 bits without zero points, and integers of 8, 4 or 2 bits, packed or in groups, the "
+    "contracted axis last, if jqx-cpu is installed: its kernel multiplies the stored codes exactly "
+    "in each run of a group, and sums the runs in float32",
     CPU,
     _are_in_groups,
     finds=True,
@@ -163,7 +163,7 @@ def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
 
 
 @formulation(
-    "float rows beside codes of 4 or 8 bits that stand for floats, the contracted axis last, where "
+    "float rows and codes of 4 or 8 bits that represent floats, the contracted axis last, if "
     "jqx-cpu is installed: its kernel decodes them in registers, and multiplies in float32",
     CPU,
     lambda case: case.is_large and multiplies_decoded(case.lhs, case.rhs, case.how),

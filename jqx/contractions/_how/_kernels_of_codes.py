@@ -61,8 +61,8 @@ def _is_for(platform: str) -> Callable[[Any], bool]:
 
 
 CODES = (
-    "codes beside a weight in groups that is laid out for a kernel: each group is multiplied as "
-    "codes, integers exactly, and takes its scales in float32"
+    "codes and a weight in groups that is laid out for a kernel: each group is multiplied as "
+    "codes, integers exactly, and then by its scales in float32"
 )
 
 
@@ -86,7 +86,7 @@ def _are_floats(case: Any) -> bool:
 
 
 FLOATS = (
-    "8-bit floats in groups beside a weight that is laid out for a kernel of another platform: the "
+    "8-bit floats in groups, and a weight that is laid out for a kernel of another platform: the "
     "smaller operand is dequantized"
 )
 

@@ -46,8 +46,8 @@ def _is_for_package(case: Requantized) -> bool:
 
 
 @formulation(
-    "codes beside codes of 8 bits where jqx-cpu is installed, requantized for each column: its "
-    "kernel writes the codes of the result, not the sums",
+    "codes times codes of 8 bits if jqx-cpu is installed, requantized for each column: its kernel "
+    "writes the codes of the result, not the sums",
     CPU,
     _is_for_package,
     op="dot_general:requantized",

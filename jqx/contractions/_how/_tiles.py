@@ -28,7 +28,7 @@ TILES = 8
 
 
 @formulation(
-    "a float operand on CPU, which holds converted codes in memory: converted a tile at a time",
+    "a float operand on CPU, which stores converted codes in memory: converted a tile at a time",
     CPU,
     lambda case: case.is_beside_floats,
 )
@@ -43,7 +43,7 @@ def tangent_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "two operands of 8-bit floats on CPU: as bfloat16, which holds them, a tile at a time",
+    "two operands of 8-bit floats on CPU: as bfloat16, which represents them, a tile at a time",
     CPU,
     lambda case: case.are_float8,
 )

@@ -34,8 +34,8 @@ def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 @formulation(
     "integers with one row or column, zero points, or a contracted axis that is not last: on CPU "
-    "(elsewhere where codes of 4 bits meet one row) a row is added, which keeps the product on the "
-    "int8 library and sums columns for zero points",
+    "(on other platforms for one row and codes of 4 bits) a row is added, which keeps the product "
+    "on the int8 library and sums columns for zero points",
     CPU,
     lambda case: _is_shaped(case),
 )
