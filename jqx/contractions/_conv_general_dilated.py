@@ -41,8 +41,8 @@ NAME = "conv_general_dilated"
 
 
 @formulation(
-    "integers and a kernel of one tap, where jqx-cpu convolves on CPU: elsewhere the features are "
-    "contracted as a matrix product",
+    "integers and a kernel of one tap, if jqx-cpu convolves on CPU: on other platforms, the "
+    "features are contracted as a matrix product",
     ELSEWHERE,
     lambda case: case.are_bytes and _is_dot(case.rhs, case.how),
     op=NAME,

@@ -238,7 +238,7 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
 
 @functools.cache
 def _path(labels: Any, shapes: Any, output: Any, optimize: Any) -> Sequence[tuple[int, ...]]:
-    """Finds an order from shapes alone."""
+    """Finds an order from shapes only."""
     interleaved = []
     for shape, term in zip(shapes, labels, strict=True):
         interleaved += [jax.ShapeDtypeStruct(shape, jnp.float32), term]

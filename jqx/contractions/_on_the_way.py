@@ -140,8 +140,8 @@ class Rows(NamedTuple):
 
 
 REASON = (
-    "a float operand to be quantized, beside a weight that is laid out for a kernel: the kernel "
-    "makes its codes on the way, and multiplies codes"
+    "a float operand to be quantized, and a weight that is laid out for a kernel: the kernel "
+    "quantizes the operand, and multiplies codes"
 )
 
 
@@ -173,8 +173,8 @@ def _is_for_package(case: Rows) -> bool:
 
 
 @formulation(
-    "a float operand to be quantized, beside a weight that is laid out for jqx-cpu: its kernel "
-    "makes the codes, multiplies them exactly, and scales the sums as it writes them",
+    "a float operand to be quantized, and a weight that is laid out for jqx-cpu: its kernel "
+    "quantizes the operand, multiplies codes exactly, and scales the sums as it writes them",
     CPU,
     _is_for_package,
     op="dot_general:quantized",
@@ -190,8 +190,8 @@ def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -
 
 
 @formulation(
-    "a float operand to be quantized, beside a weight that no kernel reads here: it is quantized "
-    "first",
+    "a float operand to be quantized, and a weight that no kernel reads here: the operand is "
+    "quantized first",
     PLATFORMS,
     lambda case: True,
     op="dot_general:quantized",

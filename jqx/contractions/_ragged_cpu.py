@@ -38,8 +38,8 @@ def _is_for_package(case: Groups) -> bool:
 
 
 @formulation(
-    "rows in groups beside matrices that are laid out for jqx-cpu: its kernel multiplies one group "
-    "after another by its matrix, which is read where it lies",
+    "rows in groups, and matrices that are laid out for jqx-cpu: its kernel multiplies one group "
+    "after another by its matrix, which is not copied",
     CPU,
     _is_for_package,
     op="ragged_dot",

@@ -48,8 +48,8 @@ def has_kernel(case: Groups, platform: str) -> bool:
 
 
 REASON = (
-    "rows in groups beside matrices that are laid out for a kernel: a tile of rows is multiplied "
-    "by the matrix of its group, which is read where it lies"
+    "rows in groups, and matrices that are laid out for a kernel: a tile of rows is multiplied by "
+    "the matrix of its group, which is not copied"
 )
 
 

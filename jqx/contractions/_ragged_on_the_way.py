@@ -93,8 +93,8 @@ def ragged_kernel_quantizing_gpu(
 
 
 @formulation(
-    "rows in groups to be quantized, beside matrices that no kernel reads here: they are quantized "
-    "first",
+    "rows in groups to be quantized, and matrices that no kernel reads here: the rows are "
+    "quantized first",
     PLATFORMS,
     lambda case: True,
     op="ragged_dot:quantized",

@@ -1,3 +1,3 @@
-"""Kernels in Pallas, for GPUs and TPUs: arrays in, arrays out. Formulations of contractions run
-them where `pack_for` has laid a weight out for one.
+"""Kernels for GPUs and TPUs in Pallas, and calls of the kernels of jqx-cpu, on arrays. The
+formulations of contractions run them for weights that `pack_for` has laid out for a kernel.
 """

@@ -29,19 +29,19 @@ def convolution_cpu(
     groups: int = 1,
     dtype: DTypeLike = jnp.int32,
 ) -> jax.Array:
-    """Returns sums of products of images and a kernel, int32, or times both scales, float32.
+    """Returns sums of products of images and a kernel as int32, or times both scales as float32.
 
     Args:
       x: int8 [B, H, W, C], padded with its zero point, or with 0.
       x_scale: float32 [1, B or 1], or `None`.
-      x_zero: int8 [1, B or 1], or `None`: taken from codes.
+      x_zero: int8 [1, B or 1], or `None`; it is subtracted from codes.
       w: int8 [h, w, C / groups, N].
       w_scale: float32 [1, N or 1], or `None`.
       w_zero: int8 [1, N or 1], or `None`.
-      strides: two, from one place of the window to the next.
+      strides: the two strides of the window.
       padding: (low, high) of both spatial axes; may be negative.
-      dilation: two, from one tap of the kernel to the next.
-      groups: of features.
+      dilation: the two distances between taps of the kernel.
+      groups: the number of feature groups.
       dtype: int32 or float32.
     """
     options = tuple(strides), tuple(map(tuple, padding)), tuple(dilation), groups
@@ -61,8 +61,8 @@ def _over_batches(
     groups: int,
     dtype: jnp.dtype,
 ) -> Callable[..., jax.Array]:
-    """Returns a convolution of which `vmap` makes one of more images, or calls it for one kernel
-    after another.
+    """Returns a convolution that `vmap` maps to one call with more images, or to one call for each
+    kernel.
     """
     options = {
         "strides": np.array(strides, np.int64),
@@ -79,7 +79,7 @@ def _over_batches(
                 x.shape[1:3], w.shape[:2], padding, dilation, strides, strict=True
             )
         ]
-        with jax.named_scope("multiplies_s8"):  # for jqx.lowering to tell
+        with jax.named_scope("multiplies_s8"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((x.shape[0], *places, w.shape[3]), dtype)
             return _package_cpu.call("convolution", result, x, w, *parameters, **options)
 
@@ -101,7 +101,7 @@ def _over_batches(
 
 
 def _of_more(size: int, batch: int, parameter: jax.Array, is_mapped: bool) -> jax.Array:
-    """Returns a parameter of images for `size` times as many: one for all stays."""
+    """Returns a parameter of images for `size` times as many images; a shared one stays shared."""
     if parameter.size == 0 or (not is_mapped and parameter.shape[1] == 1):
         return parameter if parameter.size else parameter.reshape(0)
     full = parameter if is_mapped else jnp.broadcast_to(parameter, (size, *parameter.shape))

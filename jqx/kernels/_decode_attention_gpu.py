@@ -1,8 +1,8 @@
-"""One query for each sequence over a cache of codes, on a GPU, by Triton.
+"""Attention of one query per sequence over a cache of codes, on a GPU, by Triton.
 
-A sequence is cut into parts, each of which a program goes through for the queries of one head, so
-that few sequences keep a GPU busy too; the parts are put together behind the kernel. How long they
-are depends on how many tokens count.
+A sequence is split into parts. A program processes one part for the queries of one head, so that
+few sequences also keep a GPU busy; the parts are combined after the kernel. Their length depends on
+the number of tokens to attend to.
 """
 
 import functools
@@ -24,17 +24,17 @@ LEAST = 16
 """Rows and columns of the smallest tile that matrix units multiply."""
 
 CODES = 128 * 128
-"""How many codes of keys a step takes."""
+"""Number of codes of keys per step."""
 
 
 class Tiles(NamedTuple):
-    """Sizes of what a step takes, powers of two.
+    """Sizes of the operands of a step, powers of two.
 
     Attributes:
-      tokens: of the cache.
+      tokens: tokens of the cache.
       rows: queries of one head.
-      columns: of a key, and of a value.
-      parts: of a sequence.
+      columns: widths of a key, and of a value.
+      parts: parts of a sequence.
     """
 
     tokens: int
@@ -44,8 +44,8 @@ class Tiles(NamedTuple):
 
 
 def fits_gpu(keys: jax.Array, values: jax.Array) -> bool:
-    """Whether the kernel takes codes of these shapes and dtypes: those of 4 bits are read two at a
-    time, with no place beside them.
+    """Whether the kernel supports codes of these shapes and dtypes: codes of 4 bits are read in
+    pairs, without padding.
     """
     narrow = [x for x in (keys, values) if x.dtype in (jnp.int4, jnp.uint4)]
     widths = [x.shape[3] for x in (keys, values)]
@@ -69,19 +69,20 @@ def decode_attention_gpu(
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the mean of the values of tokens `starts[b]` to `stops[b] - 1`, weighted by the
-    softmax of the products of their keys with the query; 0 where there are none.
+    softmax of the products of their keys with the query; 0 if there are no such tokens.
 
     Args:
-      q: [B, H * G, W], bfloat16 or float32; head h of the cache serves queries h * G and following.
-      keys: codes [B, L, H, W] of 4 or 8 bits that bfloat16 holds; `fits_gpu` of them is true.
+      q: [B, H * G, W], bfloat16 or float32; head h of the cache belongs to queries h * G to
+        h * G + G - 1.
+      keys: codes [B, L, H, W] of 4 or 8 bits that bfloat16 represents; `fits_gpu` must be true.
       key_scale: for each token and head, [B, L, H, 1] or [B, L, 1, 1], or `None`.
       values: codes [B, L, H, V].
-      value_scale: likewise.
+      value_scale: as `key_scale`.
       starts: int32 [B], 0 or more.
       stops: int32 [B], at most L.
-      scale: of products.
-      key_zero: what is taken off the codes of keys, for each token and head, as the scale.
-      value_zero: likewise.
+      scale: the factor of the products.
+      key_zero: zero points of the codes of keys, in the shape of `key_scale`, or `None`.
+      value_zero: as `key_zero`.
       window: an upper limit of `stops - starts`, or `None`.
       precise: whether probabilities are multiplied in float32, or rounded to bfloat16.
       interpret: whether to run on any platform, step by step.
@@ -162,7 +163,7 @@ def _tiles_of(programs: int, length: int, group: int, widths: tuple[int, int]) -
 
 
 def _power(n: int) -> int:
-    """Returns the power of two that is not below a number."""
+    """Returns the smallest power of two that is not below a number."""
     return 1 << (n - 1).bit_length()
 
 
@@ -209,8 +210,8 @@ def _kernel(
             zero = jnp.zeros((), x.dtype)
             return load(x.at[here], mask=counts, other=zero).astype(jnp.float32)[None, :]
 
-        turned = codes(keys, 0).T
-        products = _sum([_product(part, turned) for part in rows])
+        transposed = codes(keys, 0).T
+        products = _sum([_product(part, transposed) for part in rows])
         if key_zero is not None:
             of_rows = _sum([jnp.sum(part.astype(jnp.float32), axis=1) for part in rows])
             products = products - of_rows[:, None] * of_tokens(key_zero)
@@ -226,7 +227,7 @@ def _kernel(
             shares = shares * of_tokens(value_scale)
         real, own = codes(values, 1), split(shares, parts[1])
         mixed = mixed * decay[:, None] + _sum([_product(share, real) for share in own])
-        if value_zero is not None:  # of shares as they were multiplied
+        if value_zero is not None:  # for the probabilities as they were rounded
             shares = shares if len(own) > 1 else own[0].astype(jnp.float32)
             mixed = mixed - jnp.sum(shares * of_tokens(value_zero), axis=1)[:, None]
         return now, total, mixed

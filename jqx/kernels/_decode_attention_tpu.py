@@ -1,15 +1,16 @@
-"""One query for each sequence over a cache of codes, on a TPU.
+"""Attention of one query per sequence over a cache of codes, on a TPU.
 
-XLA lays a cache [B, L, H, W] out so that little is padded, and `Order` says how. The kernel reads
-the codes in that order, so that nothing of the cache is moved in memory.
+XLA chooses the layout of a cache [B, L, H, W] so that there is little padding; `Order` describes
+it. The kernel reads the codes in that order, so that the cache is not moved in memory.
 
     tokens   [B, L, H, W]   W of whole registers, and heads that fill one: rows are (token, head)
     heads    [B, H, L, W]   other heads: rows are tokens
     columns  [B, H, W, L]   any other W: columns are tokens
 
-Where rows are (token, head), the queries of all heads are multiplied by all rows at once, and the
-products of a head with another one are left out of the softmax. Matrix units are as busy as with
-one head at a time, since it is the codes that they have to take in; nothing is transposed.
+If rows are (token, head), the queries of all heads are multiplied by all rows at once, and the
+products of queries and keys of different heads are excluded from the softmax. Matrix units need the
+same time as with one head at a time, because loading the codes is the bottleneck; nothing is
+transposed.
 """
 
 import enum
@@ -27,14 +28,14 @@ from ._split import EXACT, split
 LANES, SUBLANES = 128, 8
 
 ROWS = 4096
-"""Rows of 128 codes that a step takes."""
+"""Rows of 128 codes per step."""
 
 LIMIT = 48 << 20
 """Bytes of memory on the chip."""
 
 
 class Order(enum.Enum):
-    """How a cache [batch, length, heads, width] lies in memory, as a permutation of its axes."""
+    """The memory order of a cache [batch, length, heads, width], as a permutation of its axes."""
 
     TOKENS = (0, 1, 2, 3)
     HEADS = (0, 2, 1, 3)
@@ -42,7 +43,7 @@ class Order(enum.Enum):
 
 
 def order_of(codes: jax.Array) -> Order:
-    """Returns how XLA lays a cache out (jax 0.10 to 0.12)."""
+    """Returns the memory order that XLA chooses for a cache (jax 0.10 to 0.12)."""
     *_, heads, width = codes.shape
     if width % LANES:
         return Order.COLUMNS
@@ -51,21 +52,21 @@ def order_of(codes: jax.Array) -> Order:
 
 
 def fits_tpu(keys: jax.Array, values: jax.Array) -> bool:
-    """Whether the kernel takes codes of these shapes and dtypes as they lie."""
+    """Whether the kernel supports codes of these shapes and dtypes in their memory order."""
     orders = {order_of(keys), order_of(values)}
     apart = Order.TOKENS in orders and len(orders) > 1
     return not apart and (orders != {Order.TOKENS} or LANES % keys.shape[2] == 0)
 
 
 class Tiles(NamedTuple):
-    """What a step takes of a cache.
+    """The part of a cache that a step reads.
 
     Attributes:
-      tokens: how many.
-      heads: how many blocks, one behind another: one head each, or one of all.
-      inner: of how many heads a block is: all, where rows are (token, head), else 1.
-      groups: how many queries there are for each head, padded.
-      parts: how many bfloat16 numbers a query is the sum of, and a probability.
+      tokens: number of tokens.
+      heads: number of blocks in sequence: one per head, or one for all heads.
+      inner: number of heads in a block: all of them if rows are (token, head), else 1.
+      groups: number of queries for each head, padded.
+      parts: number of bfloat16 terms of a query, and of a probability.
     """
 
     tokens: int
@@ -76,12 +77,12 @@ class Tiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the queries of a block: (group, head)."""
+        """Rows of the queries of a block: (group, head)."""
         return self.groups * self.inner
 
     @property
     def period(self) -> int:
-        """Rows after which masks and scales come again: one register, where there are heads."""
+        """Rows after which masks and scales repeat: one register, if rows include heads."""
         return max(self.inner, SUBLANES) if self.inner > 1 else self.rows
 
 
@@ -102,19 +103,20 @@ def decode_attention_tpu(
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the mean of the values of tokens `starts[b]` to `stops[b] - 1`, weighted by the
-    softmax of the products of their keys with the query; 0 where there are none.
+    softmax of the products of their keys with the query; 0 if there are no such tokens.
 
     Args:
-      q: [B, H * G, W], bfloat16 or float32; head h of the cache serves queries h * G and following.
-      keys: codes [B, L, H, W] of 4 or 8 bits that bfloat16 holds; `fits_tpu` of them is true.
+      q: [B, H * G, W], bfloat16 or float32; head h of the cache belongs to queries h * G to
+        h * G + G - 1.
+      keys: codes [B, L, H, W] of 4 or 8 bits that bfloat16 represents; `fits_tpu` must be true.
       key_scale: for each token and head, [B, L, H, 1] or [B, L, 1, 1], or `None`.
       values: codes [B, L, H, V].
-      value_scale: likewise.
+      value_scale: as `key_scale`.
       starts: int32 [B], 0 or more.
       stops: int32 [B], at most L.
-      scale: of products.
-      key_zero: what is taken off the codes of keys, for each token and head, as the scale.
-      value_zero: likewise.
+      scale: the factor of the products.
+      key_zero: zero points of the codes of keys, in the shape of `key_scale`, or `None`.
+      value_zero: as `key_zero`.
       window: an upper limit of `stops - starts`, or `None`.
       precise: whether probabilities are multiplied in float32, or rounded to bfloat16.
       interpret: whether to run on any platform, step by step.
@@ -177,7 +179,7 @@ def decode_attention_tpu(
     inputs += [of_scale(x) for x in of_token if x is not None]
     arrays, specs = zip(*inputs, strict=True)
     arrays = list(_compat.vary_alike(starts, stops, *arrays))
-    if not interpret:  # XLA would move a small cache to the chip as a whole
+    if not interpret:  # otherwise XLA would copy a small cache to on-chip memory as a whole
         for i in (3, 4):
             arrays[i] = tpu().with_memory_space_constraint(arrays[i], tpu().HBM)
     shape = (batch, heads // inner, tiles.rows, wide)
@@ -257,11 +259,11 @@ def _kernel(
         mixed[...] = jnp.zeros_like(mixed)
 
     def add(is_whole: bool, head: int) -> None:
-        """Adds a tile of one block of heads, all tokens of which count, or not."""
+        """Adds a tile of one block of heads; `is_whole` if all its tokens count."""
         count = tiles.tokens * tiles.inner
 
         def limited(x: jax.Array, axis: int, inner: int, other: float) -> jax.Array:
-            """Replaces what belongs to tokens that do not count."""
+            """Replaces the elements of tokens that do not count."""
             if is_whole:
                 return x
             place = first + lax.div(lax.broadcasted_iota(jnp.int32, x.shape, axis), inner)
@@ -300,12 +302,12 @@ def _kernel(
         if value_scale is not None:
             weights = weighted(weights, value_scale)
         codes = _codes(values, orders[1], head)
-        turned = orders[1] is Order.COLUMNS
-        if jnp.issubdtype(values.dtype, jnp.floating):  # which have NaN
-            codes = limited(codes, int(turned), tiles.inner, 0)
+        transposed = orders[1] is Order.COLUMNS
+        if jnp.issubdtype(values.dtype, jnp.floating):  # floats can be NaN
+            codes = limited(codes, int(transposed), tiles.inner, 0)
         parts = split(weights, tiles.parts[1])
-        sums = _summed(_product(jnp.concatenate(parts, axis=0), codes, turned), len(parts))
-        if value_zero is not None:  # of weights as they were multiplied
+        sums = _summed(_product(jnp.concatenate(parts, axis=0), codes, transposed), len(parts))
+        if value_zero is not None:  # for the weights as they were rounded
             weights = weights if len(parts) > 1 else parts[0].astype(jnp.float32)
             sums = sums - jnp.sum(weighted(weights, value_zero), axis=1, keepdims=True)
         mixed[head] = mixed[head] * decay + sums
@@ -335,16 +337,16 @@ def _codes(codes: Any, order: Order, head: int) -> jax.Array:
     return codes[...].astype(jnp.float32).reshape(-1, codes.shape[-1])
 
 
-def _product(left: jax.Array, right: jax.Array, turned: bool) -> jax.Array:
+def _product(left: jax.Array, right: jax.Array, transposed: bool) -> jax.Array:
     """Multiplies by a matrix, or by its transpose."""
-    axes = ((1,), (1,) if turned else (0,))
+    axes = ((1,), (1,) if transposed else (0,))
     return lax.dot_general(
         left, right.astype(jnp.bfloat16), (axes, ((), ())), preferred_element_type=jnp.float32
     )
 
 
 def _summed(x: jax.Array, parts: int) -> jax.Array:
-    """Adds parts that stand behind each other."""
+    """Adds parts that are consecutive along an axis."""
     rows = x.shape[0] // parts
     return sum((x[i * rows : (i + 1) * rows] for i in range(1, parts)), x[:rows])
 
@@ -357,7 +359,7 @@ def _row(scale: Any, head: int, tiles: Tiles) -> jax.Array:
 
 
 def _spread(scale: jax.Array, tiles: Tiles) -> jax.Array:
-    """Returns scales [heads or 1, tokens] beside rows of queries and columns of (token, head)."""
+    """Returns scales [heads or 1, tokens] for rows of queries and columns of (token, head)."""
     if tiles.inner == 1:
         return scale
     shared = scale.shape[0] == 1

@@ -1,4 +1,4 @@
-"""What a kernel of a product reads, the same on every platform."""
+"""The operands of a kernel of a product, the same on every platform."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,13 +11,12 @@ class Operands(NamedTuple):
 
     Attributes:
       x: rows, [M, K].
-      codes: [K, N], or [E, K, N] with a `group`; with one more axis in front where there is a
-        `step`.
+      codes: [K, N], or [E, K, N] with a `group`; with one more leading axis if `step` is given.
       parameters: scales and zero points, [G, N] each, or [E, G, N].
-      x_scale: of rows: [M, 1], or, for each of their groups, as a kernel reads them; or `None`.
-      group: which matrix each tile of rows is multiplied by, int32; `~group` stands for a tile that
-        nothing reads. `None`: there is one matrix.
-      step: which codes of the axis in front are taken, int32 []; `None`: there is no such axis.
+      x_scale: scales of rows: [M, 1], or one per group in the layout of a kernel; or `None`.
+      group: the index of the matrix of each tile of rows, int32; `~group` means that the tile is
+        not used. `None`: there is only one matrix.
+      step: the index along the leading axis of the codes, int32 []; `None`: there is no such axis.
     """
 
     x: jax.Array
@@ -35,5 +34,5 @@ class Operands(NamedTuple):
 
     @property
     def scales(self) -> list[jax.Array]:
-        """The scale of rows, where there is one."""
+        """The scale of rows in a list, or an empty list."""
         return [] if self.x_scale is None else [self.x_scale]

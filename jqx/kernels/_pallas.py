@@ -1,4 +1,4 @@
-"""Pallas, imported when the first kernel is traced, and what every call of a kernel has."""
+"""Pallas, which is imported when the first kernel is traced, and the call of a kernel."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ from .._errors import message
 
 @functools.cache
 def pl() -> Any:
-    """Returns the module of what is common to all platforms."""
+    """Returns the module that is common to all platforms."""
     return importlib.import_module("jax.experimental.pallas")
 
 
@@ -27,20 +27,20 @@ def tpu() -> Any:
 
 @functools.cache
 def triton() -> Any:
-    """Returns the module for GPUs, of kernels that Triton compiles.
+    """Returns the module for GPUs, whose kernels Triton compiles.
 
     Raises:
-      ImportError: this release of JAX has none.
+      ImportError: this release of JAX does not have it.
     """
     try:
         return importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
         text = message(
             "pack_for",
-            "kernels for GPUs are compiled by Triton, which this release of JAX does not do.",
+            "kernels for GPUs are compiled by Triton, which this release of JAX does not support.",
             given=f"jax {jax.__version__}",
             expected="a release with jax.experimental.pallas.triton, such as 0.12",
-            mend="install such a release, or take the layout back: q.unpack().",
+            mend="install such a release, or restore the default layout: q.unpack().",
         )
         raise ImportError(text) from error
 
@@ -59,18 +59,18 @@ def call(
     """Calls a kernel on arrays.
 
     Args:
-      kernel: a function of references to blocks of the arrays, and of the results.
-      name: what it is called in a compiled program.
-      result: shape and dtype of what it writes, or a list of them.
-      arrays: what it reads.
-      multiplies: the dtype that matrix units multiply, for `jqx.lowering` to tell.
-      interpret: whether it is run step by step on any platform, which tests do.
-      chips: kinds of TPUs that it is for, where it is not for all.
-      **options: those of `pallas_call`.
+      kernel: a function of references to blocks of the arrays and of the results.
+      name: its name in a compiled program.
+      result: shape and dtype of its result, or a list of them.
+      arrays: the arrays that it reads.
+      multiplies: the dtype that matrix units multiply, which `jqx.lowering` shows.
+      interpret: whether to run it step by step on any platform, as tests do.
+      chips: the kinds of TPUs that it supports, if it does not support all of them.
+      **options: options of `pallas_call`.
 
     Raises:
-      ValueError: the program is exported, or parted over devices by the compiler, or for a TPU of
-        another kind; it is raised when that is lowered.
+      ValueError: on lowering, if the program is exported, is partitioned over devices by the
+        compiler, or is for a TPU of another kind.
     """
     arrays = _compat.vary_alike(*arrays)
     axes = _compat.varies_along(arrays[0])
@@ -93,26 +93,26 @@ def _name_in_hlo(dtype: jnp.dtype) -> str:
 
 _EXPORTED = message(
     "jax.export",
-    "a kernel of jqx is not exported: its program is good for one release of JAX alone.",
+    "a kernel of jqx cannot be exported: its program is valid only for one release of JAX.",
     given="a weight that pack_for, or target=, has laid out for a kernel",
-    expected="weights that lie plainly",
-    mend="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() takes the "
-    "layout back.",
+    expected="weights in the default layout",
+    mend="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() restores the "
+    "default layout.",
 )
 
 _PARTITIONED = message(
     "jax.jit",
-    "a compiler cannot part a kernel of jqx over devices: each would have to read whole arrays.",
+    "a compiler cannot partition a kernel of jqx over devices: each would read whole arrays.",
     given="a weight or cache that is laid out for a kernel, in a program for several devices",
     expected="one device, or the kernel in a jax.shard_map over all axes of the mesh",
     mend="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
-    "pack_for; q.unpack() takes the layout back.",
+    "pack_for; q.unpack() restores the default layout.",
 )
 
 _OTHER = message(
     "pack_for",
-    "a weight lies for another TPU: this one does not convert its codes.",
-    given="{chip}, and codes that lie as float4, as target='tpu7x' lays them out",
-    expected="TPU7x, or codes that lie as uint4",
+    "a weight is laid out for another TPU: this one does not convert its codes.",
+    given="{chip}, and codes that are stored as float4, the layout for target='tpu7x'",
+    expected="TPU7x, or codes that are stored as uint4",
     mend="lay the weights out for this machine: jqx.pack_for(params, 'tpu').",
 )

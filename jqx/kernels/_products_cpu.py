@@ -28,21 +28,22 @@ def product_cpu(
     step: jax.Array | None = None,
     sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns sums of products of rows and weights, int32, or times both scales, float32.
+    """Returns sums of products of rows and weights as int32, or times both scales as float32.
 
     Args:
       x: int8 [B, M, K], or float32 that is rounded to codes in `[low, high]` by `x_scale`.
       x_scale: float32 [B, M or 1], or `None`.
-      x_zero: int32 [B, M or 1], or `None`: taken from codes.
+      x_zero: int32 [B, M or 1], or `None`; it is subtracted from codes.
       w: int8 [B, N, K].
       w_scale: float32 [B, N or 1], or `None`.
       w_zero: int32 [B, N or 1], or `None`.
-      low: the least code.
-      high: the largest one.
+      low: the smallest code.
+      high: the largest code.
       dtype: int32 or float32.
-      step: int32, which weight of a stack [L, N, K] to read, where B is 1.
-      sizes: int32 [G], where B is 1: how many rows meet each of the weights [G, N, K] in turn. The
-        weights' scales and zero points are [G, N or 1]; rows beyond the groups are 0.
+      step: int32, the index of the weight in a stack [L, N, K]; requires B == 1.
+      sizes: int32 [G], the number of consecutive rows for each of the weights [G, N, K]; requires
+        B == 1. The scales and zero points of the weights are [G, N or 1]; the results of rows
+        beyond the groups are 0.
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
     given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
@@ -66,8 +67,8 @@ def requantized_product_cpu(
     dtype: DTypeLike,
     step: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns codes of sums of products of rows and weights, by integers alone: those of
-    `jqx.tflite.requantize`, int8 or uint8 [B, M, N].
+    """Returns the requantized sums of products of rows and weights, by integer arithmetic: the
+    codes of `jqx.tflite.requantize`, int8 or uint8 [B, M, N].
 
     Args:
       x: int8 [B, M, K].
@@ -75,13 +76,13 @@ def requantized_product_cpu(
       w: int8 [B, N, K].
       w_zero: as in `product_cpu`.
       multiplier: int32 [B, N or 1].
-      shift: int32 likewise.
-      bias: int32 likewise, or `None`.
-      zero: int32 likewise, or `None`.
-      low: the least code.
-      high: the largest one.
-      is_single: whether products with the multiplier are rounded once, and not twice.
-      dtype: of the codes.
+      shift: int32 [B, N or 1].
+      bias: int32 [B, N or 1], or `None`.
+      zero: int32 [B, N or 1], or `None`.
+      low: the smallest code.
+      high: the largest code.
+      is_single: whether products with the multiplier are rounded once instead of twice.
+      dtype: the dtype of the codes.
       step: as in `product_cpu`.
     """
     options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
@@ -106,18 +107,20 @@ def float_product_cpu(
     """Returns the product of rows and weights of few bits, float32 [B, M, N].
 
     Args:
-      x: float32 [B, M, K], bfloat16, or int8. Products of bfloat16 are exact, and sums of a group
-        float32, where the processor multiplies bfloat16 and there are more than a few rows; else
-        the rows are widened.
-      w: uint8 [B, N, K * bits / 8], the first of the codes in a byte in its lowest bits; or int8.
-      x_scale: float32 [B, M or 1] of codes, `None` of floats.
-      scale: float32 [B, G, N], of groups of K / G codes.
-      zero: int8 likewise, or `None`; of unsigned codes less their middle, as these are.
-      bits: of a code: 8, 4 or 2.
+      x: float32 [B, M, K], bfloat16, or int8. If the processor multiplies bfloat16 and there are
+        more than a few rows, products of bfloat16 are exact, and sums of a group are float32;
+        otherwise the rows are widened.
+      w: uint8 [B, N, K * bits / 8], with the first code of a byte in its lowest bits; or int8.
+      x_scale: float32 [B, M or 1] for codes, `None` for floats.
+      scale: float32 [B, G, N], for groups of K / G codes.
+      zero: int8 [B, G, N], or `None`. Unsigned codes and their zero points are shifted by minus the
+        middle of their range.
+      bits: the bits of a code: 8, 4 or 2.
       is_signed: whether codes are in two's complement.
-      digits: of floats, of 8 bits each, relative to the largest magnitude of a row: 3, or 2.
+      digits: the number of 8-bit digits of floats, relative to the largest magnitude of a row: 3
+        or 2.
       step: as in `product_cpu`.
-      sizes: as in `product_cpu`, of scales [G, groups, N].
+      sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
     given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
@@ -134,16 +137,16 @@ def decoded_product_cpu(
     step: jax.Array | None = None,
     sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the product of floats and codes that stand for floats, float32 [B, M, N].
+    """Returns the product of floats and codes that represent floats, float32 [B, M, N].
 
     Args:
       x: float32 [B, M, K].
-      w: uint8 [B, N, K], or 8-bit floats; or uint8 [B, N, K / 2], of the two codes in a byte the
-        first in its lowest bits.
-      scale: float32 or E8M0 [B, G, N], of groups of K / G codes.
-      table: what each of the 256 or 16 codes stands for; that of code 0 is finite.
+      w: uint8 [B, N, K], or 8-bit floats; or uint8 [B, N, K / 2], with the first of the two codes
+        of a byte in its lowest bits.
+      scale: float32 or E8M0 [B, G, N], for groups of K / G codes.
+      table: the number that each of the 256 or 16 codes represents; that of code 0 is finite.
       step: as in `product_cpu`.
-      sizes: as in `product_cpu`, of scales [G, groups, N].
+      sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     given = x, w, scale, _step(step), _sizes(sizes, x)
     return _called("decoded_product", given, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
@@ -158,7 +161,7 @@ def _step(step: jax.Array | None) -> jax.Array:
 
 
 def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Returns sizes of groups of rows, none larger than all rows, so that int32 holds them."""
+    """Returns sizes of groups of rows as int32, clamped to the number of all rows."""
     if sizes is None:
         return jnp.zeros((0,), jnp.int32)
     return jnp.clip(sizes, 0, x.shape[1]).astype(jnp.int32)
@@ -187,16 +190,15 @@ def _over_batches(
     dtype: jnp.dtype,
     multiplies: str,
 ) -> Callable[..., jax.Array]:
-    """Returns a kernel of which `vmap` makes one with more rows, where these alone are mapped, or
-    else with a larger batch; of rows in groups it calls one after another. `rows` are the operands
-    that say something of rows, `step` is the one that finds a weight in a stack; sizes of groups
-    come after it.
+    """Returns a kernel that `vmap` maps to one call: with more rows if only rows are mapped, else
+    with a larger batch. For rows in groups, it is called for each one. `rows` are the indices of
+    the operands of rows, `step` is that of the index in a stack; sizes of groups come after it.
     """
 
     @custom_vmap
     def call(*given: jax.Array) -> jax.Array:
         (batch, m, _), n = given[0].shape, given[1].shape[1]
-        with jax.named_scope(f"multiplies_{multiplies}"):  # for jqx.lowering to tell
+        with jax.named_scope(f"multiplies_{multiplies}"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
             return _package_cpu.call(name, result, *given, **dict(options))
 
@@ -214,7 +216,7 @@ def _over_batches(
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
         every = list(given)
-        if given[step].size:  # one of a stack: a larger batch has no stack
+        if given[step].size:  # a slice of a stack: a larger batch cannot have a stack
             at = jnp.broadcast_to(given[step], (size, 1))[:, 0]
             stack = given[1] if mapped[1] else jnp.broadcast_to(given[1], (size, *given[1].shape))
             every[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, at)
@@ -234,7 +236,7 @@ def _over_batches(
 def one_by_one(
     f: Callable[..., jax.Array], mapped: Sequence[bool], given: Sequence[jax.Array]
 ) -> jax.Array:
-    """Returns what a function returns of each of the mapped operands, and the others."""
+    """Returns the results of a function for each of the mapped operands, and the others."""
 
     def call(some: tuple[jax.Array, ...]) -> jax.Array:
         each = iter(some)
@@ -246,7 +248,7 @@ def one_by_one(
 
 
 def _into_rows(size: int, m: int, x: jax.Array) -> jax.Array:
-    """Returns what is mapped, [size, B, M or 1, ...], as [B, size * M, ...]."""
+    """Reshapes a mapped operand [size, B, M or 1, ...] to [B, size * M, ...]."""
     if x.size == 0:
         return x[0] if x.ndim == 2 else x
     x = jnp.moveaxis(x, 0, 1)
@@ -255,7 +257,7 @@ def _into_rows(size: int, m: int, x: jax.Array) -> jax.Array:
 
 
 def _for_rows(size: int, x: jax.Array, is_rows: bool) -> jax.Array:
-    """Returns what is not mapped for `size` times as many rows: one for all stays."""
+    """Repeats an operand that is not mapped for `size` times as many rows; a shared one stays."""
     if x.size == 0 or (not is_rows and x.shape[1] == 1):
         return x
     return jnp.tile(x, (1, size, *(1,) * (x.ndim - 2)))

@@ -1,7 +1,7 @@
-"""Codes beside codes with scales in groups on a GPU, rows quantized on the way, by Triton.
+"""Products of codes with scales in groups on a GPU, by Triton; the kernel may quantize the rows.
 
-The arithmetic is that of the kernel for TPUs; as there, the sums of a column with one scale are
-exact where they are integers. Two kinds of 8-bit floats are multiplied as bfloat16, which has both.
+The arithmetic is that of the kernel for TPUs; as there, integer sums of a column with one scale are
+exact. Two different formats of 8-bit floats are multiplied as bfloat16, which represents both.
 """
 
 import functools
@@ -38,19 +38,17 @@ def products_gpu(
 
     Args:
       x: [M, K]: floats of 16 or 32 bits, to be quantized, or codes of the format.
-      x_scale: float32 [M, 1], a scale a row, or [M, G], one for each of its groups.
-      codes: [K, N]: integers of 4 or 8 bits, or, beside 8-bit floats, those; of 4 bits, K and N are
-        multiples of 16.
-      scale: [G, N], of which each row is shared by K / G rows of codes, a multiple of 16; floats,
-        or E8M0.
-      zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
-      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
-        reads it.
-      step: int32 [], where codes have one more axis in front: which of it to take.
-      form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
-        8-bit floats.
-      dtype: of the result, to which float32 sums are rounded.
+      x_scale: float32 [M, 1], one scale per row, or [M, G], one for each of its groups.
+      codes: [K, N]: integers of 4 or 8 bits, or 8-bit floats if the rows are. For 4 bits, K and N
+        are multiples of 16.
+      scale: [G, N]; each row is shared by K / G rows of codes, a multiple of 16; floats, or E8M0.
+      zero: [G, N], integers, for codes of 4 bits or fewer, or `None`.
+      group: int32 [T], if codes, scale and zero are stacks [E, ..., N]: the index of the matrix of
+        each of T tiles of M / T rows, a power of two from 16 to 128; `~group` for unused tiles.
+      step: int32 [], if codes have one more leading axis: the index along it.
+      form: the symmetric format of rows: signed integers of 8 bits or fewer, which are multiplied
+        as int8, or 8-bit floats.
+      dtype: the dtype of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:

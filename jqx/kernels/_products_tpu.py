@@ -1,8 +1,8 @@
-"""Codes beside codes with scales in groups on a TPU, rows quantized on the way.
+"""Products of codes with scales in groups on a TPU; the kernel may quantize the rows.
 
-Each group is multiplied as codes: integers exactly, into int32, 8-bit floats into float32. Its sums
-take the scales of the group in float32, and are added. Where a column has one scale, the sums of
-integers are those of the whole column, exact, and take both scales at the end.
+Each group is multiplied as codes: integers exactly, into int32, and 8-bit floats into float32. Its
+sums are multiplied by the scales of the group in float32, and added. If a column has one scale,
+integer sums are exact over the whole column, and are multiplied by both scales at the end.
 """
 
 import functools
@@ -40,16 +40,16 @@ def products_tpu(
 
     Args:
       x: [M, K]: float32 or bfloat16, to be quantized, or codes of the format.
-      x_scale: float32 [M, 1], a scale a row, or [M, G], one for each of its groups.
-      codes: [K, N]: integers of 8 bits or fewer, or, beside 8-bit floats, those.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
-      zero: [G, N], integers beside those of 4 bits or fewer, or `None`.
-      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
-      step: int32 [], where codes have one more axis in front: which of it to take.
-      form: of rows, symmetric: signed integers of 8 bits or fewer, which are multiplied as int8, or
-        8-bit floats.
-      dtype: of the result, to which float32 sums are rounded.
+      x_scale: float32 [M, 1], one scale per row, or [M, G], one for each of its groups.
+      codes: [K, N]: integers of 8 bits or fewer, or 8-bit floats if the rows are.
+      scale: [G, N]; each row is shared by K / G rows of codes; floats, or E8M0.
+      zero: [G, N], integers, for codes of 4 bits or fewer, or `None`.
+      group: int32 [T], if codes, scale and zero are stacks [E, ..., N]: the index of the matrix of
+        each of T tiles of M / T rows, a multiple of 8; `~group` for unused tiles.
+      step: int32 [], if codes have one more leading axis: the index along it.
+      form: the symmetric format of rows: signed integers of 8 bits or fewer, which are multiplied
+        as int8, or 8-bit floats.
+      dtype: the dtype of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
@@ -64,7 +64,7 @@ def products_tpu(
     quantizes = x.dtype != qtype
     tiles = tiles_of(m, k, n, size, dtypes, width, rows, kept=quantizes)
     keeps = quantizes and group is None and tiles.stay and n > tiles.n
-    if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
+    if not tiles.moves and groups > 1:  # rows of float32 can be read at any index
         parameters = [scales(p) for p in parameters]
     by_group = x_scale.shape[1] > 1
     kernel = functools.partial(
@@ -147,7 +147,7 @@ def _kernel(
         elif integers and columns.dtype != qtype:
             columns = columns.astype(jnp.int32).astype(qtype)
         left = k - step * tiles.k - start
-        if k % tiles.k:  # what lies behind the end is not zero
+        if k % tiles.k:  # memory beyond the end is not zero
             rows = _first(rows, left, axis=1)
             columns = columns if integers else _first(columns, left, 0)
         wide = jnp.int32 if integers else jnp.float32
@@ -177,7 +177,9 @@ def _codes(
     form: QType,
     by: Arithmetic,
 ) -> jax.Array:
-    """Returns the codes of a part of rows: made with the first columns, and kept for the others."""
+    """Returns the codes of a part of rows, which are computed for the first tile of columns and
+    stored for the others.
+    """
 
     def made() -> jax.Array:
         each = x.shape[1] // len(by_row)
@@ -200,13 +202,13 @@ def _row(parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, one:
     if one:
         return scales(parameter[...])
     if size > tiles.k or not tiles.moves:
-        row = lax.div(step * tiles.k + start, size)  # `//` asks for the chip at hand
+        row = lax.div(step * tiles.k + start, size)  # `//` would query the local chip
         return scales(parameter[pl().ds(row, 1), :])
     return scales(parameter[start // size : start // size + 1, :])
 
 
 def _first(codes: jax.Array, count: Any, axis: int) -> jax.Array:
-    """Returns codes with zeros behind the first of an axis."""
+    """Returns codes with zeros after the first `count` of an axis."""
     wide = codes.astype(jnp.float32)
     kept = jnp.where(lax.broadcasted_iota(jnp.int32, codes.shape, axis) < count, wide, 0.0)
     return kept.astype(codes.dtype)

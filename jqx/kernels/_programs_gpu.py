@@ -1,8 +1,8 @@
 """The programs in which a GPU computes a product: tiles of rows and columns, and parts of the sum.
 
-Where rows are in groups with a matrix each (experts), a tile of rows belongs to one group, whose
-number says which matrix is read. A negative number `~group` stands for a tile that nothing reads;
-its sum has no steps.
+If rows are in groups with a matrix each (experts), a tile of rows belongs to one group, whose
+number is the index of its matrix. A negative number `~group` marks an unused tile; its sum has no
+steps.
 """
 
 import math
@@ -24,13 +24,13 @@ LEAST = 16
 
 
 class Tiles(NamedTuple):
-    """Sizes of the tiles of a product [M, K] x [K, N], powers of two, and in how many parts K is.
+    """Sizes of the tiles of a product [M, K] x [K, N], powers of two, and the number of parts of K.
 
     Attributes:
       m: rows.
       k: elements of the contracted axis.
       n: columns.
-      parts: of the contracted axis.
+      parts: parts of the contracted axis.
     """
 
     m: int
@@ -48,9 +48,9 @@ def tiles_of(
     within: bool = False,
     all_rows: int | None = None,
 ) -> Tiles:
-    """Returns the tiles of a product with scales for groups of `size`; those of narrow codes divide
-    their axes, and where asked for they lie within a group. `m` are the rows of one matrix, of
-    `all_rows` in all.
+    """Returns the tiles of a product with scales for groups of `size`. Tiles of narrow codes divide
+    their axes, and on request tiles lie within a group. `m` is the number of rows of one matrix,
+    and `all_rows` that of all rows.
     """
     rows = min(128, max(LEAST, _power_above(m)))
     wide = 64 if rows < 128 else 128
@@ -81,16 +81,16 @@ def in_programs(
     multiplies: DTypeLike,
     interpret: bool,
 ) -> jax.Array:
-    """Runs a kernel in programs. It is given its `Program`, and references to x, codes, the scale
-    of x (where there is one), the parameters, and the result.
+    """Runs a kernel in programs. Its arguments are its `Program`, and references to x, codes, the
+    scale of x (if there is one), the parameters, and the result.
 
     Args:
-      kernel: as above.
-      name: what it is called.
-      tiles: their sizes.
-      operands: with scales of rows [M, 1], or [M, G] for their groups.
-      dtype: of the result.
-      multiplies: what matrix units multiply.
+      kernel: the kernel.
+      name: its name.
+      tiles: the sizes of the tiles.
+      operands: the operands, with scales of rows [M, 1], or [M, G] for their groups.
+      dtype: the dtype of the result.
+      multiplies: the dtype that matrix units multiply.
       interpret: whether to run on any platform, step by step.
 
     Returns:
@@ -112,14 +112,14 @@ def in_programs(
     numbers = {}
     if operands.group is not None:
         numbers["group"] = operands.group
-    if operands.step is not None:  # one for each tile of rows, as groups are
+    if operands.step is not None:  # repeated for each tile of rows, like groups
         numbers["which"] = jnp.broadcast_to(operands.step, along[:1])
 
     def run(*references: Any) -> None:
         *inputs, result = references
         count = len(inputs) - len(numbers)
-        told = dict(zip(numbers, inputs[count:], strict=True))
-        kernel(_program(tiles, (m, k, n), **told), *inputs[:count], result)
+        given = dict(zip(numbers, inputs[count:], strict=True))
+        kernel(_program(tiles, (m, k, n), **given), *inputs[:count], result)
 
     return call(
         run,
@@ -145,12 +145,12 @@ class Program(NamedTuple):
     """What one program computes.
 
     Attributes:
-      matrix: the index of its matrix in a stack, or nothing.
-      codes: the index of its codes, or nothing.
+      matrix: the index of its matrix in a stack, or an empty tuple.
+      codes: the index of its codes, or an empty tuple.
       first: its first step along the sum.
-      last: the one behind its last.
-      is_row: which rows of its tile are there, [m, 1].
-      is_column: which columns are, [1, n].
+      last: the step after its last one.
+      is_row: which rows of its tile exist, [m, 1].
+      is_column: which columns exist, [1, n].
       whole: whether all tiles of codes are whole.
     """
 
@@ -185,7 +185,7 @@ def _program(
 
 
 def read(reference: Any, index: Any, inside: jax.Array | None) -> jax.Array:
-    """Returns a part of an array, zeros where it is not inside; `None` is inside everywhere."""
+    """Returns a part of an array, with zeros where `inside` is false; `None` means everywhere."""
     if inside is None:
         return triton().load(reference.at[index])
     zero = jnp.zeros((), reference.dtype)

@@ -1,4 +1,4 @@
-"""Rows quantized in registers: the codes that `QTensor.quantize` has, of symmetric formats."""
+"""Quantization of rows in registers, to the codes of `QTensor.quantize` for symmetric formats."""
 
 import operator
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ._pallas import triton
 
 
 class Arithmetic(NamedTuple):
-    """Operations on float32 that a platform rounds as IEEE 754 has it.
+    """Operations on float32 that a platform rounds as in IEEE 754.
 
     Attributes:
       divide: `(x, divisor) -> quotient`; the divisor broadcasts to `x`.
@@ -26,7 +26,7 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic_on(platform: str, interpret: bool) -> Arithmetic:
-    """Returns the operations of a platform; step by step, those that XLA has on CPU."""
+    """Returns the operations of a platform; in interpret mode, those of XLA on CPU."""
     if interpret:
         return Arithmetic(divide, _to_nearest)
     if platform == "gpu":
@@ -47,7 +47,7 @@ def _to_nearest_gpu(x: jax.Array) -> jax.Array:
 
 
 def _in_ptx(instruction: str, *args: jax.Array) -> jax.Array:
-    """Runs an instruction of a GPU on float32, which Triton has in another rounding, or not."""
+    """Runs a GPU instruction on float32 that Triton lacks, or has with another rounding."""
     shape = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
     (result,) = triton().elementwise_inline_asm(
         instruction,

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 EXACT = 3
-"""Numbers of bfloat16 that have all bits of one of float32."""
+"""The number of bfloat16 terms that represent a float32 exactly."""
 
 
 def split(x: jax.Array, parts: int) -> list[jax.Array]:
     """Returns bfloat16 numbers whose sum is `x`: one is rounded, three are exact.
 
-    Bits are cut off, since XLA leaves out roundings that are taken back.
+    Bits are truncated, because XLA removes a rounding that is followed by a widening.
     """
     if parts == 1:
         return [x.astype(jnp.bfloat16)]

@@ -1,10 +1,10 @@
 """The steps in which a TPU computes a product: tiles of rows, then of columns, then along the sum.
 
-Rows stay on the chip while all columns are gone through, so both operands are read once where
-there is one tile of rows. Where rows are in groups with a matrix each (experts), a tile of rows
-belongs to one group, whose number says which matrix is read. Tiles of columns come first then, and
-a matrix is read whole along the sum, so that it stays while the tiles of its group follow each
-other. A negative number `~group` stands for a tile that nothing reads; it is not computed.
+Rows stay on the chip for all columns, so both operands are read once if there is one tile of rows.
+If rows are in groups with a matrix each (experts), a tile of rows belongs to one group, whose
+number is the index of its matrix. Then tiles of columns are the outer loop, and a matrix is read
+whole along the sum, so that it stays on the chip for all tiles of its group. A negative number
+`~group` marks an unused tile, which is not computed.
 """
 
 from collections.abc import Callable
@@ -31,20 +31,22 @@ def in_steps(
     interpret: bool,
     kept: DTypeLike | None = None,
 ) -> jax.Array:
-    """Runs a kernel on tiles. It is given which tile of columns it is at, which step along the sum,
-    and references to x, codes, the scale of x (where there is one), the parameters, the result, the
-    sums, which it keeps from step to step, and what it keeps of rows.
+    """Runs a kernel on tiles. Its arguments are the index of the tile of columns, the step along
+    the sum, and references to x, codes, the scale of x (if there is one), the parameters, the
+    result, the sums (which persist between steps), and a buffer for rows.
 
     Args:
-      kernel: as above.
-      name: what it is called.
-      tiles: their sizes.
-      operands: with scales of rows [M, 1], or [steps along the sum, M, groups of a tile].
-      sums: their dtype.
-      dtype: of the result.
-      multiplies: what matrix units multiply.
+      kernel: the kernel.
+      name: its name.
+      tiles: the sizes of the tiles.
+      operands: the operands, with scales of rows [M, 1], or [steps along the sum, M, groups of a
+        tile].
+      sums: the dtype of the sums.
+      dtype: the dtype of the result.
+      multiplies: the dtype that matrix units multiply.
       interpret: whether to run on any platform, step by step.
-      kept: dtype of what is kept of each row for all columns, as long as x, or `None`.
+      kept: the dtype of the buffer for rows, which has the shape of x and is kept for all columns;
+        or `None`.
 
     Returns:
       [M, N].
@@ -118,5 +120,5 @@ def in_steps(
 
 
 def _matrix(group: Any) -> Any:
-    """Returns which matrix is read for a tile; for one that is not computed, the one before."""
+    """Returns the index of the matrix of a tile; for an unused tile, that of the tile before."""
     return jnp.where(group < 0, ~group, group)

@@ -1,4 +1,4 @@
-"""Which part of a product a TPU computes in a step: tiles that lie in its memory as they are."""
+"""The part of a product that a TPU computes in a step: tiles that need no relayout in memory."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from ._pallas import pl
 
 LANES = 128
-"""The last axis of a tile has whole multiples of so many elements, or is the whole axis."""
+"""The last axis of a tile is a multiple of this number of elements, or the whole axis."""
 
 DEEP, WIDE = 1024, 512
-"""Elements of a tile of codes, about: along the contracted axis, and the other."""
+"""Approximate number of elements of a tile of codes along the contracted axis and the other."""
 
 DEEPEST = 2048
 """Elements along the contracted axis for which a tile may be larger, to hold whole rows of scales.
@@ -22,28 +22,28 @@ WHOLE = 2**22
 """Elements of a tile that is as deep as the contracted axis."""
 
 AT_ONCE = 256
-"""Rows of codes that are made numbers at once, about."""
+"""Approximate number of rows of codes that are converted at once."""
 
 BUDGET = 40 * 2**20
 """Bytes of memory on the chip for rows and results."""
 
 LIMIT = 56 * 2**20
-"""Bytes of memory on the chip for all; TPU7x has 64 MiB, TPU v5e and v6e 128 MiB."""
+"""Bytes of memory on the chip in total; TPU7x has 64 MiB, TPU v5e and v6e 128 MiB."""
 
 
 class Tiles(NamedTuple):
-    """Sizes of the tiles of a product [M, K] x [K, N], and of what is in a tile.
+    """Sizes of the tiles of a product [M, K] x [K, N], and of their parts.
 
     Attributes:
       m: rows.
       k: elements of the contracted axis.
       n: columns.
-      chunk: elements of the contracted axis that are made numbers at once.
-      groups: rows of scales in a block of them.
-      moves: whether a tile of codes has a block of scales of its own; else all scales of a column
-        are one block.
-      stay: whether rows are on the chip whole along the contracted axis, read once for all columns;
-        else a part of them is read for each tile of codes.
+      chunk: elements of the contracted axis that are converted at once.
+      groups: rows of scales in a block of scales.
+      moves: whether each tile of codes has its own block of scales; otherwise all scales of a
+        column are one block.
+      stay: whether rows are on the chip along the whole contracted axis, and are read once for all
+        columns; otherwise a part of them is read for each tile of codes.
     """
 
     m: int
@@ -67,9 +67,9 @@ def tiles_of(
 ) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
 
-    `parameters` are the dtypes of scales and zero points [K / size, N]. `each` is how many rows
-    each of several matrices is multiplied by: they are read whole along the contracted axis.
-    `kept` says that codes of rows are kept, a byte each.
+    `parameters` are the dtypes of scales and zero points [K / size, N]. `each` is the number of
+    rows for each of several matrices, which are read whole along the contracted axis. `kept` means
+    that codes of rows are stored, one byte each.
     """
     if each is not None:
         wide = max(LANES, min(2 * WIDE, WHOLE // k // LANES * LANES))
@@ -96,16 +96,16 @@ def tiles_of(
 
 
 def _even(m: int, most: int) -> int:
-    """Returns how many rows a tile has, `most` of them or fewer: as many in the last tile as in the
-    others, so that none is filled up with rows that nobody reads.
+    """Returns the number of rows of a tile, at most `most`. The last tile has as many rows as the
+    others, so that there is little padding.
     """
     count = -(-m // most)
     return m if count < 2 else -(-m // (16 * count)) * 16
 
 
 def columns_of(tiles: Tiles, k: int, step: Any, start: int, count: int) -> Any:
-    """Returns where a part of the rows of a step stands in their block of `k` elements, or fewer;
-    a multiple of a register, where there are several steps.
+    """Returns the place of a part of the rows of a step in their block of `k` elements or fewer; it
+    is a multiple of a register if there are several steps.
     """
     if not tiles.stay or tiles.k == k:
         return pl().ds(start, count)
@@ -113,7 +113,7 @@ def columns_of(tiles: Tiles, k: int, step: Any, start: int, count: int) -> Any:
 
 
 def _chunk(deep: int, size: int) -> int:
-    """Returns how many of the rows of a tile are made numbers at once: whole groups."""
+    """Returns how many rows of a tile are converted at once: whole groups."""
     step = math.lcm(LANES, size)
     chunk = step * max(1, AT_ONCE // step)
     return chunk if deep % chunk == 0 else deep

@@ -1,7 +1,7 @@
-"""Floats beside codes with scales in groups, or codes that are looked up, on a GPU, by Triton.
+"""Products of floats and codes with scales in groups, or looked-up codes, on a GPU, by Triton.
 
-The arithmetic is that of the kernel for TPUs. A program goes through a part of the contracted axis
-for a tile of rows and columns; where rows are few there are several parts, whose sums are added.
+The arithmetic is that of the kernel for TPUs. A program processes a part of the contracted axis for
+a tile of rows and columns. If there are few rows, there are several parts, whose sums are added.
 """
 
 import functools
@@ -36,16 +36,15 @@ def weights_gpu(
 
     Args:
       x: [M, K], float16, bfloat16 or float32.
-      codes: [K, N], of any dtype of 4 or 8 bits; of 4 bits, K and N are multiples of 16.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
+      codes: [K, N], of any dtype of 4 or 8 bits; for 4 bits, K and N are multiples of 16.
+      scale: [G, N]; each row is shared by K / G rows of codes; floats, or E8M0.
       zero: [G, N], integers, or `None`.
-      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows, a power of two from 16 to 128, is multiplied by; `~group` where nothing
-        reads it.
-      step: int32 [], where codes have one more axis in front: which of it to take.
-      table: what codes stand for, where they are looked up.
-      precision: of float32 products.
-      dtype: of the result, to which float32 sums are rounded.
+      group: int32 [T], if codes, scale and zero are stacks [E, ..., N]: the index of the matrix of
+        each of T tiles of M / T rows, a power of two from 16 to 128; `~group` for unused tiles.
+      step: int32 [], if codes have one more leading axis: the index along it.
+      table: the numbers that codes represent, if they are looked up.
+      precision: the precision of float32 products.
+      dtype: the dtype of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
@@ -87,7 +86,7 @@ def _kernel(
     matrix, whole, is_column = program.matrix, program.whole, program.is_column
 
     def of_rows(parameter: Any, start: Any) -> jax.Array:
-        """Returns the parameters of a tile of codes, each repeated for its group, or one row."""
+        """Returns the parameters of a tile of codes: repeated for each group, or one row."""
         first = lax.div(start, size)
         if size == k or size % tiles.k == 0:
             inside = None if whole else is_column

@@ -1,8 +1,8 @@
-"""Floats beside codes with scales in groups, or codes that are looked up, on a TPU.
+"""Products of floats and codes with scales in groups, or looked-up codes, on a TPU.
 
-A step reads a tile of codes in the bits that they have, makes numbers of it in registers, scales
-them in float32, rounds them to the dtype of the rows, and multiplies: the arithmetic of a weight
-that is dequantized first, without the weight. Sums are float32.
+A step reads a tile of codes in their stored dtype, converts them to numbers in registers, scales
+them in float32, rounds them to the dtype of the rows, and multiplies. This is the arithmetic of a
+weight that is dequantized first, without storing that weight. Sums are float32.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ._steps_tpu import in_steps
 from ._tiles_tpu import Tiles, columns_of, tiles_of
 
 SUBLANES = 8
-"""Rows of float32 in a register: a group of whole ones is reshaped for nothing."""
+"""Rows of float32 in a register; reshaping a group of whole registers is free."""
 
 
 def weights_tpu(
@@ -41,14 +41,14 @@ def weights_tpu(
     Args:
       x: [M, K], bfloat16 or float32.
       codes: [K, N], of any dtype of 8 bits or fewer.
-      scale: [G, N], of which each row is shared by K / G rows of codes; floats, or E8M0.
+      scale: [G, N]; each row is shared by K / G rows of codes; floats, or E8M0.
       zero: [G, N], integers, or `None`.
-      group: int32 [T], where codes, scale and zero are stacks [E, ..., N]: which matrix each of T
-        tiles of M / T rows, a multiple of 8, is multiplied by; `~group` where nothing reads it.
-      step: int32 [], where codes have one more axis in front: which of it to take.
-      table: what codes stand for, where they are looked up.
-      precision: of float32 products.
-      dtype: of the result, to which float32 sums are rounded.
+      group: int32 [T], if codes, scale and zero are stacks [E, ..., N]: the index of the matrix of
+        each of T tiles of M / T rows, a multiple of 8; `~group` for unused tiles.
+      step: int32 [], if codes have one more leading axis: the index along it.
+      table: the numbers that codes represent, if they are looked up.
+      precision: the precision of float32 products.
+      dtype: the dtype of the result, to which float32 sums are rounded.
       interpret: whether to run on any platform, step by step.
 
     Returns:
@@ -60,7 +60,7 @@ def weights_tpu(
         parameters.append(zero.astype(jnp.bfloat16))
     rows = None if group is None else m // group.shape[0]
     tiles = tiles_of(m, k, n, size, [p.dtype for p in parameters], x.dtype.itemsize, rows)
-    if not tiles.moves and groups > 1:  # rows of float32 are taken from any place
+    if not tiles.moves and groups > 1:  # rows of float32 can be read at any index
         parameters = [scales(p) for p in parameters]
     kernel = functools.partial(
         _kernel, tiles=tiles, shape=(k, size), table=table, precision=precision
@@ -106,7 +106,7 @@ def _kernel(
             real = real - of_rows(zero)
         real = real * of_rows(scale)
         rows = x[:, columns_of(tiles, k, step, start, tiles.chunk)]
-        if k % tiles.k:  # what lies behind the end is not zero
+        if k % tiles.k:  # memory beyond the end is not zero
             left = k - step * tiles.k - start
             real = jnp.where(lax.broadcasted_iota(jnp.int32, real.shape, 0) < left, real, 0)
             rows = jnp.where(lax.broadcasted_iota(jnp.int32, rows.shape, 1) < left, rows, 0)
@@ -122,12 +122,12 @@ def _kernel(
 def _spread(
     parameter: Any, *, step: Any, start: int, tiles: Tiles, groups: int, size: int
 ) -> jax.Array:
-    """Returns the parameters of a chunk of rows, each repeated for its group, or one row."""
+    """Returns the parameters of a chunk of rows: repeated for each group, or one row."""
     if groups == 1:
         return scales(parameter[...])
     count = tiles.chunk // size
     if count == 0:  # a part of a group
-        row = lax.div(step * tiles.k + start, size)  # `//` asks for the chip at hand
+        row = lax.div(step * tiles.k + start, size)  # `//` would query the local chip
         return scales(parameter[pl().ds(row, 1), :])
     first = start // size
     own = scales(parameter[first : first + count, :])
@@ -136,7 +136,7 @@ def _spread(
     if size % SUBLANES == 0:
         spread = jnp.broadcast_to(own[:, None, :], (count, size, own.shape[1]))
         return spread.reshape(count * size, own.shape[1])
-    # Any other size: each row takes that of its group.
+    # For any other size, each row uses the parameters of its group.
     group = lax.div(lax.broadcasted_iota(jnp.int32, (count * size, own.shape[1]), 0), size)
     spread = jnp.broadcast_to(own[:1, :], group.shape)
     for i in range(1, count):

@@ -176,7 +176,7 @@ def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
         isinstance(axis, (int, np.integer)) and -rank <= axis < rank,
         error=ValueError,
         function=function,
-        problem="there is no such axis to pack along.",
+        problem="the axis to pack along does not exist.",
         given=f"axis {axis!r} for rank {rank}",
         expected=f"an axis in [{-rank}, {rank - 1}]" if rank else "an array of one axis or more",
         mend="name an axis of the array.",

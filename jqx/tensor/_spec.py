@@ -181,7 +181,7 @@ _BY_NAME = {
     "channel": "jqx.per_channel()",
     "token": "jqx.per_token()",
     "tensor": "jqx.per_tensor()",
-    "axis": "jqx.per_axis(0), with the axes that have a scale of their own",
+    "axis": "jqx.per_axis(0), with the axes that have their own scale",
     "group": "jqx.per_group(32), with the size of a group",
     "block": "jqx.per_block({0: 32}), with the sizes of a block",
 }
@@ -189,7 +189,7 @@ _BY_NAME = {
 
 
 def _of_package(package: Any, value: Any, kind: type, example: str) -> str:
-    """Returns the value of a package that a name stands for, or an example."""
+    """Returns the value of a package with that name, or an example."""
     named = isinstance(value, str) and isinstance(getattr(package, value, None), kind)
     return f"{package.__name__}.{value}" if named else f"for example {package.__name__}.{example}"
 

@@ -197,9 +197,9 @@ def test_a_traced_scale_is_an_error_that_says_where_to_compute(argument, transfo
     with pytest.raises(TypeError) as refusal:
         transform(f)(x)
     assert str(refusal.value) == (
-        f"jqx.tflite.Requantization.of: `{argument}` has no value yet.\n"
+        f"jqx.tflite.Requantization.of: `{argument}` is traced and has no value.\n"
         "  given:    an array inside jit, vmap or grad\n"
         "  expected: an array with values: a multiplier is computed on the host, in float64\n"
-        "  to mend:  make the Requantization outside and pass it in (it is a pytree), or quantize "
-        "the real result with a QSpec."
+        "  to mend:  create the Requantization outside and pass it in (it is a pytree), or quantize "
+        "the float result with a QSpec."
     )

@@ -236,7 +236,7 @@ def test_a_compiler_does_not_part_a_kernel_over_devices(target, platform):
     x = jax.ShapeDtypeStruct((4, K), jnp.float32, sharding=rows)
     q = jax.eval_shape(lambda: weight("int8", target))
     with pytest.raises(
-        ValueError, match=r"jax\.jit: a compiler cannot part a kernel(.|\n)*shard_map"
+        ValueError, match=r"jax\.jit: a compiler cannot partition a kernel(.|\n)*shard_map"
     ):
         jax.jit(jqx.matmul).trace(x, q).lower(lowering_platforms=(platform,))
 
@@ -252,7 +252,7 @@ def test_codes_that_lie_for_another_tpu_are_refused_where_that_is_known(monkeypa
     lower("tpu7x")  # no TPU is at hand
     monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU v6 lite")
     lower("tpu-v6e")
-    with pytest.raises(ValueError, match=r"lies for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"):
+    with pytest.raises(ValueError, match=r"laid out for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"):
         lower("tpu7x")
     monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU7x")
     lower("tpu7x")

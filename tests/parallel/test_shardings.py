@@ -193,7 +193,7 @@ ERRORS = {
             {"w": P("data")}, {"w": block_of(8, {}).pack(0)}, mesh=mesh
         ),
         ValueError,
-        "axis 0 of 'w' is partitioned, along which codes are packed",
+        "axis 0 of 'w' is partitioned, but codes are packed along it",
         "no byte with codes of several devices",
     ),
     "no mesh": (

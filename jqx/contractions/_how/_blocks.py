@@ -1,8 +1,8 @@
-"""Scales in blocks along a contracted axis: a contraction of each block, to be summed after.
+"""Scales in blocks along a contracted axis: each block is contracted, and the results are summed.
 
 sum_k l[k] r[k]  =  sum_g scale[g] * sum_{k in block g} ...
 
-The blocks become a batch axis (`sum_of_blocks`), or are contracted in turn (`sum_in_turn`).
+The blocks become a batch axis (`sum_of_blocks`), or are contracted one by one (`sum_in_turn`).
 """
 
 import functools
@@ -22,7 +22,7 @@ from .._what._dimensions import Dimensions
 from ._slices import item_along, slice_along
 
 AT_ONCE = 2**22
-"""Elements of the results of blocks that are held before they are summed."""
+"""Elements of the results of blocks that are in memory before they are summed."""
 
 
 class Block(NamedTuple):
@@ -32,7 +32,7 @@ class Block(NamedTuple):
       lhs: the axis of the left operand.
       rhs: the axis of the right operand.
       size: elements of a block in which no scale changes.
-      dimensions: those of the whole contraction.
+      dimensions: the dimensions of the whole contraction.
     """
 
     lhs: int
@@ -47,7 +47,7 @@ def find_block(lhs: Any, rhs: Any, dimensions: Dimensions) -> Block | None:
     for i, j in pairs:
         n = lhs.shape[i]
         if n != rhs.shape[j]:
-            continue  # the contraction itself refuses this
+            continue  # the contraction itself raises
         size = math.gcd(*(_size(x, axis) for x, axis in ((lhs, i), (rhs, j)) if _size(x, axis) < n))
         if size:
             return Block(i, j, size, dimensions)
@@ -55,7 +55,7 @@ def find_block(lhs: Any, rhs: Any, dimensions: Dimensions) -> Block | None:
 
 
 def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
-    """Whether elements that are summed share scales: not each of them has its own."""
+    """Whether elements that are summed share scales, instead of each having its own."""
     axes = tuple(contracted)
     shared = math.prod(groups.sizes[axis] for axis in axes)
     summed = math.prod(groups.shape[axis] for axis in axes)
@@ -68,7 +68,7 @@ def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
 
 
 def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
-    """Gives each index of the kept axes a scale of its own where they are in blocks."""
+    """Gives each index of the kept axes its own scale if they are in blocks."""
     for axis in kept:
         if isinstance(x, QTensor) and x.groups.is_blocked(axis):
             x = refine(x, axis)
@@ -82,10 +82,10 @@ def sum_of_blocks(
     compute: Callable[[Any, Any, Dimensions], jax.Array],
     block: Block | None,
 ) -> jax.Array:
-    """Returns the contraction by `compute`, which is called on operands without blocks, where the
-    first contracted axis with blocks is known.
+    """Contracts operands with `compute`, which is called on operands without blocks. `block` is the
+    first contracted axis with blocks.
 
-    Many or large blocks are computed in turn, so that not all of their results are held at once.
+    Many or large blocks are computed in turn, so that not all results are in memory at once.
     """
     if block is None:
         lhs = with_own_scales(lhs, dimensions.lhs_kept)
@@ -135,7 +135,7 @@ def sum_in_turn(
     compute: Callable[[Any, Any, Dimensions], jax.Array],
     block: Block | None,
 ) -> jax.Array:
-    """Returns what `sum_of_blocks` does, one block after another, each contracted as if alone."""
+    """Returns the result of `sum_of_blocks`, but contracts one block after another."""
     if block is None:
         return sum_of_blocks(lhs, rhs, dimensions, compute, None)
 
@@ -154,8 +154,8 @@ def sum_in_turn(
 
 
 def _split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimensions]]:
-    """Returns contractions whose results, summed over their first axis, sum to the whole: of the
-    full blocks, and of the tail if there is one.
+    """Returns contractions whose results, summed over their first axis, add up to the whole: one of
+    the full blocks, and one of the tail if there is one.
     """
     n = lhs.shape[block.lhs]
     lhs, rhs = _in_blocks(lhs, block.lhs, block.size), _in_blocks(rhs, block.rhs, block.size)

@@ -1,4 +1,4 @@
-"""Convolutions of arrays and QTensors, as they are computed."""
+"""The formulations of convolutions of arrays and QTensors."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ def conv_accumulator_depthwise(lhs: QTensor, rhs: QTensor, window: Window) -> ja
 
 
 @formulation(
-    "an image of codes beside a kernel of floats: the image is dequantized",
+    "an image of codes and a kernel of floats: the image is dequantized",
     PLATFORMS,
     lambda case: not isinstance(case.rhs, QTensor),
     op=OP,
@@ -107,8 +107,8 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
     q = with_own_scales(q.unpack(), (window.outputs,))
     dtype = x.dtype if is_exact_in(q, x.dtype) else wide
-    # Codes are about as large as what they stand for: sums of 16 bits are in range where results
-    # are. Those of float16 are subnormal below 2**-14, and exact in it down to 2**-24.
+    # Codes are scaled to about the size of the real values, so that 16-bit sums are in range if the
+    # results are. float16 is subnormal below 2**-14, but exact down to 2**-24.
     scale = q.real_scale().astype(wide)
     power = power_below(scale)
     power = jnp.clip(power, 2.0**-24, 2.0**8) if dtype == jnp.float16 else power
@@ -118,7 +118,7 @@ def conv_convert(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 
 
 @formulation(
-    "a float operand beside a kernel with zero points or blocks: the kernel is dequantized",
+    "a float operand and a kernel with zero points or blocks: the kernel is dequantized",
     ELSEWHERE,
     lambda case: case.is_beside_floats,
     op=OP,
@@ -128,7 +128,7 @@ def conv_dequantize(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     kernel = q.astype(wide).dequantize()
     if x.dtype != jnp.float16:
         return _float_conv(x, kernel.astype(x.dtype), window, wide)
-    # What float16 does not hold is brought into its range, as far as sums allow.
+    # Values out of the range of float16 are scaled into it, as far as sums allow.
     axes = window.summed[1]
     largest = jnp.max(jnp.abs(lax.stop_gradient(kernel)), axis=axes, keepdims=True, initial=0)
     power = power_below(largest)
@@ -173,14 +173,14 @@ def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
 
 
 def _float_conv(x: jax.Array, kernel: jax.Array, window: Window, dtype: Any) -> jax.Array:
-    """The convolution of two arrays, with sums and result of a dtype."""
+    """Returns the convolution of two arrays, with sums and result in a dtype."""
     if x.dtype != dtype and kernel.dtype == x.dtype:
         return lax_conv(x, kernel, window, None).astype(dtype)
     return lax_conv(x, kernel, window, dtype)
 
 
 def lax_conv(x: Any, kernel: Any, window: Window, dtype: Any) -> jax.Array:
-    """The convolution of two arrays by lax."""
+    """Returns the convolution of two arrays by lax."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -231,8 +231,8 @@ def channel_blocks(lhs: QTensor, rhs: QTensor, window: Window) -> list[tuple[QTe
 
 
 def in_runs(rhs: QTensor, window: Window, limit: int) -> list[QTensor]:
-    """Returns kernels whose sum is the one given, of no more than `limit` products each: the codes
-    of all others are zero points.
+    """Splits a kernel into kernels of at most `limit` products each, whose results add up to that
+    of the whole. In each of them, all other codes are zero points.
     """
     products = window.products(rhs)
     if products <= limit:
@@ -247,7 +247,7 @@ def in_runs(rhs: QTensor, window: Window, limit: int) -> list[QTensor]:
 
 
 def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the int32 convolution of int8 codes, each less its zero point."""
+    """Returns the int32 convolution of int8 codes minus their zero points."""
     a, b = lhs.zero_point, rhs.zero_point
     codes, inner = _under_window(lhs, rhs, window)
     total = _int8_conv(codes, rhs.values, inner)
@@ -268,11 +268,11 @@ def _per_output(rhs: QTensor, window: Window) -> tuple[int, ...]:
 
 
 def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array, Window]:
-    """Returns the codes of an image and the window over them, which pads them itself where that is
-    as fast: with zeros, and where XLA on CPU still gives the sums to its int8 library.
+    """Returns the codes of an image and the window over them. The window itself pads them if that
+    is as fast: if the padding is zero, and XLA on CPU still passes the sums to its int8 library.
 
-    It does not where there are more taps than pixels, which it then exchanges, nor where padding
-    makes the image larger by the reach of the window.
+    XLA does not use the library if there are more taps than pixels, because it then swaps image and
+    kernel, or if the padding is as large as the reach of the window.
     """
     pixels = math.prod(lhs.shape[axis] for axis in window.spatial)
     taps = math.prod(rhs.shape[axis] for axis in window.taps)
@@ -291,7 +291,7 @@ def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array
     codes, kernel = lax.optimization_barrier((codes, kernel))
 
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
-        # GPU libraries convolve int8 into int32 inside and return it as float32.
+        # GPU libraries accumulate int8 products in int32, and return the sums as float32.
         return lax_conv(codes, kernel, window, jnp.float32).astype(jnp.int32)
 
     return lax.platform_dependent(
@@ -313,8 +313,8 @@ def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
 
 
 def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the sums of the codes of each output feature, lined up with the result; by an image
-    of ones (see `_xla_cpu`).
+    """Returns the sums of the codes of each output feature, lined up with the result. They are the
+    convolution of an image of ones (see `_xla_cpu`).
     """
     ones = (1,) * len(window.strides)
     shape = [0] * rhs.ndim
@@ -327,8 +327,8 @@ def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
 
 
 def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
-    """Returns the same, of a kernel with one input feature, as a sum over its taps: each times the
-    image as it meets it, one after another.
+    """Returns the result of `_native`, for a kernel with one input feature, as a sum over its taps
+    of the tap times the shifted image.
     """
     codes = padded(lhs.values, lhs.zero_point, window)
     zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
@@ -348,7 +348,7 @@ def _under_tap(
     place: tuple[int, ...],
     window: Window,
 ) -> jax.Array:
-    """Returns what one tap of the kernel meets, less its zero points, for each output feature."""
+    """Returns the pixels under one tap of the kernel, minus zero points, per output feature."""
     start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
     for i, (axis, reach) in enumerate(zip(window.spatial, window.reach(rhs), strict=True)):
         start[axis] = place[i] * window.rhs_dilation[i]
@@ -362,7 +362,7 @@ def _under_tap(
 
 
 def _tap(rhs: QTensor, place: tuple[int, ...], window: Window) -> jax.Array:
-    """Returns a tap less its zero points, lined up with the features of the image."""
+    """Returns a tap minus its zero points, lined up with the features of the image."""
     at = {window.inputs: 0, **dict(zip(window.taps, place, strict=True))}
     tap = rhs.values[tuple(at.get(i, slice(None)) for i in range(rhs.ndim))].astype(jnp.int32)
     if rhs.zero_point is not None:

@@ -1,7 +1,7 @@
-"""Convolutions by the package jqx-cpu: they stand first on CPU where it is installed.
+"""Convolutions by the package jqx-cpu, which are tried first on CPU if it is installed.
 
-Where a compiler parts a program over devices, and in what `jax.export` writes outside of
-`jqx.kernels_in_exports`, the form without kernels is computed.
+If a compiler partitions a program over devices, and in exported functions outside of
+`jqx.kernels_in_exports`, the form without kernels is used.
 """
 
 import functools
@@ -26,8 +26,8 @@ from ._formulation import CPU, formulation
 from ._kernels_of_codes import derived_as
 
 FEWEST_OUTPUTS, FEWEST_PRODUCTS = 8, 16
-"""Of a pixel, and of a sum: what is gathered for fewer takes longer than XLA's convolution. A
-depthwise one gathers nothing.
+"""Output features of a pixel, and products of a sum: with fewer, gathering the pixels takes longer
+than the convolution of XLA. A depthwise convolution gathers nothing.
 """
 
 
@@ -54,9 +54,9 @@ def _are_bytes(case: Any) -> bool:
 
 
 @formulation(
-    "codes beside codes of 8 bits, of one or two spatial axes, where jqx-cpu is installed: its "
-    "kernel gathers the pixels under the window as it goes, multiplies them exactly, and scales "
-    "the sums as it writes them",
+    "codes times codes of 8 bits, with one or two spatial axes, if jqx-cpu is installed: its kernel "
+    "gathers the pixels under the window, multiplies them exactly, and scales the sums as it "
+    "writes them",
     CPU,
     _are_bytes,
     op=OP,
@@ -91,7 +91,7 @@ def package_convolution_sums(lhs: QTensor, rhs: QTensor, window: Window) -> jax.
 
 
 def _by_package(lhs: QTensor, rhs: QTensor, window: Window, dtype: Any) -> jax.Array:
-    """Returns what the kernel does, which has images NHWC and kernels HWIO."""
+    """Runs the kernel of the package, for images NHWC and kernels HWIO."""
     lhs = with_own_scales(as_int8(lhs), (window.batch,))
     rhs = with_own_scales(as_int8(rhs), (window.outputs,))
     line = len(window.strides) == 1  # an image of one row
@@ -127,6 +127,6 @@ def _of_two(each: Sequence[Any], line: bool, plain: Any) -> tuple[Any, ...]:
 
 
 def _parameters(q: QTensor, dtype: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns scales, where sums are to be scaled, and zero points: a row each, or `None`."""
+    """Returns scales, if the sums are to be scaled, and zero points, as rows or `None`."""
     scale = q.real_scale().astype(jnp.float32).reshape(1, -1) if dtype == jnp.float32 else None
     return scale, None if q.zero_point is None else q.zero_point.reshape(1, -1)

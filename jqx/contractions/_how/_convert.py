@@ -1,7 +1,7 @@
-"""A float operand beside codes, contracted in floating point, as GPU and TPU compilers fuse it.
+"""Products of floats and codes in floating point, in the form that GPU and TPU compilers fuse.
 
-The codes are converted inside the product and the scales come after it (one fused kernel); a
-product of a bfloat16 with an int8 operand, as written, would be one of float32.
+The codes are converted inside the product, and the scales are applied after it (one fused kernel).
+A product of a bfloat16 operand with an int8 operand would be computed in float32.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "one row of floats beside scales in blocks, on GPUs and TPUs: a row of zeros is added below, "
-    "for of a single row XLA copies the weight to memory in float32",
+    "one row of floats and scales in blocks, on GPUs and TPUs: a row of zeros is added, because "
+    "for a single row XLA would copy the weight to memory in float32",
     ELSEWHERE,
     lambda case: (
         case.is_beside_floats
@@ -52,8 +52,8 @@ def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "a small operand beside floats on CPU, which does not multiply those of 16 bits in every "
-    "layout: both are converted to float32, codes times the power of two of their scale",
+    "floats and a small operand on CPU, which does not multiply 16-bit floats in every layout: "
+    "both are converted to float32, and codes are multiplied by the power of two of their scale",
     CPU,
     lambda case: case.is_beside_floats and not case.is_large,
 )
@@ -77,7 +77,7 @@ def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "a float operand of many rows beside scales in blocks: the codes are scaled in float32 and "
+    "a float operand with many rows, and scales in blocks: the codes are scaled in float32 and "
     "rounded to the dtype of the operand, once for all rows",
     ELSEWHERE,
     lambda case: (
@@ -91,7 +91,7 @@ def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     real = q.astype(wide).dequantize()
     if x.dtype != jnp.float16:
         return _dot(x, real.astype(x.dtype), how.dimensions, how.precision, wide)
-    # Brought into the range of float16: each column that float32 sums has values of about 1.
+    # Scaled into the range of float16: each column that float32 sums has values of about 1.
     largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=axes, keepdims=True, initial=0)
     power = power_below(largest)
     y = _dot(x, (real / power).astype(x.dtype), how.dimensions, how.precision, wide)
@@ -110,8 +110,8 @@ def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def split_power(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits a scale in two factors: a power of two for the codes, which stay exact, so that sums
-    are about as large as results are, and what is left for after the sum.
+    """Splits a scale into a power of two and the rest. The power multiplies the codes, which stay
+    exact, so that sums are about as large as results. The rest is applied after the sum.
     """
     power = power_below(scale)
     return power, scale / power
@@ -120,9 +120,9 @@ def split_power(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 def float_product(
     x: jax.Array, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike
 ) -> jax.Array:
-    """Contracts a float array with the numbers of codes, less zero points, without the scale.
+    """Contracts a float array with the numbers of codes minus zero points, without the scale.
 
-    A zero point is corrected after, as a multiple of the sums of the array.
+    A zero point is corrected after the product, as a multiple of the sums of the array.
     """
     wide = common_dtype(x.dtype, q.dtype)
     numbers = numbers_of(q, x.dtype if is_exact_in(q, x.dtype) else wide)
@@ -148,7 +148,7 @@ def _dot(
 
 
 def numbers_of(q: QTensor, dtype: Any) -> jax.Array:
-    """Returns what plain codes stand for without scale and zero point, in a float dtype."""
+    """Returns the numbers of unpacked codes, without scale and zero point, in a float dtype."""
     form = format_of(q.qtype)
     direct = isinstance(form, Integer) or jnp.issubdtype(q.values.dtype, jnp.floating)
     if direct and getattr(form, "unit", 1.0) == 1.0:
@@ -157,7 +157,7 @@ def numbers_of(q: QTensor, dtype: Any) -> jax.Array:
 
 
 def real_of(q: QTensor, dtype: Any) -> jax.Array:
-    """Returns the real values, linear in the scale also where that is a tangent."""
+    """Returns the real values, linear in the scale, also if the scale is a tangent."""
     groups, scale = q.groups, q.real_scale().astype(dtype)
     numbers = affine_dequantize(
         groups.split(q.codes),
@@ -170,7 +170,7 @@ def real_of(q: QTensor, dtype: Any) -> jax.Array:
 
 
 def is_exact_in(q: QTensor, dtype: Any) -> bool:
-    """Whether a float dtype holds every number of the format, scales apart."""
+    """Whether a float dtype represents every number of the format exactly, without scales."""
     form = format_of(q.qtype)
     if isinstance(form, Block):
         form = form.elements if form.unit == 1.0 else form

@@ -1,4 +1,4 @@
-"""The derivative of a product that is computed otherwise than it is differentiated."""
+"""Derivatives of products that are computed in another way than they are differentiated."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from ...tensor import QTensor
 def with_derivative(
     product: Callable[[Any, Any], Any], linear: Callable[[Any, Any], Any]
 ) -> Callable[[Any, Any], Any]:
-    """Gives a product of an array and a QTensor the derivative of one that is linear in the array
-    and in the scale. Nothing that it converts is kept for the backward pass.
+    """Gives a product of an array and a QTensor the derivative of another function, which is linear
+    in the array and in the scale. Converted codes are not stored for the backward pass.
     """
     function = jax.custom_jvp(product)
     linear = jax.checkpoint(linear)
@@ -37,8 +37,8 @@ def with_derivative(
 
 
 def _of_scale(scale: Any, tangent: Any) -> Any:
-    """Returns the tangent of a scale; of one that is quantized in turn, that of its numbers; `None`
-    where it is zero.
+    """Returns the tangent of a scale, or of the real values of a quantized scale; `None` if it is
+    zero.
     """
     leaves, structure = jax.tree.flatten(tangent, is_leaf=_is_zero)
     if all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in leaves):

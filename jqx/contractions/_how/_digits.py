@@ -2,9 +2,9 @@
 
     x  ~  step * (d0 * 256**2 + d1 * 256 + d2),   |error| <= step / 2,   step = max |x| / 8355000
 
-that is 2**-24 of the largest magnitude: half the last place of a float32. So a product of floats
-with int8 codes becomes one of int8 with three times the rows, exact but for that rounding. On CPU
-this is faster than float32 of few rows, where converted codes are many times slower.
+The error is 2**-24 of the largest magnitude: half the last place of a float32. So a product of
+floats with int8 codes becomes a product of int8 with three times the rows, which is exact except
+for that rounding. On CPU and with few rows, this is faster than converting the codes to float32.
 
 Cf. the split of floats for integer units in H. Ootomo, K. Ozaki, R. Yokota, "DGEMM on Integer
 Matrix Multiplication Unit", arXiv:2306.11975.
@@ -33,18 +33,18 @@ TOP = 8355000
 """A little less than 127 * (256**2 + 256 + 1), the largest number of three digits."""
 
 TINY = 2.0**-100
-"""Rows below this are fixed point relative to it: a smaller step would be subnormal."""
+"""Rows with a smaller largest magnitude use this one: a smaller step would be subnormal."""
 
 HELD = 2**24
-"""Bytes of sums that are held at once."""
+"""Bytes of sums that are in memory at once."""
 
 COPIES = 8
-"""Slices in which codes that are not kept as int8 are copied to it."""
+"""Number of slices in which codes of another dtype are copied to int8."""
 
 
 @formulation(
-    "few float rows beside integers on CPU: split into three int8 digits, so that the codes are "
-    "multiplied as they are and no float copy of them is made",
+    "few float rows and integers on CPU: the rows are split into three int8 digits, so that the "
+    "codes are multiplied as they are, without a float copy",
     CPU,
     lambda case: (
         case.is_beside_floats and case.fits_digits and case.block is None and not case.has_many_rows
@@ -73,8 +73,8 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "few float rows beside integers in blocks on CPU: as digits, several blocks in one product "
-    "whose rows are zero outside of their own block",
+    "few float rows and integers in blocks on CPU: as digits, with several blocks in one product "
+    "whose rows are zero outside of their block",
     CPU,
     lambda case: case.is_beside_floats and case.fits_digits and case.has_few_rows_for_blocks,
     linear=tangent_tiles,
@@ -98,7 +98,7 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
             sums = jnp.sum(rows.reshape(-1, count, block.size), axis=2, dtype=jnp.int32).T
             y = y - _flat(tile.zero_point.astype(jnp.int32), columns)[:, None] * sums[:, :, None]
         z = join(y, 1, before) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
-        # A product with ones sums blocks three times as fast as a sum does on CPU.
+        # On CPU, a product with ones sums blocks three times as fast as a sum.
         ones = jnp.ones((2, count), z.dtype)
         y = (ones @ z.reshape(count, -1))[0].reshape(z.shape[1:])
         return y.reshape(-1, *columns)
@@ -110,12 +110,12 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 
 
 def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
-    """Splits float32 rows `(*batch, rows, *contracted)`, of which `at` axes are batch axes.
+    """Splits float32 rows `(*batch, rows, *contracted)`, where `at` axes are batch axes.
 
     Returns:
-      The digits, int8 of shape `(*batch, 3 * rows, *contracted)`, the highest digit of every row
-      first; and the steps, float32 of shape `(*batch, rows)`. A row with a NaN or an infinity has
-      a NaN for step.
+      The digits, int8 of shape `(*batch, 3 * rows, *contracted)`, with the highest digits of all
+      rows first; and the steps, float32 of shape `(*batch, rows)`. The step of a row with a NaN or
+      an infinity is NaN.
     """
     axes = tuple(range(at + 1, rows.ndim))
     largest = jnp.max(jnp.abs(rows), axis=axes, keepdims=True, initial=0.0)
@@ -131,19 +131,19 @@ def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _split_steps(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits the steps of rows in two factors, of which the first multiplies sums of digits before
-    a scale does: the power of two of a small step, so that a large scale finds small sums. A batch
-    shares it, since slices may run along a batch.
+    """Splits the steps of rows into two factors. The first multiplies sums of digits before the
+    scale: it is the power of two of a small step, so that a large scale multiplies small sums. A
+    batch shares it, because slices may run along a batch axis.
     """
     power = jnp.where(step < 1, power_below(step), jnp.ones_like(step))
     power = jnp.max(power, axis=tuple(range(step.ndim - 1)), keepdims=True, initial=0)
-    # Held, so that they are not computed again for each of the sums.
+    # The barrier keeps XLA from computing them again for each of the sums.
     return lax.optimization_barrier((power, step / power))
 
 
 def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
     """Joins the int32 sums of the digits of each row, along axis `at`, in float32, times a power of
-    two for each row, of shape `(*batch, rows)` with batch axes of size 1.
+    two per row, of shape `(*batch, rows)` with batch axes of size 1.
     """
     parts = total.reshape(*total.shape[:at], DIGITS, -1, *total.shape[at + 1 :])
     high, middle, low = (
@@ -155,7 +155,7 @@ def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
 
 
 def _of_rows(dimensions: Dimensions, rank: int) -> Dimensions:
-    """The dimensions of rows `(*batch, rows, *contracted)` beside the right operand."""
+    """Returns the dimensions of rows `(*batch, rows, *contracted)` and the right operand."""
     at = len(dimensions.lhs_batch)
     return Dimensions(
         rank,
@@ -187,8 +187,8 @@ def _as_output(y: jax.Array, x: jax.Array, dimensions: Dimensions) -> jax.Array:
 
 
 def _slices(q: QTensor, sums: int) -> int:
-    """Returns in how many slices to multiply: few int32 sums at once, and codes that must become
-    int8 copied in parts; sums of a symbolic number count as many.
+    """Returns the number of slices of a product, which bounds the int32 sums in memory, and the
+    copies of codes that must become int8. A symbolic number of sums counts as many.
     """
     copies = 1 if q.values.dtype == jnp.int8 else COPIES
     held = COPIES if export.is_symbolic_dim(sums) else math.ceil(4 * sums / HELD)
@@ -196,14 +196,14 @@ def _slices(q: QTensor, sums: int) -> int:
 
 
 def _together(rows: int, count: int) -> int:
-    """Returns how many blocks share a product: more make its rows as many as a matrix unit has."""
+    """Returns how many blocks share a product, so that its rows fill a matrix unit."""
     return next(
         n for n in (4, 2, 1) if n == 1 or (count % n == 0 and not is_at_least(n * rows, 49))
     )
 
 
 def _block_diagonal(rows: jax.Array, count: int, size: int, together: int) -> jax.Array:
-    """Returns, for each run of blocks, rows that are zero outside of their own block:
+    """Returns, for each run of blocks, rows that are zero outside of their block:
     `[run, block * rows, elements of the run]`.
     """
     parts = rows.reshape(-1, count // together, 1, together, size)

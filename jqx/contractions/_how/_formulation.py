@@ -1,8 +1,8 @@
-"""The ways to compute a contraction, in order, and reading back which one was chosen.
+"""The formulations of contractions, in order, and functions that show which one was chosen.
 
-The formulations of an operation are a list; of each platform the first that applies is chosen. A
-contraction is traced as a call of a jitted function that bears the names of what was chosen, so
-that a jaxpr tells how each of its contractions is computed, on which platform.
+The formulations of an operation are a list. For each platform, the first one that applies is
+chosen. A contraction is traced as a call of a jitted function whose name includes the names of the
+chosen formulations, so a jaxpr shows how each contraction is computed on each platform.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ._derivative import with_derivative
 PREFIX = "jqx_"
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm", "default")
-"""As `jax.lax.platform_dependent` has them; the last is every other one."""
+"""As in `jax.lax.platform_dependent`; the last one means every other platform."""
 
 CPU = PLATFORMS[:1]
 ELSEWHERE = PLATFORMS[1:]
@@ -35,24 +35,25 @@ class Formulation:
     """One way to compute a contraction.
 
     Attributes:
-      name: what it is called in a jaxpr, behind `jqx_`.
-      reason: when it is chosen, and what for.
-      platforms: those that it is for, of `"cpu"`, `"tpu"`, `"cuda"`, `"rocm"` and `"default"`,
-        which is any other one.
-      applies: whether it computes a contraction: `(case) -> bool`, of shapes and formats alone. The
-        case has the operands `lhs` and `rhs`, and `how`; see `Product`, `Convolution`, `Groups`.
-      compute: `(lhs, rhs, how) -> result`, in a float dtype; `how` is static. Of a `ragged_dot`
+      name: its name in a jaxpr, after the prefix `jqx_`.
+      reason: when and why it is chosen.
+      platforms: its platforms, a tuple of `"cpu"`, `"tpu"`, `"cuda"`, `"rocm"` and `"default"`,
+        which means any other one.
+      applies: whether it applies to a contraction: `(case) -> bool`, a function of shapes and
+        formats only. The case has the operands `lhs` and `rhs`, and `how`; see `Product`,
+        `Convolution`, `Groups`.
+      compute: `(lhs, rhs, how) -> result`, in a float dtype; `how` is static. For a `ragged_dot`,
         `(lhs, rhs, group_sizes, how)`.
-      linear: the same, but linear in either operand, to give the derivative where `compute` rounds
-        its float operand or looks at magnitudes; `None` where it is linear itself.
-      op: what it computes: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`, or the int32
+      linear: the same function, but linear in either operand. It defines the derivative if
+        `compute` rounds its float operand or depends on magnitudes; `None` if `compute` is linear.
+      op: the operation: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`; or the int32
         sums of the first two, to be requantized: `"dot_general:int32"`,
         `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
         where `compute` is `(lhs, rhs, requantization, how) -> codes`.
-      rounds: whether JAX's own derivative of `compute` will not do; by default, where there is a
-        `linear`.
-      tells_parts: whether `jqx.formulations` tells the contractions that it is made of instead.
-      finds: whether `compute` is for kernels that find a weight in a stack; others get a slice.
+      rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
+        `linear` is given.
+      tells_parts: whether `jqx.formulations` lists the contractions inside of it instead.
+      finds: whether `compute` reads a weight from a stack by its index; otherwise it gets a slice.
     """
 
     name: str
@@ -68,12 +69,12 @@ class Formulation:
 
     @property
     def needs_linear(self) -> bool:
-        """Whether its derivative is that of `linear` wherever it is chosen."""
+        """Whether its derivative is always that of `linear`."""
         return self.linear is not None if self.rounds is None else self.rounds
 
 
 FORMULATIONS: dict[str, Formulation] = {}
-"""Those of jqx, by name."""
+"""The formulations of jqx, by name."""
 
 
 def formulation(
@@ -82,7 +83,7 @@ def formulation(
     applies: Callable[[Any], bool],
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Formulation]:
-    """Makes a function `(lhs, rhs, how)` the formulation of its name."""
+    """Registers a function `(lhs, rhs, how)` as the formulation with its name."""
 
     def register(compute: Callable[..., Any]) -> Formulation:
         name = compute.__name__
@@ -93,32 +94,34 @@ def formulation(
 
 
 OPS: set[str] = set()
-"""What there are formulations of."""
+"""The operations that have formulations."""
 
 _ADDED = jax.make_user_context(())
-"""Formulations of users, each with all that tells it from another of its name: this is a part of
-what `jax.jit` looks its compiled functions up by.
+"""Formulations of the user, each with everything that distinguishes it from another one with the
+same name, because this is part of the cache key of `jax.jit`.
 """
 
 
 @contextlib.contextmanager
 def using(*formulations: Formulation) -> Iterator[None]:
-    """Tries formulations before those of jqx, in the order given, for what is traced inside.
+    """Tries formulations before those of jqx, in the given order, in functions traced inside.
 
-    Where one applies, on its platforms, it computes the contraction; all else stays as it was. Only
-    this thread is concerned, and nothing is left behind: a jitted function that was traced outside
-    is traced anew inside, and the other way round. `jqx.formulations` tells what was chosen.
+    If a formulation applies, it computes the contraction on its platforms; everything else stays
+    the same. Only the current thread is affected. Nothing is left behind: a jitted function that
+    was traced outside is traced again inside, and vice versa. `jqx.formulations` shows which
+    formulation was chosen.
 
     Args:
-      *formulations: see `Formulation`. For two QTensors of which jqx dequantizes one, one must be
-        given for every platform.
+      *formulations: see `Formulation`. For two QTensors of which jqx would dequantize one, the
+        formulations must cover every platform.
 
     Raises:
-      TypeError: one is no `Formulation`.
-      ValueError: its operation or a platform is unknown, or its name is no name, or one of jqx's.
+      TypeError: an argument is not a `Formulation`.
+      ValueError: its operation or a platform is unknown, or its name is not a Python name, or is
+        the name of a formulation of jqx.
 
-    Gradient: that of `compute`, or of `linear` where there is one.
-    NaN and infinities: as `compute` has them.
+    Gradient: that of `linear` if it is given, else that of `compute`.
+    NaN and infinities: as in `compute`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -146,16 +149,16 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
 
 def _check(mine: Any) -> None:
-    mend = "make one: jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
+    mend = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
     check_instance("contractions.using", "formulation", mine, Formulation, mend=mend)
     require_that(
         mine.op in OPS,
         error=ValueError,
         function="contractions.using",
-        problem="a formulation is of an unknown operation.",
+        problem="the operation of a formulation is unknown.",
         given=f"op == {mine.op!r}",
         expected=f"one of {', '.join(map(repr, sorted(OPS)))}",
-        mend="name what it computes.",
+        mend="pass the operation that it computes as op.",
     )
     platforms = mine.platforms
     known = isinstance(platforms, tuple) and platforms and {*platforms} <= {*PLATFORMS}
@@ -166,16 +169,16 @@ def _check(mine: Any) -> None:
         problem="`platforms` of a formulation are not known.",
         given=f"platforms == {platforms!r}",
         expected=f"a tuple of {', '.join(map(repr, PLATFORMS))}",
-        mend='name those that it is for, such as platforms=("cuda",).',
+        mend='pass the platforms that it supports, such as platforms=("cuda",).',
     )
     require_that(
         isinstance(mine.name, str) and mine.name.isidentifier() and mine.name not in FORMULATIONS,
         error=ValueError,
         function="contractions.using",
-        problem="a formulation has no name of its own.",
+        problem="the name of a formulation is not valid, or is taken.",
         given=f"name == {mine.name!r}",
         expected="a Python name that no formulation of jqx has",
-        mend="give it another.",
+        mend="pass another name.",
     )
 
 
@@ -187,8 +190,8 @@ class Planner:
         OPS.add(op)
 
     def choose(self, case: Any) -> "Choice | None":
-        """Returns the first formulation that applies, for each platform; `None` where a platform
-        has none.
+        """Returns the first formulation that applies, for each platform; `None` if a platform has
+        none.
         """
         added = [form for form, *_ in _ADDED.value if form.op == self.op]
         left, found = {*PLATFORMS}, {}
@@ -202,7 +205,7 @@ class Planner:
         return None
 
     def compute(self, case: Any, *operands: Any) -> Any:
-        """Computes a contraction as it is chosen; there is a formulation for every one."""
+        """Computes a contraction with the chosen formulations; there is one for every case."""
         choice = self.choose(case)
         assert choice is not None
         return choice.compute(*(operands or (case.lhs, case.rhs)), case.how)
@@ -219,25 +222,25 @@ class Choice(NamedTuple):
 
     @property
     def elsewhere(self) -> Formulation:
-        """The formulation for platforms that have none of their own."""
+        """The formulation for all platforms without their own formulation."""
         return self.default
 
     @property
     def own(self) -> dict[str, Formulation]:
-        """The formulations for platforms that have another than all others."""
+        """The formulations of platforms that differ from the default."""
         forms = zip(PLATFORMS, self, strict=True)
         return {platform: form for platform, form in forms if form != self.default}
 
     def compute(self, *operands: Any) -> Any:
-        """Computes the contraction of operands, of which the last is how, under its name; the
-        platform decides when it is lowered.
+        """Computes the contraction of operands (the last one is `how`) in a jitted function with
+        its name. The formulation is selected when the function is lowered for a platform.
         """
         *arrays, how = operands
         return _named(self)(how, *arrays)
 
 
 _CHOICES: dict[str, Choice] = {}
-"""What was chosen, by the name of the jitted function that computes it."""
+"""The choices, by the name of the jitted function that computes them."""
 
 
 @functools.cache
@@ -247,7 +250,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
         if any(form.needs_linear for form in choice):
             compute = with_derivative(compute, _by_platform(choice, how, _linear))
         elif choice.own:
-            # Outside of the choice of platform, which would keep converted codes.
+            # Outside of `platform_dependent`, which would store converted codes.
             compute = jax.checkpoint(compute)
         return compute(*arrays)
 
@@ -256,7 +259,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
         name += f"_else_{choice.default.name}"
     for platform, form in choice.own.items():
         name += "" if platform == "cpu" else f"_on_{platform}_{form.name}"
-    while name in _CHOICES:  # two formulations of one name
+    while name in _CHOICES:  # two formulations with the same name
         name += "_"
     _CHOICES[name] = choice
     contract.__name__ = name
@@ -272,14 +275,14 @@ def _linear(form: Formulation) -> Callable[..., Any]:
 
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a function of QTensors take those that are one of a stack, as slices."""
+    """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
     return lambda *operands: compute(*map(alone, operands))
 
 
 def _by_platform(
     choice: Choice, how: Any, part: Callable[[Formulation], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Returns a function of arrays that computes on each platform what its formulation does."""
+    """Returns a function of arrays that runs, on each platform, the formulation chosen for it."""
     own = {platform: functools.partial(_last, part(f), how) for platform, f in choice.own.items()}
     default = functools.partial(_last, part(choice.default), how)
     if not own:
@@ -289,7 +292,7 @@ def _by_platform(
 
 def _last(f: Callable[..., Any], how: Any, *arrays: Any) -> Any:
     y, dtype = f(*arrays, how), getattr(how, "dtype", None)
-    return y if dtype is None else y.astype(dtype)  # one for all platforms
+    return y if dtype is None else y.astype(dtype)  # the same dtype on all platforms
 
 
 class Chosen(NamedTuple):
@@ -299,7 +302,7 @@ class Chosen(NamedTuple):
       choice: the formulation on each platform.
       operands: types of the arrays that it reads.
       result: type of the result.
-      times: how often it runs, where it stands in a scan.
+      times: how often it runs, if it is in a scan.
     """
 
     choice: Choice
@@ -314,7 +317,7 @@ class Chosen(NamedTuple):
 
     @property
     def elsewhere(self) -> Formulation:
-        """The formulation on platforms that have none of their own."""
+        """The formulation on all platforms without their own formulation."""
         return self.choice.default
 
     def __str__(self) -> str:
@@ -327,18 +330,19 @@ class Chosen(NamedTuple):
 
 @called("formulations")
 def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
-    """Returns a function of the arguments of `f` that tells how jqx computes its contractions.
+    """Returns a function that lists how jqx computes the contractions of `f`.
 
     Args:
       f: any JAX function that calls contractions of jqx; it is traced, not run.
 
     Returns:
-      `chosen(*args, **kwargs) -> list`, one entry for each contraction with a QTensor, in order;
-      its `cpu.name` and `cpu.reason` (and `elsewhere`) say what was chosen and why, `choice` what
-      on each platform, and `str` of it says all.
+      `chosen(*args, **kwargs) -> list`, with the arguments of `f`. It has one entry for each
+      contraction with a QTensor, in order. `cpu.name` and `cpu.reason` (and those of `elsewhere`)
+      are the chosen formulation and the reason, `choice` has one for each platform, and `str(...)`
+      shows everything.
 
     Raises:
-      What `f` raises when traced.
+      Any error that `f` raises when traced.
 
     Gradient: none; nothing is computed.
     NaN and infinities: nothing is computed.

@@ -1,4 +1,4 @@
-"""What kernels are given of operands: matrices, mapped over stacks, and parameters of weights."""
+"""Operands of kernels: matrices, mapped over stacks, and parameters of weights."""
 
 import functools
 import math
@@ -20,8 +20,8 @@ from ._scales import HowTo
 
 
 def is_laid_out_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether matrices are multiplied by those of a weight that lie for the kernels of a platform,
-    in float32.
+    """Whether this is a product of matrices, computed in float32, with a weight that is laid out
+    for the kernels of a platform.
     """
     dimensions = how.dimensions
     if kernel_of(q) != platform:
@@ -48,9 +48,9 @@ def over_matrices(
     Args:
       run: `(*left, *right) -> [M, N]`, of matrices.
       dimensions: of the contraction.
-      left: the left operand, and what has its rank, of its size or 1 along axes that it keeps.
-      right: the right operand [..., K, N], and what has its rank.
-      after: what results are multiplied by, of the rank of the right operand, or `None`.
+      left: the left operand, and parameters of its rank, with its size or 1 along kept axes.
+      right: the right operand [..., K, N], and parameters of its rank.
+      after: a factor of the results, of the rank of the right operand, or `None`.
     """
     x, q = left[0], right[0]
     assert q is not None
@@ -82,8 +82,8 @@ def over_matrices(
 
 
 def in_stack(kernel: Callable[..., jax.Array], q: QTensor, place: int) -> Callable[..., jax.Array]:
-    """Returns a kernel of matrices that finds codes, the operand at a place, in the stack that a
-    weight is one of, where it is.
+    """Returns a kernel of matrices that reads the codes, the operand number `place`, from the stack
+    of a weight, if the weight is a slice of a stack.
     """
     codes, step = found(q)
     if step is None or q.ndim > 2:
@@ -120,12 +120,12 @@ def _entries(form: Any) -> tuple[float, ...]:
 
 
 class Parameters(NamedTuple):
-    """What a kernel is parameters of a weight.
+    """The parameters of a weight for a kernel.
 
     Attributes:
       scale: [..., G, N], floats or the exponents of powers of two.
       zero: zero points of the same shape, or `None`.
-      after: what the result is multiplied by, [..., 1, 1] or [..., 1, N], or `None`.
+      after: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
     """
 
     scale: jax.Array
@@ -134,12 +134,12 @@ class Parameters(NamedTuple):
 
 
 def dtype_of(how: HowTo, parameters: Parameters) -> Any:
-    """Returns the dtype that a kernel writes: that of the result, where nothing multiplies it."""
+    """Returns the dtype that a kernel writes: that of the result, if no factor follows."""
     return how.dtype if how.dtype is not None and parameters.after is None else jnp.float32
 
 
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:
-    """Returns the parameters of a weight [..., K, N] beside rows of a dtype."""
+    """Returns the parameters of a weight [..., K, N] for a product with rows of a dtype."""
     scale, after = _scale_of(q)
     unit = getattr(format_of(q.qtype), "unit", 1.0)
     if unit != 1.0:
@@ -155,7 +155,7 @@ def parameters_of(q: QTensor, dtype: Any) -> Parameters:
 
 
 def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale in the bits that it has, and a factor for all of a matrix, or `None`."""
+    """Returns the scale in its stored dtype, and a factor for a whole matrix, or `None`."""
     scale = q.scale
     if isinstance(scale, QTensor):
         plain = scale.layout is None and scale.zero_point is None and scale.offset is None
@@ -166,8 +166,8 @@ def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _near_one(q: QTensor, scale: jax.Array, after: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns scales with which float16 holds all weights of a column, and the power of two that
-    is left for the result.
+    """Returns scales for which float16 represents all weights of a column, and the remaining power
+    of two, a factor of the result.
     """
     form, real = format_of(q.qtype), scales(scale)
     largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=-2, keepdims=True)

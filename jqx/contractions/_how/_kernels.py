@@ -1,4 +1,4 @@
-"""Kernels of floats beside codes as formulations, for weights that `pack_for` has laid out."""
+"""Formulations by kernels for products of floats and codes, for weights laid out by `pack_for`."""
 
 import functools
 from collections.abc import Callable
@@ -27,15 +27,16 @@ from ._kernel_operands import (
 from ._scales import HowTo
 
 REASON = (
-    "a float operand beside a weight that is laid out for a kernel: codes are read as they lie, "
-    "scaled in float32 in registers, rounded to the dtype of the operand, and multiplied"
+    "a float operand and a weight that is laid out for a kernel: the stored codes are scaled in "
+    "float32 in registers, rounded to the dtype of the operand, and multiplied"
 )
 
 
 def _is_for(platform: str) -> Callable[[Any], bool]:
-    """Returns the condition of kernels of a platform beside floats.
+    """Returns the condition of the kernels of a platform for products with floats.
 
-    One scale for each channel leaves the product, and codes that are converted need no kernel.
+    With one scale per channel, the scale can leave the product, and codes that compilers convert
+    need no kernel.
     """
 
     def applies(case: Any) -> bool:
@@ -48,13 +49,13 @@ def _is_for(platform: str) -> Callable[[Any], bool]:
 
 
 def is_looked_up(q: QTensor) -> bool:
-    """Whether codes are converted by a kernel alone."""
+    """Whether only a kernel converts the codes."""
     return q.values.dtype in (jnp.uint4, jnp.float4_e2m1fn) and q.zero_point is None
 
 
 @formulation(REASON, ("tpu",), _is_for("tpu"), linear=dequantize.linear, finds=True)
 def kernel_tpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    # There is no float16 on a TPU: float32 holds it.
+    # TPUs do not have float16.
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _weights(x.astype(wide), q, how, weights_tpu)
 
@@ -79,9 +80,9 @@ def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Arr
 
 
 def as_activation(q: QTensor, beside: QTensor, wide: Any) -> jax.Array:
-    """Returns the real values of an operand beside another that stays codes, in a wide dtype; in
-    bfloat16 where that has them exactly (8-bit floats times powers of two) and a kernel reads the
-    other.
+    """Returns the real values of an operand in a wide dtype, for a product with the codes of
+    `beside`. They are bfloat16 if that is exact (8-bit floats times powers of two) and a kernel
+    reads the codes.
     """
     element = format_of(q.qtype)
     element = element.elements if isinstance(element, Block) else element

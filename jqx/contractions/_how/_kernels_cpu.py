@@ -1,8 +1,8 @@
-"""Kernels of the package jqx-cpu as formulations: they stand first on CPU where it is installed.
+"""Formulations by kernels of the package jqx-cpu, which are tried first on CPU if it is installed.
 
-Weights lie [..., N, K], the contracted axis last. Where a compiler parts a program over devices,
-and in what `jax.export` writes outside of `jqx.kernels_in_exports`, the form without kernels is
-computed.
+Weights are stored as [..., N, K], with the contracted axis last. If a compiler partitions a program
+over devices, and in exported functions outside of `jqx.kernels_in_exports`, the form without
+kernels is used.
 """
 
 import functools
@@ -44,11 +44,11 @@ def is_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
 
 
 def multiplies_bytes(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package multiplies codes as they lie, of which the left ones may be told by
-    shapes alone.
+    """Whether the package multiplies the codes as they are stored. The left operand may be given by
+    shapes only.
     """
-    lies = q.values.dtype == jnp.int8 and (q.layout is None or q.layout.packing is None)
-    return lies and _multiplies(x, q, how)
+    is_int8 = q.values.dtype == jnp.int8 and (q.layout is None or q.layout.packing is None)
+    return is_int8 and _multiplies(x, q, how)
 
 
 def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
@@ -71,8 +71,8 @@ def _are_bytes(case: Any) -> bool:
 
 
 CODES = (
-    "codes beside codes of 8 bits, the contracted axis last, where jqx-cpu is installed: its "
-    "kernel multiplies them exactly, and scales the sums as it writes them"
+    "codes times codes of 8 bits, the contracted axis last, if jqx-cpu is installed: its kernel "
+    "multiplies them exactly, and scales the sums as it writes them"
 )
 
 
@@ -91,7 +91,7 @@ def _scaled(lhs: QTensor, rhs: QTensor, *stack: jax.Array, how: HowTo) -> jax.Ar
 
 
 def _in_rows(q: QTensor, dimensions: Dimensions) -> tuple[tuple[int, ...], Dimensions]:
-    """Returns the order of axes in which a right operand lies [..., N, K], and the axes of that."""
+    """Returns the order of axes that makes a right operand [..., N, K], and the new dimensions."""
     order = (*dimensions.rhs_batch, *dimensions.rhs_free, *dimensions.rhs_contracting)
     places = tuple(order.index(axis) for axis in range(q.ndim))
     return order, dimensions.renamed(range(dimensions.lhs_rank), places)
@@ -106,8 +106,8 @@ def _are_batches(case: Any) -> bool:
 
 
 @formulation(
-    "batches of codes beside codes of 8 bits, as in attention, where jqx-cpu is installed: the "
-    "codes of the right operand are turned for its kernel",
+    "batches of codes times codes of 8 bits, as in attention, if jqx-cpu is installed: the codes of "
+    "the right operand are transposed for its kernel",
     CPU,
     _are_batches,
 )
@@ -137,26 +137,25 @@ def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def codes_of(lhs: QTensor, rhs: QTensor, how: HowTo, *stack: jax.Array) -> tuple[Any, ...]:
-    """Returns codes and zero points of rows, those of a weight, and which of a stack it is."""
+    """Returns codes and zero points of rows and of a weight, and the index in a stack."""
     x, _, x_zero = left_of(as_int8(lhs), how)
     (w, _, w_zero), step = right_of(as_int8(rhs), how, *stack)
     return x, x_zero, w, w_zero, step
 
 
 def constant(*operands: Any) -> Any:
-    """Returns operands of integer arithmetic, which has no derivative."""
+    """Returns operands of integer arithmetic as constants, because it has no derivative."""
     return jax.tree.map(lax.stop_gradient, operands)
 
 
 def plain_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    """Returns the int32 sums of products of codes, each less its zero point, without a kernel."""
+    """Returns the int32 sums of products of codes minus zero points, without a kernel."""
     return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, fitting)
 
 
 def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> jax.Array:
-    """Returns what a kernel does where a program is for one device, and else the plain form. The
-    kernel is given the codes that the last operand, a weight, is one of, and which, where there
-    are any.
+    """Runs a kernel if a program is for one device, and else the form without kernels. If the last
+    operand, a weight, is a slice of a stack, the kernel gets the codes of the stack and the index.
     """
     *rows, q = operands
     codes, step = found(q)
@@ -172,7 +171,7 @@ def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: 
 def quantizing(
     x: jax.Array, scale: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, form: QType
 ) -> jax.Array:
-    """Returns the product of floats, rounded to codes of a format by their scale, and a weight."""
+    """Returns the product of floats, quantized to a format with their scale, and a weight."""
     rows = rows_of(x.astype(jnp.float32), how)
     own = _parameter(scale.astype(jnp.float32), x, how)
     weight, step = right_of(as_int8(q), how, *stack)
@@ -197,8 +196,8 @@ def left_of(q: QTensor, how: HowTo) -> tuple[Any, Any, Any]:
 
 
 def right_of(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any, Any], Any]:
-    """Returns codes [B, N, K], scales and zero points [B, N or 1] of a weight, and `None`; of one
-    of a stack the codes of all, and which it is.
+    """Returns codes [B, N, K], scales and zero points [B, N or 1] of a weight, and `None`. For a
+    slice of a stack, it returns the codes of the stack, and the index.
     """
     q = with_own_scales(q, how.dimensions.rhs_kept)
     batch, n = q.shape[:-2], q.shape[-2]
@@ -213,8 +212,8 @@ def right_of(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any,
 
 
 def stored(q: QTensor, *stack: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the codes of a weight as [B, N, bytes], and `None`; of one of a stack the codes of
-    all, and which it is.
+    """Returns the codes of a weight as [B, N, bytes], and `None`. For a slice of a stack, it
+    returns the codes of the stack, and the index.
     """
     if stack:
         codes, step = stack
@@ -241,7 +240,7 @@ def _parameter(parameter: jax.Array, x: Any, how: HowTo) -> jax.Array:
 
 
 def as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
-    """Returns [B, M, N] with the axes that the result has."""
+    """Reshapes [B, M, N] to the axes of the result."""
     dimensions = how.dimensions
     kept = (*dimensions.lhs_batch, *dimensions.lhs_free)
     return y.reshape(*(x.shape[axis] for axis in kept), y.shape[-1])

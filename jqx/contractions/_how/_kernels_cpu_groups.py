@@ -1,5 +1,5 @@
-"""Kernels of the package jqx-cpu for weights that are packed, in groups, or codes of floats, as
-formulations: see `_kernels_cpu.py`.
+"""Formulations by kernels of the package jqx-cpu for weights that are packed, in groups, or codes
+of floats: see `_kernels_cpu.py`.
 """
 
 import functools
@@ -27,25 +27,25 @@ from ._scales import HowTo
 from ._tiles import tangent_tiles, tiles
 
 MOST = 16
-"""Rows of floats of 16 bits up to which kernels for float32 are faster than what XLA multiplies as
-such.
+"""Up to this number of rows of 16-bit floats, kernels for float32 are faster than XLA's 16-bit
+products.
 """
 
 FEW = 6
-"""Rows of bfloat16 up to which digits are faster than products of bfloat16."""
+"""Up to this number of rows of bfloat16, digits are faster than products of bfloat16."""
 
 
 def _reads(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package has a kernel for codes of 8, 4 or 2 bits as they lie, in their groups."""
+    """Whether the package has a kernel for the stored codes of 8, 4 or 2 bits and their groups."""
     if not (_package_cpu.is_installed() and is_integer(q) and is_in_rows(x, q, how.dimensions)):
         return False
     bits = format_of(q.qtype).bits
     if bits == 8:
-        lies = q.values.dtype == jnp.int8
+        is_stored = q.values.dtype == jnp.int8
     else:
         packing = None if q.layout is None else q.layout.packing
-        lies = kernel_of(q) == "cpu" and packing is not None  # along the last axis
-    return lies and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
+        is_stored = kernel_of(q) == "cpu" and packing is not None  # along the last axis
+    return is_stored and _package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], bits)
 
 
 def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
@@ -60,10 +60,10 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
 
 
 @formulation(
-    "float rows beside integers of 8, 4 or 2 bits, the contracted axis last, where jqx-cpu is "
-    "installed: its kernel multiplies codes as they lie by three int8 digits of the rows, or two "
-    "where the precision is told to be the default one; more than a few rows of bfloat16 are "
-    "multiplied as such where the processor does that",
+    "float rows and integers of 8, 4 or 2 bits, the contracted axis last, if jqx-cpu is installed: "
+    "its kernel multiplies the stored codes by three int8 digits of the rows, or two if the "
+    "precision is set to the default; more than a few rows of bfloat16 are multiplied as such if "
+    "the processor supports it",
     CPU,
     lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
@@ -86,9 +86,9 @@ def _are_in_groups(case: Any) -> bool:
 
 
 @formulation(
-    "codes of 8 bits without zero points beside integers of 8, 4 or 2 bits, packed or in groups, "
-    "the contracted axis last, where jqx-cpu is installed: its kernel multiplies them as they lie, "
-    "exactly in each run of a group, and sums these in float32",
+    "codes of 8 bits without zero points, and integers of 8, 4 or 2 bits, packed or in groups, the "
+    "contracted axis last, if jqx-cpu is installed: its kernel multiplies the stored codes exactly "
+    "in each run of a group, and sums the runs in float32",
     CPU,
     _are_in_groups,
     finds=True,
@@ -107,8 +107,8 @@ def package_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 def floats(
     x: Any, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the product of rows, floats or int8 codes, and a weight in groups; of rows in groups
-    of sizes, each group's.
+    """Returns the product of rows, floats or int8 codes, and a weight in groups. With `sizes`, each
+    group of rows is multiplied by its own matrix.
     """
     form = format_of(q.qtype)
     q = as_int8(q) if form.bits == 8 else q
@@ -141,12 +141,12 @@ def floats(
 
 
 def _is_default(precision: lax.PrecisionLike) -> bool:
-    """Whether a precision is told, and is the fastest one."""
+    """Whether a precision is given, and is the fastest one."""
     return precision_of(precision) is lax.Precision.DEFAULT
 
 
 def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
-    """Whether the package multiplies float rows by codes that stand for floats."""
+    """Whether the package multiplies float rows by codes that represent floats."""
     form = format_of(q.qtype)
     if isinstance(x, QTensor) or not (_package_cpu.is_installed() and is_decoded(form)):
         return False
@@ -163,7 +163,7 @@ def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
 
 
 @formulation(
-    "float rows beside codes of 4 or 8 bits that stand for floats, the contracted axis last, where "
+    "float rows and codes of 4 or 8 bits that represent floats, the contracted axis last, if "
     "jqx-cpu is installed: its kernel decodes them in registers, and multiplies in float32",
     CPU,
     lambda case: case.is_large and multiplies_decoded(case.lhs, case.rhs, case.how),
@@ -178,7 +178,7 @@ def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 def decoded(
     x: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, sizes: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the product of float rows and codes of floats, as `floats` does of integers."""
+    """Returns the product of float rows and codes of floats, as `floats` does for integers."""
     q = with_own_scales(q, how.dimensions.rhs_kept)
     rows = rows_of(x.astype(jnp.float32), how)
     codes, step = stored(q, *stack)
@@ -191,6 +191,6 @@ def decoded(
 
 @functools.cache
 def _table_of(form: QType) -> tuple[float, ...]:
-    """Returns what each code of a format stands for."""
+    """Returns the number that each code of a format represents."""
     with jax.ensure_compile_time_eval():
         return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())

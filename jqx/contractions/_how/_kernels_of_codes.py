@@ -1,4 +1,4 @@
-"""Kernels of codes beside codes as formulations; `_on_the_way.py` has those that quantize rows."""
+"""Formulations by kernels for products of codes; `_on_the_way.py` has those that quantize rows."""
 
 import functools
 from collections.abc import Callable
@@ -49,8 +49,8 @@ def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
 
 
 def _is_for(platform: str) -> Callable[[Any], bool]:
-    """Returns the condition of kernels of a platform beside codes in groups; XLA multiplies by one
-    scale for each channel as well.
+    """Returns the condition of the kernels of a platform for products of codes in groups. With one
+    scale per channel, XLA is as fast.
     """
 
     def applies(case: Any) -> bool:
@@ -61,8 +61,8 @@ def _is_for(platform: str) -> Callable[[Any], bool]:
 
 
 CODES = (
-    "codes beside a weight in groups that is laid out for a kernel: each group is multiplied as "
-    "codes, integers exactly, and takes its scales in float32"
+    "codes and a weight in groups that is laid out for a kernel: each group is multiplied as "
+    "codes, integers exactly, and then by its scales in float32"
 )
 
 
@@ -86,7 +86,7 @@ def _are_floats(case: Any) -> bool:
 
 
 FLOATS = (
-    "8-bit floats in groups beside a weight that is laid out for a kernel of another platform: the "
+    "8-bit floats in groups, and a weight that is laid out for a kernel of another platform: the "
     "smaller operand is dequantized"
 )
 
@@ -124,7 +124,7 @@ def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function the derivative of another one, which computes the same."""
+    """Gives a function the derivative of another one, which computes the same result."""
     function = jax.custom_jvp(f)
 
     @function.defjvp

@@ -1,8 +1,8 @@
 """The planner: the formulations of a product, in the order in which they are tried.
 
-Decided by shapes and formats alone, so that a traced function is the same on every platform; where
-platforms differ, the choice between them is made when the function is lowered. Each formulation
-says in its own file where it applies; here stands only which goes before which.
+The planner decides by shapes and formats only, so that a traced function is the same on every
+platform; if platforms differ, the choice is made when the function is lowered. Each formulation
+defines in its own file when it applies; this file only defines the order.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from ._tiles import float8_tiles, tiles
 
 
 def _widens_in_a_row(case: Product) -> bool:
-    # Of one row, XLA on GPUs does not compile a product of 4-bit codes that are widened in it.
+    # XLA on GPUs does not compile a product of one row with 4-bit codes that it must widen.
     return case.are_bytes and case.widens and case.is_narrow
 
 
@@ -77,7 +77,7 @@ SUMS = Planner(
 
 def plan(case: Product) -> Choice | None:
     """Returns how to contract a right QTensor with an array or another QTensor; `None` for two
-    QTensors of which one must become an array first.
+    QTensors of which one must be dequantized first.
     """
     if case.are_integers and not case.are_bytes:
         check_splittable("dot_general", case.lhs, case.rhs)

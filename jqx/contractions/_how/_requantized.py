@@ -1,4 +1,4 @@
-"""Products whose int32 sums become codes by integers alone, as TFLite's do."""
+"""Products whose int32 sums are requantized by integer arithmetic, as in TFLite."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ from ._scales import HowTo
 
 
 class Requantized(NamedTuple):
-    """Two operands to contract and what is made of the sums, as planning sees them.
+    """Two operands to contract and the requantization, as the planner sees them.
 
     Attributes:
       lhs: a QTensor of integers.
-      rhs: likewise.
+      rhs: a QTensor of integers.
       how: which axes are contracted.
-      output: what makes codes of the sums.
+      output: the requantization of the sums.
     """
 
     lhs: QTensor
@@ -46,8 +46,8 @@ def _is_for_package(case: Requantized) -> bool:
 
 
 @formulation(
-    "codes beside codes of 8 bits where jqx-cpu is installed, requantized for each column: its "
-    "kernel writes the codes of the result, not the sums",
+    "codes times codes of 8 bits if jqx-cpu is installed, requantized for each column: its kernel "
+    "writes the codes of the result, not the sums",
     CPU,
     _is_for_package,
     op="dot_general:requantized",
@@ -57,7 +57,7 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
     def kernel(lhs: QTensor, output: Requantization, rhs: QTensor, *stack: jax.Array) -> jax.Array:
         x, x_zero, w, w_zero, step = codes_of(lhs, rhs, how, *stack)
         shape = how.dimensions.result_shape(lhs.shape, rhs.shape)
-        assert output.low is not None and output.high is not None  # known of every one
+        assert output.low is not None and output.high is not None  # every Requantization has them
         multiplier, shift, _, zero, bias = lined_up(output, shape)
         y = requantized_product_cpu(
             x,

@@ -1,4 +1,4 @@
-"""What a contraction is told, and its scales, which come after the sum."""
+"""The static arguments of a contraction, and its scales, which are applied after the sum."""
 
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ class HowTo(NamedTuple):
     Attributes:
       dimensions: which axes are contracted.
       precision: of float products.
-      block: where a scale changes along a contracted axis; `None` where it does not, so that it may
-        leave the sum.
-      dtype: what the result is rounded to, where a kernel may do it; `None` is left to the caller.
+      block: the blocks of a scale that changes along a contracted axis; `None` if scales can leave
+        the sum.
+      dtype: the dtype to which a kernel may round the result; `None` leaves it to the caller.
     """
 
     dimensions: Dimensions
@@ -31,7 +31,7 @@ class HowTo(NamedTuple):
     def of(
         cls, lhs: Any, rhs: Any, dimensions: Dimensions, precision: lax.PrecisionLike = None
     ) -> "HowTo":
-        """Returns what the contraction of two operands is told."""
+        """Returns the static arguments of the contraction of two operands."""
         return cls(dimensions, precision, find_block(lhs, rhs, dimensions))
 
 
@@ -43,10 +43,11 @@ def with_scales(y: jax.Array, lhs: Any, rhs: Any, dimensions: Dimensions) -> jax
 
 
 def times_scales(y: jax.Array, left: jax.Array | None, right: jax.Array | None) -> jax.Array:
-    """Multiplies sums of codes by one scale or by two, lined up with them: the left one first.
+    """Multiplies sums of codes by one or two scales, lined up with them, the left one first.
 
-    A left scale that is very large or small is brought nearer to 1 by a power of two, which comes
-    last: no product on the way is out of range where the result is not. Others are as they were.
+    A very large or small left scale is brought nearer to 1 by a power of two, which is applied
+    last, so that no intermediate product is out of range if the result is not. Other scales do not
+    change.
     """
     if left is None or right is None:
         scale = left if right is None else right

@@ -1,4 +1,4 @@
-"""A large operand in slices, one after another, so that no temporary is as large as it."""
+"""A large operand in slices, one after another, so that no temporary is as large as the operand."""
 
 import dataclasses
 import math
@@ -19,14 +19,14 @@ from .._what._dimensions import Dimensions
 class Cut(NamedTuple):
     """How an axis of a QTensor is cut into slices.
 
-    A packed axis holds runs of codes over each other, `runs` of them in each byte: a slice of its
-    bytes holds the slices of every run, one after another.
+    A packed axis holds overlaid runs of codes, `runs` of them in each byte. A slice of its bytes
+    holds a slice of every run, one after another.
 
     Attributes:
-      axis: of the QTensor.
-      runs: how many, 1 where it is not packed.
+      axis: the axis of the QTensor.
+      runs: the number of runs, 1 if the axis is not packed.
       size: elements of a run in a slice.
-      number: how many full slices.
+      number: the number of full slices.
     """
 
     axis: int
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
     @property
     def full(self) -> int:
-        """How many elements full slices have together."""
+        """The number of elements of all full slices."""
         return self.runs * self.size * self.number
 
 
@@ -53,25 +53,26 @@ def in_slices(
 ) -> jax.Array:
     """Returns `compute(lhs, rhs)`, for about `count` slices of the right operand in turn.
 
-    Slices run along the first axis that can be cut, so that they are contiguous in memory: on CPU
-    others take many times longer to read in a loop. Along a contracted axis the results are summed.
+    Slices run along the first axis that can be cut, so that they are contiguous in memory: on CPU,
+    other slices take many times longer to read in a loop. Along a contracted axis, the results are
+    summed.
 
     Args:
       lhs: array.
       rhs: QTensor; packed or not.
-      dimensions: of the contraction that `compute` does; its result has their axes.
-      count: how many slices; 1 for the whole.
-      compute: contracts a slice of both; linear in either.
+      dimensions: of the contraction that `compute` does, and of its result.
+      count: the number of slices; 1 for the whole.
+      compute: contracts a slice of both operands; linear in either.
     """
     cuts = (cut_of(rhs, axis, count) for axis in range(rhs.ndim))
     cut = next((cut for cut in cuts if cut is not None), None)
-    # The compiler would send all slices of an axis over which devices are parted to each of them.
+    # If the axis is partitioned over devices, the compiler would send all slices to each of them.
     if cut is None or _compat.is_on_a_mesh(lhs, rhs.values):
         return compute(lhs, rhs)
     n = rhs.shape[cut.axis]
     left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)
     right = _slices_of_tensor(with_own_second_scales(rhs, cut.axis), cut)
-    # Else the backward pass would keep the slices.
+    # Checkpointed, so that the backward pass does not store the slices.
     slice_at = jax.checkpoint(lambda i: compute(left.at(i), right.at(i)))
     rest = compute(left.rest(), right.rest()) if cut.full < n else None
     if cut.axis in dimensions.rhs_contracting:
@@ -80,14 +81,14 @@ def in_slices(
 
 
 class _Slices(NamedTuple):
-    """An operand in slices: the one of a number, and what the full ones leave over."""
+    """An operand in slices: the slice with a number, and the rest after the full slices."""
 
     at: Callable[[Any], Any]
     rest: Callable[[], Any]
 
 
 def _slices_of_array(x: jax.Array, axis: int | None, cut: Cut, n: int) -> _Slices:
-    """Cuts an array along the axis of size `n` that meets the one that is cut, if it has it."""
+    """Cuts an array along the partner, of size `n`, of the axis that is cut, if it has one."""
     if axis is None:
         return _Slices(lambda i: x, lambda: x)
     parts = _in_parts(x, axis, cut, n)
@@ -104,22 +105,22 @@ def _slices_of_tensor(q: QTensor, cut: Cut) -> _Slices:
 
 
 def _summed(slice_at: Slice, cut: Cut, rest: jax.Array | None) -> jax.Array:
-    """Returns the sum of the results of all slices, and of what is left over."""
+    """Returns the sum of the results of all slices and of the rest."""
     start = slice_at(0) if rest is None else rest + slice_at(0)
     steps = jnp.arange(1, cut.number)
     return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
 
 
 def _joined(slice_at: Slice, cut: Cut, rest: jax.Array | None, at: int) -> jax.Array:
-    """Returns the results of all slices, and of what is left over, along an axis."""
+    """Returns the results of all slices and of the rest, joined along an axis."""
     _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
     y = in_order(parts, cut, at)
     return y if rest is None else jnp.concatenate([y, rest], axis=at)
 
 
 def with_own_second_scales(q: QTensor, axis: int) -> QTensor:
-    """Gives each scale along an axis a second one of its own, where scales that are quantized in
-    turn share these in blocks: slices follow scales, not those blocks.
+    """Gives each quantized scale along an axis its own second scale if they share these in blocks,
+    because slices follow the scales, not the blocks of second scales.
     """
     if not isinstance(q.scale, QTensor) or not q.scale.groups.is_blocked(axis):
         return q
@@ -134,7 +135,9 @@ def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:
 
 
 def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
-    """Returns a slice of a QTensor without blocks along the axis that is cut, where it lies."""
+    """Returns a slice of a QTensor without blocks along the axis that is cut, without a copy of the
+    whole.
+    """
     q = with_own_second_scales(q, cut.axis)
     n, axis = q.shape[cut.axis], cut.axis
 
@@ -175,22 +178,22 @@ def item_at(x: jax.Array, i: Any) -> jax.Array:
 
 
 def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
-    """Ties codes that XLA on CPU would else convert before a loop, all of them, to its step (see
-    `_xla_cpu`).
+    """Ties codes to the step of a loop; otherwise XLA on CPU would convert all of them before the
+    loop (see `_xla_cpu`).
     """
     narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
 
 
 def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
-    """Returns how to cut an axis in about `count` slices, not through blocks; `None` if it is too
+    """Returns how to cut an axis into about `count` slices, between blocks; `None` if it is too
     short, or packed so that it cannot be cut.
     """
     runs = _runs(q, axis)
     if count < 2 or runs is None:
         return None
     n, block = q.shape[axis], q.groups.sizes[axis]
-    block = 1 if block == n else block  # one for all is in no slice's way
+    block = 1 if block == n else block  # a single block does not limit the slices
     length = n // runs
     if length < 2 * block:
         return None
@@ -199,7 +202,7 @@ def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
         even = _even(length // block, count, fewer=runs > 1)
     if even is not None:
         return Cut(axis, runs, length // even, even)
-    if runs > 1:  # what is left over would be packed in another way
+    if runs > 1:  # the rest would be packed in another way
         return None
     size = max(1, math.ceil(length / block) // count) * block
     return Cut(axis, 1, size, length // size)
@@ -212,21 +215,21 @@ def _even(blocks: int, count: int, *, fewer: bool) -> int | None:
 
 
 def _runs(q: QTensor, axis: int) -> int | None:
-    """Returns how many runs of codes lie over each other along an axis: 1 where it is not packed,
-    `None` where they do not fill bytes.
+    """Returns the number of overlaid runs of codes along an axis: 1 if it is not packed, `None` if
+    they do not fill bytes.
     """
     packing = None if q.layout is None else q.layout.packing
     if packing is None or packing.axis + q.ndim != axis:
         return 1
     bits = format_of(q.qtype).bits
     if q.layout is not None and q.layout.kernel == "cpu":
-        return None  # those in a byte follow each other
+        return None  # the codes in a byte are neighbours
     return 8 // bits if bits in (1, 2, 4) and q.shape[axis] * bits % 8 == 0 else None
 
 
 def _in_parts(x: jax.Array, axis: int, cut: Cut, n: int) -> jax.Array:
-    """Brings the slices of an axis to the front; what is left after the full ones stays out."""
-    size = cut.size * x.shape[axis] // n  # as many elements as blocks, where x has one for each
+    """Brings the full slices of an axis to the front, without the rest."""
+    size = cut.size * x.shape[axis] // n  # fewer if x has one element per block
     full = size * cut.number * cut.runs
     x = lax.slice_in_dim(x, 0, full, axis=axis)
     before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -236,7 +239,7 @@ def _in_parts(x: jax.Array, axis: int, cut: Cut, n: int) -> jax.Array:
 
 
 def _in_parts_of(leaf: jax.Array, cut: Cut, q: QTensor) -> jax.Array:
-    """Brings the slices of a leaf of a QTensor to the front: of codes, bytes or parameters."""
+    """Brings the slices of a leaf of a QTensor (codes, bytes or parameters) to the front."""
     n, m = q.shape[cut.axis], leaf.shape[cut.axis]
     if m == 1:
         return jnp.broadcast_to(leaf, (cut.number, *leaf.shape))

@@ -1,4 +1,4 @@
-"""Codes converted to floats a tile at a time, so that no float copy of them all is ever held."""
+"""Conversion of codes to floats one tile at a time, without a float copy of all of them."""
 
 import dataclasses
 import math
@@ -21,29 +21,29 @@ from ._scales import HowTo, with_scales
 from ._slices import in_slices
 
 TILE = 2**20
-"""Elements of a tile, which the cache holds."""
+"""Elements of a tile, which fits in the cache."""
 
 TILES = 8
-"""At least so many tiles, unless one that is larger is no larger than the arrays beside it."""
+"""The minimum number of tiles, unless larger tiles are no larger than the other arrays."""
 
 
 @formulation(
-    "a float operand on CPU, which holds converted codes in memory: converted a tile at a time",
+    "a float operand on CPU, which stores converted codes in memory: converted a tile at a time",
     CPU,
     lambda case: case.is_beside_floats,
 )
 def tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    # Float32 holds any sum of products with float16.
+    # Sums of products with float16 never overflow float32.
     return _in_tiles(x, q, how, look=x.dtype != jnp.float16)
 
 
 def tangent_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    """The same, linear in either operand: it does not look at magnitudes."""
+    """The same as `tiles`, but linear in either operand: it does not depend on magnitudes."""
     return _in_tiles(x, q, how)
 
 
 @formulation(
-    "two operands of 8-bit floats on CPU: as bfloat16, which holds them, a tile at a time",
+    "two operands of 8-bit floats on CPU: as bfloat16, which represents them, a tile at a time",
     CPU,
     lambda case: case.are_float8,
 )
@@ -55,13 +55,13 @@ def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.Array:
-    """Contracts a tile at a time; `look` keeps sums of codes in range by powers of two, which the
-    smaller operand takes: very large rows, or the codes.
+    """Contracts one tile at a time. `look` keeps sums of codes in range by powers of two, which
+    multiply the smaller operand: very large rows, or the codes.
     """
     dimensions = how.dimensions
     wide = common_dtype(x.dtype, q.dtype)
     if x.dtype.itemsize == 2 and needs_shape(x, q, dimensions):
-        x = x.astype(wide)  # XLA on CPU multiplies 16-bit floats in some layouts alone
+        x = x.astype(wide)  # XLA on CPU multiplies 16-bit floats only in some layouts
     scale_after = how.block is None and q.zero_point is None and is_exact_in(q, x.dtype)
     q = with_own_scales(q, dimensions.rhs_kept)
     look = look and scale_after
@@ -90,8 +90,8 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.A
 
 
 def _near_one(x: jax.Array, dimensions: Dimensions) -> tuple[jax.Array, jax.Array]:
-    """Returns an array with very large rows made smaller by a power of two, so that float32 holds
-    their sums of codes, and what to multiply the results by, lined up with them.
+    """Returns an array with very large rows scaled down by a power of two, so that their sums with
+    codes fit float32, and the inverse factor of the results, lined up with them.
     """
     size = jnp.abs(lax.stop_gradient(x))
     largest = jnp.max(size, axis=dimensions.lhs_contracting, keepdims=True, initial=0)
@@ -101,10 +101,10 @@ def _near_one(x: jax.Array, dimensions: Dimensions) -> tuple[jax.Array, jax.Arra
 
 
 def count_of(q: QTensor, *beside: Any) -> int:
-    """Returns in how many tiles to convert codes, from the sizes of the arrays beside them.
+    """Returns the number of tiles for the conversion of codes, given the sizes of other arrays.
 
-    Few where those are large, for each tile passes over all of them; a symbolic size counts as a
-    small one.
+    It is small if those arrays are large, because each tile reads all of them. A symbolic size
+    counts as small.
     """
     sizes = [size for size in beside if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))

@@ -1,4 +1,4 @@
-"""Integer codes as int8: one common signed type is what every backend multiplies fast."""
+"""Integer codes as int8, the signed type that every backend multiplies fast."""
 
 import dataclasses
 from typing import Any
@@ -25,36 +25,36 @@ def is_byte(x: Any) -> bool:
 
 
 def largest(q: QTensor) -> int:
-    """Returns the largest magnitude of a code less its zero point."""
+    """Returns the largest magnitude of a code minus its zero point."""
     form = format_of(q.qtype)
     low, high = int(form.low), int(form.high)
     return max(-low, high) if q.zero_point is None else high - low
 
 
 def longest(lhs: QTensor, rhs: QTensor) -> int:
-    """Returns how many products of extreme codes, each less its zero point, an int32 holds."""
+    """Returns how many products of extreme codes, minus their zero points, an int32 sum holds."""
     return ACCUMULATOR // (largest(lhs) * largest(rhs))
 
 
 def as_int8(q: QTensor) -> QTensor:
     """Returns the same real values with codes and zero points in int8.
 
-    Those of uint8 are less by 128. Limits on sums must be taken from the format before.
+    Codes of uint8 are shifted by -128. Compute limits on sums from the format before this call.
     """
     form, zero = format_of(q.qtype), q.zero_point
     if zero is not None:
         zero = to_int8(zero, form)
     elif is_flipped(form):
         zero = jnp.full((1,) * q.ndim, -128, jnp.int8)
-    lies_so = q.layout in (Layout(int8=True), Layout(int8=True, kernel="cpu"))
-    values = q.values if lies_so else to_int8(q.codes, form)
+    is_stored = q.layout in (Layout(int8=True), Layout(int8=True, kernel="cpu"))
+    values = q.values if is_stored else to_int8(q.codes, form)
     return dataclasses.replace(q, values=values, zero_point=zero, qtype=jnp.int8, layout=None)
 
 
 def planes(codes: jax.Array) -> list[jax.Array]:
-    """Splits int32 numbers into int8 digits to the base 256, the lowest first.
+    """Splits int32 numbers into four int8 digits to the base 256, the lowest first.
 
-    Four digits: their sum, each times its power of 256, is the number modulo 2**32.
+    The sum of the digits, each times its power of 256, is the number modulo 2**32.
     """
     digits = []
     for _ in range(4):

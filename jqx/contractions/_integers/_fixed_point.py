@@ -1,6 +1,6 @@
 """Integers times a real factor, by integer arithmetic: `factor = multiplier * 2**(shift - 31)`.
 
-JAX has no int64 unless asked, so a product of two int32 is held in two words of 32 bits.
+JAX does not enable int64 by default, so a product of two int32 is held in two words of 32 bits.
 
 Sources: TensorFlow Lite, tflite/kernels/internal/quantization_util.cc (QuantizeMultiplier) and
 common.cc (MultiplyByQuantizedMultiplier); gemmlowp, fixedpoint/fixedpoint.h
@@ -37,11 +37,12 @@ class FixedPointRounding(enum.Enum):
     """
 
     DOUBLE = "double"
-    """Once 31 bits are dropped, halves up, and once more by the shift, halves away from zero; a
-    positive shift moves the integer to the left first. What gemmlowp does, and the reference
-    kernels of TFLite."""
+    """Twice: when 31 bits are dropped, with halves up, and by the shift, with halves away from
+    zero. A positive shift moves the integer to the left first. This is the rounding of gemmlowp and
+    of the reference kernels of TFLite."""
     SINGLE = "single"
-    """Once, halves up. What TFLite does where it is built with TFLITE_SINGLE_ROUNDING."""
+    """Once, with halves up. This is the rounding of TFLite if it is built with
+    TFLITE_SINGLE_ROUNDING."""
 
 
 def known_scale(function: str, argument: str, scale: Any) -> jax.Array:
@@ -50,11 +51,11 @@ def known_scale(function: str, argument: str, scale: Any) -> jax.Array:
         is_concrete(scale),
         error=TypeError,
         function=function,
-        problem=f"`{argument}` has no value yet.",
+        problem=f"`{argument}` is traced and has no value.",
         given="an array inside jit, vmap or grad",
         expected="an array with values: a multiplier is computed on the host, in float64",
-        mend="make the Requantization outside and pass it in (it is a pytree), or quantize the "
-        "real result with a QSpec.",
+        mend="create the Requantization outside and pass it in (it is a pytree), or quantize the "
+        "float result with a QSpec.",
     )
     scale = as_like(function, argument, scale, jnp.float32)
     return as_real(function, argument, scale)
@@ -71,7 +72,7 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
         problem="a scale is not finite, or `output_scale` is zero.",
         given=shapes,
         expected="finite scales, and output_scale != 0",
-        mend="look for NaN and infinities in what the scales were calibrated on.",
+        mend="look for NaN and infinities in the data that the scales were calibrated on.",
     )
     try:
         factor = np.asarray(lhs * rhs / output)
@@ -81,7 +82,7 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
             "the scales do not broadcast.",
             given=shapes,
             expected="shapes that broadcast by NumPy's rules",
-            mend="line them up with the result: its size along the axes they have, 1 elsewhere.",
+            mend="line them up with the result: its size along their own axes, 1 elsewhere.",
         )
         raise ValueError(text) from None
     largest = np.max(np.abs(factor), initial=0)
@@ -92,7 +93,7 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
         problem="lhs_scale * rhs_scale / output_scale is too large.",
         given=f"up to {largest:.3g}",
         expected=f"less than 2**{LARGEST_SHIFT}",
-        mend="calibrate output_scale: every accumulator but 0 would saturate.",
+        mend="calibrate output_scale: every accumulator except 0 would saturate.",
     )
     return factor
 
@@ -112,10 +113,10 @@ def quantize_multiplier(factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def multiply_fixed_point(
     x: jax.Array, multiplier: jax.Array, shift: jax.Array, rounding: FixedPointRounding
 ) -> jax.Array:
-    """Returns `x * multiplier * 2**(shift - 31)`, rounded; all int32, of one rank.
+    """Returns `x * multiplier * 2**(shift - 31)`, rounded; all int32, of the same rank.
 
-    What exceeds int32 wraps around: in double rounding the shift to the left, in single rounding
-    the result.
+    Overflow of int32 wraps around: in double rounding that of the shift to the left, in single
+    rounding that of the result.
     """
     if rounding is FixedPointRounding.SINGLE:
         return _rounding_shift(_product(x, multiplier), 31 - shift)
@@ -125,7 +126,7 @@ def multiply_fixed_point(
 
 
 def _doubling_high_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a * b / 2**31`, halves up; 1 short of 2**31, which alone is out of range."""
+    """Returns `a * b / 2**31`, halves up; the only result out of range, 2**31, is reduced by 1."""
     y = _rounding_shift(_product(a, b), jnp.full_like(b, 31))
     return jnp.where((a == _LOWEST) & (b == _LOWEST), jnp.int32(_LARGEST), y)
 
@@ -158,5 +159,5 @@ def _shifted(product: tuple[jax.Array, jax.Array], n: jax.Array) -> jax.Array:
     high, low = product
     near, far = jnp.minimum(n, 31), jnp.maximum(n - 32, 0)  # no word is shifted by 32
     left_of_low = lax.bitcast_convert_type(low >> near.astype(jnp.uint32), jnp.int32)
-    moved_in = high << 1 << (31 - near)  # by 32 - near bits, none of them where near is 0
+    moved_in = high << 1 << (31 - near)  # by 32 - near bits, which leaves 0 if near is 0
     return jnp.where(n < 32, left_of_low | moved_in, high >> far)

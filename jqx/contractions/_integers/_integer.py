@@ -34,8 +34,8 @@ def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 @formulation(
     "integers with one row or column, zero points, or a contracted axis that is not last: on CPU "
-    "(elsewhere where codes of 4 bits meet one row) a row is added, which keeps the product on the "
-    "int8 library and sums columns for zero points",
+    "(on other platforms for one row and codes of 4 bits) a row is added, which keeps the product "
+    "on the int8 library and sums columns for zero points",
     CPU,
     lambda case: _is_shaped(case),
 )
@@ -103,19 +103,19 @@ def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def _is_shaped(case: Any) -> bool:
-    """Whether XLA on CPU would not hand a large product to its int8 library as it stands."""
+    """Whether XLA on CPU would not pass a large product to its int8 library as written."""
     whole = case.are_bytes and case.is_large and case.block is None
     return whole and (case.is_corrected or case.is_narrow)
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
-    """Returns the int32 contraction of int8 codes, each less its zero point.
+    """Returns the int32 contraction of int8 codes minus their zero points.
 
-    The zero points leave the inner loop: with the sums over the contracted axes,
+    The zero points are moved out of the inner loop by sums over the contracted axes:
 
         sum (l - a)(r - b) = sum l r  -  b (sum l - K a)  -  a sum r
 
-    Intermediate terms may wrap around in int32; a total that fits does not.
+    Intermediate terms may wrap around in int32; the total is right if it fits.
     """
     a, b = _zero(lhs, dimensions.lhs_to_output), _zero(rhs, dimensions.rhs_to_output)
     total, left, right = multiply(
@@ -131,7 +131,7 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
 
 
 def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
-    """Raises where not even a digit of a code less its zero point is safe."""
+    """Raises if codes are too wide even for a split into digits."""
     for q in (lhs, rhs):
         require_that(
             format_of(q.qtype).bits <= 16,
@@ -170,7 +170,7 @@ def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:
 def _runs(
     lhs: QTensor, rhs: QTensor, dimensions: Dimensions, limit: int
 ) -> Iterator[tuple[QTensor, QTensor]]:
-    """Yields operands of at most `limit` products in a sum, cut along contracted axes."""
+    """Yields operands with at most `limit` products per sum, cut along contracted axes."""
     products = dimensions.contracted_size(lhs)
     if not is_at_least(products, limit + 1):
         yield lhs, rhs
@@ -183,7 +183,7 @@ def _runs(
         given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
         f"{name_of_qtype(rhs.qtype)}",
         expected=f"a length known to be {limit:,} at most",
-        mend='bound the size, as in jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
+        mend='bound the size: jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
     )
     pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
     i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
@@ -198,7 +198,7 @@ def _cut(q: QTensor, axis: int, start: int, size: int) -> QTensor:
 
 
 def digits_of(q: QTensor) -> list[QTensor]:
-    """Returns codes less their zero points as int8 tensors, to be multiplied by powers of 256."""
+    """Returns codes minus their zero points as int8 tensors, the digits to the base 256."""
     form = format_of(q.qtype)
     low, high = int(form.low), int(form.high)
     differences = q.codes.astype(jnp.int32)

@@ -1,9 +1,9 @@
 """Sums of products of int8 arrays in int32, with the sums of either operand that zero points need.
 
-Forms of one function. `plain` says what it means, and is what compilers for GPUs and TPUs make the
-most of. `shaped` brings operands into the shapes that XLA on CPU hands to its int8 library
-(measured on jaxlib 0.10.2): a left operand contracted along its last axes, two or more rows and
-columns, and no reduction of int8 outside of a product, which is 20 times slower than one.
+There are several forms of one function. `plain` is the definition, and the best form for compilers
+for GPUs and TPUs. `shaped` brings operands into the shapes that XLA on CPU passes to its int8
+library (measured on jaxlib 0.10.2): a left operand contracted along its last axes, two or more rows
+and columns, and no reduction of int8 outside of a product, which is 20 times slower than a product.
 """
 
 import math
@@ -18,19 +18,21 @@ from ..._checks import is_at_least
 from .._what._dimensions import Dimensions
 
 TALL = 512
-"""Rows from which a row more costs less in a product of its own: the others need no copy then."""
+"""From this number of rows on, one more row costs less in a separate product, without a copy of the
+others.
+"""
 
 PARTS = 4
-"""Parts of a contracted axis that stands first, where there are few rows."""
+"""Parts of a contracted axis that is the first one, if there are few rows."""
 
 
 class Products(NamedTuple):
     """Sums over the contracted axes, in int32, lined up with the result.
 
     Attributes:
-      total: of the products.
-      left: of the left operand; `None` where not asked for.
-      right: of the right operand, likewise.
+      total: the sums of the products.
+      left: the sums of the left operand; `None` if not requested.
+      right: the sums of the right operand; `None` if not requested.
     """
 
     total: Any
@@ -79,7 +81,7 @@ def shaped(
 def fitting(
     lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
 ) -> Products:
-    """Multiplies as written where that is fast on CPU, else in other shapes."""
+    """Multiplies as written if that is fast on CPU, else in other shapes."""
     form = shaped if left or right or needs_shape(lhs, rhs, dimensions) else plain
     return form(lhs, rhs, dimensions, left=left, right=right)
 
@@ -113,12 +115,12 @@ def rows_product(
     right: bool = False,
     transposed: bool = False,
 ) -> Products:
-    """Multiplies `(*batch, rows, *contracted)` by a right operand as it stands.
+    """Multiplies `(*batch, rows, *contracted)` by a right operand without changing its shape.
 
     Args:
       rows: int8, from `to_rows`.
-      rhs: int8, with the axes that `dimensions` say.
-      dimensions: of the whole contraction; of the left operand only the numbers of axes count.
+      rhs: int8, with the axes of `dimensions`.
+      dimensions: of the whole contraction; only the numbers of axes of the left operand are used.
       left: whether to sum the rows.
       right: whether to sum the right operand.
       transposed: whether the rows come from a transpose. XLA would undo it and leave the fast path;
@@ -130,7 +132,7 @@ def rows_product(
     """
     at = len(dimensions.lhs_batch)
     m = rows.shape[at]
-    # Beside few rows, one more of ones gives the sums of the right operand.
+    # With few rows, an extra row of ones gives the sums of the right operand.
     ones_below = right and not is_at_least(m, TALL)
     tall = rows
     if ones_below or m == 1 or transposed:
@@ -146,7 +148,7 @@ def rows_product(
 
 
 def _constant(rows: jax.Array, at: int, count: int, value: int) -> jax.Array:
-    """Returns `count` rows like others, of one number."""
+    """Returns `count` rows in the shape of others, filled with one number."""
     return jnp.full((*rows.shape[:at], count, *rows.shape[at + 1 :]), value, jnp.int8)
 
 
@@ -164,8 +166,8 @@ def _sums_of_columns(rows: jax.Array, rhs: jax.Array, at: int, dimensions: Dimen
 def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
     """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
 
-    XLA on CPU would hold the operand of a sum (see `_xla_cpu`). The rows stand on the right: sums
-    in a row are read twice as fast after as those in a column.
+    XLA on CPU would store the operand of a sum (see `_xla_cpu`). The rows are the right operand,
+    because sums in a row are later read twice as fast as sums in a column.
     """
     axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
     numbers = ((axes, axes), (leads, leads))
@@ -176,7 +178,7 @@ def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array
 
 
 def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:
-    """Returns int32 of shape (*batch, rows, *columns); a single column gets one of zeros beside."""
+    """Returns int32 of shape (*batch, rows, *columns); a single column is padded with zeros."""
     at = len(dimensions.rhs_batch)
     contracting = tuple(range(at + 1, rows.ndim))
     columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
@@ -197,13 +199,13 @@ def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Ar
 def _has_few_rows(
     rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
 ) -> bool:
-    """Whether a few rows meet a matrix contracted along its first axis, of a length to split."""
+    """Whether there are few rows, and a matrix contracted along a first axis that can be split."""
     few = not is_at_least(rows.shape[0], 17)
     return contracted == (0,) and not batch and few and rhs.shape[0] % PARTS == 0
 
 
 def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Multiplies parts of the contracted axis as a batch, in half the time of the whole."""
+    """Multiplies parts of the contracted axis as a batch, in half the time of one product."""
     size = rhs.shape[0] // PARTS
     rows = rows.reshape(rows.shape[0], PARTS, size)
     rhs = rhs.reshape(PARTS, size, *rhs.shape[1:])

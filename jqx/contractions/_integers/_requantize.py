@@ -1,4 +1,4 @@
-"""Quantized results of contractions: from floats by a spec, from int32 sums by integers alone.
+"""Quantized results of contractions: from floats by a spec, or from int32 sums by integers only.
 
 Source: TensorFlow Lite, tflite/kernels/internal/reference/requantize.h and
 reference/integer_ops/conv.h; kernels/kernel_util.cc (PopulateConvolutionQuantizationParams).
@@ -44,31 +44,33 @@ _INT32 = Integer(32)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Requantization:
-    """How int32 accumulators become codes of a quantized result, without a float.
+    """Conversion of int32 accumulators to codes of a quantized result, by integer arithmetic.
+
+    The formula is::
 
         code = clamp(round((accumulator + bias) * multiplier * 2**(shift - 31)) + zero_point)
 
-    A pytree with the arrays as leaves; `Requantization.of` computes multiplier and shift from
+    It is a pytree with the arrays as leaves; `Requantization.of` computes multiplier and shift from
     scales. Each array broadcasts to the accumulators by NumPy's rules: its axes, if it has any, are
-    the last ones of theirs, each of size 1 or theirs.
+    aligned with their last axes, and have size 1 or the size of the accumulators.
 
     Attributes:
-      multiplier: int32; from `of`, 0 or of magnitude 2**30 to 2**31.
+      multiplier: int32; from `of`, it is 0 or has a magnitude from 2**30 to 2**31.
       shift: int32, -31 to 30; negative for a factor below a half.
-      scale: that of the result, float.
-      zero_point: that of the result, of the dtype of the codes, broadcasting to `scale`; `None`
-        means zero everywhere.
-      bias: int32, in units of the accumulators; `None` means none.
+      scale: the scale of the result, float.
+      zero_point: the zero point of the result, in the dtype of the codes, broadcast to `scale`;
+        `None` means zero everywhere.
+      bias: int32, in units of the accumulators; `None` means no bias.
       qtype: format of the codes, integers of 16 bits or less.
       dtype: dtype of the real result.
       rounding: how often to round, a `jqx.tflite.FixedPointRounding`.
-      low: the smallest code to return; `None` takes that of `qtype`. For a ReLU, the zero point.
-      high: the largest code to return, likewise.
+      low: the smallest code to return; `None` means that of `qtype`. For a ReLU, the zero point.
+      high: the largest code to return; `None` means that of `qtype`.
 
     Raises:
-      TypeError: a field is not of its kind.
-      ValueError: `shift` is out of range (where it has values), a Python number exceeds its dtype,
-        or `low` and `high` are no range of codes.
+      TypeError: a field has the wrong type.
+      ValueError: `shift` is out of range (if its values are known), a Python number exceeds its
+        dtype, or `low` and `high` are not a range of codes.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -121,7 +123,7 @@ class Requantization:
             form.low <= fields["low"] <= fields["high"] <= form.high,
             error=ValueError,
             function=name,
-            problem=f"`low` and `high` are no range of codes of {form.name}.",
+            problem=f"`low` and `high` are not a range of codes of {form.name}.",
             given=f"low == {fields['low']}, high == {fields['high']}",
             expected=f"{form.low} <= low <= high <= {form.high}",
             mend="pass codes of qtype, or leave them out.",
@@ -144,17 +146,18 @@ class Requantization:
     ) -> "Requantization":
         """Returns the multiplier and shift nearest to `lhs_scale * rhs_scale / output_scale`.
 
-        Computed on the host, in float64, as TFLite does it per channel: the scales must have
-        values, so call it outside of jit. (Per tensor, TFLite multiplies the scales in float32
-        first; for that last bit, pass their product, and 1 for the other.) A factor below 2**-32
-        becomes 0, as in TFLite: no accumulator times it would round to anything else.
+        They are computed on the host, in float64, as TFLite does per channel. The scales must have
+        values, so call it outside of jit. (Per tensor, TFLite first multiplies the scales in
+        float32; to match it bit for bit, pass their product as one scale and 1 as the other.) A
+        factor below 2**-32 becomes 0, as in TFLite: any accumulator times such a factor rounds
+        to 0.
 
         Args:
-          lhs_scale: real, of the left operand, lined up with the last axes of the result.
-          rhs_scale: real, of the right operand, likewise: `(n,)` or `(1, n)` where each column of
-            a matrix has its own.
-          output_scale: real, of the result, likewise. A Python number is taken as float32.
-          qtype: as the attribute; so are the rest.
+          lhs_scale: float, of the left operand, lined up with the last axes of the result.
+          rhs_scale: float, of the right operand, lined up in the same way: `(n,)` or `(1, n)` if
+            each column of a matrix has its own scale.
+          output_scale: float, of the result, lined up in the same way. A Python number is float32.
+          qtype: format of the codes, as in the class; so are the other arguments.
           zero_point: an integer, or an array of the dtype of the codes.
           bias: in units of `lhs_scale * rhs_scale`.
           dtype: dtype of the real result.
@@ -163,12 +166,12 @@ class Requantization:
           high: the largest code to return.
 
         Raises:
-          TypeError: a scale is not real, or has no value because it is traced.
+          TypeError: a scale is not floating point, or has no value because it is traced.
           ValueError: a scale is not finite, `output_scale` is zero, the scales do not broadcast, or
-            the factor is 2**30 or more; and as the class.
+            the factor is 2**30 or more; and as in the class.
 
         Gradient: none.
-        NaN and infinities: refused.
+        NaN and infinities: a ValueError.
 
         Example:
           >>> import jqx, jax.numpy as jnp
@@ -198,25 +201,25 @@ class Requantization:
 
 @called("requantize")
 def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTensor:
-    """Returns int32 accumulators as a quantized tensor, by integer arithmetic alone.
+    """Converts int32 accumulators to a quantized tensor, by integer arithmetic only.
 
-    The codes are those of TFLite's reference kernels, bit for bit. As there, sums wrap around in
-    int32: with the bias, with the zero point, and, in double rounding, where a positive shift moves
-    the accumulator to the left; in single rounding, a result beyond int32.
+    The codes equal those of the reference kernels of TFLite, bit for bit. As there, int32 overflow
+    wraps around: in the sums with the bias and with the zero point; in double rounding, when a
+    positive shift moves the accumulator to the left; in single rounding, in the result.
 
     Args:
       accumulator: int32, any shape.
-      requantization: what to multiply by; its arrays broadcast to `accumulator`.
+      requantization: multipliers, shifts and formats; its arrays broadcast to `accumulator`.
 
     Returns:
       A `QTensor` of the shape of `accumulator`, with the scale and zero point of `requantization`.
 
     Raises:
-      TypeError: `accumulator` is not int32, or `requantization` is no `Requantization`.
+      TypeError: `accumulator` is not int32, or `requantization` is not a `Requantization`.
       ValueError: an array does not broadcast to `accumulator`, or the zero point to the scale.
 
-    Gradient: of the scale, through what reads it; none of integers.
-    NaN and infinities: there are none.
+    Gradient: JAX differentiates the scale of the result; integers have no gradient.
+    NaN and infinities: integers have none.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -231,7 +234,7 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
         "requantization",
         requantization,
         Requantization,
-        mend="make one with jqx.tflite.Requantization.of(...).",
+        mend="create one with jqx.tflite.Requantization.of(...).",
     )
     return as_result(requantized(x, requantization), requantization)
 
@@ -252,13 +255,13 @@ def as_result(codes: jax.Array, r: Requantization) -> QTensor:
 
 
 def lined_up(r: Requantization, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the arrays, each with the rank of the accumulators."""
+    """Returns the arrays, reshaped to the rank of the accumulators."""
     return tuple(_lined_up(name, getattr(r, name), shape) for name in _LEAVES)
 
 
 def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -> QTensor:
-    """Returns a real result quantized as `output` says: by a spec, or a scheme, that finds its
-    scale, or by one with a scale and zero point. `function` is what errors name.
+    """Quantizes a float result by `output`: by a spec or scheme whose calibrator finds the scale,
+    or by one with a given scale and zero point. Errors name `function`.
     """
     spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not isinstance(spec, str):
@@ -282,14 +285,14 @@ def _integers_of(function: str, qtype: Any) -> Integer:
         problem=f"accumulators cannot be requantized to {form.name}.",
         given=f"qtype {form.name}",
         expected="an integer format of 16 bits or less, such as jnp.int8",
-        mend="pass such a format, or a QSpec, which quantizes the real result.",
+        mend="pass such a format, or a QSpec, which quantizes the float result.",
     )
     assert isinstance(form, Integer)
     return form
 
 
 def _integers(field: str, x: Any, form: Integer) -> jax.Array:
-    """Returns an array of codes of `form`; a Python number must be one, so that none wraps."""
+    """Returns an array of codes of `form`; the value of a Python number must be in its range."""
     if isinstance(x, (bool, int, float)):
         value = check_integer("tflite.Requantization", field, x)
         require_that(
@@ -308,7 +311,7 @@ def _integers(field: str, x: Any, form: Integer) -> jax.Array:
 
 
 def _check_shift(shift: jax.Array) -> None:
-    """Checks values that are known; a traced shift is taken at its word."""
+    """Checks values that are known; a traced shift is not checked."""
     if not is_concrete(shift):
         return
     least, largest = (int(f(np.asarray(shift), initial=0)) for f in (np.min, np.max))
@@ -335,7 +338,7 @@ def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
         problem=f"`{field}` does not fit the accumulators.",
         given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
         expected="the last axes of the accumulators, each of size 1 or theirs",
-        mend="reshape the scales: the size of the result along the axes they have, 1 elsewhere.",
+        mend="reshape it: the size of the result along the axes that it has, 1 elsewhere.",
     )
     return jnp.reshape(x, (1,) * missing + x.shape)
 

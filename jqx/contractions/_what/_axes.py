@@ -1,4 +1,4 @@
-"""What becomes of the axes of an operand in a contraction."""
+"""The roles of the axes of an operand in a contraction."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ class OperandAxes(NamedTuple):
     """The axes of one operand.
 
     Attributes:
-      contracted: those that are summed over.
-      kept: those of which each index may have a scale of its own: the result has them.
-      batch: of these, the ones along which each array of a stack meets another one.
+      contracted: the axes that are summed over.
+      kept: the axes of the result; each of their indices may have its own scale.
+      batch: those of the kept axes that are batch axes.
     """
 
     contracted: Axes

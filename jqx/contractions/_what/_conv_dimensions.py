@@ -15,7 +15,7 @@ from ._axes import OperandAxes
 
 
 def conv_axes(numbers: lax.ConvDimensionNumbers) -> tuple[OperandAxes, OperandAxes]:
-    """Returns what becomes of the axes of an image and a kernel."""
+    """Returns the roles of the axes of an image and a kernel."""
     image, kernel = numbers.lhs_spec, numbers.rhs_spec
     return (
         OperandAxes(tuple(image[1:]), tuple(image[:1])),
@@ -24,14 +24,14 @@ def conv_axes(numbers: lax.ConvDimensionNumbers) -> tuple[OperandAxes, OperandAx
 
 
 class Window(NamedTuple):
-    """All that a convolution is told, normalised and static.
+    """The static arguments of a convolution, normalised.
 
     Attributes:
       strides: one for each spatial axis.
       padding: (low, high) for each spatial axis.
       lhs_dilation: one for each spatial axis.
       rhs_dilation: likewise.
-      axes: which axes of the operands and the result are which.
+      axes: the dimension numbers of the operands and the result.
       groups: feature groups.
       batch_groups: batch groups.
       precision: of float products.
@@ -83,7 +83,7 @@ class Window(NamedTuple):
         return image.contracted, kernel.contracted
 
     def products(self, kernel: Any) -> int:
-        """Returns how many products each element of the result sums."""
+        """Returns the number of products that are summed for each element of the result."""
         return math.prod(kernel.shape[axis] for axis in self.summed[1])
 
     def reach(self, kernel: Any) -> list[int]:
@@ -92,8 +92,8 @@ class Window(NamedTuple):
         return [(kernel.shape[axis] - 1) * n + 1 for axis, n in pairs]
 
     def result_shape(self, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, ...] | None:
-        """Returns the shape of the result of operands of one rank; `None` where lax refuses them,
-        or a size is symbolic.
+        """Returns the shape of the result for operands of the same rank; `None` if lax rejects
+        them, or if a size is symbolic.
         """
         if not all(isinstance(n, int) for n in (*lhs, *rhs)):
             return None
@@ -123,20 +123,20 @@ class Window(NamedTuple):
         return self.groups == lhs.shape[self.features] and self.batch_groups == 1
 
     def is_dot(self, kernel: Any) -> bool:
-        """Whether it is a matrix product of features."""
+        """Whether the convolution is a matrix product of features."""
         plain = all(pair == (0, 0) for pair in self.padding)
         dilated = any(n != 1 for n in self.lhs_dilation)
         one = all(kernel.shape[axis] == 1 for axis in self.taps)
         return one and plain and not dilated and self.groups == self.batch_groups == 1
 
     def pads(self) -> bool:
-        """Whether zeros are put around or between the elements of the left operand."""
+        """Whether zeros are added around or between the elements of the left operand."""
         return any(pair != (0, 0) for pair in self.padding) or any(
             n != 1 for n in self.lhs_dilation
         )
 
     def without_padding(self) -> "Window":
-        """The window over a left operand that was padded and dilated before."""
+        """The window over a left operand that is already padded and dilated."""
         rank = len(self.strides)
         return self._replace(padding=((0, 0),) * rank, lhs_dilation=(1,) * rank)
 
@@ -150,8 +150,8 @@ class Window(NamedTuple):
         return config
 
     def lhs_to_output(self, x: jax.Array, outputs: int) -> jax.Array:
-        """Lines a parameter of the left operand up with the result; one entry for each feature
-        serves the outputs of that feature.
+        """Lines a parameter of the left operand up with the result. The entry of a feature is
+        repeated for all outputs of that feature.
         """
         batch, features = x.shape[self.batch], x.shape[self.features]
         x = (
@@ -184,7 +184,7 @@ def check_ranks(lhs: Any, rhs: Any) -> None:
         lhs.ndim == rhs.ndim >= 2,
         error=ValueError,
         function="conv_general_dilated",
-        problem="the operands do not have one rank.",
+        problem="the operands have different ranks, or less than two axes.",
         given=f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}",
         expected="operands of rank 2 + the number of spatial axes",
         mend="reshape an operand.",
@@ -229,7 +229,7 @@ def window_of(
 
 
 def padded(codes: jax.Array, zero: jax.Array | None, window: Window) -> jax.Array:
-    """Pads and dilates codes with what stands for zero."""
+    """Pads and dilates codes with the code of zero."""
     if not window.pads():
         return codes
     config = window.pad_config(codes.ndim)

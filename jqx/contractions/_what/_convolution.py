@@ -1,4 +1,4 @@
-"""A convolution as planning sees it: image, kernel and window, by shapes and formats alone."""
+"""A convolution as the planner sees it: image, kernel and window, by shapes and formats only."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from .._integers._bytes import is_byte, is_integer
 from ._conv_dimensions import Window
 
 MOST_TAPS = 64
-"""Taps up to which a depthwise convolution is written out, one product a tap."""
+"""Up to this number of taps, a depthwise convolution is unrolled, with one product per tap."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """An image and a kernel, of which one is a QTensor.
+    """An image and a kernel; at least one is a QTensor.
 
     Attributes:
       lhs: the image, an array or a QTensor.
@@ -29,7 +29,7 @@ class Convolution:
 
     @property
     def is_beside_floats(self) -> bool:
-        """Whether a kernel of codes meets an array."""
+        """Whether the kernel is a QTensor and the image an array."""
         return isinstance(self.rhs, QTensor) and not isinstance(self.lhs, QTensor)
 
     @property
@@ -44,11 +44,11 @@ class Convolution:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether it is depthwise, of taps few enough to be written out."""
+        """Whether the convolution is depthwise, with few enough taps to be unrolled."""
         taps = math.prod(self.rhs.shape[axis] for axis in self.how.taps)
         return self.how.is_depthwise(self.lhs) and taps <= MOST_TAPS
 
     @property
     def is_plain(self) -> bool:
-        """Whether the scale of the kernel can come after the sum, and nothing else need."""
+        """Whether the kernel has no zero points, and scales that can be applied after the sum."""
         return self.rhs.zero_point is None and shares_scale(self.rhs, self.how.summed[1])

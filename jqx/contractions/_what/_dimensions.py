@@ -1,4 +1,4 @@
-"""The axes of a `lax.dot_general`, and where each operand's axes stand in its result."""
+"""The axes of a `lax.dot_general`, and the places of the operands' axes in its result."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from ._axes import OperandAxes
 class Dimensions:
     """Normalised dimension numbers of operands of known rank.
 
-    The axes of the result are: batch axes, then what the left operand keeps, then the right.
+    The axes of the result are: batch axes, free axes of the left operand, then of the right one.
     """
 
     lhs_rank: int
@@ -57,7 +57,7 @@ class Dimensions:
 
     @functools.cached_property
     def axes(self) -> tuple[OperandAxes, OperandAxes]:
-        """What becomes of the axes of both operands."""
+        """The roles of the axes of both operands."""
         return (
             OperandAxes(self.lhs_contracting, self.lhs_kept, self.lhs_batch),
             OperandAxes(self.rhs_contracting, self.rhs_kept, self.rhs_batch),
@@ -83,12 +83,12 @@ class Dimensions:
 
     @property
     def lhs_free(self) -> tuple[int, ...]:
-        """Axes of the left operand alone."""
+        """Axes that only the left operand has."""
         return tuple(i for i in self.lhs_kept if i not in self.lhs_batch)
 
     @property
     def rhs_free(self) -> tuple[int, ...]:
-        """Axes of the right operand alone."""
+        """Axes that only the right operand has."""
         return tuple(i for i in self.rhs_kept if i not in self.rhs_batch)
 
     @property
@@ -104,7 +104,7 @@ class Dimensions:
         )
 
     def renamed(self, lhs: Sequence[int], rhs: Sequence[int]) -> "Dimensions":
-        """The dimensions of operands whose axis `i` now stands at `lhs[i]`, `rhs[i]`."""
+        """The dimensions of operands whose axis `i` was moved to `lhs[i]`, `rhs[i]`."""
 
         def moved(axes: tuple[int, ...], to: Sequence[int]) -> tuple[int, ...]:
             return tuple(to[axis] for axis in axes)
@@ -118,7 +118,7 @@ class Dimensions:
         )
 
     def swap_output(self, y: jax.Array) -> jax.Array:
-        """Reorders the result of the `swapped` contraction: left axes before right ones."""
+        """Reorders the result of the `swapped` contraction: left axes before right axes."""
         batch, left, right = len(self.lhs_batch), len(self.lhs_free), len(self.rhs_free)
         if not (left and right):
             return y
@@ -126,7 +126,7 @@ class Dimensions:
         return jnp.transpose(y, (*range(batch), *lefts, *rights))
 
     def output_axis(self, rhs_axis: int) -> int:
-        """Returns where an axis that the right operand keeps stands in the result."""
+        """Returns the place, in the result, of an axis that the right operand keeps."""
         if rhs_axis in self.rhs_batch:
             return self.rhs_batch.index(rhs_axis)
         return len(self.lhs_batch) + len(self.lhs_free) + self.rhs_free.index(rhs_axis)
@@ -139,7 +139,7 @@ class Dimensions:
 
     def fits(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> bool:
         """Whether operands of two shapes can be contracted: no axis is named twice, and paired axes
-        have one size.
+        have the same size.
         """
         lefts = (*self.lhs_contracting, *self.lhs_batch)
         rights = (*self.rhs_contracting, *self.rhs_batch)
@@ -163,7 +163,7 @@ class Dimensions:
         return math.prod(rhs.shape[axis] for axis in self.rhs_free)
 
     def contracted_size(self, lhs: Any) -> int:
-        """Returns how many products each element of the result sums."""
+        """Returns the number of products that are summed for each element of the result."""
         return math.prod(lhs.shape[axis] for axis in self.lhs_contracting)
 
     def lhs_to_output(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A contraction as planning sees it: two operands, by their shapes and formats alone."""
+"""A contraction as the planner sees it: two operands, by their shapes and formats only."""
 
 import dataclasses
 from functools import cached_property
@@ -18,25 +18,25 @@ from .._integers._products import needs_shape
 from ._dimensions import Dimensions
 
 SMALL = 2**14
-"""Elements of an operand below which its conversion costs less than avoiding it."""
+"""Below this number of elements, the conversion of an operand costs less than avoiding it."""
 
 FEW_ROWS = 8
-"""Up to here the results of single blocks weigh less than the converted operand would, and three
-digits of the rows cost CPUs without matrix units less than the conversion.
+"""Up to this number of rows, the results of single blocks are smaller than the converted operand,
+and on CPUs without matrix units, three digits of the rows cost less than the conversion.
 """
 
 SHARE = 8
-"""Elements of a block for each row, from which the results of single blocks are small beside it."""
+"""With this number of elements of a block per row, the results of single blocks are small."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Two operands to contract, of which the right one is a QTensor.
+    """Two operands to contract; the right one is a QTensor.
 
     Attributes:
       lhs: an array, or a QTensor.
       rhs: a QTensor.
-      how: which axes are contracted, and where scales are in blocks.
+      how: which axes are contracted, and which scales are in blocks.
     """
 
     lhs: Any
@@ -50,7 +50,7 @@ class Product:
 
     @property
     def block(self) -> Block | None:
-        """Where a scale changes along a contracted axis."""
+        """The blocks of a scale that changes along a contracted axis, or `None`."""
         return self.how.block
 
     @cached_property
@@ -60,7 +60,7 @@ class Product:
 
     @property
     def has_many_rows(self) -> bool:
-        """Whether rows are too many for what is done for each of a few."""
+        """Whether there are too many rows for the methods for few rows."""
         return is_at_least(self.rows, FEW_ROWS + 1)
 
     @property
@@ -80,26 +80,26 @@ class Product:
 
     @property
     def are_float8(self) -> bool:
-        """Whether both operands are QTensors of 8-bit floats, without blocks, of some size."""
+        """Whether both operands are QTensors of 8-bit floats, without blocks, and large."""
         both = _is_float8(self.lhs) and _is_float8(self.rhs)
         return both and self.block is None and self.is_large
 
     @property
     def is_large(self) -> bool:
-        """Whether a QTensor is worth the care that its conversion takes."""
+        """Whether a QTensor is so large that avoiding its conversion pays off."""
         tensors = [self.rhs] if self.is_beside_floats else [self.lhs, self.rhs]
         return any(is_at_least(q.size, SMALL) for q in tensors) and self.lhs.size != 0
 
     @property
     def is_corrected(self) -> bool:
-        """Whether sums of an operand are needed, for zero points of the other."""
+        """Whether sums of an operand are needed for the zero points of the other one."""
         return any(
             q.zero_point is not None or is_flipped(format_of(q.qtype)) for q in (self.lhs, self.rhs)
         )
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it has one row or column, or a left operand that is not in order."""
+        """Whether it has one row or column, or a left operand that must be transposed."""
         return needs_shape(self.lhs, self.rhs, self.dimensions)
 
     @property
@@ -109,7 +109,7 @@ class Product:
 
     @property
     def fits_digits(self) -> bool:
-        """Whether int32 holds the sums of an array's int8 digits with the codes beside it."""
+        """Whether int32 holds the sums of products of codes with the int8 digits of an array."""
         x, q = self.lhs, self.rhs
         if not is_byte(q) or common_dtype(x.dtype, q.dtype) == jnp.float64:
             return False
@@ -119,7 +119,7 @@ class Product:
 
     @property
     def has_few_rows_for_blocks(self) -> bool:
-        """Whether the results of single blocks, of an axis that is the first, are small."""
+        """Whether the results of single blocks along the first axis are small."""
         block, q, dimensions = self.block, self.rhs, self.dimensions
         if block is None:
             return False

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, NoReturn
 from ..._errors import message
 
 Label = Any
-"""What the user calls an axis; for one under an ellipsis, `("...", its place from the last)`."""
+"""The user's label of an axis; for an axis of an ellipsis, `("...", its place from the last)`."""
 
 Labels = tuple[Label, ...]
 
 
 class Subscripts(NamedTuple):
-    """Subscripts as they were written: `...` is an item, and the result may be left out.
+    """Subscripts as written: `...` is an item, and the result may be left out.
 
     Attributes:
       terms: the items of each operand.
@@ -30,7 +30,7 @@ class Subscripts(NamedTuple):
 
 
 def read(subscripts: Any, operands: Sequence[Any]) -> tuple[Subscripts, tuple[Any, ...]]:
-    """Returns subscripts and operands, from either of the two forms that an einsum takes."""
+    """Returns subscripts and operands, from either of the two forms that an einsum accepts."""
     if isinstance(subscripts, str):
         return _read_string(subscripts), tuple(operands)
     items = (subscripts, *operands)
@@ -55,7 +55,7 @@ def _items(subscripts: str, term: str) -> tuple[Any, ...]:
     for item in items:
         if item is not ... and not item.isalnum():
             _refuse(
-                f"{item!r} is no label.",
+                f"{item!r} is not a label.",
                 repr(subscripts),
                 "letters, at most one '...' in a term, ',' between terms and one '->'",
                 "name each axis by a letter, as in 'bij,jk->bik'.",
@@ -82,7 +82,7 @@ def labels_of(
     """Returns the labels of each operand and of the result."""
     if len(subscripts.terms) != len(shapes):
         _refuse(
-            "there are not as many operands as terms.",
+            "the numbers of operands and terms differ.",
             f"{len(shapes)} operands for '{subscripts}'",
             f"{len(subscripts.terms)} operands",
             "write one term for each operand, with ',' between them.",
@@ -105,7 +105,7 @@ def labels_of(
                 + (" twice." if label in count else ": no operand has it."),
                 f"'{subscripts}'",
                 "labels of the operands, each once",
-                "give every axis of the result a label of its own, from the operands.",
+                "give every axis of the result a different label of the operands.",
             )
     return terms, output
 
@@ -115,7 +115,7 @@ def _spelt_out(subscripts: Subscripts, i: int, term: tuple[Any, ...], rank: int)
     rest = rank - sum(item is not ... for item in term)
     if rest < 0 or (rest and ... not in term):
         _refuse(
-            f"operand {i} has not as many axes as its term has labels.",
+            f"operand {i} does not have as many axes as its term has labels.",
             f"rank {rank} for the term {_show(term)!r} of '{subscripts}'",
             f"rank {rank - rest}" + (" or more" if ... in term else ""),
             "name each axis once, or write '...' for those without a name.",
@@ -132,16 +132,16 @@ def _in_order(labels: list[Any]) -> Labels:
         return tuple(sorted(labels))
     except TypeError:
         _refuse(
-            "the labels have no order, which a result that is left out takes.",
+            "the labels cannot be sorted, which is needed if the result is left out.",
             f"labels of types {sorted({type(label).__name__ for label in labels})}",
             "labels that can be sorted",
-            "say the labels of the result.",
+            "pass the labels of the result.",
             error=TypeError,
         )
 
 
 def sizes_of(terms: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> dict[Label, int]:
-    """Returns the size of each label; axes of size 1 stretch to those of other operands."""
+    """Returns the size of each label; axes of size 1 broadcast to those of other operands."""
     sizes: dict[Label, int] = {}
     for i, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
         own: dict[Label, int] = {}
@@ -153,7 +153,7 @@ def sizes_of(terms: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> dict
                     f"{first if n != first else before} and {n}, in operand {i} of shapes "
                     f"{[tuple(shape) for shape in shapes]}",
                     "one size, or 1 in other operands",
-                    "name the axes that belong together alike, and no others.",
+                    "use the same label only for axes of the same size.",
                 )
             sizes[label] = n if before == 1 else before
     return sizes
