@@ -252,7 +252,8 @@ def test_codes_that_lie_for_another_tpu_are_refused_where_that_is_known(monkeypa
     lower("tpu7x")  # no TPU is at hand
     monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU v6 lite")
     lower("tpu-v6e")
-    with pytest.raises(ValueError, match=r"laid out for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"):
+    other = r"laid out for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"
+    with pytest.raises(ValueError, match=other):
         lower("tpu7x")
     monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU7x")
     lower("tpu7x")

@@ -54,9 +54,9 @@ def _are_bytes(case: Any) -> bool:
 
 
 @formulation(
-    "codes times codes of 8 bits, with one or two spatial axes, if jqx-cpu is installed: its kernel "
-    "gathers the pixels under the window, multiplies them exactly, and scales the sums as it "
-    "writes them",
+    "codes times codes of 8 bits, with one or two spatial axes, if jqx-cpu is installed: its "
+    "kernel gathers the pixels under the window, multiplies them exactly, and scales the sums as "
+    "it writes them",
     CPU,
     _are_bytes,
     op=OP,

@@ -106,8 +106,8 @@ def _are_batches(case: Any) -> bool:
 
 
 @formulation(
-    "batches of codes times codes of 8 bits, as in attention, if jqx-cpu is installed: the codes of "
-    "the right operand are transposed for its kernel",
+    "batches of codes times codes of 8 bits, as in attention, if jqx-cpu is installed: the codes "
+    "of the right operand are transposed for its kernel",
     CPU,
     _are_batches,
 )
