@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from .._added import added
 from .._calls import called
 from .._checks import require_that
+from ..calibrators import Affine
 from ..tensor._shared import read
 from ..transforms import Plan, quantize_params
 from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves, rooted
@@ -112,7 +113,7 @@ class Report(Tabular):
 
 
 @called("report", "pass the plan first: jqx.report(plan, params).")
-def report(plan: Plan, params: Any) -> Report:
+def report(plan: Plan, params: Any, affines: Mapping[str, Affine] | None = None) -> Report:
     """Returns the effect of a plan on the weights: format, bits, bytes, range, error.
 
     Args:
@@ -120,6 +121,8 @@ def report(plan: Plan, params: Any) -> Report:
       params: the float parameters that it was made for; a tuple of arguments if there are several.
         They are quantized here one at a time; `jqx.interop.Lazy` ones are read for that, and then
         dropped.
+      affines: scales of weights that were learned, as `quantize_params` takes them; `None` has them
+        computed from the weights.
 
     Raises:
       TypeError: if `plan` is not a `Plan`.
@@ -135,7 +138,7 @@ def report(plan: Plan, params: Any) -> Report:
       (4352, 1568, ['b'])
     """
     check_plan("report", plan, params, order="report(plan, params)")
-    return report_of(plan, params, lambda: quantize_params(params, plan))
+    return report_of(plan, params, lambda: quantize_params(params, plan, affines))
 
 
 def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import dtypes
 
 from .._added import added, unwritten
-from .._checks import as_dtype, require_that
+from .._checks import as_dtype, check_instance, require_that
 from .._errors import nesting
 from ..calibrators import Affine
 from ..diagnostics import Report
@@ -83,8 +83,11 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     """Returns the tree of the weights of a quantized function, and the JSON of the rest.
 
     Raises:
+      TypeError: if the report is not a `Report`.
       ValueError: if the plan holds objects that are neither jqx's own nor in `values`.
     """
+    mend = "make one by jqx.report(plan, params, affines)."
+    check_instance("save", "report", quantized.report, Report, mend=mend)
     packed = _packed(quantized.params)
     structured = _is_described(packed, values)
     node, shapes = _inputs_of(quantized.inputs, values)

@@ -1,27 +1,26 @@
 """Makes a plan from a traced call and a policy."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import export
 
-from .._errors import message
-from ..policy import Policy, Rule
+from ..policy import Policy
 from ._arguments import check_plan
 from ._choose import Chosen, choose
 from ._find import Found, contractions, dtypes_of
 from ._input_as_weight import check_inputs
 from ._origin import Origin
-from ._paths import Part, Weights
+from ._paths import Weights
 from ._plan import Plan
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
-from ._select_steps import selects
 from ._signature import AGAIN, check_ranks, check_same
 from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
+from ._unused_rules import check_used
 
 
 def signature_of(call: Call, found: Sequence[Found], *, axes: bool = True) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ def plan_call(
         if numbers[name] > 1:
             name = f"{name}#{numbers[name] - 1}"
         sites.append((_site(function, item, choice, name), item))
-    _check_used(function, policy, used, found, skipped, call.parts)
+    check_used(function, policy, used, found, skipped, call)
     check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)
@@ -169,42 +168,6 @@ def _named(shape: Sequence[Any]) -> Shape:
 
 def _known(number: Any) -> int | None:
     return None if export.is_symbolic_dim(number) else int(number)
-
-
-def _check_used(
-    function: str,
-    policy: Policy,
-    used: set[int],
-    found: list[Found],
-    skipped: list[Skipped],
-    parts: Mapping[str, Part],
-) -> None:
-    def covers(rule: Rule, path: str, item: Found) -> bool:
-        whole = parts[path].whole if path in parts else path
-        matches = rule.matches(whole, item.op, has_weight=any(item.origins))
-        return matches or (path in parts and selects(rule, parts[path], item.op))
-
-    for place, rule in enumerate(policy.rules):
-        if place in used or rule.optional:
-            continue
-        known = sorted({path for item in found for path in item.paths})
-        weights = {item.path for item in found if any(item.origins)}
-        shadowed = any(covers(rule, path, item) for item in found for path in item.paths)
-        apart = [f"at {skip.path!r} {skip.reason}" for skip in skipped if skip.path not in weights]
-        if rule.selector is not None and not shadowed:
-            apart.insert(0, f"no scan steps over a weight at {rule.selector.base!r}")
-        raise ValueError(
-            message(
-                function,
-                f"rule {place} of the policy matches no contraction"
-                + (" that an earlier rule has not taken." if shadowed else "."),
-                given="; ".join([str(rule), *dict.fromkeys(apart[:2])]),
-                expected="a match; paths are: " + (", ".join(map(repr, known[:8])) or "(none)"),
-                mend="correct its path or op, move it up, or pass optional=True."
-                if weights
-                else "pass the weights in an argument of f, and its position as params=.",
-            )
-        )
 
 
 def as_plan(function: str, plan: Plan | Policy, call: Call, weights: Weights) -> Plan:

@@ -92,3 +92,11 @@ def test_what_is_refused():
         jqx.report(plan, jqx.quantize_params(p, plan))
     with pytest.raises(TypeError, match="plan"):
         jqx.report(W8, p)
+
+
+def test_it_is_of_the_scales_that_are_given():
+    w = jnp.linspace(-1, 1, 64).reshape(8, 8)
+    plan = jqx.make_plan(lambda w, x: x @ w, jqx.presets.w8a16())(w, w)
+    coarse = {plan.weights[0].key: jqx.calibrators.Affine(jnp.full((1, 8), 0.1))}
+    found, plain = jqx.report(plan, w, coarse).weights[0], jqx.report(plan, w).weights[0]
+    assert found.sqnr < 30 < 40 < plain.sqnr

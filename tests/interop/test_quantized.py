@@ -121,6 +121,12 @@ def test_a_file_does_not_depend_on_the_machine(saved, tmp_path):
     assert f"{other.report.bytes_packed:,}" in str(other.report)
 
 
+def test_a_quantized_function_without_a_report_is_refused(saved, tmp_path):
+    _, quantized = saved
+    with pytest.raises(TypeError, match=r"`report`(.|\n)*jqx.report\(plan, params, affines\)"):
+        jqx.save(tmp_path / "x", dataclasses.replace(quantized, report=None))
+
+
 class Pair(NamedTuple):
     w: jax.Array
     inner: list

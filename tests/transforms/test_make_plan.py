@@ -209,6 +209,29 @@ def test_a_rule_that_matches_nothing_is_an_error(rules, fact):
         plan_of(mlp, jqx.Policy(rules), mlp_params(), normal(3, 7, 16))
 
 
+MANY = {f"layer_{i}": {"kernel": jax.ShapeDtypeStruct((4, 4), jnp.float32)} for i in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("path", "facts"),
+    [
+        ("layer_11/kernle", ("did you mean 'layer_11/kernel'?", "'layer_11/kernel', ", "5 more")),
+        ("layer_3", ("such as 'layer_3/kernel': write 'layer_3/.*'",)),
+        ("nothing", ("correct its path or op",)),
+    ],
+)
+def test_the_error_of_a_rule_that_matches_nothing_names_near_paths(path, facts):
+    def f(params, x):
+        for layer in params.values():
+            x = x @ layer["kernel"]
+        return x @ x.T
+
+    with pytest.raises(ValueError, match="rule 0 of the policy matches no contraction") as refusal:
+        jqx.make_plan(f, jqx.Policy({path: "float", ".*": "int8"}))(MANY, jnp.ones((2, 4)))
+    assert all(fact in str(refusal.value) for fact in facts), refusal.value
+    assert "no weight reaches it" not in str(refusal.value)
+
+
 def test_an_optional_rule_may_match_nothing():
     policy = jqx.Policy([jqx.Rule("nothing", weight=INT8, optional=True), *w8a16().rules])
     assert len(plan_of(mlp, policy, mlp_params(), normal(3, 7, 16)).sites) == 2

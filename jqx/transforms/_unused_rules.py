@@ -1,0 +1,88 @@
+"""The error of a rule of a policy that matches no contraction."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from .._errors import message
+from ..policy import Policy, Rule
+from ._find import Found
+from ._select_steps import selects
+from ._site import Skipped
+from ._trace import Call
+
+_MOST = 8
+"""How many paths the error lists."""
+
+
+def check_used(
+    function: str,
+    policy: Policy,
+    used: set[int],
+    found: Sequence[Found],
+    skipped: Sequence[Skipped],
+    call: Call,
+) -> None:
+    """Checks that every rule that is not optional was used."""
+    for place, rule in enumerate(policy.rules):
+        if place not in used and not rule.optional:
+            _refuse(function, place, rule, found, skipped, call)
+
+
+def _refuse(
+    function: str,
+    place: int,
+    rule: Rule,
+    found: Sequence[Found],
+    skipped: Sequence[Skipped],
+    call: Call,
+) -> None:
+    parts = call.parts
+
+    def covers(path: str, item: Found) -> bool:
+        whole = parts[path].whole if path in parts else path
+        matches = rule.matches(whole, item.op, has_weight=any(item.origins))
+        return matches or (path in parts and selects(rule, parts[path], item.op))
+
+    known = sorted({path for item in found for path in item.paths})
+    weights = {item.path for item in found if any(item.origins)}
+    shadowed = any(covers(path, item) for item in found for path in item.paths)
+    given = [str(rule)]
+    if rule.selector is not None and not shadowed:
+        given.append(f"no scan steps over a weight at {rule.selector.base!r}")
+    named = [path for path in call.paths if path is not None]
+    if any(re.fullmatch(rule.path, path) for path in (*named, *(x.path for x in skipped))):
+        apart = [x for x in skipped if x.path not in weights]
+        given += [f"at {x.path!r} {x.reason}" for x in apart][:2]
+    raise ValueError(
+        message(
+            function,
+            f"rule {place} of the policy matches no contraction"
+            + (" that an earlier rule has not taken." if shadowed else "."),
+            given="; ".join(dict.fromkeys(given)),
+            expected=f"a match; paths are: {_shown(rule.path, known)}",
+            mend=_mend(rule.path, known, shadowed)
+            if weights
+            else "pass the weights in an argument of f, and its position as params=.",
+        )
+    )
+
+
+def _shown(pattern: str, known: Sequence[str]) -> str:
+    """Returns paths as text: of many, those that are most similar to a pattern."""
+    near = known
+    if len(known) > _MOST:
+        near = difflib.get_close_matches(pattern, known, n=_MOST, cutoff=0)
+    more = f" and {len(known) - len(near)} more" if len(known) > len(near) else ""
+    return (", ".join(map(repr, near)) or "(none)") + more
+
+
+def _mend(pattern: str, known: Sequence[str], shadowed: bool) -> str:
+    if not shadowed:
+        below = [path for path in known if re.match(f"(?:{pattern})/", path)]
+        if below:
+            return f"a path must match in full, such as {below[0]!r}: write '{pattern}/.*'."
+        close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
+        if close:
+            return f"did you mean {close[0]!r}? Or pass optional=True."
+    return "correct its path or op, move it up, or pass optional=True."
