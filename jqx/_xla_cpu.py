@@ -34,7 +34,7 @@ WORKAROUNDS = {
         "The same happens if the left operand is not contracted along its last axes. So it is "
         "transposed, with a row of zeros below that XLA does not undo.",
         (
-            "contractions._integers._products.must_turn",
+            "contractions._integers._products.needs_transpose",
             "contractions._integers._products.rows_product",
         ),
     ),

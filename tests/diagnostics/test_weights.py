@@ -40,6 +40,7 @@ def test_every_field_of_a_weight_whose_errors_are_known():
         clipped=0.0,
         dead=0,
         sqnr=10 * math.log10((x.astype(np.float64) ** 2).sum() / (0.25**2 + 1.0)),
+        size=6,
     )
 
 

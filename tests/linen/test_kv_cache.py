@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused():
         (
             lambda: layer.apply(known, X[:, :1].repeat(49, 1), mutable=["cache"]),
             ValueError,
-            "there is no room|49 new",
+            "the cache is full|49 new",
         ),
     ):
         with pytest.raises(error) as caught:

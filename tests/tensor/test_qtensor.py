@@ -854,7 +854,7 @@ def test_a_format_that_fills_its_bytes_is_not_packed(qtype):
 @pytest.mark.parametrize("shape, axis", [((4, 6), 2), ((4, 6), -3), ((), 0), ((), -1)])
 def test_there_must_be_an_axis_to_pack_along(shape, axis):
     f = functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(jnp.int4), pack=axis)
-    facts = ("no such axis", f"axis {axis}", f"rank {len(shape)}")
+    facts = ("does not exist", f"axis {axis}", f"rank {len(shape)}")
     assert_refused(f, (ones(shape),), ValueError, "QTensor.quantize", *facts)
 
 

@@ -1,5 +1,7 @@
 """`calibrate_batches`: one after another is all at once."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +46,13 @@ def test_parameters_may_have_leaves_that_are_no_arrays():
         np.testing.assert_array_equal(found[key].largest, stats.largest)
 
 
-def test_it_shows_a_bar_where_asked(capsys):
+def test_it_shows_a_bar_where_asked(capsys, monkeypatch):
     plan = plan_of(mlp, jqx.presets.w8a8(), PARAMS, BATCHES[0])
     jqx.calibrate_batches(mlp, plan, PARAMS, BATCHES, progress=False)
     assert capsys.readouterr().err == ""
+    jqx.calibrate_batches(mlp, plan, PARAMS, BATCHES)  # standard error is no terminal here
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     jqx.calibrate_batches(mlp, plan, PARAMS, BATCHES)
     assert "3/3" in capsys.readouterr().err
 

@@ -214,7 +214,7 @@ def test_weights_are_laid_out_or_refused():
     run = jax.jit(jqx.convert(f, plan, "dynamic"))
     assert_same(run(jqx.pack_for(q, "gpu"), x), expected)
     assert_same(run(q.pack(-2), x), expected)
-    with pytest.raises(ValueError, match="along which codes are packed"):
+    with pytest.raises(ValueError, match="codes are packed along it"):
         run(q.pack(-1), x)
 
 
