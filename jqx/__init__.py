@@ -4,7 +4,7 @@ Ops with written semantics, QTensors and exact integer contractions, and transfo
 calibrate, simulate and convert any JAX function. Start with `make_plan`.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from . import calibrators as calibrators
 from . import gradients as gradients
@@ -66,7 +66,7 @@ from .transforms import quantize_params as quantize_params
 from .transforms import quantize_state as quantize_state
 from .transforms import simulate as simulate
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import algorithms as algorithms
     from . import diagnostics as diagnostics
     from . import interop as interop

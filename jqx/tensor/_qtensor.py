@@ -374,7 +374,10 @@ class QTensor:
     def __repr__(self) -> str:
         return text(self)
 
-    _repr_html_, __treescope_repr__ = as_html, treescope_tree
+    _repr_html_ = as_html
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return treescope_tree(self, path, subtree_renderer)
 
     def map_leaves(self, f: Any, blocks: tuple[tuple[int, int, int], ...]) -> "QTensor":
         """Applies a view to every leaf."""

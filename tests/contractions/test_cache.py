@@ -490,7 +490,7 @@ def test_qtensors_that_have_no_place_for_their_scales_are_refused():
     assert_refused(f, (shared, own), ValueError, "dynamic_update_slice", *facts)
     assert_refused(f, (shared, jnp.ones((2, 6))), ValueError, "dynamic_update_slice", *facts)
     nested = QTensor.zeros((4, 16), jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16})))
-    fact = "quantized in turn"
+    fact = "they are quantized, with one scale"
     assert_refused(f, (nested, nested[:1]), ValueError, "dynamic_update_slice", fact)
 
 
