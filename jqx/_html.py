@@ -28,23 +28,34 @@ box-shadow:0 1px 0 rgba(128,128,128,.5)}
 
 def table_html(table: Any, title: str = "") -> str:
     """Returns a `Table` in HTML, with a title above and its footer below."""
-    rows = table.rows[:MOST_ROWS]
-    head = _cells("th", table.head, table.texts)
-    body = "".join(
-        f"<tr{_class('dim', table.is_dim(i))}>{_cells('td', row, table.texts)}</tr>"
-        for i, row in enumerate(rows)
-    )
     footer = table.footer
-    if left_out := len(table.rows) - len(rows):
+    if left_out := max(0, len(table.rows) - MOST_ROWS):
         count = f"{left_out:,} of {len(table.rows):,} rows are left out here; print shows all."
         footer = f"{count}\n{footer}" if footer else count
-    grid = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    grid = grid_html(table, MOST_ROWS, "jqx-")
     return framed(f'<div class="jqx-scroll">{grid}</div>', title, footer)
+
+
+def grid_html(table: Any, most: int, prefix: str = "") -> str:
+    """Returns the head and the first rows of a `Table` as an element, without style and footer.
+
+    Args:
+      table: the table.
+      most: the largest number of rows.
+      prefix: before the names of the classes, `text` of cells and `dim` of rows.
+    """
+    head = _cells("th", table.head, table.texts, prefix)
+    body = "".join(
+        f"<tr{_class(prefix + 'dim', table.is_dim(i))}>"
+        f"{_cells('td', row, table.texts, prefix)}</tr>"
+        for i, row in enumerate(table.rows[:most])
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def pairs_html(pairs: Sequence[tuple[str, str]], title: str) -> str:
     """Returns names and values as HTML, one pair a row."""
-    rows = "".join(f"<tr>{_cells('td', pair, 2)}</tr>" for pair in pairs)
+    rows = "".join(f"<tr>{_cells('td', pair, 2, 'jqx-')}</tr>" for pair in pairs)
     return framed(f'<div class="jqx-scroll"><table><tbody>{rows}</tbody></table></div>', title)
 
 
@@ -60,12 +71,12 @@ def framed(inside: str, title: str = "", footer: str = "") -> str:
     return f'<div class="jqx">{_STYLE}{above}{inside}{below}</div>'
 
 
-def _cells(tag: str, row: Sequence[str], texts: int) -> str:
+def _cells(tag: str, row: Sequence[str], texts: int, prefix: str) -> str:
     return "".join(
-        f"<{tag}{_class('text', i < texts)}>{html.escape(cell)}</{tag}>"
+        f"<{tag}{_class(prefix + 'text', i < texts)}>{html.escape(cell)}</{tag}>"
         for i, cell in enumerate(row)
     )
 
 
 def _class(name: str, applies: bool) -> str:
-    return f' class="jqx-{name}"' if applies else ""
+    return f' class="{name}"' if applies else ""

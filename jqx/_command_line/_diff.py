@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..diagnostics._shared import Table, decibels, scheme_of
+from .._table import Table
+from ..diagnostics._shared import decibels, scheme_of
 from ..interop import Archive
 from ..tensor import QTensor
 from ..transforms._shared import with_bar

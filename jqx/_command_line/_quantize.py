@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from .._checks import require_that
-from ..diagnostics._shared import Table, scheme_of
+from .._table import Table
+from ..diagnostics._shared import scheme_of
 from ..interop import Archive, Lazy
 from ..interop._shared import save_tree
 from ..tensor import QSpec

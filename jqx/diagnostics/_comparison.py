@@ -4,7 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from ._table import Table, Tabular, decibels, finite
+from .._table import Table, Tabular
+from ._table import decibels, finite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .._table import Table
 from ..transforms import Plan
 from ._colors import COLORS, OTHERS
 from ._comparison import Comparison
@@ -17,7 +18,7 @@ from ._schemes import short_scheme
 from ._search import Assignment
 from ._sensitivity import Sensitivities
 from ._strip import strip
-from ._table import Table, decibels
+from ._table import decibels
 from ._weights import WeightError
 
 _REALLY = {

@@ -9,6 +9,7 @@ from jax.tree_util import keystr
 
 from .._calls import called
 from .._checks import require_that
+from .._table import Table, Tabular
 from ..policy import Policy
 from ..tensor import QTensor, pack_for
 from ..transforms import Plan, convert, make_plan, quantize_params
@@ -18,7 +19,6 @@ from ._hlo import CODES
 from ._lowering import Lowering, lowering
 from ._lowering_table import multiplied, remarks, text_table
 from ._schemes import scheme_of_site, scheme_of_tensor
-from ._table import Table, Tabular
 from ._targets import target_of
 
 HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._calls import called
+from .._table import Table, Tabular
 from ._contraction import Contraction, contractions_of
 from ._hlo import Program
 from ._hlo_kernels import kernels
 from ._lowering_table import lowering_table
-from ._table import Table, Tabular
 from ._targets import compiled_for, target_of
 
 _BYTES = ("argument", "output", "temp", "alias", "generated_code")

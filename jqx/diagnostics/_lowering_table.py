@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ._table import Table
+from .._table import Table
 
 HEAD = ("contraction", "multiplies", "reads", "runs", "times", "cycles", "remarks")
 

@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ._table import Table
+from .._html import grid_html
+from .._table import Table
 
 OPEN = 15
 """Number of rows of a list that are shown unfolded."""
@@ -199,25 +200,12 @@ def _part(x: float) -> float:
 
 def grid(table: Table, *, wrap: bool = False) -> str:
     """Returns a scrollable table with its footer; long cells can be wrapped."""
-    rows = table.rows[:MOST]
-    head = _cells("th", table.head, table.texts)
-    body = "".join(
-        f"<tr{' class=dim' if table.is_dim(i) else ''}>{_cells('td', row, table.texts)}</tr>"
-        for i, row in enumerate(rows)
-    )
-    left_out = len(table.rows) - len(rows)
+    left_out = max(0, len(table.rows) - MOST)
     lines = [f"{left_out:,} more rows are left out of this page."] if left_out else []
     lines += table.footer.splitlines()
-    inside = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    inside = grid_html(table, MOST)
     kind = "scroll wrap" if wrap else "scroll"
     return f'<div class="{kind}" tabindex="0">{inside}</div>{note(*lines) if lines else ""}'
-
-
-def _cells(tag: str, row: Sequence[str], texts: int) -> str:
-    return "".join(
-        f"<{tag}{' class=text' if i < texts else ''}>{text(cell)}</{tag}>"
-        for i, cell in enumerate(row)
-    )
 
 
 def folded(title: str, inside: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import _compat
 from .._checks import require_that
+from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..policy import Policy
 from ..transforms import Plan
@@ -27,7 +28,7 @@ from ._accumulators import Accumulator, not_reached
 from ._interval_forms import Follower
 from ._interval_notes import Notes, Overflow
 from ._intervals import Interval, anything, flushed, is_integer, limits, of_value
-from ._table import Table, Tabular, finite
+from ._table import finite
 
 Bound = tuple[float, float]
 """The minimum and the maximum of the elements of an argument."""

@@ -10,11 +10,12 @@ import jax
 from .._added import added
 from .._calls import called
 from .._checks import require_that
+from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..tensor._shared import read
 from ..transforms import Plan, quantize_params
 from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves, rooted
-from ._table import Table, Tabular, decibels, finite
+from ._table import decibels, finite
 from ._weights import WeightError, measure
 
 

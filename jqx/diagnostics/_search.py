@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._checks import check_instance, require_that
+from .._table import Table, Tabular
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..transforms import Plan
 from ..transforms._shared import EACH, advancing, check_function, check_plan
 from ._found_policy import policy_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
-from ._table import Table, Tabular
 from ._weights import bits_of
 
 FLOAT = "float"

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import require_that
+from .._table import Table, Tabular
 from ..policy import Policy
 from ..transforms import Plan
 from ..transforms._shared import advancing, check_function, params_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
-from ._table import Table, Tabular
 
 ESTIMATES = ("one_at_a_time", "all_but_one", "weight_error", "hessian", "fisher")
 

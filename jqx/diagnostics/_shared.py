@@ -2,8 +2,6 @@
 
 from ._report import report_of as report_of
 from ._schemes import short_scheme as short_scheme
-from ._table import Table as Table
-from ._table import Tabular as Tabular
 from ._table import decibels as decibels
 from ._table import finite as finite
 from ._weights import bits_of as bits_of

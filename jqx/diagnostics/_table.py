@@ -3,9 +3,6 @@
 import math
 from typing import Any
 
-from .._table import Table as Table
-from .._table import Tabular as Tabular
-
 
 def decibels(x: float) -> str:
     """Returns a ratio in dB as a cell; a dash if there is none."""

@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+from .._table import Table, Tabular
 from ..diagnostics import Comparison
-from ..diagnostics._shared import Table, Tabular, decibels, finite
+from ..diagnostics._shared import decibels, finite
 
 
 @dataclasses.dataclass(frozen=True)

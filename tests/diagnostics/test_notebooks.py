@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
+from jqx._table import Table
 from jqx.algorithms import AwqReport, BiasReport, BlocksReport, RotationReport
-from jqx.diagnostics._shared import Table
 
 from ..arrays import normal
 
