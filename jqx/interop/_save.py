@@ -43,9 +43,10 @@ def save(
     `<path>[0:1]`. Codes of fewer than 8 bits are stored one per byte, as I8 or U8, unless they are
     packed: see `QTensor.pack`.
 
-    For a `jqx.Quantized`, the parameters are written in the default layout. Its plan, scales of
-    activations, report and the shapes of its inputs are JSON in the metadata. Its function is not
-    written: `jqx.load(path).bind(f)` combines them with `f` again.
+    For a `jqx.Quantized`, the parameters are written in the default layout, and codes of fewer than
+    8 bits packed, whatever their layout in memory. Its plan, scales of activations, report and the
+    shapes of its inputs are JSON in the metadata. Its function is not written:
+    `jqx.load(path).bind(f)` combines them with `f` again.
 
     The file is written completely or not at all: data goes to a `.part` file in the same folder,
     which replaces an existing file at the end. If the path is a link, the file that it points to is

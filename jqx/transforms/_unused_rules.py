@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .._errors import message
 from ..policy import Policy, Rule
@@ -79,9 +80,10 @@ def _shown(pattern: str, known: Sequence[str]) -> str:
 
 def _mend(pattern: str, known: Sequence[str], shadowed: bool) -> str:
     if not shadowed:
-        below = [path for path in known if re.match(f"(?:{pattern})/", path)]
-        if below:
-            return f"a path must match in full, such as {below[0]!r}: write '{pattern}/.*'."
+        for path in known:
+            for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
+                if re.fullmatch(pattern, parent):
+                    return f"a path must match in full, such as {path!r}: write '{parent}/.*'."
         close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
         if close:
             return f"did you mean {close[0]!r}? Or pass optional=True."

@@ -217,6 +217,7 @@ MANY = {f"layer_{i}": {"kernel": jax.ShapeDtypeStruct((4, 4), jnp.float32)} for 
     [
         ("layer_11/kernle", ("did you mean 'layer_11/kernel'?", "'layer_11/kernel', ", "5 more")),
         ("layer_3", ("such as 'layer_3/kernel': write 'layer_3/.*'",)),
+        ("(?i)Layer_3|none", ("such as 'layer_3/kernel': write 'layer_3/.*'",)),
         ("nothing", ("correct its path or op",)),
     ],
 )
