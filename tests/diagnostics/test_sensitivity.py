@@ -126,12 +126,23 @@ def test_every_tool_names_the_weight_that_an_outlier_spoils(spoilt):
 
 
 def test_the_relative_error_is_that_of_a_channel_on_average():
-    """Sizes of channels are no matter, where many rows show them."""
+    """Sizes of channels are no matter, where many rows show them. A mean of 4096 squares of normal
+    numbers has a standard deviation of 2 %, of 8 channels .8 %, and so has the energy below it; the
+    row that is added takes up to 4 %. The formula itself is held to roundings of float32.
+    """
+
+    def formula(z, y):
+        signal, noise = (np.square(np.asarray(x, np.float64)).mean(0) for x in (y, z - y))
+        n, added = len(y), np.sqrt(signal).mean() ** 2
+        return (noise / ((n * signal + added) / (n + 1))).mean()
+
     y, noise = random(4096, 8), random(4096, 8, seed=1) / 8
     sizes = jnp.float32(2.0 ** np.arange(8))[None]
     for size in (jnp.ones((1, 8)), sizes):
         found = relative_error({"y": (y + noise) * size}, {"y": y * size})
         np.testing.assert_allclose(found, 1 / 64, rtol=0.06)
+        expected = formula((y + noise) * size, y * size)
+        np.testing.assert_allclose(found, expected, rtol=2.0**-16)
     lost = relative_error((y * sizes).at[:, :4].set(0.0), y * sizes)  # 1 % of the energy
     np.testing.assert_allclose(lost, 1 / 2, rtol=0.08)
     single = y.at[:, 1:].set(0.0)  # the others are zero, and exact
