@@ -11,7 +11,7 @@ import numpy as np
 
 from ..observers import ObservedSite, Observer
 from ..transforms import ChannelMap
-from ._channels import Met
+from ._channels import Visit
 from ._labels import Array
 from ._operands import most
 from ._scaled import Scaled
@@ -58,21 +58,24 @@ def absorbed(
     folds, leaves = scaled.folds, scaled.folds.leaves(params)
     taken: dict[str, Array] = {}
     given: dict[str, Array] = {}
-    for met in scaled.met:
-        if not absorbs(scaled, met):
+    for visit in scaled.visits:
+        if not absorbs(scaled, visit):
             continue
-        (least,) = scaled.observed(met, Least())
-        least = scaled.per_channel(met, np.where(np.isfinite(least), np.maximum(least, 0), 0))
-        least = least * factors[folds.inputs(met)]
+        (least,) = scaled.observed(visit, Least())
+        least = scaled.per_channel(visit, np.where(np.isfinite(least), np.maximum(least, 0), 0))
+        least = least * factors[folds.inputs(visit)]
         if not np.any(least):
             continue
-        w = np.asarray(leaves[met.place], np.float64).ravel()[met.elements]
+        w = np.asarray(leaves[visit.place], np.float64).ravel()[visit.elements]
         missing = np.sum(w * least[..., None, :], axis=-1)
-        missing = missing.ravel() if met.about.patches is not None else missing
-        loops = tuple(loop.length for loop in met.site.loops)
-        ends = (taken, folds.key(met), most(met, least)), (given, met.site.output_key, missing)
+        missing = missing.ravel() if visit.about.patches is not None else missing
+        loops = tuple(loop.length for loop in visit.site.loops)
+        ends = (
+            (taken, folds.key(visit), most(visit, least)),
+            (given, visit.site.output_key, missing),
+        )
         for found, key, x in ends:
-            found.setdefault(key, np.zeros((*loops, *x.shape)))[met.steps] = x
+            found.setdefault(key, np.zeros((*loops, *x.shape)))[visit.steps] = x
     maps = dict(clips)
     for key, x in taken.items():
         clip = clips[key].clip if key in clips else None
@@ -82,11 +85,11 @@ def absorbed(
     return maps | shifts
 
 
-def absorbs(scaled: Scaled, met: Met) -> bool:
+def absorbs(scaled: Scaled, visit: Visit) -> bool:
     """Whether a site has a quantized operand that may be shifted: no padding with zeros."""
-    if met.site.op == "ragged_dot" or scaled.spec_of_operand(met) is None:
+    if visit.site.op == "ragged_dot" or scaled.spec_of_operand(visit) is None:
         return False
-    patches = met.about.patches
+    patches = visit.about.patches
     if patches is None:
         return True
     is_padded = any(n > 0 for ends in patches.padding for n in ends)

@@ -17,7 +17,7 @@ from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Chosen, quantize_weight
-from ._channels import Met
+from ._channels import Visit
 from ._factor import objective
 from ._grids import Grids
 from ._kept import Unpaired
@@ -138,11 +138,11 @@ class Awq:
         observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
         given = f, plan, params, list(batches), observers, progress
         scaled = Scaled.of("algorithms.awq", *given, every=self.clip or self.keep)
-        unpaired = Unpaired(scaled, observers[1], scaled.met if self.keep else ())
+        unpaired = Unpaired(scaled, observers[1], scaled.visits if self.keep else ())
         relative = _relative(scaled)
         sites = [
-            _Site.of(scaled, met, observers, relative[met.place], unpaired.numbers(met))
-            for met in scaled.met
+            _Site.of(scaled, visit, observers, relative[visit.place], unpaired.numbers(visit))
+            for visit in scaled.visits
         ]
         factors, report = self._scales(scaled, sites, unpaired.count)
         kept = unpaired.kept(factors)
@@ -181,7 +181,7 @@ class Awq:
         rows, kept = np.ones(len(best)), np.zeros(len(best), bool)
         for site in sites:
             where = together[site.numbers.max()]
-            names[where].append(f"{site.name}{list(site.met.steps) or ''}")
+            names[where].append(f"{site.name}{list(site.visit.steps) or ''}")
             rows[where] = max(site.rows, 1)
             own = site.numbers[site.numbers >= scaled.folds.count]
             kept[where] |= np.any(factors[own] != 1)
@@ -198,10 +198,10 @@ class Awq:
         """Yields the weights of sites, with their channels scaled and then rounded."""
         leaves = {place: x.copy() for place, x in scaled.weights.items()}
         for site in sites:
-            leaves[site.met.place][site.elements] *= scale[site.numbers][..., None, :]
+            leaves[site.visit.place][site.elements] *= scale[site.numbers][..., None, :]
         rounded = {}
         for site in sites:
-            place = site.met.place
+            place = site.visit.place
             if place not in rounded:
                 x = jnp.asarray(leaves[place].reshape(site.shape))
                 rounded[place] = np.asarray(quantize_weight(x, site.spec).dequantize()).ravel()
@@ -212,9 +212,9 @@ class Awq:
     ) -> Any:
         """Returns parameters with clipped groups, where clipping reduces the error."""
         leaves = scaled.folds.leaves(params)
-        places = {site.met.place: site for site in sites}
+        places = {site.visit.place: site for site in sites}
         for place, first in places.items():
-            own = [site for site in sites if site.met.place == place]
+            own = [site for site in sites if site.visit.place == place]
             grids = Grids.of({"": leaves[place]}, {"": first.spec})
             whole = np.asarray(leaves[place], np.float32).ravel()
             label = grids.label(np.arange(whole.size, dtype=np.int32))
@@ -243,7 +243,7 @@ class _Site:
 
     Attributes:
       name: name of the site.
-      met: the site.
+      visit: the site.
       spec: how its weight is rounded.
       shape: shape of the weight, over all steps.
       elements: the numbers of its elements, [*batch, rows, channels].
@@ -256,7 +256,7 @@ class _Site:
     """
 
     name: str
-    met: Met
+    visit: Visit
     spec: QSpec
     shape: tuple[int, ...]
     elements: Array
@@ -269,24 +269,24 @@ class _Site:
 
     @classmethod
     def of(
-        cls, scaled: Scaled, met: Met, observers: Any, relative: Array, numbers: Array
+        cls, scaled: Scaled, visit: Visit, observers: Any, relative: Array, numbers: Array
     ) -> "_Site":
         folds = scaled.folds
-        weight = folds.weight(met)
+        weight = folds.weight(visit)
         assert weight is not None
-        seen, means = (scaled.observed(met, x) for x in observers)
-        elements = met.elements
+        seen, means = (scaled.observed(visit, x) for x in observers)
+        elements = visit.elements
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
-            folds.name(met),
-            met,
+            folds.name(visit),
+            visit,
             weight.spec,
-            folds.shape(met),
+            folds.shape(visit),
             elements,
             numbers,
-            scaled.weights[met.place][elements],
+            scaled.weights[visit.place][elements],
             np.asarray(seen.products, np.float32),
-            scaled.per_channel(met, means.total / rows),
+            scaled.per_channel(visit, means.total / rows),
             relative[elements].mean(-2),
             float(np.max(seen.rows)),
         )
@@ -326,11 +326,11 @@ def _relative(scaled: Scaled) -> dict[int, Array]:
     flat.
     """
     found = {}
-    for met in scaled.met:
-        weight, place = scaled.folds.weight(met), met.place
+    for visit in scaled.visits:
+        weight, place = scaled.folds.weight(visit), visit.place
         if place not in found and weight is not None:
             x = scaled.weights[place]
-            grids = Grids.of({"": x.reshape(scaled.folds.shape(met))}, {"": weight.spec})
+            grids = Grids.of({"": x.reshape(scaled.folds.shape(visit))}, {"": weight.spec})
             label, size = grids.label(np.arange(x.size, dtype=np.int32)), np.abs(x)
             most = np.zeros(len(grids.scale), np.float32)
             np.maximum.at(most, label, size)

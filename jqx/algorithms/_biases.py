@@ -47,7 +47,7 @@ class _Results(NamedTuple):
     parts: tuple[tuple[Site, Channels], ...]
 
 
-class _Met(NamedTuple):
+class _BiasUse(NamedTuple):
     """A bias that is added to results of sites, inside some scans."""
 
     bias: _Elements
@@ -83,16 +83,16 @@ def into_biases(
     leaves, tree = jax.tree.flatten(arguments, is_leaf=is_quantized)
     places = [i for i, x in enumerate(leaves) if is_array(x)]
     left = dict(shifts)
-    for met in walk.found:
-        leaf = leaves[places[met.bias.place]]
-        if is_quantized(leaf) or leaf.dtype != met.dtype or jnp.finfo(leaf.dtype).bits < 32:
+    for use in walk.found:
+        leaf = leaves[places[use.bias.place]]
+        if is_quantized(leaf) or leaf.dtype != use.dtype or jnp.finfo(leaf.dtype).bits < 32:
             continue
-        total = sum(_taken(met, part, shifts[part[0].output_key]) for part in met.parts)
-        delta = _delta(met, np.asarray(total), leaf.size)
+        total = sum(_taken(use, part, shifts[part[0].output_key]) for part in use.parts)
+        delta = _delta(use, np.asarray(total), leaf.size)
         if delta is not None:
             own = np.asarray(leaf, np.float64) + delta.reshape(leaf.shape)
-            leaves[places[met.bias.place]] = jnp.asarray(own, leaf.dtype)
-            for site, _ in met.parts:
+            leaves[places[use.bias.place]] = jnp.asarray(own, leaf.dtype)
+            for site, _ in use.parts:
                 del left[site.output_key]
     filled = tree.unflatten(leaves)
     if isinstance(plan.params, int):
@@ -100,22 +100,22 @@ def into_biases(
     return tuple(filled[i] for i in plan.params), left
 
 
-def _taken(met: _Met, part: tuple[Site, Channels], shift: Any) -> Array:
+def _taken(use: _BiasUse, part: tuple[Site, Channels], shift: Any) -> Array:
     """Returns a shift on the axes of the sum, after those of the surrounding scans; size 1 along
     axes with one value for all.
     """
     site, channels = part
-    x, shape = np.asarray(shift, np.float64), met.bias.numbers.shape
+    x, shape = np.asarray(shift, np.float64), use.bias.numbers.shape
     own = [loop.address for loop in site.loops]
-    steps = [n if here in own else 1 for here, n in zip(met.loops, shape, strict=False)]
+    steps = [n if here in own else 1 for here, n in zip(use.loops, shape, strict=False)]
     rows = x.reshape(-1, *x.shape[len(own) :])
-    spread = np.stack([channels.spread(row, shape[len(met.loops) :]) for row in rows])
+    spread = np.stack([channels.spread(row, shape[len(use.loops) :]) for row in rows])
     return spread.reshape(*steps, *spread.shape[1:])
 
 
-def _delta(met: _Met, shift: Array, size: int) -> Array | None:
+def _delta(use: _BiasUse, shift: Array, size: int) -> Array | None:
     """Returns what the elements of a bias take, or `None` if one would take two values."""
-    numbers = met.bias.numbers
+    numbers = use.bias.numbers
     repeated = [n > 1 and not step for n, step in zip(numbers.shape, numbers.strides, strict=True)]
     alike = [n == 1 for n in shift.shape]
     numbers = numbers[
@@ -131,7 +131,7 @@ class _Walk:
 
     def __init__(self, plan: Plan, wanted: set[str]):
         self._plan, self._wanted = plan, wanted
-        self.found: list[_Met] = []
+        self.found: list[_BiasUse] = []
 
     def body(
         self, jaxpr: Any, address: Address, known: Sequence[Any], loops: tuple[Address, ...]
@@ -198,7 +198,7 @@ class _Walk:
             bias = biases[0]
             shape = (*bias.numbers.shape[: len(loops)], *out.shape)
             bias = bias._replace(numbers=np.broadcast_to(bias.numbers, shape))
-            self.found.append(_Met(bias, results[0].parts, loops, out.dtype))
+            self.found.append(_BiasUse(bias, results[0].parts, loops, out.dtype))
             return None
         return _Results(tuple(part for x in results for part in x.parts))
 

@@ -34,7 +34,7 @@ from ._walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
+class Visit:
     """A site in one step of the scans around it.
 
     Attributes:
@@ -111,7 +111,7 @@ class Follower(Walk):
         self.labels: Labels = Labels(fixed)
         self.starts: dict[int, int] = {}
         self.tables: list[Table] = []
-        self.met: list[Met] = []
+        self.visits: list[Visit] = []
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
 
@@ -136,11 +136,11 @@ class Follower(Walk):
         for place, used in self._used.items():
             if not used.all():  # a call with other shapes may use the rest
                 self.elsewhere.setdefault(place, "a part of it is not used here")
-        for met in self.met:
-            if met.place in self.elsewhere:
-                reason = f"its weight has another use: {self.elsewhere[met.place]}"
-                self.labels.stop_labels(met.inputs, reason)
-                self.labels.stop_labels(met.outputs, reason)
+        for visit in self.visits:
+            if visit.place in self.elsewhere:
+                reason = f"its weight has another use: {self.elsewhere[visit.place]}"
+                self.labels.stop_labels(visit.inputs, reason)
+                self.labels.stop_labels(visit.outputs, reason)
         for place, start in self.starts.items():
             if place in self.elsewhere:
                 labels = np.arange(start, start + self.sizes[place])
@@ -264,7 +264,7 @@ class Follower(Walk):
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self._use(leaf.place, elements)
         own = parts[place].about, x.shape, x.why
-        self.met.append(Met(site, steps, leaf.place, known, inputs, outputs, *own))
+        self.visits.append(Visit(site, steps, leaf.place, known, inputs, outputs, *own))
         if site.op == "ragged_dot":  # a row may go to any of the matrices
             for other in outputs[1:]:
                 self.labels.join_labels(outputs[0], other)

@@ -31,7 +31,9 @@ def at_most_one(folds: Folds, factors: Array) -> Array:
 
 def _together(folds: Folds) -> Array:
     """Returns for each factor the set of factors of channels of the same tensors."""
-    each = [x.ravel() for met in folds.met for x in (folds.inputs(met), folds.outputs(met))]
+    each = [
+        x.ravel() for visit in folds.visits for x in (folds.inputs(visit), folds.outputs(visit))
+    ]
     a = np.concatenate([np.unique(x) for x in each if x.size])
     b = np.concatenate([np.full(len(np.unique(x)), x.max()) for x in each if x.size])
     return components(folds.count, a, b)
@@ -40,12 +42,12 @@ def _together(folds: Folds) -> Array:
 def clips_of(folds: Folds, factors: Array) -> dict[str, ChannelMap]:
     """Returns the clips of sites whose channels are scaled by factors, by key."""
     found: dict[str, Array] = {}
-    for met in folds.met:
-        limits, own = folds.limits(met), factors[folds.inputs(met)]
+    for visit in folds.visits:
+        limits, own = folds.limits(visit), factors[folds.inputs(visit)]
         clips = np.where((own == 1) | np.isinf(limits), np.inf, limits * own)
         if np.isfinite(clips).any():
-            clips = most(met, clips)
-            loops = tuple(loop.length for loop in met.site.loops)
-            whole = found.setdefault(folds.key(met), np.full((*loops, *clips.shape), np.inf))
-            whole[met.steps] = clips
+            clips = most(visit, clips)
+            loops = tuple(loop.length for loop in visit.site.loops)
+            whole = found.setdefault(folds.key(visit), np.full((*loops, *clips.shape), np.inf))
+            whole[visit.steps] = clips
     return {key: ChannelMap(clip=jnp.asarray(x, jnp.float32)) for key, x in found.items()}

@@ -101,10 +101,10 @@ class Equalize:
         scaled = Scaled.of("algorithms.equalize", *given, every=absorbs, clipped=True)
         folds = scaled.folds
         leaves = folds.leaves(params)
-        mets = [x for x in folds.met if folds.weight(x) is not None]
-        flat = {x.place: np.abs(np.asarray(leaves[x.place], np.float64)).ravel() for x in mets}
-        sizes = [flat[x.place][x.elements] for x in mets]
-        inputs, outputs = [folds.inputs(x) for x in mets], [folds.outputs(x) for x in mets]
+        visits = [x for x in folds.visits if folds.weight(x) is not None]
+        flat = {x.place: np.abs(np.asarray(leaves[x.place], np.float64)).ravel() for x in visits}
+        sizes = [flat[x.place][x.elements] for x in visits]
+        inputs, outputs = [folds.inputs(x) for x in visits], [folds.outputs(x) for x in visits]
         factors = np.ones(folds.count)
 
         each = list(zip(inputs, outputs, sizes, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..transforms import Plan
-from ._channels import Follower, Met
+from ._channels import Follower, Visit
 from ._labels import FIXED, Array
 from ._named import Named
 
@@ -37,7 +37,7 @@ class Folds(Named):
     """Which factors the parameters of a function can take.
 
     Attributes:
-      met: the sites, one for each step of the scans around them.
+      visits: the sites, one for each step of the scans around them.
       numbers: for each label the number of its factor; 0 if the factor is 1.
       count: number of factors, including number 0.
       is_clipped: by number, whether values with that factor are clipped somewhere. Then the factor
@@ -46,7 +46,7 @@ class Folds(Named):
 
     def __init__(self, plan: Plan, follower: Follower):
         super().__init__(plan, follower.names)
-        self.met: list[Met] = follower.met
+        self.visits: list[Visit] = follower.visits
         self.numbers: Array
         self.numbers, self._why = follower.labels.solved()
         self.count: int = int(self.numbers.max(initial=0)) + 1
@@ -63,20 +63,20 @@ class Folds(Named):
         self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
         self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
 
-    def inputs(self, met: Met) -> Array:
+    def inputs(self, visit: Visit) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
-        return self._numbers(met.inputs)
+        return self._numbers(visit.inputs)
 
-    def outputs(self, met: Met) -> Array:
+    def outputs(self, visit: Visit) -> Array:
         """Returns the numbers of the factors of the rows of a site, [*batch, rows]."""
-        return self._numbers(met.outputs)
+        return self._numbers(visit.outputs)
 
-    def limits(self, met: Met) -> Array:
+    def limits(self, visit: Visit) -> Array:
         """Returns the upper limits of the channels of a site, [*batch, channels]; infinity for
         channels that have no factor or are not clipped.
         """
-        limits = self._limits[np.maximum(met.inputs, FIXED)]
-        return np.where(self.inputs(met) > 0, limits, np.inf)
+        limits = self._limits[np.maximum(visit.inputs, FIXED)]
+        return np.where(self.inputs(visit) > 0, limits, np.inf)
 
     def without_clips(self) -> "Folds":
         """Returns a copy without factors for clipped values."""
@@ -91,9 +91,9 @@ class Folds(Named):
     def _numbers(self, labels: Array) -> Array:
         return np.where(labels > FIXED, self.numbers[labels], 0)
 
-    def shape(self, met: Met) -> tuple[int, ...]:
+    def shape(self, visit: Visit) -> tuple[int, ...]:
         """Returns the shape of the weight of a site."""
-        return self._shapes[met.place]
+        return self._shapes[visit.place]
 
     def largest(self, found: Iterable[tuple[Array, Array]]) -> Array:
         """Returns the largest value for each number, from pairs of numbers and values; 0 for
@@ -104,11 +104,11 @@ class Folds(Named):
             np.maximum.at(most, numbers.ravel(), np.broadcast_to(values, numbers.shape).ravel())
         return most
 
-    def why(self, met: Met) -> str:
+    def why(self, visit: Visit) -> str:
         """Returns why some channels of a site have no factor."""
-        fixed = met.inputs[self.inputs(met) == 0]
+        fixed = visit.inputs[self.inputs(visit) == 0]
         found = (self._why.get(int(label)) for label in np.unique(fixed) if label > FIXED)
-        return next(filter(None, found), met.why or "nothing before it can be scaled")
+        return next(filter(None, found), visit.why or "nothing before it can be scaled")
 
     def pairs(self) -> tuple[tuple[Pair, ...], dict[str, str]]:
         """Returns what is scaled together, by names, and why other sites of the plan are not."""
@@ -119,9 +119,9 @@ class Folds(Named):
             for number in np.unique(self.numbers[labels[labels > FIXED]]):
                 to.setdefault(int(number), {})[name] = None
 
-        for met in self.met:
-            add(after, met.inputs, self.name(met))
-            add(before, met.outputs, self.name(met))
+        for visit in self.visits:
+            add(after, visit.inputs, self.name(visit))
+            add(before, visit.outputs, self.name(visit))
         for place, labels in self._made:
             add(before, labels, self.names[place])
         found: dict[tuple[tuple[str, ...], tuple[str, ...], bool], int] = {}
@@ -129,7 +129,7 @@ class Folds(Named):
             if number and number in before:
                 key = tuple(before[number]), tuple(consumers), bool(self.is_clipped[number])
                 found[key] = found.get(key, 0) + 1
-        why = {self.name(met): self.why(met) for met in reversed(self.met)}
+        why = {self.name(visit): self.why(visit) for visit in reversed(self.visits)}
         paired = {name for _, consumers, _ in found for name in consumers}
         reasons = {
             site.name: why.get(site.name, "its weight has another use, or is not a plain matrix")
@@ -140,7 +140,7 @@ class Folds(Named):
         return tuple(pairs), reasons
 
     def folded(
-        self, params: Any, factors: Array, kept: Callable[[Met], Array] | None = None
+        self, params: Any, factors: Array, kept: Callable[[Visit], Array] | None = None
     ) -> Any:
         """Returns parameters scaled by factors. Values between them are scaled; the results of the
         function are unchanged. Computed in float64, rounded once.
@@ -157,11 +157,11 @@ class Folds(Named):
                 found[place] = np.array(given[place], np.float64)
             found[place].reshape(-1)[elements] *= by
 
-        for met in self.met:
-            rows, channels = factors[self.outputs(met)], factors[self.inputs(met)]
-            channels = channels / (kept(met) if kept else 1)
+        for visit in self.visits:
+            rows, channels = factors[self.outputs(visit)], factors[self.inputs(visit)]
+            channels = channels / (kept(visit) if kept else 1)
             if np.any(rows != 1) or np.any(channels != 1):
-                times(met.place, met.elements, rows[..., :, None] / channels[..., None, :])
+                times(visit.place, visit.elements, rows[..., :, None] / channels[..., None, :])
         for (place, labels), known in zip(self._made, self._elements, strict=True):
             by = factors[self._numbers(labels)]
             if np.any(by != 1):
@@ -172,7 +172,7 @@ class Folds(Named):
 
     def factors(self, function: str, scales: Mapping[str, Any]) -> Array:
         """Returns factors by number from the divisors of operands, after checking these."""
-        keys = {self.key(met): met.site for met in self.met}
+        keys = {self.key(visit): visit.site for visit in self.visits}
         unknown = sorted(set(scales) - set(keys))
         require_that(
             not unknown,
@@ -184,12 +184,12 @@ class Folds(Named):
             mend="print jqx.algorithms.find_pairs(f, plan)(params, x): it shows the reasons.",
         )
         found, given_by = np.ones(self.count), [""] * self.count
-        for met in self.met:
-            key = self.key(met)
+        for visit in self.visits:
+            key = self.key(visit)
             if key not in scales:
                 continue
             own = np.asarray(scales[key], np.float64)
-            shape = (*(loop.length for loop in met.site.loops), *met.inputs.shape)
+            shape = (*(loop.length for loop in visit.site.loops), *visit.inputs.shape)
             require_that(
                 own.shape == shape and bool(np.all((own > 0) & np.isfinite(own))),
                 error=ValueError,
@@ -200,14 +200,14 @@ class Folds(Named):
                 expected=f"positive numbers of shape {shape}, as jqx.observers.absmax has channels",
                 mend="pass the divisor of each channel of that operand, 1 for no change.",
             )
-            numbers, by = self.inputs(met), 1 / own[met.steps]
+            numbers, by = self.inputs(visit), 1 / own[visit.steps]
             require_that(
                 bool(np.all(by[numbers == 0] == 1)),
                 error=ValueError,
                 function=function,
-                problem=f"not all channels of {self.name(met)} can be scaled.",
+                problem=f"not all channels of {self.name(visit)} can be scaled.",
                 given=f"{int(np.sum((numbers == 0) & (by != 1)))} channels with a scale, of "
-                f"{numbers.size}, at step {met.steps}: {self.why(met)}",
+                f"{numbers.size}, at step {visit.steps}: {self.why(visit)}",
                 expected="1 where a channel cannot be scaled",
                 mend="set the scales of these channels to 1.",
             )

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..observers import Observer
 from ..transforms import ChannelMap
-from ._channels import Met
+from ._channels import Visit
 from ._folds import Folds
 from ._labels import Array
 from ._operands import least, most, spread
@@ -24,22 +24,22 @@ class Kept:
         self._folds = folds
         self.scales: dict[str, Array] = {}
 
-    def divide(self, mets: Iterable[Met], scale: Array) -> None:
+    def divide(self, visits: Iterable[Visit], scale: Array) -> None:
         """Divides the operand of some sites by a scale of its channels, for channels without a
         pair.
         """
-        for met in mets:
-            loops = tuple(loop.length for loop in met.site.loops)
-            found = self.scales.setdefault(self._folds.key(met), np.ones((*loops, *scale.shape)))
-            is_paired = least(met, self._folds.inputs(met)) > 0
-            found[met.steps] = np.where(is_paired, 1, scale)
+        for visit in visits:
+            loops = tuple(loop.length for loop in visit.site.loops)
+            found = self.scales.setdefault(self._folds.key(visit), np.ones((*loops, *scale.shape)))
+            is_paired = least(visit, self._folds.inputs(visit)) > 0
+            found[visit.steps] = np.where(is_paired, 1, scale)
 
-    def of(self, met: Met) -> Array:
+    def of(self, visit: Visit) -> Array:
         """Returns the divisor of each channel of a site, [*batch, channels]."""
-        key = self._folds.key(met)
+        key = self._folds.key(visit)
         if key not in self.scales:
-            return np.ones(met.inputs.shape)
-        return spread(met, self.scales[key][met.steps])
+            return np.ones(visit.inputs.shape)
+        return spread(visit, self.scales[key][visit.steps])
 
     def maps(self) -> dict[str, ChannelMap]:
         """Returns the divisors as maps of sites."""
@@ -56,37 +56,37 @@ class Unpaired:
     each value that sites read.
     """
 
-    def __init__(self, scaled: Scaled, observer: Observer, mets: Sequence[Met]):
+    def __init__(self, scaled: Scaled, observer: Observer, visits: Sequence[Visit]):
         self._folds, self.count = scaled.folds, scaled.folds.count
-        self._values: list[tuple[list[Met], Array]] = []
+        self._values: list[tuple[list[Visit], Array]] = []
         self._numbers: dict[int, Array] = {}
-        for each in read_together(scaled, observer, mets):
+        for each in read_together(scaled, observer, visits):
             own = most(each[0], np.zeros(each[0].inputs.shape))
             channels = self.count + np.arange(own.size).reshape(own.shape)
             self._values.append((each, channels))
-            self._numbers |= {id(met): channels for met in each}
+            self._numbers |= {id(visit): channels for visit in each}
             self.count += own.size
 
-    def numbers(self, met: Met) -> Array:
+    def numbers(self, visit: Visit) -> Array:
         """Returns the numbers of all channels of a site, [*batch, channels]."""
-        paired = self._folds.inputs(met)
-        if id(met) not in self._numbers:
+        paired = self._folds.inputs(visit)
+        if id(visit) not in self._numbers:
             return paired
-        is_paired = spread(met, least(met, paired) > 0)
-        return np.where(is_paired, paired, spread(met, self._numbers[id(met)]))
+        is_paired = spread(visit, least(visit, paired) > 0)
+        return np.where(is_paired, paired, spread(visit, self._numbers[id(visit)]))
 
     def kept(self, factors: Array) -> Kept:
         """Returns what is applied at sites for factors by number."""
         kept = Kept(self._folds)
-        for mets, channels in self._values:
-            kept.divide(mets, 1 / factors[channels])
+        for visits, channels in self._values:
+            kept.divide(visits, 1 / factors[channels])
         return kept
 
 
-def read_together(scaled: Scaled, observer: Observer, mets: Iterable[Met]) -> list[list[Met]]:
+def read_together(scaled: Scaled, observer: Observer, visits: Iterable[Visit]) -> list[list[Visit]]:
     """Groups sites by the value that they read, in its step."""
-    together: dict[Any, list[Met]] = {}
-    for met in mets:
-        value = id(scaled.stats[scaled.name(met, observer)]), met.steps
-        together.setdefault(value, []).append(met)
+    together: dict[Any, list[Visit]] = {}
+    for visit in visits:
+        value = id(scaled.stats[scaled.name(visit, observer)]), visit.steps
+        together.setdefault(value, []).append(visit)
     return list(together.values())

@@ -10,7 +10,7 @@ from .._calls import called
 from .._checks import check_integer, require_that
 from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import Chosen
-from ._channels import Met
+from ._channels import Visit
 from ._labels import Array
 from ._low_rank import (
     Compensation,
@@ -86,30 +86,30 @@ class Loftq:
     ) -> Chosen:
         """Returns parameters that round to the codes, and the products to add at sites."""
         folds, own = compensated(_NAME, f, plan, params, next(iter(batches)))
-        of_place: dict[int, list[Met]] = {}
-        for met in own:
-            of_place.setdefault(met.place, []).append(met)
+        of_place: dict[int, list[Visit]] = {}
+        for visit in own:
+            of_place.setdefault(visit.place, []).append(visit)
         exact, leaves = folds.leaves(params), folds.leaves(params)
         before: dict[int, float] = {}
-        best: dict[int, tuple[float, Any, list[tuple[Met, Array, Array]]]] = {}
+        best: dict[int, tuple[float, Any, list[tuple[Visit, Array, Array]]]] = {}
         for _ in range(self.rounds):
             codes = quantize_params(folds.with_leaves(params, leaves), plan)
             real = folds.leaves(dequantize_params(codes))
-            for place, mets in of_place.items():
+            for place, visits in of_place.items():
                 error, found = 0.0, []
                 lost = np.asarray(exact[place], np.float64) - np.asarray(real[place], np.float64)
                 before.setdefault(place, float(np.sum(lost**2)))
-                for met in mets:
-                    a, b, s = narrow(lost.ravel()[met.elements], self.rank)
+                for visit in visits:
+                    a, b, s = narrow(lost.ravel()[visit.elements], self.rank)
                     error += float(np.sum(s[..., a.shape[-1] :] ** 2))
-                    found.append((met, a, b))
+                    found.append((visit, a, b))
                 if place not in best or error < best[place][0]:
                     best[place] = error, leaves[place], found
                 leaves[place] = without(exact[place], found)
         kept = {**exact, **{place: leaf for place, (_, leaf, _) in best.items()}}
         maps, entries = {}, []
         for place, (error, _, found) in best.items():
-            parts: dict[str, list[tuple[Met, Array, Array]]] = {}
+            parts: dict[str, list[tuple[Visit, Array, Array]]] = {}
             for one in found:
                 parts.setdefault(folds.site(one[0]).output_key, []).append(one)
             maps |= {key: in_steps(each) for key, each in parts.items()}

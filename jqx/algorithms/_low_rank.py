@@ -16,7 +16,7 @@ from ..observers import hessian
 from ..observers._shared import check_weight
 from ..transforms import LowRank, Plan, calibrate_batches, dequantize_params
 from ..transforms._shared import Chosen, arguments_of
-from ._channels import Met
+from ._channels import Visit
 from ._folds import Folds
 from ._labels import Array
 from ._pairs import find_pairs
@@ -125,15 +125,15 @@ class Eora:
         paths = {re.escape(folds.site(x).path): observer for x in own}
         stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
         lost = _Lost(folds, params, dequantize_params(codes))
-        parts: dict[str, list[tuple[Met, Array, Array]]] = {}
+        parts: dict[str, list[tuple[Visit, Array, Array]]] = {}
         errors: dict[str, Array] = {}
-        for met in own:
-            key, name = folds.key(met), folds.name(met)
+        for visit in own:
+            key, name = folds.key(visit), folds.name(visit)
             seen = stats[f"{key}@{observer}"]
-            a, b, error = self._solved(lost.of(met), np.asarray(seen.products)[met.steps])
+            a, b, error = self._solved(lost.of(visit), np.asarray(seen.products)[visit.steps])
             rows = max(float(np.max(np.asarray(seen.rows))), 1.0)
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
-            parts.setdefault(folds.site(met).output_key, []).append((met, a, b))
+            parts.setdefault(folds.site(visit).output_key, []).append((visit, a, b))
         maps = {key: in_steps(each) for key, each in parts.items()}
         why = "its weight has another use, or it is not a plain product"
         report = CompensationReport(
@@ -176,13 +176,13 @@ def narrow(x: Array, rank: int) -> tuple[Array, Array, Array]:
 
 def compensated(
     function: str, f: Callable[..., Any], plan: Plan, params: Any, batch: Any
-) -> tuple[Folds, list[Met]]:
+) -> tuple[Folds, list[Visit]]:
     """Returns the sites that can have a product of narrow matrices, in each step of their scans:
     plain products whose weight has no other use.
     """
     folds = find_pairs(f, plan)(*arguments_of(plan, params, batch)).folds
-    mets = [x for x in folds.met if folds.weight(x) is not None]
-    own = [x for x in mets if x.site.op == "dot_general"]
+    visits = [x for x in folds.visits if folds.weight(x) is not None]
+    own = [x for x in visits if x.site.op == "dot_general"]
     require_that(
         own,
         error=ValueError,
@@ -201,16 +201,16 @@ class _Lost:
     def __init__(self, folds: Folds, params: Any, real: Any):
         self._exact, self._real = folds.leaves(params), folds.leaves(real)
 
-    def of(self, met: Met) -> Array:
+    def of(self, visit: Visit) -> Array:
         """Returns the error of a site's weight in one step, float64 [*batch, rows, channels]."""
         exact, real = (
-            np.asarray(leaves[met.place]).ravel()[met.elements].astype(np.float64)
+            np.asarray(leaves[visit.place]).ravel()[visit.elements].astype(np.float64)
             for leaves in (self._exact, self._real)
         )
         return exact - real
 
 
-def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Met, Array, Array]]]) -> Any:
+def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Visit, Array, Array]]]) -> Any:
     """Returns parameters minus the products that are added at sites."""
     leaves = folds.leaves(params)
     for own in parts:
@@ -220,18 +220,18 @@ def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Met, Array, Ar
     return folds.with_leaves(params, leaves)
 
 
-def without(leaf: Any, parts: list[tuple[Met, Array, Array]]) -> jnp.ndarray:
+def without(leaf: Any, parts: list[tuple[Visit, Array, Array]]) -> jnp.ndarray:
     """Returns a weight minus the products of narrow matrices."""
     found = np.array(leaf, np.float64)
-    for met, a, b in parts:
-        found.reshape(-1)[met.elements] -= np.swapaxes(a @ b, -1, -2)
+    for visit, a, b in parts:
+        found.reshape(-1)[visit.elements] -= np.swapaxes(a @ b, -1, -2)
     return jnp.asarray(found, leaf.dtype)
 
 
-def in_steps(parts: list[tuple[Met, Array, Array]]) -> LowRank:
+def in_steps(parts: list[tuple[Visit, Array, Array]]) -> LowRank:
     """Returns the compensation of a site over all steps of the surrounding scans."""
     loops = tuple(loop.length for loop in parts[0][0].site.loops)
     a, b = (np.zeros((*loops, *parts[0][i].shape), np.float32) for i in (1, 2))
-    for met, own_a, own_b in parts:
-        a[met.steps], b[met.steps] = own_a, own_b
+    for visit, own_a, own_b in parts:
+        a[visit.steps], b[visit.steps] = own_a, own_b
     return LowRank(jnp.asarray(a), jnp.asarray(b))

@@ -38,24 +38,24 @@ class Named:
         kinds = {True, False}
         return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
 
-    def site(self, met: Step) -> Site:
+    def site(self, visit: Step) -> Site:
         """The site of the plan; for one that the plan leaves in float, that of the full plan."""
-        return self.plan.site_at(met.site.address) or met.site
+        return self.plan.site_at(visit.site.address) or visit.site
 
-    def key(self, met: Step) -> str:
+    def key(self, visit: Step) -> str:
         """The name of the operand that a site multiplies its weight by."""
-        return next(x.key for x in self.site(met).operands if x.path is None)
+        return next(x.key for x in self.site(visit).operands if x.path is None)
 
-    def name(self, met: Step) -> str:
+    def name(self, visit: Step) -> str:
         """The name of a site."""
-        return self.site(met).name
+        return self.site(visit).name
 
-    def weight(self, met: Step) -> Weight | None:
+    def weight(self, visit: Step) -> Weight | None:
         """Returns the weight of a site if the plan quantizes it."""
-        return self.plan.weight_at(self.names[met.place])
+        return self.plan.weight_at(self.names[visit.place])
 
     def leaves(self, params: Any) -> dict[int, Any]:
-        """Returns the leaves of parameters by index, as in `Met.place`."""
+        """Returns the leaves of parameters by index, as in `Visit.place`."""
         leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
         return dict(zip(self._places, leaves, strict=True))
 

@@ -10,8 +10,8 @@ import numpy as np
 from ._channels import Table
 from ._labels import FIXED, Array
 from ._reads import Lookup, Read
+from ._rotatable import Blocks
 from ._streams import Streams
-from ._turns import Blocks
 
 Edge = Read | Lookup
 
@@ -94,7 +94,7 @@ def found_in(
       fits: whether blocks of a number of channels can be rotated.
     """
     edges, tied = _edges(streams)
-    blocks = streams.turns.solved()
+    blocks = streams.constraints.solved()
     rotated, why = np.ones(len(blocks.sizes), bool), dict[int, str]()
     rotated[0] = False
     gains = [(gain, _kinds(blocks, labels)) for gain, labels in streams.gains]
@@ -148,7 +148,7 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
     """Returns the contractions and lookups whose weight cannot take a rotation, and the tables that
     take one rotation for all their uses.
     """
-    turns, elsewhere = streams.turns, streams.unseen | streams.elsewhere
+    constraints, elsewhere = streams.constraints, streams.unseen | streams.elsewhere
     tables = {x.table.place: x for x in streams.lookups}
     tied = set[int]()
     for place, lookup in tables.items():
@@ -159,16 +159,18 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
     for read in streams.reads:
         loops = streams.items[read.site.address].loops
         if read.gains is not None and len(loops) != len(read.steps):
-            turns.stop(read.inputs, "a gain before a weight that a scan does not step over")
+            constraints.stop(read.inputs, "a gain before a weight that a scan does not step over")
         fails = read.places is None or read.place in elsewhere
         fails = fails or not (read.is_site or read.place in tables)
         if read.place in tables and read.place in tied and not fails:
-            turns.join(tables[read.place].made, read.inputs, "a table with another use")
+            constraints.join(tables[read.place].made, read.inputs, "a table with another use")
         elif fails or read.place in tables:
             edges.append(read)
             if read.order is not None:
-                turns.stop(read.inputs, "a weight that cannot be rotated, summed in another order")
-            turns.stop(read.outputs, "its weight has another use, or is not a plain matrix")
+                constraints.stop(
+                    read.inputs, "a weight that cannot be rotated, summed in another order"
+                )
+            constraints.stop(read.outputs, "its weight has another use, or is not a plain matrix")
     for lookup in streams.lookups:
         place = lookup.table.place
         shared = any(x.place == place for x in streams.reads) and place not in tied
@@ -176,7 +178,7 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
         if place in elsewhere or shared:
             edges.append(lookup)
         elif lookup.made is not first:
-            turns.join(first, lookup.made, "a table with another use")
+            constraints.join(first, lookup.made, "a table with another use")
     return edges, frozenset(tied - set(elsewhere))
 
 

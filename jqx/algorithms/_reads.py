@@ -12,8 +12,8 @@ from ._channels import Table
 from ._elements import Elements
 from ._label_rules import channels_of
 from ._labels import Array
+from ._rotatable import BlockConstraints, Parameter, Rotatable
 from ._stages import Steps
-from ._turns import Parameter, Turned, Turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,9 @@ class Channels(NamedTuple):
     gains: Array | None
 
 
-def channels_at(turns: Turns, x: Turned, about: ObservedSite, name: str) -> Channels:
+def channels_at(
+    constraints: BlockConstraints, x: Rotatable, about: ObservedSite, name: str
+) -> Channels:
     """Returns the channels that a site sums over."""
     if about.patches is not None:
         own = {about.patches.axes.lhs_spec[1]}
@@ -128,10 +130,10 @@ def channels_at(turns: Turns, x: Turned, about: ObservedSite, name: str) -> Chan
         first = labels[(slice(None),) * axis + (slice(1),)]
         for i in range(1, labels.shape[axis]):
             other = labels[(slice(None),) * axis + (slice(i, i + 1),)]
-            first = turns.join(first, other, f"rows that {name} multiplies differ")
+            first = constraints.join(first, other, f"rows that {name} multiplies differ")
         labels = first
         if gains is not None and gains.shape[axis] > 1:
-            turns.stop(labels, f"the gains of rows that {name} multiplies differ")
+            constraints.stop(labels, f"the gains of rows that {name} multiplies differ")
             gains = gains[(slice(None),) * axis + (slice(1),)]
     axes, order = sorted(about.contracted), None
     if axes != [*about.contracted]:
@@ -140,11 +142,13 @@ def channels_at(turns: Turns, x: Turned, about: ObservedSite, name: str) -> Chan
         order = numbers.transpose(np.argsort(about.contracted)).reshape(-1)
         about = dataclasses.replace(about, contracted=tuple(axes))
     inputs = channels_of(labels, x.shape, about)
-    turns.cut_runs(inputs, f"the channels that {name} sums over")
+    constraints.cut_runs(inputs, f"the channels that {name} sums over")
     return Channels(inputs, order, None if gains is None else channels_of(gains, x.shape, about))
 
 
-def read_of_table(turns: Turns, item: Any, x: Turned, leaf: Parameter, steps: Steps) -> Read | None:
+def read_of_table(
+    constraints: BlockConstraints, item: Any, x: Rotatable, leaf: Parameter, steps: Steps
+) -> Read | None:
     """Returns the product of a value and a parameter, such as a table that is also the head; `None`
     if the parameter is not a plain matrix.
     """
@@ -164,7 +168,7 @@ def read_of_table(turns: Turns, item: Any, x: Turned, leaf: Parameter, steps: St
     about = ObservedSite(
         item.path, item.op, "lhs", "activation", True, own.contracted, own.kept, own.batch, None
     )
-    inputs, order, gains = channels_at(turns, x, about, item.path)
+    inputs, order, gains = channels_at(constraints, x, about, item.path)
     whole = np.broadcast_to(leaf.elements, leaf.shape).transpose(*other.kept, *other.contracted)
     known = Elements.of(whole.reshape(-1, inputs.shape[-1]))
     own = inputs, order, np.empty(0, np.int32), gains

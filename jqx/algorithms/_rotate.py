@@ -12,14 +12,14 @@ from ..transforms import Plan
 from ..transforms._shared import Chosen, Inapplicable, arguments_of
 from ._every import every_site
 from ._hadamard import factors_of
-from ._learned_turns import Loss, learned
+from ._learned_rotations import Loss, learned
 from ._named import Named
 from ._offline import Offline, found_in, why_at_run_time
 from ._products import rotated_products
 from ._reads import Read
+from ._rotated_params import RotatedParams, key_of, maps_of
 from ._rotations import Rotations
 from ._streams import Streams
-from ._turned import TurnedParams, key_of, maps_of
 
 _NAME = "algorithms.rotate"
 
@@ -197,8 +197,8 @@ class Rotate:
         every = every_site(_NAME, f, plan, given)
         own, streams = every.own, Streams(every)
         named = Named(own, streams.names)
-        turned, rotations = (
-            TurnedParams(named, params),
+        rotated, rotations = (
+            RotatedParams(named, params),
             Rotations(_NAME, named, self.block, self.seed),
         )
         found = found_in(streams, lambda x: named.weight(x) is not None, self._fits)
@@ -208,12 +208,12 @@ class Rotate:
         at_run_time = {named.name(x) for x in reads if not found.is_whole(x.inputs)}
         lost = None
         if self.steps:
-            turns = rotations.turns(found, turned, reads, at_run_time)
-            what = f, plan, params, list(batches), [*turns.values()]
+            learnable = rotations.learnable(found, rotated, reads, at_run_time)
+            what = f, plan, params, list(batches), [*learnable.values()]
             factors, lost = learned(_NAME, self, *what, progress=progress)
-            rotations = rotations.with_learned(turns, factors)
-        turned.offline(found, rotations.of_size)
-        maps: dict[str, Any] = maps_of(found, own, rotations.of_size, turned.gains)
+            rotations = rotations.with_learned(learnable, factors)
+        rotated.offline(found, rotations.of_size)
+        maps: dict[str, Any] = maps_of(found, own, rotations.of_size, rotated.gains)
         edges = {key_of(own, x): why_at_run_time(found, x) for x in found.edges}
         rows: dict[str, Rotation] = {}
         for read in reads:
@@ -221,7 +221,7 @@ class Rotate:
                 row = _offline(named, found, rotations, read)
                 rows[row.site] = row
                 continue
-            row = _at_run_time(named, turned, rotations, read)  # in all steps of a scan
+            row = _at_run_time(named, rotated, rotations, read)  # in all steps of a scan
             key = named.key(read)
             if row.factors and key not in maps:  # one for all steps
                 maps[key] = rotations.map_of(read)
@@ -236,8 +236,8 @@ class Rotate:
                 maps |= both
         _check_some(every_row)
         report = RotationReport(every_row)
-        report.edges, report.gains, report.lost = edges, turned.folded, lost
-        return Chosen(turned.params(), report, maps)
+        report.edges, report.gains, report.lost = edges, rotated.folded, lost
+        return Chosen(rotated.params(), report, maps)
 
     def _check_learning(self) -> None:
         """Checks the options of learning."""
@@ -273,12 +273,14 @@ def _offline(named: Named, found: Offline, rotations: Rotations, read: Read) -> 
     return Rotation(named.name(read), read.channels, sizes, offline=True)
 
 
-def _at_run_time(named: Named, turned: TurnedParams, rotations: Rotations, read: Read) -> Rotation:
+def _at_run_time(
+    named: Named, rotated: RotatedParams, rotations: Rotations, read: Read
+) -> Rotation:
     """Rotates the weight of a site, whose operand is rotated at run time."""
     name, count, matrix = named.name(read), read.channels, rotations.of_read(read)
     if matrix is None:
         return Rotation(name, count, (), f"there is no Hadamard matrix of a divisor of {count}")
-    turned.read(read, matrix)
+    rotated.read(read, matrix)
     return Rotation(name, count, matrix.sizes)
 
 

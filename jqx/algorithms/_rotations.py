@@ -13,12 +13,12 @@ from ..transforms import ChannelMap
 from ..transforms._shared import Inapplicable
 from ._hadamard import factors_of, largest_block
 from ._labels import Array
-from ._learned_turns import Factors, Operand, Turn
+from ._learned_rotations import Factors, LearnedRotation, Operand
 from ._named import Named
 from ._offline import Offline
 from ._orthogonal import Orthogonal
 from ._reads import Read
-from ._turned import TurnedParams
+from ._rotated_params import RotatedParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Rotations:
             return found
         return dataclasses.replace(found, factors=tuple(jnp.asarray(x, jnp.float32) for x in own))
 
-    def turns(
-        self, found: Offline, turned: TurnedParams, reads: Iterable[Read], at_run_time: set[str]
-    ) -> dict[tuple[str | int, ...], Turn]:
+    def learnable(
+        self, found: Offline, rotated: RotatedParams, reads: Iterable[Read], at_run_time: set[str]
+    ) -> dict[tuple[str | int, ...], LearnedRotation]:
         """Returns the rotations that can be learned, by their key in `learned`.
 
         Args:
           found: what weights take.
-          turned: the parameters, for their gains.
+          rotated: the parameters, for their gains.
           reads: the contractions.
           at_run_time: names of sites whose operand is rotated at run time.
         """
@@ -89,30 +89,30 @@ class Rotations:
                 values.setdefault((id(read.value), _loops(read)), {}).setdefault(key, read)
             elif read.order is None and len(own := np.unique(found.sizes(read.inputs))) == 1:
                 sizes.setdefault(int(own[0]), {}).setdefault(key, []).append(read)
-        turns: dict[tuple[str | int, ...], Turn] = {}
+        learnable: dict[tuple[str | int, ...], LearnedRotation] = {}
         for own in values.values():
-            turns.setdefault(tuple(sorted(own)), self._turn_of_value(own))
+            learnable.setdefault(tuple(sorted(own)), self._rotation_of_value(own))
         for size, every in sizes.items():
-            turns[size,] = self._turn_of_size(size, found, turned, every)
-        return {name: turn for name, turn in turns.items() if turn.operands}
+            learnable[size,] = self._rotation_of_size(size, found, rotated, every)
+        return {name: rotation for name, rotation in learnable.items() if rotation.operands}
 
-    def _turn_of_value(self, reads: Mapping[str, Read]) -> Turn:
+    def _rotation_of_value(self, reads: Mapping[str, Read]) -> LearnedRotation:
         """Returns the run-time rotation of a value that some sites read."""
         one = next(iter(reads.values()))
         first, loops = self._start(one), _loops(one)
         if first is None:
-            return Turn((), {})
+            return LearnedRotation((), {})
         operands = {}
         for key, read in reads.items():
             signs = np.tile(first.signs, _shape(read)[-1] // len(first.signs))
             scale = np.broadcast_to(signs, (*loops, *_shape(read)))
             operands[key] = Operand(self._spec(read), scale, loops)
         start = tuple(np.broadcast_to(x, (*loops, *x.shape)) for x in first.factors)
-        return Turn(start, operands)
+        return LearnedRotation(start, operands)
 
-    def _turn_of_size(
-        self, size: int, found: Offline, turned: TurnedParams, reads: Mapping[str, list[Read]]
-    ) -> Turn:
+    def _rotation_of_size(
+        self, size: int, found: Offline, rotated: RotatedParams, reads: Mapping[str, list[Read]]
+    ) -> LearnedRotation:
         """Returns the rotation of all blocks of a size that weights take, as one full matrix, which
         costs nothing there. Gains are in the weights after it.
         """
@@ -122,10 +122,10 @@ class Rotations:
             scale = np.ones((*loops, *shape)) * np.tile(start.signs, shape[-1] // size)
             for read in every:
                 if read.gains is not None:
-                    by = turned.gains(found, read.gains)
+                    by = rotated.gains(found, read.gains)
                     scale[read.steps_of_places] *= np.where(by == 0, 0, 1 / np.where(by, by, 1))
             operands[key] = Operand(self._spec(every[0]), scale, loops)
-        return Turn((functools.reduce(np.kron, start.factors),), operands)
+        return LearnedRotation((functools.reduce(np.kron, start.factors),), operands)
 
     def with_learned(self, names: Iterable[tuple[str | int, ...]], factors: Factors) -> "Rotations":
         """Returns a copy with learned factors."""

@@ -13,7 +13,7 @@ from ..observers import Observer
 from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import arguments_of
-from ._channels import Met
+from ._channels import Visit
 from ._folds import Folds
 from ._label_rules import channels_of
 from ._labels import Array
@@ -26,14 +26,14 @@ class Scaled:
 
     Attributes:
       pairs: the channels that can be scaled.
-      met: the sites whose weight the plan quantizes, in each step: all of them, or those with
+      visits: the sites whose weight the plan quantizes, in each step: all of them, or those with
         channels that can be scaled.
       weights: their weights as floats, by leaf, flat.
       stats: what observers recorded of their operands.
     """
 
     pairs: Pairs
-    met: Sequence[Met]
+    visits: Sequence[Visit]
     weights: dict[int, Array]
     stats: dict[str, Any]
 
@@ -56,48 +56,48 @@ class Scaled:
         pairs = find_pairs(f, plan)(*arguments_of(plan, params, batches[0]))
         pairs = pairs if clipped else pairs.without_clips()
         folds = pairs.folds
-        met = [x for x in folds.met if folds.weight(x) is not None]
-        scalable = [x for x in met if np.any(folds.inputs(x) > 0)]
-        met = met if every else scalable
-        if not met:
+        visits = [x for x in folds.visits if folds.weight(x) is not None]
+        scalable = [x for x in visits if np.any(folds.inputs(x) > 0)]
+        visits = visits if every else scalable
+        if not visits:
             pairs.refuse(function)
         stats = {}
         if observers:
-            paths = {re.escape(folds.site(x).path): observers for x in met}
+            paths = {re.escape(folds.site(x).path): observers for x in visits}
             stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
         leaves = folds.leaves(params)
-        weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in met}
-        return cls(pairs, met, weights, dict(stats))
+        weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in visits}
+        return cls(pairs, visits, weights, dict(stats))
 
     @property
     def folds(self) -> Folds:
         """Which element takes which factor."""
         return self.pairs.folds
 
-    def name(self, met: Met, observer: Observer) -> str:
+    def name(self, visit: Visit, observer: Observer) -> str:
         """Returns the key of the statistics of the operand of a site."""
-        return f"{self.folds.key(met)}@{observer}"
+        return f"{self.folds.key(visit)}@{observer}"
 
-    def spec_of_operand(self, met: Met) -> QSpec | None:
+    def spec_of_operand(self, visit: Visit) -> QSpec | None:
         """Returns how the plan quantizes the other operand of a site."""
-        return next(x.spec for x in self.folds.site(met).operands if x.path is None)
+        return next(x.spec for x in self.folds.site(visit).operands if x.path is None)
 
-    def observed(self, met: Met, observer: Observer) -> Any:
+    def observed(self, visit: Visit, observer: Observer) -> Any:
         """Returns what an observer recorded of the operand of a site, in its step."""
-        found = self.stats[self.name(met, observer)]
-        return type(found)(*(np.asarray(x)[met.steps] for x in found))
+        found = self.stats[self.name(visit, observer)]
+        return type(found)(*(np.asarray(x)[visit.steps] for x in found))
 
-    def per_channel(self, met: Met, x: Array) -> Array:
+    def per_channel(self, visit: Visit, x: Array) -> Array:
         """Returns a statistic of the channels of an operand, [*batch, channels]."""
-        if met.site.op == "ragged_dot":
+        if visit.site.op == "ragged_dot":
             return x
-        return channels_of(x, met.shape, met.about)
+        return channels_of(x, visit.shape, visit.about)
 
     def largest_weights(self) -> Array:
         """Returns the largest weight of each channel, in magnitude, by number."""
         folds = self.folds
-        return folds.largest((folds.inputs(x), self.largest_weight(x)) for x in self.met)
+        return folds.largest((folds.inputs(x), self.largest_weight(x)) for x in self.visits)
 
-    def largest_weight(self, met: Met) -> Array:
+    def largest_weight(self, visit: Visit) -> Array:
         """Returns the largest weight of each channel of a site, in magnitude."""
-        return np.abs(self.weights[met.place][met.elements]).max(-2)
+        return np.abs(self.weights[visit.place][visit.elements]).max(-2)

@@ -12,7 +12,7 @@ from ..observers import Observer, absmax
 from ..observers._shared import check_weight
 from ..transforms import Plan
 from ..transforms._shared import Chosen
-from ._channels import Met
+from ._channels import Visit
 from ._kept import Kept, read_together
 from ._labels import Array
 from ._operands import most
@@ -98,7 +98,7 @@ class SmoothQuant:
         scaled = Scaled.of("algorithms.smooth_quant", *given, every=self.keep)
         folds = scaled.folds
         found = [
-            (x, scaled.per_channel(x, scaled.observed(x, observer).largest)) for x in scaled.met
+            (x, scaled.per_channel(x, scaled.observed(x, observer).largest)) for x in scaled.visits
         ]
         a = folds.largest((folds.inputs(x), largest) for x, largest in found)
         strength = _strength(scaled) if self.strength is None else self.strength
@@ -116,21 +116,21 @@ smooth_quant = SmoothQuant
 
 def _strength(scaled: Scaled) -> float:
     """Returns the strength with the least error for the kind of plan."""
-    specs = [spec for met in scaled.met if (spec := scaled.spec_of_operand(met)) is not None]
+    specs = [spec for visit in scaled.visits if (spec := scaled.spec_of_operand(visit)) is not None]
     return _STATIC if any(not spec.dynamic for spec in specs) else _DYNAMIC
 
 
 def _kept(
-    strength: float, scaled: Scaled, found: Sequence[tuple[Met, Array]], observer: Observer
+    strength: float, scaled: Scaled, found: Sequence[tuple[Visit, Array]], observer: Observer
 ) -> Kept:
     """Returns the scales of channels without a pair, one for all sites that read a value."""
-    largest = {id(met): x for met, x in found}
-    quantized = [met for met, _ in found if scaled.spec_of_operand(met) is not None]
+    largest = {id(visit): x for visit, x in found}
+    quantized = [visit for visit, _ in found if scaled.spec_of_operand(visit) is not None]
     kept = Kept(scaled.folds)
-    for mets in read_together(scaled, observer, quantized):
-        a = np.maximum.reduce([most(met, largest[id(met)]) for met in mets])
-        w = np.maximum.reduce([most(met, scaled.largest_weight(met)) for met in mets])
-        kept.divide(mets, _scale(strength, a, w))
+    for visits in read_together(scaled, observer, quantized):
+        a = np.maximum.reduce([most(visit, largest[id(visit)]) for visit in visits])
+        w = np.maximum.reduce([most(visit, scaled.largest_weight(visit)) for visit in visits])
+        kept.divide(visits, _scale(strength, a, w))
     return kept
 
 

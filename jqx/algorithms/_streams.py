@@ -1,5 +1,5 @@
 """Finds which channels of a function can be rotated, and what must be rotated with them, by passing
-labels of channels through the traced function (`_turns.py`).
+labels of channels through the traced function (`_rotatable.py`).
 
 A rotated value is `x Q`, where `x` is the original. Weights take `Q` at their output axes, and its
 inverse where they sum over channels; biases and tables take `Q` too. The root mean square does not
@@ -29,9 +29,9 @@ from ._every import Every
 from ._label_rules import VIEWED, moved
 from ._labels import FREE, Array, Known, narrowed, with_line
 from ._reads import Lookup, Read, channels_at, read_of_table
+from ._rotatable import BlockConstraints, Parameter, Rotatable
+from ._rotation_rules import RULES, gathered, product, scaled, stop_at, varies_of
 from ._stages import Steps
-from ._turn_rules import RULES, gathered, product, scaled, stop_at, varies_of
-from ._turns import Parameter, Turned, Turns
 from ._walk import Walk
 
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
@@ -60,7 +60,7 @@ class Streams(Walk):
         self.shapes = [np.shape(leaf) for leaf in call.leaves]
         self.sizes = [int(np.prod(shape)) for shape in self.shapes]
         self.items = {item.address: item for item in contractions(call) if item.address}
-        self.turns = Turns()
+        self.constraints = BlockConstraints()
         self.starts: dict[int, int] = {}
         self.reads: list[Read] = []
         self.lookups: list[Lookup] = []
@@ -78,7 +78,7 @@ class Streams(Walk):
         given: list[Any] = []
         for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
             if name is None:
-                given.append(Turned.plain(shape))
+                given.append(Rotatable.plain(shape))
                 continue
             elements = None
             if place not in weights:
@@ -88,7 +88,7 @@ class Streams(Walk):
         for x in self.run(call.jaxpr, [Known(x) for x in call.consts], given):
             if not isinstance(x, Known):
                 why = "it is a result of the function"
-                self.turns.stop(self.turned(x, "it is returned").labels, why)
+                self.constraints.stop(self.rotatable(x, "it is returned").labels, why)
         self._find_other_uses()
 
     def _find_other_uses(self) -> None:
@@ -103,11 +103,11 @@ class Streams(Walk):
         for place, why in (self.unseen | self.elsewhere).items():
             if place in self.starts:
                 labels = np.arange(self.sizes[place], dtype=np.int32) + self.starts[place]
-                self.turns.stop(labels, f"{self.names[place]} has another use: {why}")
+                self.constraints.stop(labels, f"{self.names[place]} has another use: {why}")
         for gains, labels in self.gains:
             place, _ = self.elements_of(gains)
             if place in self.unseen | self.elsewhere or place in self._summed:
-                self.turns.stop(labels, f"its gain {self.names[place]} has another use")
+                self.constraints.stop(labels, f"its gain {self.names[place]} has another use")
 
     def elements_of(self, labels: Array) -> tuple[int, Array]:
         """Returns the leaf of some labels, and the numbers of their elements."""
@@ -115,30 +115,30 @@ class Streams(Walk):
         place, start = next(own)
         return place, labels - start
 
-    def turned(self, x: Any, use: str) -> Turned:
+    def rotatable(self, x: Any, use: str) -> Rotatable:
         """Returns a value with labels; each element of a parameter has a label."""
-        if isinstance(x, Turned):
+        if isinstance(x, Rotatable):
             return x
         if isinstance(x, Known):
             value = np.asarray(x.value)
             if jnp.issubdtype(value.dtype, jnp.inexact) and np.all(value == 0):
-                return Turned(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
+                return Rotatable(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
             varies = [
                 axis for axis, n in enumerate(value.shape)
                 if n > 1 and np.any(value != value.take([0], axis))
             ]  # fmt: skip
-            return Turned.plain(value.shape, frozenset(varies))
+            return Rotatable.plain(value.shape, frozenset(varies))
         if x.elements is None:
             self.elsewhere.setdefault(x.place, use)
-            return Turned.plain(x.shape)
+            return Rotatable.plain(x.shape)
         labels = self._labels(x)
         self._use(x.place, x.elements)
         self._summed.add(x.place)
-        found = Turned.of(labels, x.shape)
-        scaled(self.turns, found, x.varies, use)
+        found = Rotatable.of(labels, x.shape)
+        scaled(self.constraints, found, x.varies, use)
         if x.offset:
-            self.turns.stop(labels, f"{self.names[x.place]} has a constant added")
-            return Turned.plain(x.shape)
+            self.constraints.stop(labels, f"{self.names[x.place]} has a constant added")
+            return Rotatable.plain(x.shape)
         return found
 
     def _use(self, place: int, elements: Array) -> None:
@@ -147,7 +147,7 @@ class Streams(Walk):
     def _labels(self, x: Parameter) -> Array:
         """Returns the labels of the elements of a parameter."""
         if x.place not in self.starts:
-            self.starts[x.place] = int(self.turns.new(1, self.sizes[x.place])[0, 0])
+            self.starts[x.place] = int(self.constraints.new(1, self.sizes[x.place])[0, 0])
         return x.elements + np.int32(self.starts[x.place])  # type: ignore[operator]
 
     def evaluate(self, eqn: Eqn, given: list[Any], here: Address, steps: Steps) -> Sequence[Any]:
@@ -158,15 +158,15 @@ class Streams(Walk):
         found = self._of_parameters(eqn, given)
         if found is not None:
             return found
-        values = [self.turned(x, with_line(eqn)) for x in given]
+        values = [self.rotatable(x, with_line(eqn)) for x in given]
         if all(x.is_plain for x in values):
             shapes = [v.aval.shape for v in eqn.outvars]
             varies, why = varies_of(eqn, values), next((x.why for x in values if x.why), "")
-            return [Turned.plain(*x, why) for x in zip(shapes, varies, strict=True)]
+            return [Rotatable.plain(*x, why) for x in zip(shapes, varies, strict=True)]
         rule = RULES.get(name)
         if rule is None:
-            return stop_at(self.turns, eqn, values)
-        return rule(self.turns, eqn, values, given)
+            return stop_at(self.constraints, eqn, values)
+        return rule(self.constraints, eqn, values, given)
 
     def _of_parameters(self, eqn: Eqn, given: Sequence[Any]) -> Sequence[Any] | None:
         """Returns the results of views of parameters, of `1 + gain`, and of products with them;
@@ -194,7 +194,7 @@ class Streams(Walk):
                 by = float(value.flat[0]) * (1 if name == "add" else -1)
                 return [dataclasses.replace(x, shape=shape, offset=x.offset + by)]
         if name == "mul" or (name == "div" and given[0] is x):
-            factor = self.turned(other, with_line(eqn))
+            factor = self.rotatable(other, with_line(eqn))
             if factor.is_plain:
                 varies = x.varies | factor.varies
                 return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
@@ -216,75 +216,77 @@ class Streams(Walk):
             else y.value
             for y in given
         ]
-        varies = varies_of(eqn, [Turned.plain(x.shape, x.varies)]) if x.varies else [x.varies]
+        varies = varies_of(eqn, [Rotatable.plain(x.shape, x.varies)]) if x.varies else [x.varies]
         found = zip(moved(eqn, operands), shapes, varies * len(shapes), strict=False)
         return [
             dataclasses.replace(x, elements=narrowed(own), shape=shape, varies=axes)
             for own, shape, axes in found
         ]
 
-    def _gained(self, eqn: Eqn, x: Turned, gain: Parameter) -> Turned:
+    def _gained(self, eqn: Eqn, x: Rotatable, gain: Parameter) -> Rotatable:
         """Returns a value with its channels multiplied by a gain."""
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
-            return stop_at(self.turns, eqn, [x], "two gains, or a gain of squares,")[0]
-        scaled(self.turns, x, gain.varies, with_line(eqn, "a factor for each channel,"))
+            return stop_at(self.constraints, eqn, [x], "two gains, or a gain of squares,")[0]
+        scaled(self.constraints, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]
-        self.turns.stop(found, "it is a gain")
+        self.constraints.stop(found, "it is a gain")
         both = np.broadcast_arrays(found, x.labels)
         pairs = np.unique(np.stack([y.ravel() for y in both]), axis=1)
         known = self.offsets.setdefault(gain.place, gain.offset)
         if known != gain.offset:
-            return stop_at(self.turns, eqn, [x], "a gain with another offset")[0]
+            return stop_at(self.constraints, eqn, [x], "a gain with another offset")[0]
         self.gains.append((pairs[0], pairs[1]))
         return dataclasses.replace(x, gains=found, shape=shape)
 
-    def _contraction(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> Turned:
+    def _contraction(
+        self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps
+    ) -> Rotatable:
         name, site = eqn.primitive.name, self.plan.site_at(here)
         if site is not None and any(x.path is not None for x in site.operands):
             return self._site(site, eqn, given, here, steps)
         if name == "gather":
             return self._gather(eqn, given, here, steps)
         if name == "dot_general" and self._skipped(eqn, given, here, steps):
-            return Turned.plain(eqn.outvars[0].aval.shape)
-        values = [self.turned(x, with_line(eqn)) for x in given]
+            return Rotatable.plain(eqn.outvars[0].aval.shape)
+        values = [self.rotatable(x, with_line(eqn)) for x in given]
         if name == "dot_general" and not all(x.is_plain for x in values):
-            return product(self.turns, eqn, values)
-        return stop_at(self.turns, eqn, values)[0]
+            return product(self.constraints, eqn, values)
+        return stop_at(self.constraints, eqn, values)[0]
 
     def _site(
         self, site: Site, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps
-    ) -> Turned:
+    ) -> Rotatable:
         shape = eqn.outvars[0].aval.shape
         parts = observed_parts(site, self.items[site.address])
         (place,) = (i for i, x in enumerate(site.operands) if x.path is None)
         own, about = site.operands[1 - place], parts[place].about
-        x, leaf = self.turned(given[place], site.name), given[1 - place]
+        x, leaf = self.rotatable(given[place], site.name), given[1 - place]
         if x.is_squared or (about.patches is not None and about.patches.groups > 1):
-            self.turns.stop(x.labels, with_line(eqn, "a square or groups of channels"))
-            x = Turned.plain(x.shape)
-        inputs, order, gains = channels_at(self.turns, x, about, site.name)
+            self.constraints.stop(x.labels, with_line(eqn, "a square or groups of channels"))
+            x = Rotatable.plain(x.shape)
+        inputs, order, gains = channels_at(self.constraints, x, about, site.name)
         known = self._elements.get(own.key) if isinstance(leaf, Parameter) else None
         where = leaf.place if isinstance(leaf, Parameter) else -1
         if here not in self._once or known is None:
             none = np.empty(0, np.int32)
             read = Read(site, steps, where, None, inputs, order, none, gains, x, about, why=x.why)
             self.reads.append(read)
-            return Turned.plain(shape)
+            return Rotatable.plain(shape)
         batch, rows = known.shape[len(steps) : -2], known.shape[-2]
         inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
         gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
-        outputs = self.turns.new(*batch, rows)
+        outputs = self.constraints.new(*batch, rows)
         self._use(where, known[steps])
         more = {"steps_of_places": steps, "why": x.why}
         read = Read(site, steps, where, known, inputs, order, outputs, gains, x, about, **more)
         self.reads.append(read)
         if site.op == "ragged_dot":  # a row may go to any of the matrices
             for other in outputs[1:]:
-                self.turns.join(outputs[0], other, with_line(eqn))
+                self.constraints.join(outputs[0], other, with_line(eqn))
             outputs = outputs[0]
-        return Turned.of(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
+        return Rotatable.of(Channels.of_result(eqn, 1 - place).spread(outputs, shape), shape)
 
     def _skipped(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> bool:
         """Adds a product with a parameter that is not a site of the full plan, such as a table that
@@ -294,13 +296,13 @@ class Streams(Walk):
         places = [i for i, x in enumerate(given) if isinstance(x, Parameter)]
         if item is None or len(places) != 1:
             return False
-        x = self.turned(given[1 - places[0]], with_line(eqn))
-        read = read_of_table(self.turns, item, x, given[places[0]], steps)
+        x = self.rotatable(given[1 - places[0]], with_line(eqn))
+        read = read_of_table(self.constraints, item, x, given[places[0]], steps)
         if read is not None:
             self.reads.append(read)
         return read is not None
 
-    def _gather(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> Turned:
+    def _gather(self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps) -> Rotatable:
         source, indices = given
         shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
         numbers = eqn.params["dimension_numbers"]
@@ -312,50 +314,50 @@ class Streams(Walk):
                 known = np.arange(self.sizes[source.place], dtype=np.int32).reshape(source.shape)
             plain = axes == [0] and not numbers.operand_batching_dims and here in self.items
             if plain and known is not None:
-                labels = self.turns.new(source.shape[1])
+                labels = self.constraints.new(source.shape[1])
                 table = Table(source.place, Elements.of(known), labels)
                 self.lookups.append(Lookup(here, steps, table, labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
                 columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
-                return Turned.of(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.turns, eqn, self.turned(source, with_line(eqn)), indices)
+                return Rotatable.of(np.moveaxis(out, -1, columns), shape)
+        return gathered(self.constraints, eqn, self.rotatable(source, with_line(eqn)), indices)
 
     def stopped(self, eqn: Eqn, given: Sequence[Any], reason: str = "") -> list[Any]:
         """Stops rotations of the operands of an equation that is not entered."""
-        values = [self.turned(x, with_line(eqn)) for x in given]
-        return list(stop_at(self.turns, eqn, values, reason))
+        values = [self.rotatable(x, with_line(eqn)) for x in given]
+        return list(stop_at(self.constraints, eqn, values, reason))
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
         """Joins the labels of the results of branches."""
-        each = [self.turned(x, reason) for x in values]
+        each = [self.rotatable(x, reason) for x in values]
         return self._one(each, [x.labels for x in each], reason)
 
-    def _one(self, each: Sequence[Turned], labels: Sequence[Array], reason: str) -> Turned:
+    def _one(self, each: Sequence[Rotatable], labels: Sequence[Array], reason: str) -> Rotatable:
         if not all(x.is_bare for x in each):
             for own in labels:
-                self.turns.stop(own, f"{reason} after a gain")
+                self.constraints.stop(own, f"{reason} after a gain")
         found = labels[0]
         for own in labels[1:]:
-            found = self.turns.join(found, own, reason)
+            found = self.constraints.join(found, own, reason)
         if all(x.is_plain for x in each):
-            return Turned.plain(each[0].shape)
-        return Turned.of(found, each[0].shape)
+            return Rotatable.plain(each[0].shape)
+        return Rotatable.of(found, each[0].shape)
 
     def stacked(self, rows: Sequence[Any]) -> Any:
         """Stacks the labels of the results of steps."""
-        each = [self.turned(x, "a result of a scan") for x in rows]
+        each = [self.rotatable(x, "a result of a scan") for x in rows]
         whole = (len(rows), *each[0].shape)
         if all(x.is_plain for x in each):
-            return Turned.plain(whole)
+            return Rotatable.plain(whole)
         if not all(x.is_bare for x in each):
             for x in each:
-                self.turns.stop(x.labels, "a result of a scan after a gain")
+                self.constraints.stop(x.labels, "a result of a scan after a gain")
         shape = np.broadcast_shapes(*(x.labels.shape for x in each))
-        return Turned.of(np.stack([np.broadcast_to(x.labels, shape) for x in each]), whole)
+        return Rotatable.of(np.stack([np.broadcast_to(x.labels, shape) for x in each]), whole)
 
     def empty(self, shape: Sequence[int]) -> Any:
         """Returns a result of a scan without steps."""
-        return Turned.plain(shape)
+        return Rotatable.plain(shape)
 
     def step_of(self, x: Any, i: int) -> Any:
         """Returns the labels in a step."""
@@ -368,8 +370,8 @@ class Streams(Walk):
             return dataclasses.replace(x, shape=x.shape[1:], elements=part(x.elements), varies=axes)
         labels: Any = part(x.labels)
         if x.is_plain:
-            return Turned.plain(x.shape[1:], axes)
-        own = Turned.of(labels, x.shape[1:], part(x.gains))
+            return Rotatable.plain(x.shape[1:], axes)
+        own = Rotatable.of(labels, x.shape[1:], part(x.gains))
         return dataclasses.replace(own, is_squared=x.is_squared and not own.is_plain)
 
     def is_parameter(self, x: Any) -> bool:

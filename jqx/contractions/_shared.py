@@ -8,11 +8,11 @@ from ._integers._bytes import ACCUMULATOR as ACCUMULATOR
 from ._integers._fixed_point import FixedPointRounding as FixedPointRounding
 from ._integers._requantize import Requantization as Requantization
 from ._integers._requantize import requantize as requantize
-from ._on_the_way import OnTheWay as OnTheWay
-from ._on_the_way import dot_general_on_the_way as dot_general_on_the_way
-from ._on_the_way import may_quantize as may_quantize
+from ._pending import Pending as Pending
+from ._pending import dot_general_pending as dot_general_pending
+from ._pending import may_quantize as may_quantize
 from ._ragged_dot import ROWS_OF_GROUPS as ROWS_OF_GROUPS
-from ._ragged_on_the_way import ragged_dot_on_the_way as ragged_dot_on_the_way
+from ._ragged_pending import ragged_dot_pending as ragged_dot_pending
 from ._select import is_like as is_like
 from ._select import quantized_like as quantized_like
 from ._select import select as select

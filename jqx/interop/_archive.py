@@ -216,7 +216,7 @@ class Archive:
                 mend="write the file again with jqx.save.",
             )
             leaf.make(take)
-            unused.difference_update(leaf.beside)
+            unused.difference_update(leaf.consumed)
             leaves[leaf.path] = leaf
 
         with nesting("load"):

@@ -105,8 +105,8 @@ def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None)
     like = weight(groups, _INT4, kind, real_dtype(source, asked, kind), zero_point=zeros)
     tensors = [(names[0], _I32), (names[1], kind)]
     tensors += [(names[2], _I32)] if zeros else []
-    beside = () if zeros else (names[2],)
-    return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, beside)
+    consumed = () if zeros else (names[2],)
+    return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, consumed)
 
 
 def _packed(words: np.ndarray) -> np.ndarray:

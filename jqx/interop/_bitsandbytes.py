@@ -78,14 +78,14 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
     groups = Groups((rows, columns), (1, size))
     count = columns // size
     tensors: list[tuple[str, np.dtype]] = [(path, _U8)]
-    beside = [state, f"{path}.quant_map"]
+    consumed = [state, f"{path}.quant_map"]
     _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
     scale: Any = _F32
     nested = _Nested.of(source, path, state_config, rows, count) if absmax == _U8 else None
     if nested is not None:
         tensors.append((f"{path}.nested_absmax", _F32))
-        beside.append(f"{path}.nested_quant_map")
+        consumed.append(f"{path}.nested_quant_map")
         scale = nested.like
 
     def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
@@ -94,7 +94,7 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
 
     real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
     like = weight(groups, form, scale, real_dtype(source, real, None))
-    return CodedLeaf(path, tuple(tensors), like, decode, tuple(beside))
+    return CodedLeaf(path, tuple(tensors), like, decode, tuple(consumed))
 
 
 def _read_state(source: Source, name: str) -> Config:

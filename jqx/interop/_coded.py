@@ -30,14 +30,14 @@ class CodedLeaf:
       decode: makes the leaves of the QTensor (in the order of `jax.tree.leaves`) from the tensors,
         NumPy arrays in that order. The results have the sizes and dtypes of `like`; they are then
         reshaped to its shapes.
-      beside: names of the tensors that were already read to find all this.
+      consumed: names of the tensors that were already read to find all this.
     """
 
     path: str
     tensors: tuple[tuple[str, np.dtype], ...]
     like: QTensor
     decode: Callable[..., Sequence[np.ndarray]]
-    beside: tuple[str, ...] = ()
+    consumed: tuple[str, ...] = ()
 
     def make(self, read: Read) -> QTensor:
         """Returns the QTensor of arrays from `read`; it is abstract if these are."""

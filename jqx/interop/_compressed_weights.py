@@ -253,8 +253,8 @@ def _leaf(
 ) -> CodedLeaf:
     """Returns the weight of a module, with what has already been read from it."""
     read = {f"{module}.weight_{end}" for end in ("shape", "g_idx", "zero_point")}
-    beside = read.intersection(source.entries) - {name for name, _ in tensors}
-    return CodedLeaf(f"{module}.weight", tensors, like, decode, tuple(sorted(beside)))
+    consumed = read.intersection(source.entries) - {name for name, _ in tensors}
+    return CodedLeaf(f"{module}.weight", tensors, like, decode, tuple(sorted(consumed)))
 
 
 def _stored(source: Source, name: str, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:

@@ -112,7 +112,7 @@ def read_leaves(source: Source, dtype: np.dtype | None) -> tuple[str, Any]:
         return _gemma.read_tree(source, dtype)
     form = format_of_source(source)
     made = [] if form is None else list(form.leaves(source, dtype))
-    used = {name: leaf for leaf in made for name in (*dict(leaf.tensors), *leaf.beside)}
+    used = {name: leaf for leaf in made for name in (*dict(leaf.tensors), *leaf.consumed)}
     if form is not None and form.source is None:
         _check_left(source, form, used)
     leaves: dict[str, CodedLeaf | StoredArray] = {}

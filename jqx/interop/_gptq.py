@@ -146,9 +146,9 @@ def leaf_of(
     _, kind = _matrix(source, names[1], (count, rows), FLOATS)
     _matrix(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
     order = None
-    beside = [names[2]] if layer.sym else []
+    consumed = [names[2]] if layer.sym else []
     if names[3] in source.entries:
-        beside.append(names[3])
+        consumed.append(names[3])
         checked(source, names[3], (columns,), (_I32,))
         order = order_of(source, names[3], source.read(names[3], _I32), size)
     elif layer.desc_act:
@@ -167,7 +167,7 @@ def leaf_of(
     like = weight(groups, form, kind, real, zero_point=not layer.sym, **more)
     tensors = [(names[0], _I32), (names[1], kind)]
     tensors += [] if layer.sym else [(names[2], _I32)]
-    return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, tuple(beside))
+    return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, tuple(consumed))
 
 
 def _matrix(source: Source, name: str, shape: Any, dtypes: Any) -> tuple[Any, np.dtype]:

@@ -52,7 +52,7 @@ class StoredArray:
 
     path: str
     dtype: np.dtype
-    beside: ClassVar[tuple[str, ...]] = ()
+    consumed: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> Any:
         """Returns the array."""
@@ -69,7 +69,7 @@ class StoredQTensor:
     scale: Union[StoredArray, "StoredQTensor"]
     zero_point: StoredArray | None
     more: dict[str, Union[StoredArray, "StoredQTensor"]] = dataclasses.field(default_factory=dict)
-    beside: ClassVar[tuple[str, ...]] = ()
+    consumed: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> QTensor:
         """Returns the QTensor of arrays from `read`."""

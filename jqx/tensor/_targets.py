@@ -66,16 +66,16 @@ def lay_out_for(
     contracted: int | None = None,
     place: str = "",
     *,
-    otherwise: int = -2,
+    default: int = -2,
     kernels: bool = True,
 ) -> T:
     """Gives a QTensor the layout for a target; see `jqx.pack_for`. `place` is its path, for errors.
-    `otherwise` is the contracted axis if neither the scale nor `contracted` determines it.
+    `default` is the contracted axis if neither the scale nor `contracted` determines it.
     `kernels` allows layouts for kernels.
     """
     if q.ndim < 2:
         return q
-    axis, platform = _contracted_axis(function, q, contracted, place, otherwise), TARGETS[target]
+    axis, platform = _contracted_axis(function, q, contracted, place, default), TARGETS[target]
     for_kernel = None
     if axis is not None and kernels:
         for_kernel = layout_for_kernel(q, axis, platform, target)
@@ -111,7 +111,7 @@ def cache_for(function: str, q: T, target: str) -> T:
 
 
 def _contracted_axis(
-    function: str, q: Any, contracted: int | None, place: str, otherwise: int
+    function: str, q: Any, contracted: int | None, place: str, default: int
 ) -> int | None:
     """Returns which of the last two axes is contracted: the one that the scale determines, or else
     the one that is asked for; `None` if each index of both axes has its own scale, so that neither
@@ -126,7 +126,7 @@ def _contracted_axis(
     elif own:
         found, why = None, "each index of both axes has its own scale"
     else:
-        return otherwise if contracted is None else int(contracted)
+        return default if contracted is None else int(contracted)
     require_that(
         contracted is None or contracted == found,
         error=ValueError,

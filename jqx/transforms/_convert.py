@@ -16,7 +16,7 @@ from .._compat import Eqn
 from .._errors import message
 from .._signatures import P, R
 from ..calibrators import Affine
-from ..contractions._shared import OnTheWay, may_quantize
+from ..contractions._shared import Pending, may_quantize
 from ..numerics._shared import name_of_qtype
 from ..policy import Policy
 from ..tensor import QTensor
@@ -70,7 +70,7 @@ class _Integers(Rules):
     def _quantized(self, operand: Operand, x: Any, op: str, operands: Sequence[Any]) -> Any:
         if operand.role == "weight" or operand.spec is None or is_quantized(x):
             return x
-        rows = OnTheWay(x, operand.spec, self.affines.get(operand.key))
+        rows = Pending(x, operand.spec, self.affines.get(operand.key))
         kernel = any(may_quantize(rows.spec, other) for other in operands if other is not x)
         return rows if kernel and op in ("dot_general", "ragged_dot") else rows.quantized()
 
@@ -209,7 +209,7 @@ def _check_used(shardings: Any, *readers: Any) -> None:
 def _contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     """Evaluates a contraction of arrays and QTensors."""
     if _compat.is_explicit(eqn):
-        operands = [x.quantized() if isinstance(x, OnTheWay) else x for x in operands]
+        operands = [x.quantized() if isinstance(x, Pending) else x for x in operands]
     family = CONTRACTIONS[eqn.primitive.name]
     return _compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
 

@@ -26,14 +26,14 @@ class Origin:
         none.
       loops: the scans that gave a slice of the weight to each of their steps, outermost first.
       stepped: for each of these scans the axes of the weight that it steps over.
-      beside: the other weights that are joined with it in the value, each with its own axes.
+      others: the other weights that are joined with it in the value, each with its own axes.
     """
 
     path: str
     dims: tuple[frozenset[int], ...]
     merged: frozenset[frozenset[int]] = frozenset()
     loops: tuple[Loop, ...] = ()
-    beside: tuple["Origin", ...] = ()
+    others: tuple["Origin", ...] = ()
     stepped: tuple[frozenset[int], ...] = ()
 
     @classmethod
@@ -54,12 +54,12 @@ class Origin:
         if not known or len({part.loops for part in known}) > 1:
             return None
         first, *rest = known
-        return dataclasses.replace(first, beside=tuple(rest))
+        return dataclasses.replace(first, others=tuple(rest))
 
     @property
     def parts(self) -> tuple["Origin", ...]:
         """The weights joined in the value, each as a separate origin."""
-        return dataclasses.replace(self, beside=()), *self.beside
+        return dataclasses.replace(self, others=()), *self.others
 
     @property
     def name(self) -> str:

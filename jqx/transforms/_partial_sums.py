@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from .._checks import as_dtype, check_real, require_that
 from .._compat import Eqn, has_explicit_axes
-from ..contractions._shared import OnTheWay
+from ..contractions._shared import Pending
 from ..tensor._shared import alone, names_of, partition_specs
 from ._site import Site
 from ._trace import is_quantized
@@ -59,7 +59,7 @@ class PartialSums:
         if not explicit:  # the compiler handles all but the contracted axes
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]
-        given = [x.quantized() if isinstance(x, OnTheWay) else x for x in sides]
+        given = [x.quantized() if isinstance(x, Pending) else x for x in sides]
         free = [left[axis] for axis in (*lhs.batch, *_without(lhs.kept, lhs.batch))]
         free += [right[axis] for axis in _without(rhs.kept, rhs.batch)]
 

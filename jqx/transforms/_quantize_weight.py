@@ -97,9 +97,9 @@ def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
         return leaf.then(lambda x: _laid_out(x, weight, target), f"for {target}")
     if not is_whole(leaf):
         return leaf
-    otherwise = -2 if weight.contracted is None else weight.contracted
+    default = -2 if weight.contracted is None else weight.contracted
     kernels = sharding_of(leaf) is None
-    laid_out = lay_out_for("quantize_params", leaf, target, otherwise=otherwise, kernels=kernels)
+    laid_out = lay_out_for("quantize_params", leaf, target, default=default, kernels=kernels)
     return kept("quantize_params", leaf, laid_out, weight.path)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._checks import require_that
 from .._compat import has_explicit_axes
-from ..contractions._shared import OnTheWay
+from ..contractions._shared import Pending
 from ..tensor._shared import names_of, sharding_of
 from ._param_shardings import as_sharding, is_place
 from ._paths import flatten, rooted
@@ -44,7 +44,7 @@ class WeightPlaces:
         """Returns the mesh of an operand, if known, and the mesh axes along which each axis of the
         operand is partitioned.
         """
-        array = x.x if isinstance(x, OnTheWay) else x
+        array = x.x if isinstance(x, Pending) else x
         typed = sharding_of(array)
         if typed is not None and has_explicit_axes(typed.mesh):
             return typed.mesh, [*typed.spec, *[None] * (array.ndim - len(typed.spec))]

@@ -96,9 +96,11 @@ def scales_of(pairs):
     scales = 2.0 ** np.random.default_rng(0).uniform(-2, 2, folds.count)
     scales[folds.is_clipped] *= 4
     scales[0] = 1
-    for met in folds.met:
-        shape = *(loop.length for loop in met.site.loops), *met.inputs.shape
-        found.setdefault(folds.key(met), np.ones(shape))[met.steps] = scales[folds.inputs(met)]
+    for visit in folds.visits:
+        shape = *(loop.length for loop in visit.site.loops), *visit.inputs.shape
+        found.setdefault(folds.key(visit), np.ones(shape))[visit.steps] = scales[
+            folds.inputs(visit)
+        ]
     return {key: scale for key, scale in found.items() if np.any(scale != 1)}
 
 

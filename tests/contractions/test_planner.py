@@ -19,9 +19,9 @@ from jqx.contractions._how._formulation import FORMULATIONS
 from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
 from jqx.contractions._how._requantized import REQUANTIZED
 from jqx.contractions._how._scales import HowTo
-from jqx.contractions._on_the_way import ON_THE_WAY
+from jqx.contractions._pending import PENDING
 from jqx.contractions._ragged_dot import GROUPS
-from jqx.contractions._ragged_on_the_way import ROWS_ON_THE_WAY
+from jqx.contractions._ragged_pending import ROWS_PENDING
 from jqx.contractions._shared import Dimensions
 from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
@@ -191,7 +191,7 @@ def test_a_left_operand_contracted_along_its_first_axis_is_turned():
     assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
 
 
-WAYS = (ON_THE_WAY, ROWS_ON_THE_WAY)
+WAYS = (PENDING, ROWS_PENDING)
 KERNELS = {f"kernel{of}_{on}" for of in ("", "_of_codes") for on in ("tpu", "gpu")}
 
 

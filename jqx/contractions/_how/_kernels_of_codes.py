@@ -1,4 +1,4 @@
-"""Formulations by kernels for products of codes; `_on_the_way.py` has those that quantize rows."""
+"""Formulations by kernels for products of codes; `_pending.py` has those that quantize rows."""
 
 import functools
 from collections.abc import Callable

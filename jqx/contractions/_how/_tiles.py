@@ -100,12 +100,12 @@ def _near_one(x: jax.Array, dimensions: Dimensions) -> tuple[jax.Array, jax.Arra
     return x * jnp.where(far, one * 2.0**-40, one), back
 
 
-def count_of(q: QTensor, *beside: Any) -> int:
+def count_of(q: QTensor, *others: Any) -> int:
     """Returns the number of tiles for the conversion of codes, given the sizes of other arrays.
 
     It is small if those arrays are large, because each tile reads all of them. A symbolic size
     counts as small.
     """
-    sizes = [size for size in beside if not export.is_symbolic_dim(size)]
+    sizes = [size for size in others if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))
     return min(count, math.ceil(q.size / max([1, *sizes])))

@@ -18,13 +18,13 @@ from ...contractions import conv_general_dilated, dot_general, einsum, ragged_do
 from ...contractions._shared import (
     ROWS_OF_GROUPS,
     Dimensions,
-    OnTheWay,
     OperandAxes,
+    Pending,
     can_leave_sum,
     conv_axes,
-    dot_general_on_the_way,
+    dot_general_pending,
     dot_gradients,
-    ragged_dot_on_the_way,
+    ragged_dot_pending,
 )
 from ...tensor import QTensor
 from .._weight import real_of
@@ -95,12 +95,12 @@ def _macs(eqn: Eqn) -> int:
 def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs = operands
     dimensions = _dimensions(eqn)
-    if _sums_scales(rhs, dimensions.rhs_contracting) and isinstance(lhs, OnTheWay):
+    if _sums_scales(rhs, dimensions.rhs_contracting) and isinstance(lhs, Pending):
         lhs = lhs.quantized()
-    if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, OnTheWay):
+    if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, Pending):
         rhs = rhs.quantized()
-    if isinstance(lhs, OnTheWay) or isinstance(rhs, OnTheWay):
-        return dot_general_on_the_way(
+    if isinstance(lhs, Pending) or isinstance(rhs, Pending):
+        return dot_general_pending(
             lhs,
             rhs,
             eqn.params["dimension_numbers"],
@@ -202,7 +202,7 @@ def _ragged_macs(eqn: Eqn) -> int:
 
 def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs, sizes = operands
-    product: Any = ragged_dot_on_the_way if isinstance(lhs, OnTheWay) else ragged_dot
+    product: Any = ragged_dot_pending if isinstance(lhs, Pending) else ragged_dot
     return product(
         lhs,
         rhs,

@@ -14,7 +14,7 @@ from jax import lax
 import jqx
 from jqx.algorithms import bias_correction, chain, gptq, nearest, rotate
 from jqx.algorithms._hadamard import factors_of
-from jqx.algorithms._learned_turns import moved, relative_error
+from jqx.algorithms._learned_rotations import moved, relative_error
 from jqx.algorithms._orthogonal import Orthogonal
 
 from ..arrays import on_device

@@ -42,7 +42,7 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turned:
+class Rotatable:
     """Any other value that depends on arguments.
 
     Attributes:
@@ -62,14 +62,14 @@ class Turned:
     why: str = ""
 
     @classmethod
-    def plain(cls, shape: Sequence[int], varies: Axes | None = None, why: str = "") -> "Turned":
+    def plain(cls, shape: Sequence[int], varies: Axes | None = None, why: str = "") -> "Rotatable":
         """Returns a value that is not rotated."""
         shape = tuple(shape)
         own = axes_of(shape) if varies is None else varies & axes_of(shape)
         return cls(np.full((1,) * len(shape), FIXED, np.int32), shape, varies=own, why=why)
 
     @classmethod
-    def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> "Turned":
+    def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> "Rotatable":
         """Returns a value, with equal labels along an axis stored once."""
         found = cls(narrowed(labels), tuple(shape), None if gains is None else narrowed(gains))
         is_fixed = found.labels.size == 1 and found.labels.item() == FIXED
@@ -89,7 +89,7 @@ class Turned:
         """Returns labels or gains of all elements."""
         return np.broadcast_to(x, self.shape)
 
-    def even(self, axes: Iterable[int]) -> "Turned | None":
+    def even(self, axes: Iterable[int]) -> "Rotatable | None":
         """Returns a copy of size 1 along axes; `None` if it changes along them."""
         labels = self.labels
         for axis in axes:
@@ -119,8 +119,8 @@ class Blocks:
     why: dict[int, str]
 
 
-class Turns:
-    """All labels of a function."""
+class BlockConstraints:
+    """All labels of a function, and the constraints on their blocks."""
 
     def __init__(self) -> None:
         self._count = 1

@@ -1,4 +1,4 @@
-"""`ragged_dot` of rows that are still to be quantized, as in `_on_the_way.py`."""
+"""`ragged_dot` of rows that are still to be quantized, as in `_pending.py`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ..kernels._shared import products_gpu, products_tpu
 from ..tensor import QSpec, QTensor
 from ._how._formulation import PLATFORMS, Planner, formulation
 from ._how._kernels_of_codes import derived_as
-from ._on_the_way import FEW, REASON, OnTheWay, has_codes_of_kernels, quantized
+from ._pending import FEW, REASON, Pending, has_codes_of_kernels, quantized
 from ._ragged_dot import ragged_dot
 from ._ragged_kernels import has_kernel, of_tiles, tiles_for_kernel
 from ._ragged_tiles import Args, Groups
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
     how: QuantizingArgs
 
 
-def ragged_dot_on_the_way(
-    rows: OnTheWay,
+def ragged_dot_pending(
+    rows: Pending,
     rhs: Any,
     group_sizes: jax.Array,
     *,
@@ -61,7 +61,7 @@ def ragged_dot_on_the_way(
         return _first(rows.quantized(), rhs, group_sizes, args.how)
     scale = rows.scale()
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
-    return ROWS_ON_THE_WAY.compute(Rows(x, codes, rhs, args), x, scale, rhs, group_sizes)
+    return ROWS_PENDING.compute(Rows(x, codes, rhs, args), x, scale, rhs, group_sizes)
 
 
 def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
@@ -105,7 +105,7 @@ def ragged_quantize_first(
     return _first(quantized(x, scale, args.spec), q, sizes, args.how)
 
 
-ROWS_ON_THE_WAY = Planner(
+ROWS_PENDING = Planner(
     "ragged_dot:quantized",
     ragged_kernel_quantizing_tpu,
     ragged_kernel_quantizing_gpu,

@@ -32,7 +32,7 @@ more than the cost of a separate call when there are many rows.
 """
 
 
-class OnTheWay(NamedTuple):
+class Pending(NamedTuple):
     """An array that is quantized by the contraction that reads it.
 
     Attributes:
@@ -56,7 +56,7 @@ class OnTheWay(NamedTuple):
         return fit(self.x, self.spec).scale
 
 
-def dot_general_on_the_way(
+def dot_general_pending(
     lhs: Any,
     rhs: Any,
     dimension_numbers: lax.DotDimensionNumbers,
@@ -64,9 +64,9 @@ def dot_general_on_the_way(
     precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
-    """Returns `jqx.dot_general` of an `OnTheWay` and a QTensor, in either order."""
+    """Returns `jqx.dot_general` of a `Pending` array and a QTensor, in either order."""
     dimensions = Dimensions.of(dimension_numbers, _of(lhs).ndim, _of(rhs).ndim)
-    if isinstance(lhs, OnTheWay):
+    if isinstance(lhs, Pending):
         y = _product(lhs, rhs, dimensions, precision, preferred_element_type)
     else:
         swapped = _product(rhs, lhs, dimensions.swapped, precision, preferred_element_type)
@@ -75,7 +75,7 @@ def dot_general_on_the_way(
 
 
 def _of(operand: Any) -> Any:
-    return operand.x if isinstance(operand, OnTheWay) else operand
+    return operand.x if isinstance(operand, Pending) else operand
 
 
 def may_quantize(spec: QSpec, q: Any) -> bool:
@@ -89,7 +89,7 @@ def has_codes_of_kernels(spec: QSpec) -> bool:
 
 
 def _product(
-    rows: OnTheWay,
+    rows: Pending,
     q: QTensor,
     dimensions: Dimensions,
     precision: lax.PrecisionLike,
@@ -103,7 +103,7 @@ def _product(
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     how = HowTo.of(codes, q, dimensions, precision)._replace(dtype=jnp.dtype(dtype))
     args = Args(how, spec)
-    return ON_THE_WAY.compute(Rows(x, codes, q, args), x, scale, q)
+    return PENDING.compute(Rows(x, codes, q, args), x, scale, q)
 
 
 class Args(NamedTuple):
@@ -201,7 +201,7 @@ def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> ja
     return contract(quantized(x, scale, args.spec), q, how.dimensions, how.precision, how.dtype)
 
 
-ON_THE_WAY = Planner(
+PENDING = Planner(
     "dot_general:quantized",
     kernel_quantizing_tpu,
     kernel_quantizing_gpu,

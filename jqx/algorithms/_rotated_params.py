@@ -17,7 +17,7 @@ from ._reads import Read
 _SIDES = "lhs", "rhs"
 
 
-class TurnedParams:
+class RotatedParams:
     """Parameters with rotated channels, computed in float64 and rounded once."""
 
     def __init__(self, named: Named, params: Any):

@@ -54,7 +54,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class LearnedRotation:
     """A rotation that is learned.
 
     Attributes:
@@ -110,7 +110,7 @@ def learned(
     plan: Plan,
     params: Any,
     batches: Sequence[Any],
-    turns: Sequence[Turn],
+    rotations: Sequence[LearnedRotation],
     *,
     progress: bool = False,
 ) -> tuple[Factors, tuple[float, float]]:
@@ -123,11 +123,11 @@ def learned(
       plan: the plan.
       params: its parameters, in float.
       batches: as in `calibrate_batches`.
-      turns: the rotations.
+      rotations: the rotations.
       progress: whether to show a progress bar.
     """
     require_that(
-        turns,
+        rotations,
         error=Inapplicable,
         function=function,
         problem="`steps` has nothing to learn.",
@@ -139,8 +139,8 @@ def learned(
 
     def lost(factors: Factors, params: Any, batch: Any, exact: Any) -> jax.Array:
         maps: dict[str, Rounded] = {}
-        for turn, own in zip(turns, factors, strict=True):
-            maps |= turn.maps(own)
+        for rotation, own in zip(rotations, factors, strict=True):
+            maps |= rotation.maps(own)
         return loss(map_channels(f, plan, maps)(*arguments_of(plan, params, batch)), exact)
 
     real = jax.jit(lambda params, batch: f(*arguments_of(plan, params, batch)))
@@ -151,8 +151,8 @@ def learned(
         return own, params, batches[i], real(params, batches[i])
 
     def step(factors: Factors, i: int, length: float) -> Factors:
-        turned = partial(moved, angle=options.learning_rate * length)
-        return jax.tree.map(turned, factors, slope(*given(factors, i)))
+        rotated = partial(moved, angle=options.learning_rate * length)
+        return jax.tree.map(rotated, factors, slope(*given(factors, i)))
 
     def refuse(lost: float, count: int) -> Exception:
         text = message(
@@ -167,7 +167,7 @@ def learned(
     bar = progress_bar("rotate", "step") if progress else None
     try:
         found = descended(
-            [turn.start for turn in turns],
+            [rotation.start for rotation in rotations],
             options.steps,
             len(batches),
             options.seed,

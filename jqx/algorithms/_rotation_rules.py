@@ -14,20 +14,22 @@ from .._compat import Eqn
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
 from ._label_rules import VIEWED, moved
 from ._labels import FIXED, FREE, Array, Known, with_line
-from ._turns import Axes, Turned, Turns, axes_of
+from ._rotatable import Axes, BlockConstraints, Rotatable, axes_of
 
-Rule = Callable[[Turns, Eqn, Sequence[Turned], Sequence[Any]], Sequence[Turned]]
+Rule = Callable[[BlockConstraints, Eqn, Sequence[Rotatable], Sequence[Any]], Sequence[Rotatable]]
 
 
-def stop_at(f: Turns, eqn: Eqn, values: Sequence[Turned], reason: str = "") -> list[Turned]:
+def stop_at(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], reason: str = ""
+) -> list[Rotatable]:
     """Marks operands of an equation as not rotatable, and returns its results."""
     why = with_line(eqn, reason)
     for x in values:
         f.stop(x.labels, why)
-    return [Turned.plain(v.aval.shape, why=why) for v in eqn.outvars]
+    return [Rotatable.plain(v.aval.shape, why=why) for v in eqn.outvars]
 
 
-def scaled(f: Turns, x: Turned, varies: Axes, reason: str) -> None:
+def scaled(f: BlockConstraints, x: Rotatable, varies: Axes, reason: str) -> None:
     """Cuts the blocks of a value at factors that vary along some axes."""
     axes = [axis for axis in sorted(varies) if x.labels.shape[axis] > 1]
     if axes:
@@ -36,7 +38,9 @@ def scaled(f: Turns, x: Turned, varies: Axes, reason: str) -> None:
         f.cut_sets(x.labels.transpose(*axes, *rest).reshape(count, -1), reason)
 
 
-def _together(f: Turns, x: Turned, axes: Sequence[int], reason: str) -> Turned | None:
+def _together(
+    f: BlockConstraints, x: Rotatable, axes: Sequence[int], reason: str
+) -> Rotatable | None:
     """Returns a value of size 1 along axes that are summed over, such as experts: all elements
     along them get the same rotation. `None` if they are channels of one block.
     """
@@ -53,14 +57,18 @@ def _together(f: Turns, x: Turned, axes: Sequence[int], reason: str) -> Turned |
     return dataclasses.replace(x, labels=labels)
 
 
-def _kept(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _kept(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Operations that apply the same linear function to each element."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return stop_at(f, eqn, values)
     return values
 
 
-def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _alike(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Sums and choices: all operands have the same rotation."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
     reason = with_line(eqn, f"{name} with a value that cannot be rotated,")
@@ -70,19 +78,21 @@ def _alike(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
         return stop_at(f, eqn, values, f"{name} after a gain")
     for x in values:
         labels = f.join(labels, _ranked(x, len(shape)).labels, reason)
-    found = Turned.of(labels, shape)
+    found = Rotatable.of(labels, shape)
     for x in which:
         f.stop(x.labels, with_line(eqn))
         scaled(f, found, x.varies, with_line(eqn, "a choice for each channel"))
     return [found]
 
 
-def _ranked(x: Turned, rank: int) -> Turned:
+def _ranked(x: Rotatable, rank: int) -> Rotatable:
     """Returns a value; a scalar gets the rank of the other operand."""
-    return x if len(x.shape) == rank else Turned(x.labels.reshape((1,) * rank), (1,) * rank)
+    return x if len(x.shape) == rank else Rotatable(x.labels.reshape((1,) * rank), (1,) * rank)
 
 
-def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _times(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Products with factors that do not vary along the channels, and squares."""
     shape = eqn.outvars[0].aval.shape
     a, b = (_ranked(x, len(shape)) for x in values)
@@ -96,14 +106,18 @@ def _times(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
     return [dataclasses.replace(a, shape=shape)]
 
 
-def _squared(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _squared(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     (x,) = values
     if eqn.params.get("y", 2) != 2 or not x.is_bare:
         return stop_at(f, eqn, values)
     return [dataclasses.replace(x, is_squared=True)]
 
 
-def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _summed(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Sums: of squares over whole blocks, of other values over elements with one rotation."""
     (x,), axes, shape = values, eqn.params["axes"], eqn.outvars[0].aval.shape
     if not x.is_squared:
@@ -111,15 +125,17 @@ def _summed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
         if even is None:
             return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
         gains = None if even.gains is None else np.squeeze(even.gains, tuple(axes))
-        return [Turned.of(np.squeeze(even.labels, tuple(axes)), shape, gains)]
+        return [Rotatable.of(np.squeeze(even.labels, tuple(axes)), shape, gains)]
     rest = [axis for axis in range(x.labels.ndim) if axis not in axes]
     rows = x.labels.transpose(*rest, *axes)
     rows = rows.reshape(*rows.shape[: len(rest)], -1)
     f.cut_runs(rows, with_line(eqn, "a sum of squares"))
-    return [Turned.plain(shape)]
+    return [Rotatable.plain(shape)]
 
 
-def _along(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _along(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Running sums over elements with one rotation."""
     even = values[0].even([eqn.params["axis"]])
     if even is None or not even.is_bare:
@@ -127,7 +143,9 @@ def _along(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence
     return [even]
 
 
-def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequence[Turned]:
+def _viewed(
+    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], given: Any
+) -> Sequence[Rotatable]:
     """Operations that move elements move their labels."""
     name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
@@ -144,29 +162,31 @@ def _viewed(f: Turns, eqn: Eqn, values: Sequence[Turned], given: Any) -> Sequenc
             return stop_at(f, eqn, values, f"{name} of channels")
         if name == "dynamic_update_slice":
             reason = with_line(eqn, "it is written to a value that cannot be rotated,")
-            return [Turned.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
+            return [Rotatable.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
         values, places = even, [Known(np.int32(0)) for _ in places]
     after = [x.value for x in places]
     labels = moved(eqn, [*(x.whole(x.labels) for x in values), *after])
     gains: Sequence[Array | None] = [None] * len(labels)
     if values[0].gains is not None:
         gains = moved(eqn, [values[0].whole(values[0].gains)])
-    return [Turned.of(x, shape, gain) for x, shape, gain in zip(labels, shapes, gains, strict=True)]
+    return [
+        Rotatable.of(x, shape, gain) for x, shape, gain in zip(labels, shapes, gains, strict=True)
+    ]
 
 
-def gathered(f: Turns, eqn: Eqn, x: Turned, indices: Any) -> Turned:
+def gathered(f: BlockConstraints, eqn: Eqn, x: Rotatable, indices: Any) -> Rotatable:
     """A lookup in a value."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
     if x.is_plain:
-        return Turned.plain(shape)
+        return Rotatable.plain(shape)
     if even is None or not even.is_bare:
         return stop_at(f, eqn, [x])[0]
     zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
-    return Turned.of(moved(eqn, [even.whole(even.labels), zeros])[0], shape)
+    return Rotatable.of(moved(eqn, [even.whole(even.labels), zeros])[0], shape)
 
 
-def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
+def product(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable]) -> Rotatable:
     """A product of values: of attention weights and values, or of two with the same rotation."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     if not all(x.is_bare for x in values):
@@ -189,10 +209,10 @@ def product(f: Turns, eqn: Eqn, values: Sequence[Turned]) -> Turned:
     ones = (1,) * (len(shape) - labels.ndim)
     batch, kept = labels.shape[: len(own.batch)], labels.shape[len(own.batch) :]
     parts = (*kept, *ones) if place == 0 else (*ones, *kept)
-    return Turned.of(labels.reshape(*batch, *parts), shape)
+    return Rotatable.of(labels.reshape(*batch, *parts), shape)
 
 
-def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
+def _inner(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], axes: Any) -> Rotatable:
     """Inner products, which do not change if both vectors are rotated by one matrix."""
     rows = []
     for x, own in zip(values, axes, strict=True):
@@ -206,10 +226,10 @@ def _inner(f: Turns, eqn: Eqn, values: Sequence[Turned], axes: Any) -> Turned:
         rows.append(whole.reshape(*whole.shape[: len(own.batch)], -1))
         f.cut_runs(rows[-1], with_line(eqn, "a product of two values"))
     f.join(rows[0], rows[1], with_line(eqn, "a product with a value that cannot be rotated,"))
-    return Turned.plain(eqn.outvars[0].aval.shape)
+    return Rotatable.plain(eqn.outvars[0].aval.shape)
 
 
-def varies_of(eqn: Eqn, values: Sequence[Turned]) -> list[Axes]:
+def varies_of(eqn: Eqn, values: Sequence[Rotatable]) -> list[Axes]:
     """Returns the axes along which results vary, for operands that are not rotated."""
     name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     if name in _ELEMENTWISE:
