@@ -34,7 +34,8 @@ _ARGUMENTS = {
     it does not divide an axis, some blocks are smaller: the last one along the axis, and all blocks
     of a kernel of 3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
     "exclude": """regular expression, or several, of paths to leave in float. Each becomes a rule in
-    front of the others. As for any rule, it is an error if one matches nothing.""",
+    front of the others. As for any rule, it is an error if one matches nothing, and a warning if an
+    alternative in it does.""",
     "tables": """format of the tables used for lookups, such as `"int8"`, with one scale for each
     row; or a scheme such as `"int4:group=32"`, or a `QSpec`. `None` leaves tables in float. A table
     that is also used in a product is quantized for all its uses or for none: by default for
