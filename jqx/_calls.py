@@ -14,7 +14,9 @@ from ._errors import message
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
-def called(function: str, mend: str = "") -> Callable[[_Called], _Called]:
+def called(
+    function: str, mend: str = "", instead: Callable[[str], str | None] | None = None
+) -> Callable[[_Called], _Called]:
     """Returns a decorator for a public function or class with this name.
 
     A call that fits has no extra cost. Any other call is a TypeError that lists the arguments.
@@ -22,27 +24,31 @@ def called(function: str, mend: str = "") -> Callable[[_Called], _Called]:
     Args:
       function: its public name, without `jqx.`.
       mend: the most likely intention of a call that does not fit.
+      instead: what to write in the place of an argument that does not exist, by its name; `None`
+        if there is no such advice.
     """
 
     def decorate(f: Any) -> Any:
         signature = inspect.signature(f)
         if isinstance(f, type):
-            f.__init__ = _checked(f.__init__, signature, 1, function, mend)
+            f.__init__ = _checked(f.__init__, signature, 1, function, mend, instead)
             return f
         own = next(iter(signature.parameters), "") in ("cls", "self")
         if own:
             _, *rest = signature.parameters.values()
             signature = signature.replace(parameters=rest)
-        return _checked(f, signature, int(own), function, mend)
+        return _checked(f, signature, int(own), function, mend, instead)
 
     return decorate
 
 
-def _checked(f: Any, signature: inspect.Signature, own: int, function: str, mend: str) -> Any:
+def _checked(
+    f: Any, signature: inspect.Signature, own: int, function: str, mend: str, instead: Any
+) -> Any:
     """Returns `f`, which rejects calls that do not fit; its first `own` arguments do not count."""
 
     def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        _check_call(function, signature, args[own:], kwargs, mend)
+        _check_call(function, signature, args[own:], kwargs, mend, instead)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -62,6 +68,7 @@ def _check_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mend: str,
+    instead: Callable[[str], str | None] | None,
 ) -> None:
     """Raises if arguments do not fit a signature."""
     try:
@@ -72,8 +79,11 @@ def _check_call(
         return
     names = list(signature.parameters)
     unknown = [name for name in kwargs if name not in names]
+    advice = [text for name in unknown if instead and (text := instead(name))]
     close = [(name, difflib.get_close_matches(name, names, n=1)) for name in unknown]
     meant = [f"{name}= is called {found[0]}=" for name, found in close if found]
+    if advice or meant:
+        mend = advice[0] if advice else f"{', '.join(meant)}."
     given = [f"{len(args)} arguments by position"] if args or not kwargs else []
     given += [f"{name}=" for name in kwargs]
     raise TypeError(
@@ -82,7 +92,7 @@ def _check_call(
             problem,
             given=", ".join(given),
             expected=f"{function}({', '.join(map(_shown, signature.parameters.values()))})",
-            mend=f"{', '.join(meant)}." if meant else mend or "pass these arguments, by name.",
+            mend=mend or "pass these arguments, by name.",
         )
     ) from None
 

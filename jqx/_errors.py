@@ -1,8 +1,15 @@
-"""The four-part error message: the problem, what was given, what was expected, and the fix."""
+"""The message in four parts of errors and warnings: the problem, what was given, what was expected,
+and the fix.
+"""
 
 import contextlib
 import sys
+import types
+import warnings
 from collections.abc import Iterator
+
+_NOT_THE_USER = ("jqx", "jax", "flax", "contextlib", "functools")
+"""Modules whose frames are between a warning and the line of the user."""
 
 
 def message(function: str, problem: str, *, given: str, expected: str, mend: str) -> str:
@@ -32,3 +39,16 @@ def nesting(function: str) -> Iterator[None]:
             mend="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
         )
         raise ValueError(text) from None
+
+
+def warn(text: str) -> None:
+    """Warns with the text of `message`, at the line of the user's program that led to it."""
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back is not None and _root(frame) in _NOT_THE_USER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _root(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,7 +1,9 @@
 """Names of the previous release: they work for one release, with a DeprecationWarning."""
 
+import difflib
 import functools
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,7 +11,8 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module that finds old names, with a DeprecationWarning.
+    """Returns the `__getattr__` of a module that finds old names, with a DeprecationWarning. Its
+    error for an unknown name has the names that are near.
 
     Args:
       module: the name of the module, `jqx` or `jqx.<folder>`.
@@ -27,7 +30,9 @@ def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Calla
             value = None if name.startswith("__") else _internal(module, name)
             mend = "it is internal to jqx"
         if value is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {module!r} has no attribute {name!r}{_near(module, name)}"
+            )
         text = f"{module}.{name} will be removed in the next release: {mend}."
         warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
         return value
@@ -36,6 +41,12 @@ def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Calla
 
 
 def _internal(module: str, name: str) -> Any:
-    if module == "jqx":
+    if importlib.util.find_spec(f"{module}._shared") is None:
         return None
     return vars(importlib.import_module(f"{module}._shared")).get(name)
+
+
+def _near(module: str, name: str) -> str:
+    public = [known for known in dir(sys.modules[module]) if not known.startswith("_")]
+    close = [] if name.startswith("_") else difflib.get_close_matches(name, public)
+    return f": did you mean {' or '.join(close)}?" if close else ""

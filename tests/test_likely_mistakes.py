@@ -12,7 +12,7 @@ import pytest
 
 import jqx
 
-PARTS = r"jqx\.[\w.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[\w., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
 
 
 def f(params, x):
@@ -51,6 +51,8 @@ MISTAKES = {
     "a list of rules": (lambda: jqx.make_plan(f, [jqx.Rule("w")]), "jqx.Policy([rule, ...])"),
     "a rule": (lambda: jqx.make_plan(f, jqx.Rule("w")), "jqx.Policy([rule])"),
     "a dict": (lambda: jqx.make_plan(f, {".*": "int8"}), "jqx.Policy({regex: scheme, ...})"),
+    "a dict for ptq": (lambda: jqx.ptq(f, {".*": "int8"}), "jqx.Policy({regex: scheme, ...})"),
+    "a preset for ptq": (lambda: jqx.ptq(f, jqx.presets.w8a8), "jqx.presets.w8a8()"),
     "a spec as policy": (lambda: jqx.make_plan(f, jqx.QSpec("int8")), "jqx.Policy({'.*': ...})"),
     "a policy of a name": (lambda: jqx.Policy("w8a8"), "jqx.presets.w8a8()"),
     "no rules": (lambda: jqx.Policy(), "one list, jqx.Policy([rule, ...])"),
@@ -78,8 +80,16 @@ MISTAKES = {
     "a dtype for a spec": (lambda: jqx.Rule("w", weight=jnp.int4), 'the scheme "int4"'),
     "fields for a spec": (lambda: jqx.Rule("w", weight={"qtype": "int4"}), "jqx.QSpec("),
     "no such format": (lambda: jqx.Rule("w", weight="int9"), "write 'int8'"),
-    "no such option": (lambda: jqx.Rule("w", weight="int8:per_channel"), "int4:group=32"),
-    "no number": (lambda: jqx.Rule("w", weight="int8:group"), "int4:group=32"),
+    "no such option": (lambda: jqx.Rule("w", weight="int8:per_channel"), "write 'channel'"),
+    "a misspelt option": (lambda: jqx.Rule("w", weight="int4:gruop=64"), "write 'group=64'"),
+    "an option of nothing": (lambda: jqx.Rule("w", weight="int4:x"), "int4:group=32"),
+    "no number": (lambda: jqx.Rule("w", weight="int8:group"), "write 'group=32'"),
+    "a size twice": (lambda: jqx.Rule("w", weight="int8:group=8:group=4"), "give group once"),
+    "symmetric": (lambda: jqx.Rule("w", weight="int8:symmetric"), "unless it says asymmetric"),
+    "a misspelt calibrator": (
+        lambda: jqx.Rule("w", weight="int8:calibrator=mes"),
+        "write 'calibrator=mse'",
+    ),
     "a dynamic weight": (lambda: jqx.Rule("w", weight="int8:dynamic"), "format and its options"),
     "axes of a file": (lambda: jqx.Rule("w", weight="int8:contract=0"), "format and its options"),
     "a field of a preset": (lambda: jqx.presets.w8a8(weight={"bits": 4}), "sets the number of"),
@@ -100,6 +110,11 @@ MISTAKES = {
     "a round mode": (lambda: jqx.QSpec("int8", round_mode="up"), "jqx.RoundMode.NEAREST"),
     "unsigned": (lambda: jqx.QSpec("uint4"), "symmetric=False"),
     "activations of w8a16": (lambda: jqx.presets.w8a16(activation={}), "w8a8_dynamic()"),
+    "a group of a preset": (lambda: jqx.presets.w4a16(group=32), "group= is called block="),
+    "a group of channels": (lambda: jqx.presets.w4a8(group_size=64), 'weight="int4:group=32"'),
+    "a group of MX": (lambda: jqx.presets.mxfp8(block=64), "mxfp8_e4m3 has blocks of 32"),
+    "bits of a preset": (lambda: jqx.presets.w8a16(bits=4), 'weight={"qtype": "int4"}'),
+    "a spec's field": (lambda: jqx.presets.w8a8(symmetric=False), 'weight={"symmetric": ...}'),
     "a preset that is float": (lambda: jqx.presets.w8a8(weight="float"), 'pass for example "int8"'),
     "a block twice": (lambda: jqx.presets.w4a16(block=64, weight="int4"), "drop block"),
     "axes of a channel": (lambda: jqx.per_channel(0), "that a contraction keeps"),
@@ -187,6 +202,10 @@ MISTAKES = {
         "jnp.asarray",
     ),
     "a number for batches": (lambda: jqx.calibrate_batches(f, PLAN, P, 3), "pass a list"),
+    "an array for batches": (lambda: jqx.calibrate_batches(f, PLAN, P, X), "batches: [x]"),
+    "an array for ptq": (lambda: jqx.ptq(f, W8A8)(P, jnp.asarray(X)), "batches: [x]"),
+    "batches alone": (lambda: jqx.ptq(f, W8A8)([X]), "pass the parameters, and a list"),
+    "batches apart": (lambda: jqx.ptq(f, W8A8)(P, X, X), "pass the parameters, and a list"),
     "reported, swapped": (lambda: jqx.report(P, PLAN), "jqx.report(plan, params)"),
     "reported policy": (lambda: jqx.report(W8A8, P), "plan first"),
     "explained by a preset": (

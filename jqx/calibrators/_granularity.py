@@ -9,7 +9,7 @@ from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
 from ._arguments import check_group_size, check_integers, check_tail
-from ._groups import Groups
+from ._groups import Groups, check_size_known
 
 
 class Granularity(Protocol):
@@ -133,6 +133,8 @@ class PerBlock(_ByGroups):
             expected="each axis once",
             mend="name each axis once, counted from the front or from the end.",
         )
+        for axis, size in sizes.items():
+            check_size_known("per_block", self, shape, axis, size)
         found = tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape))
         for axis, size in sizes.items():
             _check_divides("per_block", str(self), shape, axis, size, self.tail)
@@ -170,6 +172,7 @@ class PerRun(_ByGroups):
         sizes, rest = [1] * len(shape), self.size
         for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
             n = shape[axis]
+            check_size_known("per_group", self, shape, axis, rest)
             if n <= rest and (self.tail or n == 0 or rest % n == 0):
                 sizes[axis], rest = n, rest // n if n else 1
                 continue

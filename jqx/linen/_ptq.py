@@ -11,6 +11,7 @@ from .._calls import called
 from .._checks import check_instance, require_that
 from .._errors import message
 from ..policy import Policy
+from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Target, check_effort
@@ -69,9 +70,13 @@ def ptq(
       >>> bool(jnp.allclose(y, module.apply(variables, x), atol=0.02))
       True
     """
+    check_policy("linen.ptq", policy)
     check_effort("linen.ptq", effort, algorithm)
     function = _applied("linen.ptq", module, kwargs)
 
+    mend = "pass the variables that module.init returns, and a list of batches, such as [x]."
+
+    @called("linen.ptq(module, policy)", mend)
     def quantize(variables: Variables, batches: Iterable[Any]) -> Quantized:
         mend = "pass the variables that module.init returns."
         check_instance("linen.ptq", "variables", variables, Mapping, mend=mend)

@@ -9,6 +9,7 @@ from flax import nnx
 from .._calls import called
 from .._checks import check_instance, require_that
 from ..policy import Policy
+from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Target, check_effort
@@ -66,9 +67,13 @@ def ptq(
       >>> bool(jnp.allclose(jax.jit(quantized.function)(quantized.params, x), model(x), atol=0.02))
       True
     """
+    check_policy("nnx.ptq", policy)
     check_effort("nnx.ptq", effort, algorithm)
     check_float("nnx.ptq", model)
 
+    mend = "pass a list of batches alone, such as [x]: the parameters are those of the model."
+
+    @called("nnx.ptq(model, policy)", mend)
     def quantize(batches: Iterable[Any]) -> Quantized:
         function, state = _called("nnx.ptq", model, method, kwargs)
         names = {

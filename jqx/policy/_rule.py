@@ -45,7 +45,8 @@ class Rule:
       tables: spec of weights that are used for lookups. `"weight"` uses the spec `weight`, and
         `None` leaves them in float, as presets do. All uses of one weight share the same codes or
         none, including a product with the table.
-      optional: whether the rule may match nothing. Otherwise that is an error.
+      optional: whether the rule, or an alternative in its path, may match nothing. Otherwise that
+        is an error for a rule, and a warning for an alternative, as in `(embed|haed)/kernel`.
 
     Raises:
       TypeError: if a field has the wrong type.

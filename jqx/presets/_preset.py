@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
@@ -34,7 +34,8 @@ _ARGUMENTS = {
     it does not divide an axis, some blocks are smaller: the last one along the axis, and all blocks
     of a kernel of 3x3 taps. (`weight={"granularity": jqx.per_group(32)}` makes that an error.)""",
     "exclude": """regular expression, or several, of paths to leave in float. Each becomes a rule in
-    front of the others. As for any rule, it is an error if one matches nothing.""",
+    front of the others. As for any rule, it is an error if one matches nothing, and a warning if an
+    alternative in it does.""",
     "tables": """format of the tables used for lookups, such as `"int8"`, with one scale for each
     row; or a scheme such as `"int4:group=32"`, or a `QSpec`. `None` leaves tables in float. A table
     that is also used in a product is quantized for all its uses or for none: by default for
@@ -60,9 +61,31 @@ def preset(f: _Preset) -> _Preset:
     before, heading, after = inspect.cleandoc(f.__doc__ or "").partition("Example:")
     sections = [_section("Args", taken), _section("Raises", _RAISES), heading + after]
     f.__doc__ = before + "\n\n".join(sections)
-    kept = "activations stay in the model's float dtype: see jqx.presets.w8a8_dynamic()."
-    mend = "" if "activation" in taken else kept
-    return called(f"presets.{f.__name__}", mend)(f)
+
+    def instead(name: str) -> str | None:
+        return _instead(name, taken, f)
+
+    return called(f"presets.{f.__name__}", instead=instead)(f)
+
+
+def _instead(name: str, taken: Collection[str], f: Callable[..., Policy]) -> str | None:
+    """Returns what to write in the place of an argument that a preset does not take."""
+    if name.startswith("act") and "activation" not in taken:
+        return "activations stay in the model's float dtype: see jqx.presets.w8a8_dynamic()."
+    if name in ("bits", "dtype"):
+        return 'pass a format: weight={"qtype": "int4"}.'
+    if name in ("group", "groups", "group_size", "block", "blocks", "block_size"):
+        if "block" in taken:
+            return f"{name}= is called block=."
+        spec = f().rules[-1].weight
+        assert spec is not None
+        form = format_of(spec.qtype)
+        if isinstance(form, Block):
+            return f"drop {name}=: {form.name} has blocks of {form.size}."
+        return f'pass a scheme: weight="{form.name}:group=32".'
+    if name in {field.name for field in dataclasses.fields(QSpec)}:
+        return f'pass a field of the spec: weight={{"{name}": ...}}.'
+    return None
 
 
 def policy(

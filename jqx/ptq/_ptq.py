@@ -11,11 +11,12 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._checks import check_instance, require_that, shown
+from .._checks import require_that, shown
 from .._errors import message
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..policy import Policy
+from ..policy._shared import check_policy
 from ..tensor._shared import TARGETS, Lazy, check_read, kept
 from ..tensor._shared import abstract as abstract_leaf
 from ..transforms import (
@@ -148,19 +149,19 @@ def ptq(
       True
     """
     check_whole("ptq", f)
-    mend = "pass for example jqx.presets.w8a8()."
-    check_instance("ptq", "policy", policy, Policy, mend=mend)
+    check_policy("ptq", policy)
     check_algorithm("ptq", algorithm, of_functions=True)
     check_effort("ptq", effort, algorithm)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
-    def quantize(values: Any, batches: Iterable[Any]) -> Quantized:
+    @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
+    def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
         check_batches("ptq", batches)
         first, every = _first(batches)
         inputs = first if isinstance(first, tuple) else (first,)
         planned = make_plan(f, policy, params=places, names=names)
-        check_arguments("ptq", places, values)
-        arguments = placed(places, values, inputs)
+        check_arguments("ptq", places, params)
+        arguments = placed(places, params, inputs)
         plan = planned(*arguments)
         choice = Choice(algorithm)
         if algorithm is None:
@@ -168,7 +169,7 @@ def ptq(
             if choice.reads_batches:
                 every = list(every)
                 choice = fitted(choice, f, plan, arguments, len(every))
-        done = _carried_out(choice, Mapped(f, plan), values, every, progress)
+        done = _carried_out(choice, Mapped(f, plan), params, every, progress)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant

@@ -42,6 +42,7 @@ _CALIBRATORS["hqo"] = calibrators.hqq  # its former name
 _GRANULARITIES = {"channel": per_channel, "token": per_token, "tensor": per_tensor}
 _SIZES = ("group", "block")
 _VALUED = (*_SIZES, "calibrator", "contract")
+_EXAMPLES = {"group": "32", "block": "64", "calibrator": "mse", "contract": "0"}
 _OPTIONS = (*_VALUED, *_GRANULARITIES, "asymmetric", "dynamic")
 _PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?")
 
@@ -167,9 +168,24 @@ def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
                 f"the option {option!r} is unknown, lacks a value, or is given twice.",
                 text,
                 ", ".join(f"{key}=..." if key in _VALUED else key for key in _OPTIONS),
+                _mend_option(key, value, given),
             )
         given[key] = value
     return given
+
+
+def _mend_option(key: str, value: str, given: Mapping[str, str]) -> str | None:
+    """Returns how to write an option that does not exist as it is written."""
+    if key in given:
+        return f"give {key} once."
+    if key == "symmetric":
+        return "drop it: a scheme is symmetric unless it says asymmetric."
+    close = difflib.get_close_matches(key, _OPTIONS, n=1)
+    if not close:
+        return None
+    name = close[0]
+    written = f"{name}={value or _EXAMPLES[name]}" if name in _VALUED else name
+    return f"write {written!r}."
 
 
 def _granularity(
@@ -203,7 +219,9 @@ def _calibrator(function: str, text: str, given: dict[str, str]) -> Calibrator:
         return minmax if "asymmetric" in given else absmax
     if name not in _CALIBRATORS:
         expected = f"one of {', '.join(_CALIBRATORS)}"
-        raise _wrong(function, "the calibrator is unknown.", text, expected)
+        close = difflib.get_close_matches(name, _CALIBRATORS, n=1)
+        mend = f"write 'calibrator={close[0]}'." if close else None
+        raise _wrong(function, "the calibrator is unknown.", text, expected, mend)
     return _CALIBRATORS[name]
 
 
@@ -226,6 +244,11 @@ def _unknown(function: str, name: str, known: Mapping[str, Any]) -> ValueError:
     return ValueError(text)
 
 
-def _wrong(function: str, problem: str, given: str, expected: str) -> ValueError:
-    mend = 'write a format and its options, such as "int8:tensor" or "int4:group=32:asymmetric".'
+def _wrong(
+    function: str, problem: str, given: str, expected: str, mend: str | None = None
+) -> ValueError:
+    mend = (
+        mend
+        or 'write a format and its options, such as "int8:tensor" or "int4:group=32:asymmetric".'
+    )
     return ValueError(message(function, problem, given=given, expected=expected, mend=mend))

@@ -14,8 +14,9 @@ from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
 from ..policy._shared import preset_of
-from ..tensor import QTensor
 from ._plan import Plan
+
+_NOT_BATCHES = (Mapping, str, bytes)
 
 _MAKE = "plan = jqx.make_plan(f, policy)(params, x)"
 
@@ -103,11 +104,15 @@ def check_stats(function: str, argument: str, stats: Any) -> None:
 def check_batches(function: str, batches: Any) -> None:
     """Checks that batches are an iterable of batches."""
     mend = "pass a list, or a generator."
-    if isinstance(batches, (Iterable, QTensor)) and not isinstance(batches, (Mapping, str, bytes)):
+    shape = getattr(batches, "shape", None) if hasattr(batches, "dtype") else None
+    if isinstance(batches, Iterable) and shape is None and not isinstance(batches, _NOT_BATCHES):
         return
     kind = type(batches).__name__
     given = f"a {kind}, which iterates over its keys" if isinstance(batches, Mapping) else None
-    if isinstance(batches, Mapping):
+    if shape is not None:
+        given = f"an array of shape {list(shape)}, which iterates over its first axis"
+        mend = "pass a list of batches: [x]."
+    elif isinstance(batches, Mapping):
         mend = "pass a list of batches: [batch]."
     elif isinstance(batches, (Plan, Policy)):
         mend = "call jqx.calibrate_batches(f, plan, params, batches)."

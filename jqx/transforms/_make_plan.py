@@ -37,6 +37,9 @@ def make_plan(
     `quantize_params` makes them `jqx.Segments`. The scan may be inside jit, remat, cond, while and
     other scans, and its weights may pass through views that keep the steps apart.
 
+    If an alternative in the path of a rule matches nothing, as in `(embed|haed)/kernel`, and the
+    rule is not optional, a `UserWarning` names it.
+
     Args:
       f: any JAX function; it is traced, never changed.
       policy: an ordered list of rules; the first that matches a contraction applies.

@@ -20,6 +20,7 @@ from ._resolve import resolve_activation, resolve_weights
 from ._signature import AGAIN, check_ranks, check_same
 from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
+from ._unused_alternatives import warn_of_unused_alternatives
 from ._unused_rules import check_used
 
 
@@ -92,6 +93,7 @@ def plan_call(
             name = f"{name}#{numbers[name] - 1}"
         sites.append((_site(function, item, choice, name), item))
     check_used(function, policy, used, found, skipped, call)
+    warn_of_unused_alternatives(function, policy, found, call)
     check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)

@@ -61,7 +61,7 @@ def _refuse(
             f"rule {place} of the policy matches no contraction"
             + (" that an earlier rule has not taken." if shadowed else "."),
             given="; ".join(dict.fromkeys(given)),
-            expected=f"a match; paths are: {_shown(rule.path, known)}",
+            expected=f"a match; paths are: {shown_paths(rule.path, known)}",
             mend=_mend(rule.path, known, shadowed)
             if weights
             else "pass the weights in an argument of f, and its position as params=.",
@@ -69,7 +69,7 @@ def _refuse(
     )
 
 
-def _shown(pattern: str, known: Sequence[str]) -> str:
+def shown_paths(pattern: str, known: Sequence[str]) -> str:
     """Returns paths as text: of many, those that are most similar to a pattern."""
     near = known
     if len(known) > _MOST:
@@ -79,12 +79,19 @@ def _shown(pattern: str, known: Sequence[str]) -> str:
 
 
 def _mend(pattern: str, known: Sequence[str], shadowed: bool) -> str:
-    if not shadowed:
-        for path in known:
-            for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
-                if re.fullmatch(pattern, parent):
-                    return f"a path must match in full, such as {path!r}: write '{parent}/.*'."
-        close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
-        if close:
-            return f"did you mean {close[0]!r}? Or pass optional=True."
-    return "correct its path or op, move it up, or pass optional=True."
+    near = None if shadowed else near_path(pattern, known)
+    if near is None:
+        return "correct its path or op, move it up, or pass optional=True."
+    return f"{near} Or pass optional=True." if near.endswith("?") else near
+
+
+def near_path(pattern: str, known: Sequence[str]) -> str | None:
+    """Returns the path that a pattern without a match is likely to mean, as a hint; `None` if there
+    is none.
+    """
+    for path in known:
+        for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if re.fullmatch(pattern, parent):
+                return f"a path must match in full, such as {path!r}: write '{parent}/.*'."
+    close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
+    return f"did you mean {close[0]!r}?" if close else None

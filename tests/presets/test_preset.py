@@ -15,6 +15,12 @@ from ..transforms.models import close, normal
 from .table import ACTIVE, BLOCKS, PRESETS, STATIC, each, every_preset
 
 
+def test_the_error_of_a_misspelt_preset_has_the_names_that_are_near():
+    with pytest.raises(AttributeError, match="'w4a_16': did you mean w4a16 or w8a16 or w4a8"):
+        presets.w4a_16  # noqa: B018
+    assert "w4a_16" not in dir(presets) and "w4a16" in dir(presets)
+
+
 def test_every_preset_is_in_the_table():
     public = [f for name, f in vars(presets).items() if not name.startswith("_")]
     assert set(public) == set(PRESETS)

@@ -18,7 +18,7 @@ from ..contractions.oracles import gamma
 X = jax.random.normal(jax.random.key(1), (4, 16))
 W8A8 = jqx.presets.w8a8()
 QUIET, NEAREST = {"progress": False}, jqx.algorithms.nearest()
-PARTS = r"jqx\.[a-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[a-z_., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
 
 
 class Net(nn.Module):
@@ -169,7 +169,13 @@ def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
         (lambda: jqx.linen.ptq(jqx.linen.quantize(module, W8A8), W8A8), ValueError, "quantized"),
         (lambda: jqx.linen.ptq(module, W8A8)(X, [X]), TypeError, "`variables`"),
         (lambda: jqx.linen.ptq(module, W8A8)({"a": {}}, [X]), ValueError, "no parameters"),
-        (lambda: jqx.linen.ptq(module, "w8a8")(variables, [X]), TypeError, "`policy`"),
+        (lambda: jqx.linen.ptq(module, "w8a8"), TypeError, "`policy`"),
+        (lambda: jqx.linen.ptq(module, {".*": "int8"}), TypeError, r"jqx\.Policy\({regex: scheme"),
+        (lambda: jqx.nnx.ptq(net, {".*": "int8"}), TypeError, r"jqx\.Policy\({regex: scheme"),
+        (lambda: jqx.linen.ptq(module, W8A8)([X]), TypeError, "that module.init returns, and a"),
+        (lambda: jqx.linen.ptq(module, W8A8)(variables, X), TypeError, r"a list of batches: \[x\]"),
+        (lambda: jqx.nnx.ptq(net, W8A8)(nnx.state(net), [X]), TypeError, "batches alone"),
+        (lambda: jqx.nnx.ptq(net, W8A8)(X), TypeError, r"a list of batches: \[x\]"),
         (lambda: jqx.linen.bind(quantized, module), TypeError, "`unbound`"),
         (lambda: jqx.linen.bind(a, nn.Dense(3)), ValueError, "does not take"),
         (lambda: a.bind(module), TypeError, "module.apply"),

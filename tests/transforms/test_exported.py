@@ -155,3 +155,23 @@ def test_a_sum_of_symbolic_length_needs_a_bound():
     assert 'constraints=["t <= 4096"]' in str(info.value)
     exported = export.export(f)((), batch("t", K, constraints=["t <= 4096"]))
     assert_computes(exported, f, ((), rows()))
+
+
+@pytest.mark.parametrize("format", ["int4", "uint8:asymmetric"])
+def test_a_sum_of_floats_by_codes_of_symbolic_length_needs_no_bound(format):
+    f = jax.jit(jqx.convert(jnp.matmul, jqx.Policy([jqx.Rule(activation=f"{format}:dynamic")])))
+    for constraints in ((), ("t <= 4096",)):
+        y = batch("t", 40, constraints=constraints)
+        x = jax.ShapeDtypeStruct((8, y.shape[0]), jnp.float32)
+        exported = export.export(f)(x, y)
+        x, y = normal(0, 8, 300), normal(1, 300, 40)
+        assert close(exported.call(x, y), f(x, y), terms=300)
+
+
+@pytest.mark.parametrize("scheme", ["int8:group=32:dynamic", "mxfp8:dynamic"])
+def test_blocks_along_an_axis_of_symbolic_size_are_refused(scheme):
+    policy = jqx.Policy([jqx.Rule(activation=scheme)])
+    f = jax.jit(jqx.convert(lambda p, x: x.T @ x, policy, "dynamic"))
+    with pytest.raises(ValueError, match=r"per_group: axis \d has a symbolic size") as info:
+        export.export(f)((), batch("t", K))
+    assert "export with a known size" in str(info.value)

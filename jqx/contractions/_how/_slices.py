@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from ... import _compat
 from ...numerics import format_of
@@ -187,10 +187,10 @@ def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
 
 def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
     """Returns how to cut an axis into about `count` slices, between blocks; `None` if it is too
-    short, or packed so that it cannot be cut.
+    short, of a symbolic size, or packed so that it cannot be cut.
     """
     runs = _runs(q, axis)
-    if count < 2 or runs is None:
+    if count < 2 or runs is None or export.is_symbolic_dim(q.shape[axis]):
         return None
     n, block = q.shape[axis], q.groups.sizes[axis]
     block = 1 if block == n else block  # a single block does not limit the slices

@@ -104,8 +104,10 @@ def count_of(q: QTensor, *others: Any) -> int:
     """Returns the number of tiles for the conversion of codes, given the sizes of other arrays.
 
     It is small if those arrays are large, because each tile reads all of them. A symbolic size
-    counts as small.
+    counts as small, and codes of a symbolic size are not cut.
     """
+    if export.is_symbolic_dim(q.size):
+        return 1
     sizes = [size for size in others if not export.is_symbolic_dim(size)]
     count = max(TILES, math.ceil(q.size / TILE))
     return min(count, math.ceil(q.size / max([1, *sizes])))

@@ -115,7 +115,7 @@ class Product:
             return False
         block = self.block
         summed = self.dimensions.contracted_size(x) if block is None else block.size
-        return summed <= ACCUMULATOR // (128 * largest(q))
+        return not is_at_least(summed, ACCUMULATOR // (128 * largest(q)) + 1)
 
     @property
     def has_few_rows_for_blocks(self) -> bool:

@@ -1,0 +1,128 @@
+"""The warning about an alternative in the path of a rule that matches nothing."""
+
+import itertools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jqx
+from jqx.transforms._unused_alternatives import alternatives
+
+X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+PARAMS = {name: {"kernel": W, "bias": X} for name in ("embed", "head", "up")}
+
+
+def model(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    with jax.named_scope("scores"):
+        return x @ x.T
+
+
+def planned(policy):
+    return jqx.make_plan(model, policy)(PARAMS, X)
+
+
+def test_a_warning_names_the_rule_the_alternative_and_the_nearest_path():
+    policy = jqx.Policy({".*bias|(embed|haed)/kernel": "float", ".*": "int8"})
+    with pytest.warns(UserWarning) as record:
+        planned(policy)
+    (warning,) = record
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "jqx.make_plan: rule 0 of the policy has an alternative without a match.\n"
+        "  given:    'haed' in Rule('.*bias|(embed|haed)/kernel')\n"
+        "  expected: a match of each; paths are: 'embed/kernel', 'head/kernel', 'scores', "
+        "'up/kernel'\n"
+        "  to mend:  did you mean 'head/kernel'? Or drop what has no match, or pass optional=True "
+        "for a policy of several models."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "fact"),
+    [
+        (jqx.presets.w8a16(exclude="(embed|heads)/.*").rules, "'heads' in Rule('(embed|heads)/"),
+        ([jqx.Rule("(embed|head)/.*|up/kernels", weight="int8")], "did you mean 'up/kernel'?"),
+        ([jqx.Rule("(embed/(kernel|q|v)|up).*", weight="int8")], "2 alternatives without a match"),
+        ([jqx.Rule("embed/kernel|head", weight="int8")], "write 'head/.*'."),
+        ([jqx.Rule("embed/kernel|.*query.*", weight="int8")], "correct the path."),
+    ],
+)
+def test_it_warns_of_every_rule_that_has_one(rules, fact):
+    with pytest.warns(UserWarning, match=re.escape(fact)) as record:
+        planned(jqx.Policy(rules))
+    assert len(record) == 1
+
+
+INT8 = {"weight": "int8"}
+SILENT = {
+    "all match": [jqx.Rule("(embed|head)/kernel|up/.*", **INT8)],
+    "a path of a parameter": [jqx.Rule("(embed|up)/(kernel|bias)", **INT8)],
+    "a path without a weight": [jqx.Rule("embed/.*|scores", activation="int8")],
+    "taken by an earlier rule": [jqx.Rule("up.*", **INT8), jqx.Rule("(up|head)/.*", **INT8)],
+    "optional": [jqx.Rule("(embed|none)/.*", **INT8, optional=True)],
+    "repeated": [jqx.Rule("(em|bed|/|kernel)+", **INT8)],
+    "empty": [jqx.Rule("embed/kernel(|_2|_3)", **INT8)],
+    "may be absent": [jqx.Rule("embed/(a|b)?kernel", **INT8)],
+    "flags": [jqx.Rule("(?i)EMBED/kernel|none", **INT8)],
+    "a lookahead": [jqx.Rule("(?=.*(embed|none)).*", **INT8)],
+    "names": [jqx.Rule("(?P<first>embed|none)/kernel", **INT8)],
+    "counts": [jqx.Rule("(embed|none){1}/kernel", **INT8)],
+    "an escape": [jqx.Rule(r"embed\|?/kernel", **INT8)],
+    "a set": [jqx.Rule("[embd|]*/kernel", **INT8)],
+}
+
+
+@pytest.mark.parametrize("rules", SILENT.values(), ids=SILENT)
+def test_it_raises_no_false_alarm(rules):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(jqx.Policy(rules))
+
+
+def test_steps_of_a_scan_are_paths():
+    def scanned(params, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])[0]
+
+    params = {"layers": jax.ShapeDtypeStruct((3, 4, 4), jnp.float32)}
+    rules = {"layers[0]|layers[-1]": "int8", "layers.*": "int4"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="selects steps twice"):
+            jqx.make_plan(scanned, jqx.Policy(rules))(params, X)
+        jqx.make_plan(scanned, jqx.Policy({"(layers)[0]": "int8", ".*": "int4"}))(params, X)
+    with pytest.warns(UserWarning, match=r"'blocks\[0\]' in Rule"):
+        jqx.make_plan(scanned, jqx.Policy({"(layers|blocks[0])": "int8"}))(params, X)
+
+
+def test_one_call_of_ptq_warns_once():
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), PARAMS)
+    policy = jqx.presets.w8a16("(embed|none)/.*")
+    with pytest.warns(UserWarning) as record:
+        jqx.ptq(model, policy, jqx.algorithms.nearest(), target=False, progress=False)(
+            params, [jnp.ones(X.shape)]
+        )
+    assert len(record) == 1
+
+
+PATTERNS = (
+    "(a|b)c",
+    "a|b",
+    "((a|b)/x|c)x",
+    "x(a|b(c|ab))c|(?:ab|b)",
+    r"[|(]a(\||b|a)",
+    "(a|b)(b|c)",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_each_alternative_alone_matches_a_part_and_all_match_everything(pattern):
+    words = ["".join(word) for n in range(5) for word in itertools.product("abcx/|", repeat=n)]
+    full = {word for word in words if re.fullmatch(pattern, word)}
+    parts = [{w for w in words if re.fullmatch(x.path, w)} for x in alternatives(pattern)]
+    assert all(part < full for part in parts) and set().union(*parts) == full and full
