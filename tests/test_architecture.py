@@ -248,6 +248,7 @@ PUBLIC = {
         lowering Lowering Contraction
         ranges Ranges Accumulator Overflow report Report WeightError
         search Assignment Bits Bytes Error sensitivity Sensitivities Sensitivity relative_error
+        plots
     """,
     "diagnostics.plots": "front heat_map histogram ranges sensitivity_bars sqnr_bars",
     "gradients": """

@@ -11,12 +11,12 @@ from .._errors import message
 from .._files import Path, Replacement
 from ..transforms import Plan
 from . import _dashboard_sections as sections
+from ._assignment import Assignment
 from ._comparison import Comparison
 from ._explain import Explanation
 from ._lowering import Lowering
 from ._page import cards, code, note, page, section, text
 from ._report import Report, report
-from ._search import Assignment
 from ._sensitivity import Sensitivities
 
 _WAYS = {

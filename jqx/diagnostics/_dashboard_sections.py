@@ -7,6 +7,8 @@ from typing import Any
 
 from .._table import Table
 from ..transforms import Plan
+from ._assignment import Assignment, wholes
+from ._budgets import in_words
 from ._colors import COLORS, OTHERS
 from ._comparison import Comparison
 from ._explain import Explanation
@@ -15,7 +17,6 @@ from ._names import in_model_order
 from ._page import Row, bars, code, folded, grid, key, note, section, stacks
 from ._report import Report
 from ._schemes import short_scheme
-from ._search import Assignment
 from ._sensitivity import Sensitivities
 from ._strip import strip
 from ._table import decibels
@@ -268,15 +269,18 @@ def _some(names: Sequence[str]) -> str:
 
 def mixture(found: Assignment) -> str:
     """Returns the scheme that a search gave to each weight, and the cost of one scheme for all."""
-    rows = [("this mixture", size(found.bytes), f"{found.measured:.4g}")]
-    rows += [(f"{name} on all", size(n), f"{x:.4g}") for name, (n, x) in found.uniform.items()]
+    rows = [
+        (name, f"{bits:.2f}", size(count), f"{x:.4g}") for name, bits, count, x in wholes(found)
+    ]
     schemes = tuple((path or "(argument)", name) for path, name in found.schemes.items())
     count = Counter(found.schemes.values())
-    schemes_text = ", ".join(f"{n} in {name}" for name, n in count.most_common())
+    lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in count.most_common())}."]
+    lines += [f"Budget: {in_words(found.budget)}."] if found.budget is not None else []
+    scales = "bits and bytes: of the weights of the plan, with their scales"
     return section(
         "Search",
-        note(f"Weights: {schemes_text}."),
-        grid(Table(("scheme", "bytes of weights", "metric"), tuple(rows))),
+        note(*lines),
+        grid(Table(("scheme", "bits a weight", "bytes of weights", "metric"), tuple(rows), scales)),
         folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
     )
 

@@ -103,6 +103,7 @@ def test_a_page_has_what_it_was_given(quantized, found):
     assert f"{bits / sum(w.bytes_before for w in report.weights):.2f}" in seen.text
     assert f"{found['comparison'].result.sqnr:.1f} dB" in text
     assert f"{found['assignment'].measured:.4g}" in text
+    assert f"{found['assignment'].bits:.2f}" in seen.text and "at most 1,900 bytes." in text
     assert quantized.plan.skipped[0].reason in text and "1 < 2" in seen.text
     done = sum(site.is_quantized for site in found["explanation"].sites)
     assert f"{done} of 3" in seen.text

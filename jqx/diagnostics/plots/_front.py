@@ -4,8 +4,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..._checks import check_instance
+from .._assignment import Assignment
 from .._colors import ACCENT, COLORS
-from .._search import Assignment
 from ._canvas import SMALL, axes_for, tidy, titled
 
 
