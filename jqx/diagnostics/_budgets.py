@@ -1,6 +1,7 @@
 """What `search` may spend: bytes, bits per weight, or an error."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Error:
     """A budget: the maximum of the metric."""
 
     limit: float
+
+
+def bytes_of(budget: Bytes | Bits | Error, count: float) -> float:
+    """Returns the maximum number of bytes of `count` weights; infinite for a budget of the metric."""
+    if isinstance(budget, Error):
+        return math.inf
+    return budget.limit / 8 * count if isinstance(budget, Bits) else budget.limit
 
 
 def in_words(budget: Bytes | Bits | Error) -> str:

@@ -19,7 +19,7 @@ from ._report import Report
 from ._schemes import short_scheme
 from ._sensitivity import Sensitivities
 from ._strip import strip
-from ._table import decibels
+from ._table import decibels, size
 from ._weights import WeightError
 
 _REALLY = {
@@ -31,15 +31,6 @@ _REALLY = {
     "gone": "no contraction of that name",
 }
 """The meaning of each `Explained.really`, the best first."""
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes with a unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.3g} {unit}"
 
 
 def counted(count: int, name: str) -> str:
@@ -87,7 +78,7 @@ def sizes(report: Report) -> str:
             names,
             colors,
         ),
-        grid(Table(head, tuple(rows), "bits: of each weight, with its scales, were codes packed")),
+        grid(Table(head, tuple(rows), "bits: per weight, with its scales, and codes packed")),
     )
 
 
@@ -140,7 +131,7 @@ def costs(found: Sensitivities) -> str:
             row.path or "(argument)",
             f"{100 * row.cost / whole:.1f} %",
             row.cost / most,
-            f"{row.cost:.3g}",
+            f"cost {row.cost:.3g}",
         )
         for row in found.ranked
     ]

@@ -12,7 +12,7 @@ from ..policy._shared import check_policy
 from ..transforms import Plan
 from ..transforms._shared import EACH, advancing, check_function, check_plan
 from ._assignment import Assignment, Point
-from ._budgets import Bits, Bytes, Error, in_words
+from ._budgets import Bits, Bytes, Error, bytes_of, in_words
 from ._found_policy import policy_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._weights import bits_of
@@ -183,10 +183,7 @@ class _Problem:
     @property
     def most(self) -> float:
         """The maximum number of bytes; infinite if the budget is one of the metric."""
-        if isinstance(self.budget, Error):
-            return math.inf
-        bits = isinstance(self.budget, Bits)
-        return self.budget.limit / 8 * self.count if bits else self.budget.limit
+        return bytes_of(self.budget, self.count)
 
     def exact(self) -> list[Point]:
         """Returns all assignments that no other beats, fewest bytes first."""
