@@ -30,7 +30,7 @@ class Error:
 
 
 def bytes_of(budget: Bytes | Bits | Error, count: float) -> float:
-    """Returns the maximum number of bytes of `count` weights; infinite for a budget of the metric."""
+    """Returns the maximum bytes of `count` weights; infinite for a budget of the metric."""
     if isinstance(budget, Error):
         return math.inf
     return budget.limit / 8 * count if isinstance(budget, Bits) else budget.limit

@@ -13,9 +13,11 @@ from .pages import DOCS
 EXTENDED = {
     "contractions": "Formulation using",
     "diagnostics.plots": "histogram ranges sqnr_bars sensitivity_bars heat_map front",
-    "transforms": "Contraction OperandAxes View primitive_rules",
+    "transforms": """
+        Operand Site Skipped Unreached Weight Contraction OperandAxes View primitive_rules
+    """,
 }
-"""What users extend jqx with, and pictures, beside the public names."""
+"""What users extend jqx with, pictures, and entries of a plan, beside the public names."""
 
 NAMES = {**PUBLIC, **EXTENDED}
 MODULE = re.compile(r"^\.\. module:: (jqx\S*)$", re.M)
