@@ -19,8 +19,8 @@ from ..numerics import format_of
 from ..numerics._shared import RoundMode
 from ..observers._shared import check_weight
 from ..tensor import QSpec
-from ..transforms import Plan
-from ..transforms._shared import Chosen, Weight
+from ..transforms import Plan, Weight
+from ..transforms._shared import Chosen
 from ._factor import corrected
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer

@@ -16,7 +16,7 @@ from .._table import Printed
 from ..calibrators import Affine
 from ..observers import Mean, ObservedSite
 from ..observers._shared import MeanStats, check_weight
-from ..transforms import ChannelMap, Plan, dequantize_params, map_channels, simulate
+from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels, simulate
 from ..transforms._shared import (
     FORMS,
     Address,
@@ -24,7 +24,6 @@ from ..transforms._shared import (
     Chosen,
     Observe,
     Records,
-    Site,
     addressed,
     arguments_of,
     arrays_of,

@@ -12,14 +12,13 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
-from ..transforms import Plan
+from ..transforms import Plan, Site
 from ..transforms._shared import (
     CONTRACTIONS,
     FORMS,
     Address,
     Call,
     Channels,
-    Site,
     addressed,
     arguments_of,
     is_array,

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._compat import Eqn
-from ..transforms._shared import Address, Site
+from ..transforms import Site
+from ..transforms._shared import Address
 
 Group = tuple[str, list[Eqn], tuple[Address, ...]]
 """Equations that run together: their kind, the equations, the addresses of those with sites."""

@@ -16,16 +16,8 @@ from jax.tree_util import keystr
 
 from .._compat import Eqn
 from ..observers import ObservedSite
-from ..transforms import Plan
-from ..transforms._shared import (
-    CONTRACTIONS,
-    Address,
-    Call,
-    Channels,
-    Site,
-    contractions,
-    observed_parts,
-)
+from ..transforms import Plan, Site
+from ..transforms._shared import CONTRACTIONS, Address, Call, Channels, contractions, observed_parts
 from ._elements import Elements
 from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
 from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, with_line

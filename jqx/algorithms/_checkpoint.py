@@ -19,8 +19,8 @@ from .._files import Path, Replacement, as_path
 from ..gradients import ste
 from ..tensor import QSpec
 from ..tensor._shared import Lazy
-from ..transforms import Plan
-from ..transforms._shared import Call, Weight, is_array
+from ..transforms import Plan, Weight
+from ..transforms._shared import Call, is_array
 from ._grids import Grids
 from ._matrices import Matrix, Unsupported
 from ._report import MatrixReport

@@ -16,8 +16,8 @@ from .._files import Path, as_path
 from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec, QTensor
-from ..transforms import Plan, calibrate_batches
-from ..transforms._shared import Chosen, Weight
+from ..transforms import Plan, Weight, calibrate_batches
+from ..transforms._shared import Chosen
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Factor, Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated

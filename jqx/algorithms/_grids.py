@@ -17,8 +17,8 @@ from ..calibrators import Affine, Calibrator
 from ..numerics._shared import E8M0
 from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
-from ..transforms import Plan
-from ..transforms._shared import Weight, quantize_weight, renumbered
+from ..transforms import Plan, Weight
+from ..transforms._shared import quantize_weight, renumbered
 
 Array = np.ndarray
 

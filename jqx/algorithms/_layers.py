@@ -14,10 +14,9 @@ from .._checks import require_that
 from .._files import Path
 from ..observers._shared import has_rows
 from ..tensor._shared import Lazy
-from ..transforms import Plan, calibrate_batches
+from ..transforms import Plan, Site, calibrate_batches
 from ..transforms._shared import (
     Chosen,
-    Site,
     TracedOnce,
     contractions,
     observed_parts,

@@ -13,12 +13,11 @@ import numpy as np
 from .._checks import require_that
 from .._errors import message
 from ..tensor import QSpec
-from ..transforms import Plan
+from ..transforms import Plan, Site
 from ..transforms._shared import (
     Address,
     Chosen,
     Inapplicable,
-    Site,
     TracedOnce,
     counts_of,
     is_counted,

@@ -11,8 +11,7 @@ import numpy as np
 from .._errors import message
 from ..observers import Hessian, ObservedSite, hessian, places
 from ..observers._shared import Weight, has_rows
-from ..transforms import Plan
-from ..transforms._shared import Site
+from ..transforms import Plan, Site
 from ._factor import objective
 from ._grids import Group
 from ._report import MatrixReport, name_of

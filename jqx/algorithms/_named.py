@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..transforms import Plan
-from ..transforms._shared import Site, Weight, is_array
+from ..transforms import Plan, Site, Weight
+from ..transforms._shared import is_array
 
 
 class Step(Protocol):

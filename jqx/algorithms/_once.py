@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from .. import _compat
-from ..transforms import Plan
-from ..transforms._shared import FORMS, REMAT, Address, Site, addressed
+from ..transforms import Plan, Site
+from ..transforms._shared import FORMS, REMAT, Address, addressed
 from ._decisions import body_of
 from ._elements import Elements
 from ._grids import Group

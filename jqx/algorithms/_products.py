@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
-from ..transforms import ChannelMap, Plan
-from ..transforms._shared import Site, contractions, observed_parts
+from ..transforms import ChannelMap, Plan, Site
+from ..transforms._shared import contractions, observed_parts
 from ._every import Every
 from ._orthogonal import Orthogonal
 

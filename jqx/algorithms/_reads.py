@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..observers import ObservedSite
-from ..transforms._shared import CONTRACTIONS, Address, Operand, Site
+from ..transforms import Operand, Site
+from ..transforms._shared import CONTRACTIONS, Address
 from ._channels import Table
 from ._elements import Elements
 from ._label_rules import channels_of

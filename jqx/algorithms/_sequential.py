@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..transforms import Plan
-from ..transforms._shared import Site, alike, spread, value_of
+from ..transforms import Plan, Site
+from ..transforms._shared import alike, spread, value_of
 from ._leaves import Leaves
 from ._offload import Offload, on_device
 from ._stages import Scope, Stage, Steps

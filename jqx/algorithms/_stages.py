@@ -16,8 +16,8 @@ from jax import lax
 
 from .. import _compat
 from .._compat import Eqn
-from ..transforms import Plan
-from ..transforms._shared import Address, Call, Site, addressed, followed
+from ..transforms import Plan, Site
+from ..transforms._shared import Address, Call, addressed, followed
 from ._blocks import Group, grouped
 from ._decisions import Decisions, body_of
 from ._programs import Programs

@@ -14,15 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Eqn
-from ..transforms._shared import (
-    CONTRACTIONS,
-    Address,
-    Call,
-    Channels,
-    Site,
-    contractions,
-    observed_parts,
-)
+from ..transforms import Site
+from ..transforms._shared import CONTRACTIONS, Address, Call, Channels, contractions, observed_parts
 from ._channels import Table, names_of
 from ._elements import Elements
 from ._every import Every

@@ -6,11 +6,10 @@ from typing import Any
 
 from ..tensor import QSpec
 from ..tensor._shared import read
-from ..transforms import Plan
+from ..transforms import Plan, Site
 from ..transforms._shared import (
     Address,
     Call,
-    Site,
     TracedOnce,
     arguments_of,
     as_plan,

@@ -3,7 +3,12 @@
 import typing as _typing
 
 from .._old_names import renamed as _renamed
+from . import plots as plots
 from ._accumulators import Accumulator as Accumulator
+from ._assignment import Assignment as Assignment
+from ._budgets import Bits as Bits
+from ._budgets import Bytes as Bytes
+from ._budgets import Error as Error
 from ._compare import compare as compare
 from ._comparison import Comparison as Comparison
 from ._comparison import SiteError as SiteError
@@ -20,10 +25,6 @@ from ._ranges import Ranges as Ranges
 from ._ranges import ranges as ranges
 from ._report import Report as Report
 from ._report import report as report
-from ._search import Assignment as Assignment
-from ._search import Bits as Bits
-from ._search import Bytes as Bytes
-from ._search import Error as Error
 from ._search import search as search
 from ._sensitivity import Sensitivities as Sensitivities
 from ._sensitivity import Sensitivity as Sensitivity

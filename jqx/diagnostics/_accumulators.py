@@ -15,7 +15,8 @@ from ..contractions._shared import ACCUMULATOR
 from ..numerics import Block, Integer, format_of
 from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
-from ..transforms._shared import Address, Site, contraction_of
+from ..transforms import Site
+from ..transforms._shared import Address, contraction_of
 from ._interval_arrays import contract
 from ._intervals import ANY, Interval, least, limits, most, of_value, wide
 
@@ -37,6 +38,7 @@ class Accumulator:
       products: number of products summed in integers: those of a block, if scales are in blocks.
       sums: the smallest and the largest sum; `None` if the site does not sum integers.
       how: how jqx computes the sums.
+      label: what tables call it; if empty, its path.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Accumulator:
     products: int
     sums: Ends | None
     how: str
+    label: str = ""
 
     @property
     def bits(self) -> int | None:
@@ -81,7 +84,7 @@ class Accumulator:
 
 def not_reached(site: Site) -> Accumulator:
     """Returns the row of a site in a branch or a loop that never runs."""
-    return Accumulator(site.path, site.op, None, None, 0, None, "not reached")
+    return Accumulator(site.path, site.op, None, None, 0, None, "not reached", site.label)
 
 
 class _Seen(NamedTuple):
@@ -127,10 +130,11 @@ def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
     lhs, rhs = seen[0], seen[-1]
     ends = [None if s.codes is None else (s.codes.low, s.codes.high) for s in (lhs, rhs)]
     if len(seen) == 1:
-        return Accumulator(site.path, site.op, ends[0], None, 0, None, "lookup")
+        return Accumulator(site.path, site.op, ends[0], None, 0, None, "lookup", site.label)
     axes = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
     sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
-    row = Accumulator(site.path, site.op, ends[0], ends[1], math.prod(sizes), None, "float")
+    products = math.prod(sizes)
+    row = Accumulator(site.path, site.op, ends[0], ends[1], products, None, "float", site.label)
     if lhs.codes is None or rhs.codes is None or lhs.every is None or rhs.every is None:
         return row
     sums = contract(eqn, lhs.codes, rhs.codes, sizes)

@@ -23,16 +23,14 @@ from .._signatures import P
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
-from ..transforms import Plan
+from ..transforms import Plan, Site, Weight
 from ..transforms._shared import (
     Address,
     Call,
     GivenAffines,
     Records,
     Rules,
-    Site,
     Trainable,
-    Weight,
     as_plan,
     check_function,
     codes_of,
@@ -319,7 +317,7 @@ def _rows(
         before = sum(x.before for x in entries)
         after = sum(x.after for x in entries)
         objective = after / before if before else 1.0
-        row = dataclasses.replace(row, scheme=scheme_of_site(site))
+        row = dataclasses.replace(row, scheme=scheme_of_site(site), label=site.label)
         yield dataclasses.replace(row, objective=objective) if entries else row
 
 

@@ -26,6 +26,7 @@ class SiteError:
       objective: the objective of the chosen codes that an algorithm has reported for the weight,
         relative to that of rounding to nearest; `None` if it reported nothing.
       scheme: how its operands are quantized, such as `float x int4 per_group(32)`.
+      label: what tables call it, without its layer; if empty, its path.
     """
 
     path: str
@@ -38,11 +39,12 @@ class SiteError:
     local_max_error: float
     objective: float | None = None
     scheme: str = ""
+    label: str = ""
 
     @property
     def name(self) -> str:
-        """Path, operation if there are several on the path, and layer."""
-        return self.path + "".join(f"[{i}]" for i in self.layer)
+        """What tables call it, with its layer."""
+        return (self.label or self.path) + "".join(f"[{i}]" for i in self.layer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,14 @@ from .._errors import message
 from .._files import Path, Replacement
 from ..transforms import Plan
 from . import _dashboard_sections as sections
+from ._assignment import Assignment
 from ._comparison import Comparison
 from ._explain import Explanation
 from ._lowering import Lowering
 from ._page import cards, code, note, page, section, text
 from ._report import Report, report
-from ._search import Assignment
 from ._sensitivity import Sensitivities
+from ._table import size
 
 _WAYS = {
     "Sizes and weights": (
@@ -209,7 +210,9 @@ def _cards(
     if known is not None:
         before, after = known.bytes_before, known.bytes_after
         times = f"{before / after:.2f} times fewer bytes" if after else ""
-        sizes = f"{sections.size(before)} → {sections.size(after)}"
+        if known.bytes_packed < after:
+            times += f"; {size(known.bytes_packed)} with packed codes, as in a file"
+        sizes = f"{size(before)} → {size(after)}"
         found.append(("parameters", sizes, times))
         if known.weights:
             bits = sections.bits_of_report(known)

@@ -7,6 +7,8 @@ from typing import Any
 
 from .._table import Table
 from ..transforms import Plan
+from ._assignment import Assignment, wholes
+from ._budgets import in_words
 from ._colors import COLORS, OTHERS
 from ._comparison import Comparison
 from ._explain import Explanation
@@ -15,10 +17,9 @@ from ._names import in_model_order
 from ._page import Row, bars, code, folded, grid, key, note, section, stacks
 from ._report import Report
 from ._schemes import short_scheme
-from ._search import Assignment
 from ._sensitivity import Sensitivities
 from ._strip import strip
-from ._table import decibels
+from ._table import decibels, size
 from ._weights import WeightError
 
 _REALLY = {
@@ -30,15 +31,6 @@ _REALLY = {
     "gone": "no contraction of that name",
 }
 """The meaning of each `Explained.really`, the best first."""
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes with a unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.3g} {unit}"
 
 
 def counted(count: int, name: str) -> str:
@@ -86,7 +78,7 @@ def sizes(report: Report) -> str:
             names,
             colors,
         ),
-        grid(Table(head, tuple(rows), "bits: of each weight, with its scales, were codes packed")),
+        grid(Table(head, tuple(rows), "bits: per weight, with its scales, and codes packed")),
     )
 
 
@@ -136,10 +128,10 @@ def costs(found: Sensitivities) -> str:
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     rows = [
         Row(
-            row.path or "(argument)",
+            row.label or row.path or "(argument)",
             f"{100 * row.cost / whole:.1f} %",
             row.cost / most,
-            f"{row.cost:.3g}",
+            f"cost {row.cost:.3g}",
         )
         for row in found.ranked
     ]
@@ -219,7 +211,7 @@ def _explained(found: Explanation, plan: Plan | None) -> list[str]:
     whole = counted(len(found.sites), "site")
     parts = [("sites", [float(count[kind]) for kind in kinds], whole)]
     wanted = [
-        (site.path or "(unnamed)", site.op, site.plan or "-", _REALLY[site.really])
+        (site.label or site.path, site.op, site.plan or "-", _REALLY[site.really])
         for site in found.sites
         if site.really in ("float", "widened first", "gone")
         and not site.plan.startswith("left in float")
@@ -268,15 +260,18 @@ def _some(names: Sequence[str]) -> str:
 
 def mixture(found: Assignment) -> str:
     """Returns the scheme that a search gave to each weight, and the cost of one scheme for all."""
-    rows = [("this mixture", size(found.bytes), f"{found.measured:.4g}")]
-    rows += [(f"{name} on all", size(n), f"{x:.4g}") for name, (n, x) in found.uniform.items()]
+    rows = [
+        (name, f"{bits:.2f}", size(count), f"{x:.4g}") for name, bits, count, x in wholes(found)
+    ]
     schemes = tuple((path or "(argument)", name) for path, name in found.schemes.items())
     count = Counter(found.schemes.values())
-    schemes_text = ", ".join(f"{n} in {name}" for name, n in count.most_common())
+    lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in count.most_common())}."]
+    lines += [f"Budget: {in_words(found.budget)}."] if found.budget is not None else []
+    scales = "bits and bytes: of the weights of the plan, with their scales"
     return section(
         "Search",
-        note(f"Weights: {schemes_text}."),
-        grid(Table(("scheme", "bytes of weights", "metric"), tuple(rows))),
+        note(*lines),
+        grid(Table(("scheme", "bits a weight", "bytes of weights", "metric"), tuple(rows), scales)),
         folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
     )
 

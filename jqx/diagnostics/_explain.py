@@ -13,7 +13,7 @@ from .._table import Table, Tabular
 from ..policy import Policy
 from ..tensor import QTensor, pack_for
 from ..transforms import Plan, convert, make_plan, quantize_params
-from ..transforms._shared import GivenAffines, check_plan, is_array, rooted
+from ..transforms._shared import GivenAffines, check_plan, is_array, label_of, rooted
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
@@ -22,6 +22,11 @@ from ._schemes import scheme_of_site, scheme_of_tensor
 from ._targets import target_of
 
 HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
+
+GONE = (
+    "gone: the program has no such product: it was merged with an equal one, made of other "
+    "operations, or computed beforehand"
+)
 
 Really = Literal["codes", "converted", "widened first", "float", "lookup", "gone"]
 
@@ -42,9 +47,11 @@ class Explained:
         - `"widened first"`: another kernel writes the codes to memory in a wider type
         - `"float"`: no codes are read
         - `"lookup"`: rows of a table are read; nothing is multiplied
-        - `"gone"`: the program has no contraction of that name: the compiler has merged it with
-          another or computed it at compile time, or jqx does not look where it is
+        - `"gone"`: the program has no contraction of that name: the compiler merged it with an
+          equal one, made it of other operations, or computed it beforehand, or jqx does not look
+          where it is
       contractions: its compiled contractions; several if one product is computed in parts.
+      label: what tables call it; if empty, its path.
     """
 
     path: str
@@ -52,6 +59,7 @@ class Explained:
     plan: str
     really: Really
     contractions: tuple[Contraction, ...]
+    label: str = ""
 
     @property
     def is_quantized(self) -> bool:
@@ -227,13 +235,15 @@ def _with_plan(
     for site in plan.sites:
         parts = tuple(found.pop(site.name, ()))
         specs = scheme_of_site(site)
-        sites.append(Explained(site.path, site.op, specs, _really(site.op, parts), parts))
+        really = _really(site.op, parts)
+        sites.append(Explained(site.path, site.op, specs, really, parts, site.label))
     for i, skip in enumerate(plan.skipped):
         parts = tuple(found.pop(plan.name_of_skipped(i), ()))
         reason = f"left in float: {skip.reason}"
         if skip.path in already:
             reason = f"quantized already: {already[skip.path]}"
-        sites.append(Explained(skip.path, skip.op, reason, _really(skip.op, parts), parts))
+        really, label = _really(skip.op, parts), plan.label_of_skipped(i)
+        sites.append(Explained(skip.path, skip.op, reason, really, parts, label))
     others = tuple(c for parts in found.values() for c in parts)
     return Explanation(tuple(sites), others, low, plain)
 
@@ -245,7 +255,8 @@ def _without_plan(low: Lowering, plain: tuple[str, ...]) -> Explanation:
     for name, parts in found.items():
         path, _, op = name.rpartition(":")
         op = op.partition("#")[0].partition("~")[0]
-        sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts)))
+        label = label_of(path, name, is_weight=False)
+        sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts), label))
     return Explanation(tuple(sites), others, low, plain)
 
 
@@ -285,7 +296,7 @@ def _are_codes(dtypes: tuple[str, ...]) -> bool:
 def _rows(explanation: Explanation) -> list[tuple[str, ...]]:
     rows = []
     for site in explanation.sites:
-        head = (site.path or "(unnamed)", site.plan or "-", site.really)
+        head = (site.label or site.path, site.plan or "-", site.really)
         parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
         rows += [(*head, *parts[0]), *(("", "", "", *part) for part in parts[1:])]
     rows += [("(no site)", "-", "-", *_cells(c)) for c in explanation.others]
@@ -300,6 +311,8 @@ def _footer(explanation: Explanation) -> str:
     done = sum(site.is_quantized for site in explanation.sites)
     count = len(explanation.sites)
     text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
+    if any(site.really == "gone" for site in explanation.sites):
+        text += f"\n{GONE}"
     if not explanation.plain:
         return text
     layouts = (

@@ -76,7 +76,8 @@ dt{font-weight:600;margin-top:.5rem}dd{margin:0}
 @media(max-width:640px){body{padding:.8rem .8rem 2rem}
 .bars li{grid-template-columns:minmax(0,1fr) auto;padding:.3rem 0}
 .bars .what{grid-row:3;grid-column:1/3}.bars .track{grid-row:2;grid-column:1/3;margin:.15rem 0}
-.stack{grid-template-columns:5rem 1fr 4.4rem}}
+.stack{grid-template-columns:5rem 1fr 4.4rem}
+table{font-size:.78rem}th,td{padding:.25rem .4rem}}
 @media print{details>*{display:block}}
 """
 

@@ -55,7 +55,7 @@ class Ranges(Tabular):
         """Returns the rows as text."""
         rows = [
             (
-                row.path or "(argument)",
+                row.label or row.path,
                 row.op,
                 _ends(row.lhs),
                 _ends(row.rhs),

@@ -4,7 +4,7 @@ import re
 
 from ..numerics._shared import name_of_qtype
 from ..tensor import QTensor
-from ..transforms._shared import Site
+from ..transforms import Site
 
 _BLOCK = re.compile(r"per_block\(\{([^}]*)\}\)")
 

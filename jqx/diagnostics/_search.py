@@ -1,15 +1,18 @@
 """`search`: a scheme for each weight, such that the error is minimal within a budget."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._checks import check_instance, require_that
-from .._table import Table, Tabular
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..transforms import Plan
 from ..transforms._shared import EACH, advancing, check_function, check_plan
+from ._assignment import Assignment, Point
+from ._budgets import Bits, Bytes, Error, bytes_of, in_words
 from ._found_policy import policy_of
 from ._sweep import Metric, Sweep, plan_of_batches, relative_error
 from ._weights import bits_of
@@ -18,91 +21,8 @@ FLOAT = "float"
 """Name of the scheme that leaves a weight in float."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """A budget: the maximum number of bytes of the weights of the plan, with their scales."""
-
-    limit: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Bits:
-    """A budget: the maximum mean bits per weight of the plan, with its scales."""
-
-    limit: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Error:
-    """A budget: the maximum of the metric."""
-
-    limit: float
-
-
 _MEASURED = 8
 """Number of the assignments with the best predictions that are measured."""
-
-
-class Point(NamedTuple):
-    """One assignment of the front: no other has both fewer bytes and less error.
-
-    Attributes:
-      bytes: bytes of the weights of the plan, with their scales.
-      error: sum of the costs of the parts.
-      schemes: scheme of each unit, in order.
-    """
-
-    bytes: float
-    error: float
-    schemes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment(Tabular):
-    """The result of `search`. Prints as a table.
-
-    Attributes:
-      policy: a policy with a rule for each path only.
-      schemes: name of the scheme of each path.
-      bytes: bytes of the weights of the plan, with their scales, packed.
-      bits: bits per weight of the plan, with their scales, on average.
-      predicted: sum of the costs of the parts; for one candidate on all weights, or a greedy
-        search, the metric of the whole.
-      measured: metric of the whole.
-      uniform: bytes and measured metric of each candidate on all paths.
-      front: the best assignments for any number of bytes, by predicted error; for a greedy search,
-        its intermediate assignments.
-    """
-
-    policy: Policy
-    schemes: dict[str, str]
-    bytes: float
-    bits: float
-    predicted: float
-    measured: float
-    uniform: dict[str, tuple[float, float]]
-    front: tuple[Point, ...]
-
-    def table(self) -> Table:
-        """Returns the rows as text."""
-        rows = [(path or "(argument)", scheme) for path, scheme in self.schemes.items()]
-
-        def shown(size: float) -> str:
-            return f"{size:,.0f} bytes ({size / self.bytes * self.bits:.2f} bits a weight)"
-
-        parts = [
-            f"{shown(self.bytes)}, metric {self.measured:.4g} ({self.predicted:.4g} predicted)"
-        ]
-        parts += [
-            f"{name} on all: {shown(size)}, {x:.4g}" for name, (size, x) in self.uniform.items()
-        ]
-        return Table(("path", "scheme"), tuple(rows), "; ".join(parts), texts=2)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict for `json.dumps`, without the policy."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        front = [point._asdict() for point in self.front]
-        return {**fields, "front": front, "policy": [str(rule) for rule in self.policy.rules]}
 
 
 def search(
@@ -134,7 +54,8 @@ def search(
       candidates: policies by name; the rule of a policy that matches a weight is its scheme for
         that weight. A weight that a candidate does not quantize is in float under it. `"float"` is
         always one of the schemes.
-      budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`.
+      budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`. Bytes and bits count the
+        scales of the weights too.
       metric: as in `sensitivity`.
       additive: whether the costs of several weights add up.
       steps: whether every scan over weights is split at each of its steps, so that each layer of a
@@ -210,10 +131,7 @@ def search(
             mend="print the plan: it shows why each contraction stays in float.",
         )
         sizes = {unit: _sizes(sweep, unit) for unit in units}
-        limit = budget
-        if isinstance(limit, Bits):
-            limit = Bytes(limit.limit / 8 * sum(w.size for w in sweep.weights.values()))
-        found = _Problem(sweep, units, sizes, [FLOAT, *candidates], limit)
+        found = _Problem(sweep, units, sizes, [FLOAT, *candidates], budget)
         count = len(candidates) * (len(units) + 1) if additive else None
         with advancing("search", "step", count, progress) as sweep.advance:
             uniform = {name: found.uniform(name) for name in candidates}
@@ -255,7 +173,17 @@ class _Problem:
     units: Sequence[str]
     sizes: Mapping[str, Sequence[float]]
     names: Sequence[str]
-    budget: Bytes | Error
+    budget: Bytes | Bits | Error
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of weights of the plan, as numbers."""
+        return sum(w.size for w in self.sweep.weights.values())
+
+    @property
+    def most(self) -> float:
+        """The maximum number of bytes; infinite if the budget is one of the metric."""
+        return bytes_of(self.budget, self.count)
 
     def exact(self) -> list[Point]:
         """Returns all assignments that no other beats, fewest bytes first."""
@@ -274,7 +202,7 @@ class _Problem:
         """Returns the assignments on the way from the fewest bytes to float."""
         state = {unit: min(range(len(s)), key=s.__getitem__) for unit, s in self.sizes.items()}
         front = [self._point(state)]
-        while not self._is_met(front[-1]) or isinstance(self.budget, Bytes):
+        while not self._is_met(front[-1]) or self.most < math.inf:
             steps = []
             for unit, sizes in self.sizes.items():
                 for i, size in enumerate(sizes):
@@ -295,17 +223,16 @@ class _Problem:
         bytes, and its measured metric. Those of the front with the best predictions are measured.
         """
         met = [point for point in (*front, *uniform) if self._is_met(point)]
-        least = min(p.bytes for p in front), min(p.error for p in front)
         require_that(
             met,
             error=ValueError,
             function="search",
             problem="no assignment meets the budget.",
-            given=f"{self.budget}",
-            expected=f"at least {least[0]:,.0f} bytes, or an error of at least {least[1]:.4g}",
+            given=f"{type(self.budget).__name__}({self.budget.limit:g}): {self._given()}",
+            expected=self._least(front),
             mend="raise the budget, or add a candidate with fewer bits.",
         )
-        if isinstance(self.budget, Bytes):
+        if self.most < math.inf:
             likely = sorted(met, key=lambda point: (point.error, point.bytes))[:_MEASURED]
             each = dict.fromkeys([*likely, *(point for point in uniform if point in met)])
             tried = [(point, self.measured(point.schemes)) for point in each]
@@ -332,11 +259,29 @@ class _Problem:
         return Point(size, self.sweep(dict(state)), tuple(self.names[i] for i in state.values()))
 
     def _fits(self, size: float) -> bool:
-        return isinstance(self.budget, Error) or size <= self.budget.limit
+        return size <= self.most
 
     def _is_met(self, point: Point) -> bool:
-        own = point.bytes if isinstance(self.budget, Bytes) else point.error
-        return own <= self.budget.limit
+        if isinstance(self.budget, Error):
+            return point.error <= self.budget.limit
+        return self._fits(point.bytes)
+
+    def _given(self) -> str:
+        """Returns the budget in words, for errors."""
+        if not isinstance(self.budget, Bits):
+            return in_words(self.budget)
+        return f"{in_words(self.budget)}, {self.most:,.0f} bytes for {self.count:,} weights"
+
+    def _least(self, front: Sequence[Point]) -> str:
+        """Returns the least budget that could be met, in its own units, rounded up."""
+        if isinstance(self.budget, Error):
+            return f"a metric of at least {min(p.error for p in front):.4g}"
+        least = min(p.bytes for p in front)
+        size = f"{math.ceil(least):,} bytes"
+        if isinstance(self.budget, Bytes):
+            return f"at least {size}, scales included"
+        bits = math.ceil(100 * 8 * least / self.count) / 100
+        return f"at least {bits:.2f} bits a weight, scales included ({size})"
 
 
 def _undominated(points: Sequence[Point]) -> list[Point]:
@@ -362,9 +307,10 @@ def _assignment(
         policy=policy_of(units, candidates, base),
         schemes=schemes,
         bytes=point.bytes,
-        bits=8 * point.bytes / sum(w.size for w in problem.sweep.weights.values()),
+        bits=8 * point.bytes / problem.count,
         predicted=point.error,
         measured=measured,
         uniform={name: (point.bytes, point.error) for name, point in uniform.items()},
         front=tuple(front),
+        budget=problem.budget,
     )

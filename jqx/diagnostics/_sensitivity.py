@@ -25,11 +25,16 @@ class Sensitivity:
       path: path of the weight, or of all weights that one site joins; or the scope of a site.
       op: its first operation.
       cost: cost in units of the metric; larger is worse.
+      scheme: how its operands were quantized, such as `float x int4 per_group(32)`.
+      label: what tables call it; if empty, its path. Sites with neither weight nor scope are
+        quantized together: `(4 unnamed)`.
     """
 
     path: str
     op: str
     cost: float
+    scheme: str = ""
+    label: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,12 @@ class Sensitivities(Tabular):
         """Returns the rows as text."""
         whole = sum(row.cost for row in self.ranked if row.cost > 0) or 1.0
         rows = [
-            (row.path or "(argument)", row.op, f"{row.cost:.4g}", f"{100 * row.cost / whole:.1f} %")
+            (
+                row.label or row.path or "(argument)",
+                row.op,
+                f"{row.cost:.4g}",
+                f"{100 * row.cost / whole:.1f} %",
+            )
             for row in self.ranked
         ]
         footer = f"estimate: {self.estimate}"
@@ -146,7 +156,10 @@ def sensitivity(
                 }
             else:
                 costs = _of_weights(sweep, estimate, samples, key)
-        rows = [Sensitivity(unit, sweep.ops[unit], cost) for unit, cost in costs.items()]
+        rows = [
+            Sensitivity(unit, sweep.ops[unit], cost, sweep.schemes[unit], sweep.labels[unit])
+            for unit, cost in costs.items()
+        ]
         return Sensitivities(tuple(sorted(rows, key=lambda row: -row.cost)), estimate, everything)
 
     return ranked

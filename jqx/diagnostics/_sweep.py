@@ -18,12 +18,11 @@ from .._compat import Eqn
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
-from ..transforms import Plan, affines, calibrate_batches
+from ..transforms import Plan, Site, affines, calibrate_batches
 from ..transforms._shared import (
     Call,
     Records,
     Rules,
-    Site,
     Splits,
     Weights,
     arguments_of,
@@ -36,6 +35,7 @@ from ..transforms._shared import (
     real_of,
     trace_call,
 )
+from ._schemes import scheme_of_site
 
 Choice = dict[str, int]
 """The choice for each unit: 0 for float, i for the i-th plan."""
@@ -143,6 +143,9 @@ class Sweep:
       advance: called after each evaluation.
       units: the units of choice, in the order of the sites: the path of a weight, of several
         weights that are joined, or of a site without a weight.
+      ops: the first operation of each unit.
+      schemes: how the operands of each unit are quantized; where plans differ, by one of them.
+      labels: what tables call each unit.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Sweep:
         self._unit_of = _units(known, plans)
         self.units = list(dict.fromkeys(self._unit_of[site.path] for site in known))
         self.ops = {self._unit_of[site.path]: site.op for site in reversed(known)}
+        self.schemes, self.labels = _described(known, self._unit_of)
         self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
@@ -345,6 +349,21 @@ def _together(ways: Sequence[Site | None]) -> Site:
     )
     output = of(way.output for way in known)
     return dataclasses.replace(known[0], operands=operands, output=output)
+
+
+def _described(
+    sites: Sequence[Site], unit_of: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns how the sites of each unit are quantized, and what tables call the unit."""
+    of_unit: dict[str, list[Site]] = {}
+    for site in sites:
+        of_unit.setdefault(unit_of[site.path], []).append(site)
+    schemes, labels = {}, {}
+    for unit, own in of_unit.items():
+        schemes[unit] = "; ".join(dict.fromkeys(map(scheme_of_site, own)))
+        several = not unit and len(own) > 1 and own[0].label != "(argument)"
+        labels[unit] = f"({len(own)} unnamed)" if several else unit or own[0].label
+    return schemes, labels
 
 
 def _units(sites: Sequence[Site], plans: Sequence[Plan]) -> dict[str, str]:

@@ -9,6 +9,15 @@ def decibels(x: float) -> str:
     return "-" if math.isnan(x) else "exact" if x == math.inf else f"{x:.1f}"
 
 
+def size(count: float) -> str:
+    """Returns a number of bytes with a unit."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.3g} {unit}"
+
+
 def finite(x: Any) -> Any:
     """Returns a tree of dicts and lists with `None` for infinite and NaN values."""
     if isinstance(x, dict):

@@ -98,7 +98,7 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
         expected="equal shapes",
         mend="pass the array that q was made from.",
     )
-    clipped, dead = _count(x, q, *_limits(format_of(q.qtype)))
+    clipped, dead = _count(x, q, *limits_of(format_of(q.qtype)))
     values = np.asarray(x)
     return WeightError(
         path=path,
@@ -153,7 +153,7 @@ def sqnr(x: np.ndarray, y: np.ndarray) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _limits(form: QType) -> tuple[float, float]:
+def limits_of(form: QType) -> tuple[float, float]:
     """Returns the range of a format, extended by half of its outermost steps and a few units in the
     last place of float32: rounding a zero point at a tie leaves a number just at half a step.
     """

@@ -10,8 +10,8 @@ from .._checks import require_that, shown
 from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
 from ..tensor import QSpec
-from ..transforms import Plan
-from ..transforms._shared import Inapplicable, Site, as_chosen, trace_call
+from ..transforms import Plan, Site
+from ..transforms._shared import Inapplicable, as_chosen, trace_call
 from ._late_folders import algorithms, shared_algorithms
 
 Effort = Literal["seconds", "minutes", "hours"]

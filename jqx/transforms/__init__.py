@@ -15,6 +15,11 @@ from ._quantize_params import dequantize_params as dequantize_params
 from ._quantize_params import quantize_params as quantize_params
 from ._quantize_state import quantize_state as quantize_state
 from ._simulate import simulate as simulate
+from ._site import Operand as Operand
+from ._site import Site as Site
+from ._site import Skipped as Skipped
+from ._site import Unreached as Unreached
+from ._site import Weight as Weight
 from .primitives import Contraction as Contraction
 from .primitives import View as View
 from .primitives import primitive_rules as primitive_rules

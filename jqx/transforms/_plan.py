@@ -29,7 +29,7 @@ from ._origin import Address
 from ._paths import Params, Split, Weights, flatten, is_whole, rooted
 from ._plan_table import plan_table
 from ._signature import check_same, is_parameter_line
-from ._site import Site, Skipped, Unreached, Weight
+from ._site import Site, Skipped, Unreached, Weight, label_of
 from ._split import parts_of
 
 _VERSION = 1
@@ -201,6 +201,10 @@ class Plan(Tabular):
     def name_of_skipped(self, index: int) -> str:
         """Returns the name of a contraction that stays in float."""
         return f"{self.skipped[index].path}:{self.skipped[index].op}~{index}"
+
+    def label_of_skipped(self, index: int) -> str:
+        """Returns what tables call a contraction that stays in float; see `Site.label`."""
+        return label_of(self.skipped[index].path, self.name_of_skipped(index), is_weight=False)
 
     def has_sites_in(self, here: Address) -> bool:
         """Whether there is a site inside an equation."""

@@ -26,10 +26,9 @@ def _rows(plan: Any) -> list[tuple[str, ...]]:
             f" -> {site.output}" if site.output else ""
         )
         weight, shapes = _specs(site, "weight", plan), _shapes(site.shapes)
-        path = site.path or "(argument)"
-        rows.append((path, site.op, shapes, weight, activation, _rule(site)))
-    for skip in plan.skipped:
-        path = skip.path or "(unnamed)"
+        rows.append((site.label, site.op, shapes, weight, activation, _rule(site)))
+    for i, skip in enumerate(plan.skipped):
+        path = plan.label_of_skipped(i)
         rows.append((path, skip.op, _shapes(skip.shapes), "-", "-", skip.reason))
     for item in plan.unreached[:_MOST]:
         path = item.path or "(argument)"

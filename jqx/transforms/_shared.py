@@ -73,9 +73,7 @@ from ._quantize_params import named_leaves as named_leaves
 from ._quantize_weight import lay_out_weights as lay_out_weights
 from ._quantize_weight import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
-from ._site import Operand as Operand
-from ._site import Site as Site
-from ._site import Weight as Weight
+from ._site import label_of as label_of
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
 from ._trace import as_params as as_params

@@ -15,7 +15,7 @@ Shape = tuple[int | str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One operand of a site.
+    """One operand of a site of a plan.
 
     Attributes:
       role: `"weight"` or `"activation"`.
@@ -24,6 +24,14 @@ class Operand:
       path: key path of the weight, the first of several joined; `None` for an activation.
       axes: for each axis of a weight at the site, the axes of the parameter that it holds; empty
         if they are the same; not compared.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> plan = jqx.make_plan(lambda p, x: x @ p["w"], jqx.presets.w8a8())(
+      ...     {"w": jnp.eye(2)}, jnp.ones((1, 2))
+      ... )
+      >>> [(operand.role, operand.key) for operand in plan.sites[0].operands]
+      [('activation', 'w:dot_general:lhs'), ('weight', 'w:dot_general:rhs')]
     """
 
     role: Literal["weight", "activation"]
@@ -37,7 +45,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One contraction that is quantized.
+    """One contraction that a plan quantizes: an entry of `Plan.sites`.
 
     Attributes:
       address: its address in the traced function.
@@ -58,6 +66,15 @@ class Site:
       macs: multiply-adds when the plan was made, `None` if a size was symbolic; not compared.
       codes: the operation of the other use from which its weight takes its codes, if its own rule
         gives it none, or others: a weight has one set of codes. `None` if its own rule applies.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> plan = jqx.make_plan(lambda p, x: x @ p["w"], jqx.presets.w8a8())(
+      ...     {"w": jnp.eye(2)}, jnp.ones((1, 2))
+      ... )
+      >>> site = plan.sites[0]
+      >>> site.path, site.op, site.macs, list(site.static_specs())
+      ('w', 'dot_general', 4, ['w:dot_general:lhs'])
     """
 
     address: Address
@@ -89,6 +106,14 @@ class Site:
         return self.output_key.removesuffix(":out")
 
     @property
+    def label(self) -> str:
+        """What tables call it: its path, or `(argument)` for a weight that is a whole argument, or
+        the end of its `name`, such as `(dot_general#1)`, for what has neither weight nor scope.
+        """
+        is_weight = any(operand.path is not None for operand in self.operands)
+        return label_of(self.path, self.name, is_weight)
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """The names of the statistics of its operands and of its result."""
         return (*(operand.key for operand in self.operands), self.output_key)
@@ -118,9 +143,24 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """One contraction that stays in float, and the reason.
+    """One contraction that a plan leaves in float, and the reason: an entry of `Plan.skipped`.
 
-    `shapes` and `macs` are those of the operands when the plan was made; they are not compared.
+    Attributes:
+      address: its address in the traced function; `()` if it is never evaluated as a site.
+      path: key path of its weight inside the parameters, or its name scope if it has no weight.
+      op: the operation, such as `dot_general`.
+      reason: why it stays in float.
+      shapes: shapes of the operands when the plan was made, a symbolic size as its name; not
+        compared.
+      macs: multiply-adds when the plan was made, `None` if a size was symbolic; not compared.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda p, x: (x @ p["w"]) @ p["v"]
+      >>> policy = jqx.presets.w8a16("w")
+      >>> plan = jqx.make_plan(f, policy)({"w": jnp.eye(2), "v": jnp.eye(2)}, jnp.ones((1, 2)))
+      >>> [(item.path, item.reason) for item in plan.skipped]
+      [('v', 'no rule matches')]
     """
 
     address: Address
@@ -135,12 +175,21 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Unreached:
-    """One parameter with two or more axes that no contraction multiplies by, and the reason.
+    """One parameter with two or more axes that no contraction multiplies by, and the reason: an
+    entry of `Plan.unreached`.
 
     Attributes:
       path: its path inside the parameters.
       reason: how it is used instead.
       shape: its shape.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda p, x: x @ p["w"] + p["table"].sum()
+      >>> params = {"w": jnp.eye(2), "table": jnp.ones((3, 2))}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(params, jnp.ones((1, 2)))
+      >>> [(item.path, item.shape) for item in plan.unreached]
+      [('table', (3, 2))]
     """
 
     path: str
@@ -150,7 +199,8 @@ class Unreached:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One parameter that is quantized.
+    """One parameter that a plan quantizes: an entry of `Plan.weights`, or what `Plan.weight_at`
+    returns.
 
     Attributes:
       path: its key path inside the parameters.
@@ -159,6 +209,15 @@ class Weight:
       sites: number of sites that share it.
       contracted: -1 if its products contract its last axis, as in `x @ w.T`; `None` if they
         contract another one, or several; not compared.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> plan = jqx.make_plan(lambda p, x: x @ p["w"], jqx.presets.w8a16())(
+      ...     {"w": jnp.eye(2)}, jnp.ones((1, 2))
+      ... )
+      >>> weight = plan.weight_at("w")
+      >>> weight.path, str(weight.spec), weight.sites
+      ('w', 'int8 per_axis(1)', 1)
     """
 
     path: str
@@ -168,3 +227,8 @@ class Weight:
     contracted: int | None = added(None, compare=False)
 
     __treescope_repr__ = changed_fields
+
+
+def label_of(path: str, name: str, is_weight: bool) -> str:
+    """Returns what tables call a contraction; see `Site.label`."""
+    return path or ("(argument)" if is_weight else f"({name.lstrip(':')})")

@@ -27,8 +27,7 @@ from jqx.algorithms._matrices import Drift, Matrix
 from jqx.algorithms._offload import OnDisk, OnHost
 from jqx.algorithms._programs import Programs
 from jqx.algorithms._sequential import Frame, Scan
-from jqx.transforms import _calibrate_batches
-from jqx.transforms._shared import Weight
+from jqx.transforms import Weight, _calibrate_batches
 
 from ..arrays import on_device
 

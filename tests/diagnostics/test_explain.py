@@ -1,5 +1,6 @@
 """What each site of a plan became."""
 
+import dataclasses
 import json
 
 import jax
@@ -45,6 +46,38 @@ def test_sites_in_loops_and_contractions_without_weights_are_found():
     }
     assert found["layers"][0].contractions[0].times == 3
     assert found.others == ()
+    assert [site.label for site in found.sites] == ["layers", "scores", "(dot_general~1)"]
+    assert "gone" not in str(found)
+    sites = (dataclasses.replace(found.sites[0], really="gone"), *found.sites[1:])
+    assert "\ngone: the program has no such product:" in str(
+        dataclasses.replace(found, sites=sites)
+    )
+
+
+def test_what_has_neither_weight_nor_scope_is_called_by_its_operation_and_number():
+    """In every table; a weight that is a whole argument is called so. Rules see empty paths."""
+    attention = jqx.Rule(activation=jqx.QSpec("int8", dynamic=True))
+    policy = w8a8_dynamic() + jqx.Policy([attention])
+    f, w = lambda w, x: (x @ w) @ x.T @ x, jnp.eye(4)
+    plan = jqx.make_plan(f, policy)(w, w)
+    labels = ["(argument)", "(dot_general#1)", "(dot_general#2)"]
+    assert [site.label for site in plan.sites] == labels
+    assert [site.path for site in plan.sites] == [""] * 3
+    assert [row.name for row in jqx.compare(f, plan)(w, w).sites] == labels
+    assert [row.label for row in jqx.diagnostics.ranges(f, plan, {})(w, w).sites] == labels
+    skipped = jqx.make_plan(f, w8a8_dynamic())(w, w)
+    assert [row[0] for row in skipped.table().rows] == [
+        "(argument)",
+        "(dot_general~0)",
+        "(dot_general~1)",
+    ]
+    three = lambda p, x: f(p["w"], x)  # noqa: E731
+    costs = jqx.diagnostics.sensitivity(three, policy, estimate="one_at_a_time")({"w": w}, w)
+    assert {row.label: row.path for row in costs.ranked} == {"w": "w", "(2 unnamed)": ""}
+    assert {row.scheme for row in costs.ranked} == {
+        "int8 per_axis(0) dynamic x int8 per_channel",
+        "int8 per_tensor dynamic x int8 per_tensor dynamic",
+    }
 
 
 def test_a_fault_by_hand_is_no_site_and_is_listed_beside():

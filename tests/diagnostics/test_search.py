@@ -1,5 +1,6 @@
 """The assignment that `search` finds, against all assignments, and against uniform bits."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -109,8 +110,11 @@ def test_bits_are_bytes():
     """Of 3 x 256 weights."""
     one = search(chain, WAYS["int8"], WAYS, Bytes(500))(PARAMS, X)
     assert one.bits == one.bytes * 8 / 768
-    assert f"({one.bits:.2f} bits a weight)" in str(one)
-    assert one == search(chain, WAYS["int8"], WAYS, Bits(500 * 8 / 768))(PARAMS, X)
+    assert f"this mixture: {one.bits:.2f} bits a weight ({one.bytes:,.0f} bytes)" in str(one)
+    assert "budget: at most 500 bytes" in str(one)
+    other = search(chain, WAYS["int8"], WAYS, Bits(500 * 8 / 768))(PARAMS, X)
+    assert other == dataclasses.replace(one, budget=Bits(500 * 8 / 768))
+    assert "budget: at most 5.208 bits a weight" in str(other)
 
 
 def test_an_error_budget_takes_the_fewest_bytes_that_measure_well():
@@ -184,14 +188,23 @@ def test_joined_weights_get_one_scheme():
 
 def test_it_prints_and_serializes():
     found = search(chain, WAYS["int8"], WAYS, Bytes(600))(PARAMS, X)
-    assert len(str(found).splitlines()) == 2 + 3 + 1
-    assert json.loads(json.dumps(found.to_dict()))["bytes"] == found.bytes
+    assert len(str(found).splitlines()) == 2 + len(NAMES) + 1 + len(WAYS) + 1
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["bytes"] == found.bytes and data["budget"] == {"bytes": 600}
 
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match="no assignment meets the budget") as error:
         search(chain, WAYS["int8"], WAYS, Bytes(10))(PARAMS, X)
-    assert "at least 384 bytes" in str(error.value)
+    assert "at least 384 bytes, scales included" in str(error.value)
+    with pytest.raises(ValueError, match="no assignment meets the budget") as error:
+        search(chain, WAYS["int8"], WAYS, Bits(0.5))(PARAMS, X)
+    assert "Bits(0.5): at most 0.5 bits a weight, 48 bytes for 768 weights" in str(error.value)
+    assert "at least 4.00 bits a weight, scales included (384 bytes)" in str(error.value)
+    with pytest.raises(ValueError, match="no assignment meets the budget") as error:
+        search(chain, WAYS["int8"], WAYS, Error(-1))(PARAMS, X)
+    assert "given:    Error(-1): a metric of at most -1" in str(error.value)
+    assert "a metric of at least 0" in str(error.value)
     with pytest.raises(TypeError, match="budget"):
         search(chain, WAYS["int8"], WAYS, 1000)
     with pytest.raises(ValueError, match="always included"):

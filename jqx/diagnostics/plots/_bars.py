@@ -109,8 +109,8 @@ def sensitivity_bars(
       ax: axes to draw in; `None` makes a figure whose height grows with the bars.
 
     Returns:
-      The figure: a bar for each of the worst 50, with its share of all costs, and a bar for all
-      others together.
+      The figure: a bar for each of the worst 50, with its share of all costs. The share of all
+      others together has no bar, which would make the others short.
 
     Raises:
       TypeError: if `found` is not a result of `sensitivity`, or `ax` is not axes.
@@ -129,7 +129,7 @@ def sensitivity_bars(
     check_some("plots.sensitivity_bars", found.ranked)
     ranked = found.ranked[:_MOST] if len(found.ranked) > _MOST + 1 else found.ranked
     rest = found.ranked[len(ranked) :]
-    names, shared = shortened([row.path or "(argument)" for row in ranked])
+    names, shared = shortened([row.label or row.path or "(argument)" for row in ranked])
     costs = [row.cost for row in ranked]
     if rest:
         names.append(f"{len(rest)} others, together")
@@ -137,8 +137,7 @@ def sensitivity_bars(
     height = height_of(len(names))
     figure, axis = axes_for("plots.sensitivity_bars", ax, 8, height + 1.1)
     labels = Rows(axis, names, None if ax else 72 * height / len(names), grouped=False)
-    colors = [COLORS[0]] * len(ranked) + [OTHERS] * bool(rest)
-    axis.barh(range(len(names)), costs, color=colors, height=labels.thick, **labels.edges)
+    axis.barh(range(len(ranked)), costs[: len(ranked)], height=labels.thick, **labels.edges)
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     for place, cost in enumerate(costs if labels.each else costs[:1]):
         _at_right(axis, place, f"{100 * cost / whole:.1f} %", labels.size)

@@ -72,6 +72,10 @@ def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.
         axis.set_title(title, fontsize=10, y=1.0, pad=6 + lift, loc="left")
         return
     names = [str(handle.get_label()) for handle in named]
+    root = axis.get_figure(root=True)
+    if isinstance(root, Figure) and root.get_layout_engine() is not None:
+        axis.set_title(title, fontsize=10, loc="left")
+        root.draw_without_rendering()  # long names at the left make axes narrower
     columns = _columns(names, 72 * axis.bbox.width / axis.figure.dpi)
     rows = -(-len(names) // columns)
     axis.legend(
@@ -94,7 +98,7 @@ def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.
 
 def _columns(names: Sequence[str], width: float) -> int:
     """Returns the number of columns of a legend that fit a width in points."""
-    widths = [len(name) * 0.56 * SMALL + 26 for name in names]
+    widths = [(0.58 * len(name) + 3.9) * SMALL for name in names]
     if sum(widths) <= width:
         return len(names)
     each = max(widths)

@@ -13,7 +13,7 @@ from ...numerics import format_of
 from ...tensor import QTensor
 from .._colors import ACCENT, COLORS
 from .._schemes import short_scheme
-from .._weights import in_steps, scheme_of
+from .._weights import in_steps, limits_of, scheme_of
 from ._canvas import SMALL, axes_for, tidy, titled
 
 _MOST = 200_000
@@ -35,7 +35,7 @@ def histogram(
     Returns:
       The figure: the distribution of `x / scale` (+ zero point), with each value in units of the
       scale of its group; the codes in use as lines; and the limits of the format if values reach
-      them. Values beyond the limits are clipped.
+      them. Values are clipped as `report` counts them: half a step beyond the limits, or more.
 
     Raises:
       TypeError: if `q` is not a QTensor, or `ax` is not axes.
@@ -74,8 +74,10 @@ def histogram(
     ends = [x for x in (form.low, form.high) if values.min(initial=0) <= x <= values.max(initial=0)]
     lines = [axis.axvline(x, color=ACCENT, lw=1.2, ls="--") for x in ends]
     if lines:
-        beyond = float(np.mean((values < form.low) | (values > form.high)))
-        lines[0].set_label(f"ends of {form.name}: {100 * beyond:.2g} % of values lie beyond")
+        low, high = limits_of(form)
+        clipped = 100 * float(np.mean((values < low) | (values > high)))
+        share = f"{clipped:.2g} % of values are" if clipped else "no value is"
+        lines[0].set_label(f"ends of {form.name}: {share} clipped")
         handles.append(lines[0])
     codes_in_use = "" if few else f"; {len(grid)} codes are in use"
     axis.set_xlabel(f"weight / scale{codes_in_use}", fontsize=SMALL)
