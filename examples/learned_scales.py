@@ -103,7 +103,7 @@ def scales_of(plan, params):
 def calibrated(plan, params, images):
     """Returns the weights, and every scale: of activations and of weights."""
     stats = jqx.calibrate(network, plan)(params, images)[1]
-    return params, {**jqx.affines(plan, stats), **scales_of(plan, params)}
+    return params, jqx.affines(plan, stats, params)
 
 
 def learned(plan, variables, x):
