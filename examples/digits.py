@@ -141,6 +141,6 @@ for name in ("W2A8 GPTQ", "W2A8 trained"):
     assert sizes[name] < 0.35 * sizes["W8A8 dynamic"]
 assert all(count == (0 if name == "float32" else 3) for name, count in products.items())
 print(
-    "Claims hold: W8A8 within 0.5 points of float32; 2-bit weights, in a third of its bytes, "
-    "within 4 points by GPTQ or by training. See digits.png."
+    "Claims hold: W8A8 is within 0.5 points of float32, and 2-bit weights in a third of its bytes "
+    "are within 4 points, by GPTQ or by training. See digits.png."
 )
