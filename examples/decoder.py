@@ -1,10 +1,10 @@
 """A transformer decoder in plain JAX: trained, quantized to 8 and to 4 bits, decoding greedily.
 
-`decoder` serves training, prefill and steps of decoding: it scans over stacked layers, and keeps
-keys and values in a cache. It learns the reference manual that every CPython carries, letter by
+`decoder` is used for training, prefill and decoding steps. It scans over stacked layers, and keeps
+keys and values in a cache. It learns the reference manual that is part of every CPython, letter by
 letter. Prints what each model writes, its loss on held-out text and its bytes, and asserts what it
-claims: one plan and one set of quantized weights serve prefill and steps, little is lost, and with
-a cache of int8 too the tokens on integers are those that `simulate` writes.
+claims: one plan and one set of quantized weights serve prefill and steps, little accuracy is lost,
+and the integer function writes the same tokens as `simulate`, also with an int8 cache.
 
 Needs `pip install -e ".[examples]"`. Takes a minute or two on two cores.
 """
@@ -44,12 +44,12 @@ def initial(key, letters):
 
 
 def empty_cache(batch):
-    """Returns room for the keys and values of every layer."""
+    """Returns an empty cache for the keys and values of every layer."""
     return jnp.zeros((LAYERS, 2, batch, CONTEXT, HEADS, WIDTH // HEADS))
 
 
 def int8_cache(batch):
-    """Returns the same in 8 bits, with a scale for each head of each token."""
+    """Returns an empty cache in 8 bits, with a scale for each head of each token."""
     return jqx.quantize_state(empty_cache(batch), {"": jqx.QSpec(jnp.int8, jqx.per_token())})
 
 
@@ -59,7 +59,7 @@ def norm(x):
 
 
 def attend(qkv, cache, start):
-    """Causal attention over what is cached and what is new; returns it and the cache with both."""
+    """Returns causal attention over cached and new tokens, and the cache with both."""
     batch, time = qkv.shape[:2]
     q, *new = jnp.moveaxis(qkv.reshape(batch, time, 3, HEADS, -1), 2, 0)
     cache = lax.dynamic_update_slice_in_dim(cache, jnp.stack(new), start, axis=2)
@@ -70,7 +70,7 @@ def attend(qkv, cache, start):
 
 
 def decoder(params, tokens, cache, start):
-    """Logits of `tokens` (batch, time), after `start` cached ones, and the cache with both."""
+    """Returns logits of `tokens` (batch, time) after `start` cached ones, and the new cache."""
 
     def layer(x, inputs):
         w, cache = inputs
@@ -84,14 +84,14 @@ def decoder(params, tokens, cache, start):
 
 
 def judge(apply, params, text, cache=empty_cache):
-    """Nats a letter on rows of `text`, and the letters that seem likeliest."""
+    """Returns nats per letter on rows of `text`, and the most likely letters."""
     logits, _ = apply(params, text[:, :-1], cache(len(text)), 0)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
     return nats, logits.argmax(-1)
 
 
 def train(apply, params, text, rate=1e-2, steps=500, batch=16):
-    """Minimises the loss on random stretches of `text` with Adam."""
+    """Minimises the loss on random parts of `text` with Adam."""
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
 
@@ -115,7 +115,7 @@ def train(apply, params, text, rate=1e-2, steps=500, batch=16):
 
 
 def pack(weights):
-    """Stores weights of 4 bits two to a byte."""
+    """Packs 4-bit weights, two to a byte."""
 
     def is_quantized(leaf):
         return isinstance(leaf, jqx.QTensor)
@@ -128,7 +128,7 @@ def pack(weights):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def greedy(apply, params, prompt, cache=empty_cache):
-    """Continues `prompt` (batch, time) to the end of the context, each time by the likeliest."""
+    """Continues `prompt` (batch, time) to the end of the context, always with the likeliest."""
     logits, cache = apply(params, prompt, cache(len(prompt)), 0)  # prefill
 
     def step(state, place):
@@ -141,8 +141,8 @@ def greedy(apply, params, prompt, cache=empty_cache):
 
 
 def manual():
-    """Returns the letters of Python's manual, and the text in their numbers: seen, and held out."""
-    paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))  # some stand there twice
+    """Returns the letters of Python's manual, and its text as their numbers: seen, and held out."""
+    paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))  # some occur twice
     text = np.frombuffer("\n\n".join(paragraphs).encode("ascii", "ignore"), np.uint8)
     letters, numbers = np.unique(text, return_inverse=True)
     split = len(text) // (10 * (CONTEXT + 1)) * (CONTEXT + 1)
@@ -151,10 +151,10 @@ def manual():
 
 
 def compare(models, letters, held_out):
-    """Prints and returns loss, bytes and agreement with the first; prints what each writes."""
+    """Prints and returns loss, bytes and agreement with the first model; prints continuations."""
     prompts, results, written = held_out[::100, :PROMPT], {}, {}
     reference = None
-    print(f"\n{'model':17}{'nats a letter':>14}{'weight bytes':>14}{'same next letter':>18}")
+    print(f"\n{'model':17}{'nats per letter':>16}{'weight bytes':>14}{'same next letter':>18}")
     for name, (apply, weights, *cache) in models.items():
         nats, likeliest = jax.jit(lambda w, t, apply=apply, own=cache: judge(apply, w, t, *own))(
             weights, held_out
@@ -162,7 +162,7 @@ def compare(models, letters, held_out):
         reference = likeliest if reference is None else reference
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
         same = float(jnp.mean(likeliest == reference))
-        print(f"{name:17}{nats:14.4f}{size:14,}{100 * same:17.1f}%")
+        print(f"{name:17}{nats:16.4f}{size:14,}{100 * same:17.1f}%")
         results[name] = (float(nats), size, same)
         written[name] = greedy(apply, weights, prompts, *cache)
     for i, prompt in enumerate(prompts[:3]):
@@ -177,10 +177,10 @@ def main():
     """Trains the model, quantizes it in two ways, and compares."""
     letters, text, held_out = manual()
     params = train(decoder, initial(jax.random.key(0), len(letters)), text)
-    rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # of the tables; one is tied to the head
+    rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # for the tables; one is tied to the head
     w8a8, w4a16 = jqx.presets.w8a8(tables="int8"), jqx.presets.w4a16(block=32, tables=rows)
 
-    # 1. Plan. No length is part of a plan: that of a prefill is that of steps of one letter.
+    # 1. Plan. Lengths are not part of a plan: prefill and steps of one letter have the same one.
     calls = [(batch, empty_cache(16), 0) for batch in text[: 64 * CONTEXT].reshape(4, 16, CONTEXT)]
     step = (held_out[:1, :1], empty_cache(1), PROMPT)
     int8, int4 = (jqx.make_plan(decoder, policy)(params, *calls[0]) for policy in (w8a8, w4a16))
@@ -204,16 +204,16 @@ def main():
     assert nats4 < nats + 0.1 and same4 > 0.8 and size / size4 > 6
     assert abs(both - nats4) < 0.001
 
-    # 4. With 4-bit weights and an 8-bit cache, what is simulated is what runs on integers.
+    # 4. With 4-bit weights and an 8-bit cache, simulation and integers write the same tokens.
     simulated = jqx.simulate(decoder, int4, backward=jnp.float32)
     prompts = held_out[::100, :PROMPT]
     on_integers = greedy(*models["W4A16"], prompts, int8_cache)
     assert (on_integers == greedy(simulated, params, prompts, int8_cache)).all()
     caches = (sum(x.nbytes for x in jax.tree.leaves(c(1))) for c in (empty_cache, int8_cache))
-    print("\nbytes of a cache in float32 and int8:", *caches)
+    print("\nbytes of a cache in float32 and in int8:", *caches)
     print(
-        "Claims hold: W8A8 loses less than 0.01 nats a letter, W4A16 less than 0.1 in 1/6 bytes, "
-        "an int8 cache less than 0.001 more."
+        "Claims hold: W8A8 loses less than 0.01 nats per letter, W4A16 less than 0.1 in 1/6 of the "
+        "bytes, and an int8 cache less than 0.001 more."
     )
 
 

@@ -1,7 +1,7 @@
 """Quantizes a plain JAX function on real data: scikit-learn's 1,797 scanned digits.
 
-Trains `network` in float32. Then, without changing it, `jqx.ptq` makes integer networks of it: of
-int8, and of 2-bit weights, which are rounded to nearest or chosen by GPTQ. At last the 2-bit
+Trains `network` in float32. Then, without changing it, `jqx.ptq` makes integer networks from it: in
+int8, and with 2-bit weights, which are rounded to nearest or chosen by GPTQ. Finally, the 2-bit
 weights are trained with quantization in the loop. Prints one table of accuracies, packed bytes and
 times, saves one picture (digits.png), and asserts what it claims.
 
@@ -29,7 +29,7 @@ INTEGER_PRODUCT = r"= s32\[[\d,]*\]\S* dot\(|custom_call_target=\"jqx_cpu_\w*pro
 
 
 def network(params, x):
-    """Logits of images `x`; it knows nothing of quantization."""
+    """Returns logits of images `x`. There is no quantization in it."""
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
     return x @ params[-1]["w"] + params[-1]["b"]
@@ -62,7 +62,7 @@ def train(apply, params, images, labels, rate, title):
 
 
 def packed(params):
-    """Stores weights of 2 bits four to a byte; all others as they are."""
+    """Packs 2-bit weights, four to a byte, and leaves all others unchanged."""
 
     def is_quantized(leaf):
         return isinstance(leaf, jqx.QTensor)
@@ -83,7 +83,7 @@ params = [
 ]
 params = train(network, params, train_x, train_y, 3e-3, "float32")
 
-# 1. Quantize after training: one call plans, calibrates on batches and chooses integers.
+# 1. Quantize after training: one call plans, calibrates on batches and chooses codes.
 batches = [train_x[i : i + 256] for i in range(0, 1024, 256)]
 int2 = jqx.presets.w8a8_dynamic(weight={"qtype": jnp.int2})
 quantize = {
@@ -95,12 +95,12 @@ quantize = {
 quantized = {name: of(params, batches) for name, of in quantize.items()}
 print(quantized["W8A8 static"].plan, quantized["W8A8 static"].report, sep="\n\n")
 
-# 2. Train with 2-bit weights in the loop, from the float weights on; then round them.
+# 2. Train with 2-bit weights in the loop, starting from the float weights; then round them.
 simulated = jqx.simulate(network, quantized["W2A8 rounded"].plan)
 trained = train(simulated, params, train_x, train_y, 1e-3, "2-bit weights")
 quantized["W2A8 trained"] = quantize["W2A8 rounded"](trained, batches)
 
-# 3. Compare. The weights of 2 bits are packed, four to a byte, and run so.
+# 3. Compare. The 2-bit weights stay packed, four to a byte, when the network runs.
 schemes = {"float32": (network, params)}
 schemes |= {name: (q.function, packed(q.params)) for name, q in quantized.items()}
 accuracy, sizes, products = {}, {}, {}
@@ -141,6 +141,6 @@ for name in ("W2A8 GPTQ", "W2A8 trained"):
     assert sizes[name] < 0.35 * sizes["W8A8 dynamic"]
 assert all(count == (0 if name == "float32" else 3) for name, count in products.items())
 print(
-    "Claims hold: W8A8 within 0.5 points of float32; 2-bit weights, in a third of its bytes, "
-    "within 4 points by GPTQ or by training. See digits.png."
+    "Claims hold: W8A8 is within 0.5 points of float32, and 2-bit weights in a third of its bytes "
+    "are within 4 points, by GPTQ or by training. See digits.png."
 )

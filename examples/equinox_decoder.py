@@ -1,9 +1,9 @@
 """The decoder of `decoder.py` in Equinox: the module itself is the parameters.
 
-An `eqx.Module` is a pytree, so `make_plan`, `quantize_params` and `convert` take it as it is, built
-of Equinox's own layers; the quantized model is a module of the same class whose weights are
-QTensors. Data, training and greedy decoding are those of `decoder.py`. Prints what that prints, and
-asserts that little is lost in a sixth of the bytes.
+An `eqx.Module` is a pytree, so `make_plan`, `quantize_params` and `convert` take a module of
+Equinox's own layers unchanged. The quantized model is a module of the same class whose weights are
+QTensors. Data, training and greedy decoding are those of `decoder.py`. Prints the same as
+`decoder.py`, and asserts that little accuracy is lost in a sixth of the bytes.
 
 Needs `pip install -e ".[examples]"`. Takes a minute or two on two cores.
 """
@@ -75,7 +75,7 @@ class Decoder(eqx.Module):
 letters, text, held_out = manual()
 model = train(Decoder.__call__, Decoder(len(letters), jax.random.key(0)), text, steps=400)
 
-rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # of the tables; one is tied to the head
+rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # for the tables; one is tied to the head
 of = jqx.make_plan(Decoder.__call__, jqx.presets.w4a16(block=32, tables=rows))
 plan = of(model, held_out[:16, :-1], empty_cache(16), 0)
 quantized = jqx.quantize_params(model, plan)
@@ -88,4 +88,4 @@ models = {
 }
 (nats, size, _), (nats4, size4, same4) = compare(models, letters, held_out).values()
 assert nats4 < nats + 0.1 and same4 > 0.8 and size / size4 > 6
-print("\nClaims hold: a Decoder of 4-bit weights loses less than 0.1 nats a letter in 1/6 bytes.")
+print("\nClaims hold: 4-bit weights lose less than 0.1 nats per letter in 1/6 of the bytes.")

@@ -1,16 +1,16 @@
-"""A GPTQ checkpoint as Hugging Face has it: loaded into a Flax model by names.
+"""A GPTQ checkpoint in the format of Hugging Face, loaded into a Flax model by names.
 
-There is no network: the example makes the checkpoint first. It trains a residual network of Flax
+The example downloads nothing: it first makes the checkpoint. It trains a residual network of Flax
 linen on scikit-learn's digits, quantizes the projections of its layers to 4 bits by GPTQ, in groups
-of 64 with zero points, and writes a folder with `config.json` and `model.safetensors`; tensors are
-called as in a Llama. From there on nothing but that folder is known: a fresh model takes its
-tensors by rules for their names, as QTensors of the codes of the file, and holds them in 4 bits.
-Products on CPU widen weights with zero points to floats in each call, unless `jqx.pack_for` lays
-them out for the kernels of jqx-cpu; `jqx.explain` tells what is multiplied.
+of 64 with zero points, and writes a folder with `config.json` and `model.safetensors`, whose
+tensors have the names of a Llama. From then on only that folder is used. A new model gets its
+tensors by rules for their names, as QTensors with the codes of the file, and keeps them in 4 bits.
+On CPU, products widen weights with zero points to floats in each call, unless `jqx.pack_for` lays
+them out for the kernels of jqx-cpu; `jqx.explain` shows what is multiplied.
 
 Prints the tensors of a layer, and accuracy and bytes of the float model and of the checkpoint.
 Asserts that the codes are those of the file, read by hand with NumPy, that logits equal those of
-dequantized weights but for the order of sums, and that little is lost.
+dequantized weights except for the order of sums, and that little accuracy is lost.
 
 Needs `pip install -e ".[examples]"`. Takes half a minute on two cores.
 """
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Logits of images; it knows nothing of quantization."""
+    """Logits of images. There is no quantization in it."""
 
     @nn.compact
     def __call__(self, x):
@@ -88,7 +88,7 @@ def train(params, images, labels):
 
 
 def write_checkpoint(folder, params, batches):
-    """Quantizes by GPTQ and writes what `transformers` would: weights as torch has them."""
+    """Quantizes by GPTQ and writes a folder like `transformers`, with weights [out, in]."""
     policy = jqx.Policy({".*_proj/kernel": "int4:group=64:asymmetric"})
     in_float16 = jqx.calibrators.Rounded(jqx.calibrators.minmax)  # scales that the file can hold
     gptq = jqx.algorithms.gptq(calibrator=in_float16)
@@ -98,7 +98,7 @@ def write_checkpoint(folder, params, batches):
 
 
 def by_hand(file, module):
-    """Returns a weight [in, out] of the tensors of a file, as the format defines it."""
+    """Returns a weight [in, out] from the tensors of a file, as the format defines it."""
     words, zeros, scales, groups = (
         file[f"{module}.{end}"] for end in ("qweight", "qzeros", "scales", "g_idx")
     )
@@ -109,7 +109,7 @@ def by_hand(file, module):
 
 
 def show(name, logits, params):
-    """Prints and returns the percent of test images told right."""
+    """Prints and returns the test accuracy in percent."""
     percent = 100 * float((logits.argmax(-1) == test_y).mean())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(f"{name:28}{percent:7.2f} %{size:11,} bytes")
@@ -125,19 +125,19 @@ with tempfile.TemporaryDirectory() as parent:
     folder = Path(parent) / "digits-gptq"
     write_checkpoint(folder, floats, [train_x[:512], train_x[512:1024]])
 
-    # 1. What is in the folder.
+    # 1. Look into the folder.
     file = load_file(folder / "model.safetensors")
     print(f"\n{(folder / 'config.json').read_text()}\n")
     for name, x in sorted(file.items()):
         if name.startswith("model.layers.0.mlp.up_proj"):
             print(f"{name:40}{x.dtype!s:9}{x.shape}")
 
-    # 2. Load it by names. `like` is the model: every one of its weights is found, in its shape.
+    # 2. Load it by names. `like` checks that every weight of the model is there, in its shape.
     like = jax.eval_shape(Net().init, jax.random.key(0), train_x[:1])
     with jqx.interop.read(folder, dtype=jnp.float32) as archive:  # scales are float16
         params = jqx.interop.tree(archive, NAMES, like=like)
 
-# 3. Run it. The policy, which says what to quantize, is empty: weights are quantized already.
+# 3. Run it. The policy is empty, because the weights are quantized already.
 apply = jax.jit(jqx.convert(Net().apply, jqx.Policy([])))
 logits = apply(params, test_x)
 dequantized = jqx.dequantize_params(params)
@@ -147,7 +147,7 @@ kernel = params["params"]["layers_0"]["up_proj"]["kernel"]
 print(f"\n{kernel}\n")
 right = show("float32", jax.jit(Net().apply)(floats, test_x), floats), show("GPTQ", logits, params)
 difference = float(jnp.abs(logits - expected).max() / jnp.abs(expected).max())
-print(f"logits beside those of dequantized weights: relative difference {difference:.1e}")
+print(f"relative difference to the logits of dequantized weights: {difference:.1e}")
 
 for i in range(LAYERS):
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -157,6 +157,6 @@ sizes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (floats, param
 assert next(sizes) > 6 * next(sizes)
 assert difference < 1e-5 and right[1] > right[0] - 1 > 95
 print(
-    "Claims hold: codes are those of the file, logits those of its weights, in a sixth of the "
-    "bytes and within a point of float32."
+    "Claims hold: codes equal those of the file, logits equal those of its weights, in a sixth of "
+    "the bytes, and accuracy is within a point of float32."
 )

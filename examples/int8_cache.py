@@ -1,15 +1,15 @@
-"""Keys and values in 8 bits: a decoder of 4-bit weights that continues many texts at once.
+"""Keys and values in 8 bits: a decoder with 4-bit weights that continues many texts at once.
 
-The cache of a decoder grows with texts and tokens, and soon outweighs its weights. The decoder is
-that of `decoder.py`, in plain JAX, which takes a cache of floats: an array. Converted, it takes a
-QTensor in the place of that array (`jqx.QTensor.zeros`; `jqx.quantize_state` makes them of trees).
-What it writes there is quantized, with a scale for each head of each token, and attention reads the
-codes, in prefill and in steps. No plan says so, and no calibration is needed.
+The cache of a decoder grows with texts and tokens, and soon takes more memory than its weights. The
+decoder is that of `decoder.py`, in plain JAX, whose cache is a float array. After conversion it
+takes a QTensor instead of that array (`jqx.QTensor.zeros`; `jqx.quantize_state` for trees). Writes
+are quantized, with a scale for each head of each token, and attention reads the codes, in prefill
+and in steps. This needs neither a plan nor calibration.
 
-Prints, for float32, for weights of 4 bits, and for these with an int8 cache: the bytes of weights
-and of the cache of 64 texts, the loss on held-out text, and how many letters are written as before
-the cache was quantized. Asserts that an int8 cache loses less than 0.001 nats a letter in less than
-a third of the bytes.
+Prints, for float32, for 4-bit weights, and for these with an int8 cache: the bytes of weights and
+of the cache of 64 texts, the loss on held-out text, and how many letters are the same as with a
+float cache. Asserts that an int8 cache loses less than 0.001 nats per letter in less than a third
+of the bytes.
 
 Needs `pip install -e ".[examples]"`. Takes a minute on two cores. `smollm2.py --cache int8` does
 this with a pretrained model.
@@ -26,22 +26,22 @@ TEXTS = 64
 
 
 def int8_cache(texts):
-    """Returns an empty cache in 8 bits, of the shape of the float one."""
-    *axes, _ = range(len(empty_cache(texts).shape))  # all but that of a head
+    """Returns an empty cache in 8 bits, with the shape of the float cache."""
+    *axes, _ = range(len(empty_cache(texts).shape))  # all except that within a head
     return jqx.QTensor.zeros(empty_cache(texts).shape, jqx.QSpec("int8", jqx.per_axis(*axes)))
 
 
 def size_of(tree):
-    """Returns the bytes of arrays and QTensors as they are in memory."""
+    """Returns the bytes of arrays and QTensors in memory."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def main():
-    """Trains the decoder, quantizes its weights by the one call, and compares caches."""
+    """Trains the decoder, quantizes its weights with `ptq`, and compares caches."""
     letters, text, held_out = manual()
     params = train(decoder, initial(jax.random.key(0), len(letters)), text, steps=300)
 
-    rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # of the tables; one is tied to the head
+    rows = jqx.QSpec(jnp.int4, jqx.per_group(32))  # for the tables; one is tied to the head
     quantize = jqx.ptq(
         decoder, jqx.presets.w4a16(block=32, tables=rows), jqx.algorithms.nearest(), target=False
     )
@@ -54,7 +54,7 @@ def main():
     }
 
     prompts, results, before = held_out[:TEXTS, :PROMPT], {}, None
-    titles = ("weight bytes", "cache bytes", "nats a letter", "same letters")
+    titles = ("weight bytes", "cache bytes", "nats/letter", "same letters")
     print("\n" + f"{'model':18}" + "".join(f"{title:>15}" for title in titles))
     for name, (apply, weights, cache) in models.items():
         nats, _ = jax.jit(lambda w, t, f=apply, c=cache: judge(f, w, t, c))(weights, held_out)
@@ -70,7 +70,7 @@ def main():
     _, (nats, weights, floats, _), (nats8, _, codes, same) = results.values()
     assert floats > 50 * weights and codes < floats / 3
     assert abs(nats8 - nats) < 0.001 and same > 0.9
-    print("Claims hold: an int8 cache loses less than 0.001 nats a letter in a third of the bytes.")
+    print("Claims hold: an int8 cache loses less than 0.001 nats per letter in 1/3 of the bytes.")
 
 
 if __name__ == "__main__":

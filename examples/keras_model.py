@@ -1,10 +1,10 @@
-"""A Keras model on JAX, quantized as it is, on scikit-learn's digits.
+"""A Keras model on JAX, quantized without changing it, on scikit-learn's digits.
 
-A Keras model is a function of its variables: `model.stateless_call`. Given those of training by
-their paths, `jqx.ptq` quantizes it as any other function. Prints the plan, and test accuracy and
-bytes for int8 weights and activations, and for weights alone, of 4 bits in the dense layers and of
-8 in the others; asserts that both are within a point of float32. At last the quantized model is
-saved and loaded, and gives the same logits.
+`model.stateless_call` is a function of the variables of a Keras model. With the trainable variables
+as a dict by path, `jqx.ptq` quantizes it like any other function. Prints the plan, and test
+accuracy and bytes of two schemes: int8 weights and activations, and weights alone, with 4 bits in
+the dense layers and 8 in the others. Asserts that both are within a point of float32. Finally, the
+quantized model is saved and loaded, and gives the same logits.
 
 Needs `pip install -e ".[examples]"`. Takes half a minute on two cores.
 """
@@ -47,17 +47,17 @@ model.fit(train_x, train_y, batch_size=64, epochs=8, verbose=0)
 
 paths = [v.path for v in model.trainable_variables]
 params = {v.path: v.value for v in model.trainable_variables}
-statistics = [v.value for v in model.non_trainable_variables]  # of the normalization: left alone
+statistics = [v.value for v in model.non_trainable_variables]  # of the normalization; not quantized
 
 
 def logits(params, x):
-    """The model as a function of its weights."""
+    """Returns the logits of the model, as a function of its weights."""
     result, _ = model.stateless_call([params[path] for path in paths], statistics, x)
     return result
 
 
 def show(name, f, params):
-    """Prints and returns the percent of test images told right."""
+    """Prints and returns the test accuracy in percent."""
     percent = 100 * float((jax.jit(f)(params, test_x).argmax(-1) == test_y).mean())
     print(f"{name:8}{percent:7.2f} %{sum(x.nbytes for x in jax.tree.leaves(params)):9,} bytes")
     return percent
@@ -65,13 +65,13 @@ def show(name, f, params):
 
 right = {"float32": show("float32", logits, params)}
 
-# One call: scales of activations from images of training, weights to int8, one scale a channel.
+# One call finds scales of activations on training images, and int8 weights per channel.
 batches = [train_x[i : i + 256] for i in range(0, 1024, 256)]
 quantized = jqx.ptq(logits, jqx.presets.w8a8())(params, batches)
 print(f"\n{quantized.plan}")
 right["W8A8"] = show("W8A8", quantized.function, quantized.params)
 
-# Rules are chosen by path: weights of 4 bits in the dense layers, of 8 in the others.
+# Rules match paths: 4-bit weights in the dense layers, 8-bit weights in the others.
 policy = jqx.presets.w4a16(".*/(hidden|out)/.*") + jqx.presets.w8a16()
 small = jqx.ptq(logits, policy, target=False)(params, batches)
 packed = {
@@ -85,4 +85,4 @@ with tempfile.TemporaryDirectory() as folder:
     again = jqx.load(f"{folder}/digits.safetensors").bind(logits)
 assert (again(test_x) == quantized(test_x)).all()
 assert min(right.values()) >= right["float32"] - 1.0 > 90
-print("Claims hold: both within a point of float32; what is loaded is what was saved.")
+print("Claims hold: both are within a point of float32; the loaded model equals the saved one.")

@@ -1,9 +1,9 @@
-"""A Flax linen network quantized from outside, on scikit-learn's digits: after training, and in it.
+"""A Flax linen network on scikit-learn's digits, quantized after and during training.
 
-`Net` has convolutions, batch normalization and dropout, and knows nothing of quantization.
-`jqx.linen.quantize` gives a module of the same variables; its mode says whether a call observes,
-simulates or runs on integers. Prints test accuracy and bytes of int8 after training, and of 2-bit
-weights with 4-bit activations after training and trained with learned scales; asserts its claims.
+`Net` has convolutions, batch normalization and dropout, and no quantization. `jqx.linen.quantize`
+returns a module with the same variables, whose mode says whether a call observes, simulates or runs
+on integers. Prints test accuracy and bytes of int8 after training, and of 2-bit weights with 4-bit
+activations after training and trained with learned scales. Asserts its claims.
 
 Needs `pip install -e ".[examples]"`. Takes a minute on two cores.
 """
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def train(module, variables, rate):
-    """Minimises the cross-entropy with Adam; a module in Mode.SIMULATE trains as any other."""
+    """Minimises the cross-entropy with Adam. A module in Mode.SIMULATE trains like any other."""
     steps = len(train_x) // BATCH
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, EPOCHS * steps))
     fixed = {k: v for k, v in variables.items() if k not in ("params", "batch_stats")}
@@ -75,7 +75,7 @@ def train(module, variables, rate):
 
 
 def show(name, module, variables):
-    """Prints and returns the percent of test images told right."""
+    """Prints and returns the test accuracy in percent."""
     guess = jax.jit(module.apply)(variables, test_x).argmax(-1)
     percent = 100 * float((guess == test_y).mean())
     weights = {k: variables[k] for k in ("params", "qparams") if k in variables}
@@ -106,7 +106,7 @@ for name, policy in policies.items():
     integers = module.clone(mode=Mode.CONVERT)
     print(f"\n{jqx.linen.make_plan(module, variables, test_x)}")
 
-    # Calibrate: the result is the float one; statistics are kept beside the parameters.
+    # Calibrate: the result is that of the float module; statistics are stored in the variables.
     observe = module.clone(mode=Mode.CALIBRATE)
     known = variables
     for start in range(0, 1024, 256):
@@ -117,7 +117,7 @@ for name, policy in policies.items():
     converted = jqx.linen.convert(integers, known, test_x)
     right[name] = show(f"{name} after training", integers, converted)
 
-    # In training: scales become parameters, and are trained with the weights.
+    # During training: scales become parameters, and are trained with the weights.
     if name == "W2A4":
         trained = train(module, jqx.linen.learn_scales(module, known, train_x), 1e-3)
         converted = jqx.linen.convert(integers, trained, test_x)
@@ -125,5 +125,5 @@ for name, policy in policies.items():
 
 assert right["W8A8"] >= right["float32"] - 0.5
 assert right["trained"] >= right["float32"] - 2.0 > right["W2A4"]
-print("(JAX holds int2 one code to a byte.)")
-print("Claims hold: W8A8 within 0.5 points of float32; W2A4, trained, within 2.")
+print("(JAX stores int2 codes in a byte each.)")
+print("Claims hold: W8A8 is within 0.5 points of float32, and W2A4, trained, within 2.")

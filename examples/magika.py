@@ -1,12 +1,12 @@
-"""A pretrained classifier of files, Magika, whose true accuracy any machine can tell.
+"""A pretrained file classifier, Magika, whose true accuracy can be measured on any machine.
 
-`Magika` is a plain Flax nnx module, which knows nothing of quantization. Its weights come from the
-ONNX file of the package `magika`, installed with `pip install --no-deps magika`, since only its
-files are read: a few fields of protocol buffers, by a reader of some thirty lines. What it
-classifies lies on every machine that runs this: files of Python's standard library and of the
-packages that jqx and its examples need. Their extensions are the true labels; `txt` is not among
-them, in which there is anything. Prints how often each quantized model is right, and how often it
-says what the float one does, and asserts what it claims.
+`Magika` is a plain Flax nnx module without quantization. Its weights come from the ONNX file of the
+package `magika`; install it with `pip install --no-deps magika`, since only its files are read. A
+reader of some thirty lines reads the few fields of protocol buffers that are needed. Every machine
+that runs this has files to classify: those of Python's standard library and of the packages that
+jqx and its examples need. Their extensions are the true labels, except `txt`, which can be
+anything. Prints how often each quantized model is right, and how often it agrees with the float
+model, and asserts what it claims.
 
 Needs `pip install -e ".[examples]" && pip install --no-deps magika`. Takes a minute on two cores.
 """
@@ -33,17 +33,21 @@ MODEL = "magika/models/standard_v3_3"
 PACKAGES = ("numpy", "scipy", "jax", "flax", "matplotlib", "sklearn")
 KINDS = "c css csv f f90 gif gz h jpg json npy npz pdf pem png py pyc rst so svg ttf wav xml zip"
 LABELS = {"f": "fortran", "f90": "fortran", "gz": "gzip", "h": "c cpp", "jpg": "jpeg"}
-LABELS |= {"py": "python", "pyc": "pythonbytecode", "so": "elf macho"}  # others are their own
-MOST, BATCH = 24, 32  # files of a kind, every fourth of which calibrates; files of a batch
-SHORTEST = 64  # bytes of a file, at least
+LABELS |= {
+    "py": "python",
+    "pyc": "pythonbytecode",
+    "so": "elf macho",
+}  # others are labels themselves
+MOST, BATCH = 24, 32  # files per kind, of which every fourth calibrates; files per batch
+SHORTEST = 64  # least number of bytes of a file
 DYNAMIC = "W8A8 dynamic"
 
 
 class Magika(nnx.Module):
-    """Logits of what each of a few files (files, tokens) is; a token is a byte, or padding."""
+    """Logits of the kinds of files (files, tokens); a token is a byte, or padding."""
 
     def __init__(self, table, kernel, wide, channels, positions, labels, rngs):
-        self.shape = (positions, wide)  # four tokens in a row are a position
+        self.shape = (positions, wide)  # four consecutive tokens are a position
         self.embed = nnx.Embed(*table, rngs=rngs)
         self.norm_in = nnx.LayerNorm(positions, reduction_axes=1, feature_axes=1, rngs=rngs)
         self.conv = nnx.Conv(wide, channels, (kernel,), padding="VALID", rngs=rngs)
@@ -82,14 +86,14 @@ def fields(message):
                 raise ValueError(f"a field ends {place - len(message)} bytes after its message")
             yield number, message[place - size : place]
         else:
-            raise ValueError(f"a message of protocol buffers has no fields of kind {kind}")
+            raise ValueError(f"unknown kind {kind} of a field of protocol buffers")
 
 
 def read_onnx(data):
     """Returns the float32 constants of an ONNX file (bytes) by name.
 
-    Field 7 of a model is its graph, 5 of that a constant: of it 1 are the dimensions, 2 is the
-    dtype (1 is float32), 8 the name, 9 the numbers.
+    Field 7 of a model is its graph, and field 5 of a graph is a constant. Field 1 of a constant
+    has the dimensions, 2 the dtype (1 is float32), 8 the name, and 9 the numbers.
     """
     found = {}
     for tensor in (t for n, graph in fields(data) if n == 7 for m, t in fields(graph) if m == 5):
@@ -102,7 +106,7 @@ def read_onnx(data):
 
 
 def package():
-    """Returns the folder of the model, found by its package's name: `magika` is this file too."""
+    """Returns the folder of the model by the name of its package; this file is `magika` too."""
     try:
         return Path(str(importlib.metadata.distribution("magika").locate_file(MODEL)))
     except importlib.metadata.PackageNotFoundError:
@@ -112,9 +116,9 @@ def package():
 def pretrained(data):
     """Returns the model with the weights of an ONNX file (bytes).
 
-    The table of the module is the file's with its bias, since every token has one row of it.
+    The table includes the bias that the file adds to it, since every token has one row.
     """
-    inner = ("MagikaV2/", "jax2tf_get_logits_/")  # names are long: their ends will do
+    inner = ("MagikaV2/", "jax2tf_get_logits_/")  # the ends of the long names are enough
     found = read_onnx(data).items()
     of = {name.split(inner[0])[-1].removeprefix(inner[1]): x.squeeze() for name, x in found}
     weights = {
@@ -149,7 +153,7 @@ def tokens_of(content, config):
 
 
 def paths_of_kinds():
-    """Returns this machine's files by kind, in the order of hashes: any few are a sample."""
+    """Returns this machine's files by kind, in the order of hashes, which is a random order."""
     known = sysconfig.get_paths()
     specs = [importlib.util.find_spec(name) for name in PACKAGES]
     roots = [known["stdlib"], known["include"]]
@@ -169,7 +173,7 @@ def paths_of_kinds():
 def labelled(config):
     """Returns files for evaluation and others for calibration: lists of (kind, tokens).
 
-    No content comes twice, and none that is so short that it need not show what it is.
+    Leaves out repeated contents, and files that are too short to be recognised.
     """
     seen, parts = set(), ([], [])
     for kind, paths in paths_of_kinds().items():
@@ -187,7 +191,7 @@ def labelled(config):
 
 
 def batches_of(part):
-    """Returns the tokens of files in equal batches; padding alone fills up the last."""
+    """Returns the tokens of files in batches of equal size; padding fills up the last."""
     rows = np.stack([tokens for _, tokens in part])
     fill = np.full((-len(rows) % BATCH, rows.shape[1]), rows.max(), np.int32)
     return np.split(np.concatenate([rows, fill]), -(-len(rows) // BATCH))
@@ -196,18 +200,18 @@ def batches_of(part):
 LINEAR = "conv/.*|head/.*"  # the table stays in float
 NEAREST = jqx.algorithms.nearest()
 W8, W4 = jqx.Policy({LINEAR: "int8"}), jqx.Policy({LINEAR: "int4"})
-TABLE = [  # what is quantized, how, by what, and how often it is to say what floats do
+TABLE = [  # name, policy, algorithm, and the least agreement with the float model
     ("float32", jqx.Policy([]), NEAREST, 1.0),
     (DYNAMIC, jqx.Policy({LINEAR: jqx.presets.w8a8_dynamic()}), NEAREST, 0.97),
-    ("W8, one scale a channel", W8, NEAREST, 0.97),
-    ("W8, and the table a row", jqx.Policy({".*": "int8"}), NEAREST, 0.97),
-    ("W4, one scale a channel", W4, NEAREST, 0.93),
+    ("W8, one scale per channel", W8, NEAREST, 0.97),
+    ("W8, table per row too", jqx.Policy({".*": "int8"}), NEAREST, 0.97),
+    ("W4, one scale per channel", W4, NEAREST, 0.93),
     ("  GPTQ", W4, jqx.algorithms.gptq(), 0.93),
 ]
 
 
 def stored_bytes(weights):
-    """The size of weights in a file: codes without gaps, scales as they are."""
+    """Returns the size of weights in a file, with packed codes."""
 
     def stored(x):
         if not isinstance(x, jqx.QTensor):
@@ -227,13 +231,13 @@ def main():
     kinds, batches = [kind for kind, _ in evaluation], batches_of(evaluation)
     counts = ", ".join(f"{n} {kind}" for kind, n in collections.Counter(kinds).items())
     print(f"{len(kinds)} files, calibrated on {len(calibration)} others: {counts}\n")
-    print(f"{'scheme':26}{'right':>9}{'as float32':>12}{'MB':>7}")
+    print(f"{'scheme':28}{'right':>9}{'as float32':>12}{'MB':>7}")
     labels, whole, told = np.array(config["target_labels_space"]), None, None
     for name, policy, algorithm, goal in TABLE:
         quantize = jqx.nnx.ptq(model, policy, algorithm)
         done = quantize(batches_of(calibration))
         function, params, whole = done.function, done.params, whole or done
-        if name == DYNAMIC:  # in float: XLA convolves integers a hundred times slower on CPU
+        if name == DYNAMIC:  # in float, since XLA on CPU convolves integers 100 times slower
             function, params = jqx.simulate(whole.function, done.plan, done.affines), whole.params
         call = jax.jit(function)
         logits = np.concatenate([call(params, batch) for batch in batches])
@@ -241,8 +245,8 @@ def main():
         told = found if told is None else told
         right = np.mean([a in LABELS.get(b, b).split() for a, b in zip(found, kinds, strict=True)])
         same, size = np.mean(found == told), stored_bytes(done.params) / 1e6
-        print(f"{name:26}{100 * right:7.1f} %{100 * same:10.1f} %{size:7.2f}", flush=True)
-        assert same >= goal, f"{name} was to agree with float32 on {goal}"
+        print(f"{name:28}{100 * right:7.1f} %{100 * same:10.1f} %{size:7.2f}", flush=True)
+        assert same >= goal, f"{name}: expected to agree with float32 on {goal}"
         assert right > 0.88, f"{name} is wrong too often"
     print("\nClaims hold.")
 

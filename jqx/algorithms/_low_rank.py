@@ -49,10 +49,10 @@ class CompensationReport(Printed, tuple[Compensation, ...]):
     """The sites of a plan with their compensations. Prints as a table."""
 
     def __str__(self) -> str:
-        lines = [f"{'rank':>6} {'before':>10} {'after':>10}  site"]
+        lines = [f"{'rank':>6} {'error before':>12} {'after':>10}  site"]
         for x in self:
             why = f" (none: {x.why})" if x.why else ""
-            lines.append(f"{x.rank:6} {x.before:10.4g} {x.after:10.4g}  {x.site}{why}")
+            lines.append(f"{x.rank:6} {x.before:12.4g} {x.after:10.4g}  {x.site}{why}")
         return "\n".join(lines)
 
 

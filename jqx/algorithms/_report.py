@@ -59,7 +59,17 @@ class MatrixReport:
         return name_of(self.sites, self.step)
 
 
-_HEAD = ("matrix", "shape", "before", "after", "damping", "inputs", "dead", "kept", "seconds")
+_HEAD = (
+    "matrix",
+    "shape",
+    "error rounded",
+    "error chosen",
+    "damping",
+    "inputs",
+    "dead columns",
+    "rounded rows",
+    "seconds",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +167,11 @@ class BlocksReport(Printed, Sequence[BlockReport]):
         return len(self.entries)
 
     def __str__(self) -> str:
-        lines = [f"{'before':>10} {'after':>10} {'best':>6} {'seconds':>8}  block"]
+        lines = [f"{'loss before':>11} {'after':>10} {'best step':>9} {'seconds':>8}  block"]
         for x in self.entries:
             more = f" and {len(x.sites) - 1} more" if len(x.sites) > 1 else ""
             lines.append(
-                f"{x.before:10.4g} {x.after:10.4g} {x.best:6} {x.seconds:8.2f}  "
+                f"{x.before:11.4g} {x.after:10.4g} {x.best:9} {x.seconds:8.2f}  "
                 f"{name_of(x.sites[:1], x.step)}{more}"
             )
         lines += [f"rounded to nearest: {name}, {reason}" for name, reason in self.nearest]

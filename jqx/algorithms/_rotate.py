@@ -70,10 +70,10 @@ class RotationReport(Printed, tuple[Rotation, ...]):
         for key, why in self.edges.items():
             lines.append(f"{'-':>8} {'-':>12} {'run time':>9}  {key} ({why})")
         if self.gains:
-            lines.append(f"gains that weights take: {', '.join(self.gains)}")
+            lines.append(f"gains multiplied into weights: {', '.join(self.gains)}")
         if self.lost is not None:
             before, after = self.lost
-            lines.append(f"learned: a loss of {after:.4g}, {before:.4g} before")
+            lines.append(f"learned: loss {after:.4g}, {before:.4g} before")
         return "\n".join(lines)
 
 

@@ -80,12 +80,14 @@ class Comparison(Tabular):
             for row in every
         ]
         head = ("path", "op", "own SQNR dB", "SQNR dB", "cosine", "own max error", "max error")
-        note = "own: this site alone, on float operands; the rest: all quantized up to there"
+        note = (
+            "own: only this site quantized, on float operands; others: all sites up to it quantized"
+        )
         if any(row.objective is not None for row in every):
             objectives = ("" if row.objective is None else f"{row.objective:.3f}" for row in every)
             rows = [(*cells, text) for cells, text in zip(rows, objectives, strict=True)]
             head = (*head, "objective")
-            note += "; objective: of the codes chosen, as a part of that of rounding to nearest"
+            note += "; objective: of the chosen codes, relative to rounding to nearest"
         return Table(head, tuple(rows), note, texts=2)
 
     def to_dict(self) -> dict[str, Any]:

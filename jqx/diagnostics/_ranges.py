@@ -68,14 +68,14 @@ class Ranges(Tabular):
             )
             for row in self.sites
         ]
-        head = ("path", "op", "lhs codes", "rhs codes", "products", "sums", "bits", "smallest")
+        head = ("path", "op", "lhs codes", "rhs codes", "products", "sums", "bits", "dtype")
         lines = [
             f"may overflow: {x.primitive} in {x.dtype}, {_ends((x.low, x.high))}, at {x.line}"
             for x in self.overflows
         ]
         lines += [f"unknown: {name}, at {line}" for name, line in self.unknown.items()]
         footer = "\n".join(lines) or "no integer of the function leaves its dtype"
-        return Table((*head, "of int32", "jqx sums in"), tuple(rows), footer, texts=2)
+        return Table((*head, "share of int32", "summed in"), tuple(rows), footer, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a dict for `json.dumps`; infinite values are `None`."""

@@ -42,11 +42,13 @@ def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
         return ()
     codes, returned = followed(call, set(rest))
     why = dict.fromkeys(returned, "f returns it")
-    why |= dict.fromkeys(codes.contracted, "only a result of a loop or branch on it is multiplied")
-    only = "computes with it: only what a contraction itself multiplies is quantized"
+    why |= dict.fromkeys(
+        codes.contracted, "only the result of a loop or branch on it is multiplied"
+    )
+    only = "uses it, and only operands of contractions are quantized"
     for escape in reversed(codes.escapes):
         why |= dict.fromkeys(escape.paths, f"`{escape.eqn.primitive.name}` {only}")
-    unused = "f does not compute with it"
+    unused = "f does not use it"
     return tuple(Unreached(path, why.get(path, unused), shape) for path, shape in rest.items())
 
 

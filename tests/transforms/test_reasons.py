@@ -107,8 +107,8 @@ def test_weights_that_no_contraction_reads_are_listed_with_what_does():
     assert [weight.path for weight in plan.weights] == ["out"]
     why = {item.path: item.reason for item in plan.unreached}
     assert why.keys() == {"depthwise", "g", "v", "bias", "unused", "kept"}
-    assert why["depthwise"].startswith("`mul` computes with it: only what a contraction itself")
-    assert why["unused"] == "f does not compute with it" and why["kept"] == "f returns it"
+    assert why["depthwise"].startswith("`mul` uses it, and only operands of contractions")
+    assert why["unused"] == "f does not use it" and why["kept"] == "f returns it"
     assert {item.path: item.shape for item in plan.unreached}["depthwise"] == (3, 8)
     for item in plan.unreached:
         assert any(item.path in line and item.reason in line for line in str(plan).splitlines())
