@@ -30,7 +30,7 @@ from ..ptq._shared import leaves_by_path
 from ..tensor import QTensor
 from ..tensor._shared import Lazy, Values, check_version, of_kinds, record_from_json, to_json
 from ..transforms import ChannelMap, LowRank, Plan
-from ..transforms._shared import Maps, as_maps
+from ..transforms._shared import Maps, as_maps, check_scales_of_weights, named_leaves, rooted
 from ._safetensors import stored_dtype
 from ._tree import describe, map_stored, parse, tensors_of
 
@@ -84,11 +84,16 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
 
     Raises:
       TypeError: if the report is not a `Report`.
-      ValueError: if the plan holds objects that are neither jqx's own nor in `values`.
+      ValueError: if the plan holds objects that are neither jqx's own nor in `values`, or a weight
+        has another scale than `affines` says.
     """
     mend = "make one by jqx.report(plan, params, affines)."
     check_instance("save", "report", quantized.report, Report, mend=mend)
     packed = _packed(quantized.params)
+    plan, affines = quantized.plan, quantized.affines
+    if any(weight.key in affines for weight in plan.weights):
+        named = named_leaves("save", rooted(plan.params, packed), plan)
+        check_scales_of_weights("save", plan, named, affines)
     structured = _is_described(packed, values)
     node, shapes = _inputs_of(quantized.inputs, values)
     contents = _Contents(

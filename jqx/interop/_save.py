@@ -73,9 +73,9 @@ def save(
       OSError: if the file cannot be written, or its path is a folder, a FIFO or a device.
       TypeError: if something else is in the tree.
       ValueError: if an array has a dtype that files cannot hold; if a QTensor has a format of your
-        own that is not in `values`, or codes that its format does not have; if the tree is nested
-        too deeply; if `share` is invalid or passed without `resume`; or if another process writes
-        the same share.
+        own that is not in `values`, or codes that its format does not have; if a weight of a
+        `jqx.Quantized` has another scale than its `affines`; if the tree is nested too deeply; if
+        `share` is invalid or passed without `resume`; or if another process writes the same share.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile

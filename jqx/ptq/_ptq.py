@@ -36,6 +36,7 @@ from ..transforms._shared import (
     check_algorithm,
     check_arguments,
     check_batches,
+    check_no_learned_scales,
     is_array,
     is_quantized,
     lay_out_weights,
@@ -206,6 +207,7 @@ def _carried_out(
     if run or rewrites or corrections:
         batches = list(batches)
     named = named_leaves("ptq", rooted(plan.params, values), plan)
+    check_no_learned_scales("ptq", named, plan)
     is_lazy = any(isinstance(leaf, Lazy) for _, leaf in named)
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:

@@ -126,7 +126,8 @@ def convert(
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (then argument 0 holds the parameters).
       affines: scales from `jqx.affines`, for every static activation and output. `"dynamic"`
-        computes them from the current values instead. `None` if the plan has no static ones.
+        computes them from the current values instead. `None` if the plan has no static ones. A
+        QTensor has its own scale: pass learned scales of weights to `quantize_params` too.
       unsupported: what to do if a QTensor reaches an operation without a quantized form:
         `"error"`, or `"dequantize"` to continue in float.
       partial_dtype: dtype such as `jnp.bfloat16` or `jnp.float32`, for products whose contracted

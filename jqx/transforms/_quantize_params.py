@@ -16,6 +16,7 @@ from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, check_read, check_target, of_kinds, sharding_of
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
+from ._learned_scales import check_no_learned_scales
 from ._param_shardings import as_sharding
 from ._paths import Params, flatten, is_whole, rooted
 from ._plan import Plan
@@ -46,7 +47,8 @@ def quantize_params(
         with several. Leaves may be `jax.ShapeDtypeStruct`, which gives abstract QTensors.
       plan: from `make_plan`.
       affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
-        activations are ignored.
+        activations are ignored. Pass learned scales here too: without them the weights get the
+        scales of their calibrators, which is no error.
       algorithm: chooses the codes, such as `jqx.algorithms.gptq()`; `None` rounds to nearest.
       stats: the statistics that the algorithm needs, from `calibrate_batches(..., observers=
         algorithm.observers)`.
@@ -74,8 +76,9 @@ def quantize_params(
       TypeError: if `plan` is not a `Plan`, or `algorithm` is not an algorithm.
       ValueError: if `stats` are given without an algorithm, or `algorithm` together with `affines`
         or `donate`; if a weight of the plan is missing, has another shape or dtype, or is already
-        quantized; if `donate=True` under `jax.jit`; if `target` is unknown; or if elements that
-        share a scale would be on two devices.
+        quantized; if `params` hold learned scales, as `jqx.linen.learn_scales` returns them, that
+        `affines` does not have; if `donate=True` under `jax.jit`; if `target` is unknown; or if
+        elements that share a scale would be on two devices.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -91,18 +94,19 @@ def quantize_params(
     check_algorithm("quantize_params", algorithm)
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
+    check_arguments("quantize_params", plan.params, params)
+    own = rooted(plan.params, params)
+    named = _named("quantize_params", own, plan)
+    check_no_learned_scales("quantize_params", named, plan, affines or ())
     if algorithm is not None:
-        check_read("quantize_params", _named("quantize_params", rooted(plan.params, params), plan))
+        check_read("quantize_params", named)
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)
         return _as_given(plan, codes, params, shardings)
     given = affines or {}
-    check_arguments("quantize_params", plan.params, params)
-    own = rooted(plan.params, params)
     tree = jax.tree.structure(own, is_leaf=is_whole)
-    named = _named("quantize_params", own, plan)
     known = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(known, named, strict=True):
         require_that(

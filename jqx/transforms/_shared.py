@@ -42,6 +42,8 @@ from ._find import contractions as contractions
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
+from ._learned_scales import check_no_learned_scales as check_no_learned_scales
+from ._learned_scales import check_scales_of_weights as check_scales_of_weights
 from ._make_plan import planner as planner
 from ._map_channels import Maps as Maps
 from ._map_channels import as_maps as as_maps
