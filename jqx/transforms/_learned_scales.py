@@ -60,8 +60,13 @@ def check_scales_of_weights(
         )
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, QTensor):
+def _equal(scale: Any, learned: Any) -> bool:
+    """Returns whether a scale is the learned one, in the shape and dtype that the weight has it."""
+    if isinstance(scale, QTensor):
         return True
-    a, b = (np.asarray(x, np.float64) for x in (a, b))
-    return a.size == b.size and np.array_equal(a.reshape(-1), b.reshape(-1), equal_nan=True)
+    own = np.asarray(scale)
+    other = np.asarray(learned).astype(own.dtype).reshape(-1)
+    flat = own.reshape(-1)
+    return flat.size == other.size and bool(
+        np.all((flat == other) | (np.isnan(flat) & np.isnan(other)))
+    )
