@@ -5,6 +5,7 @@ from ._dorefa import FixedRange as FixedRange
 from ._estimator import check_estimator as check_estimator
 from ._estimator import check_key as check_key
 from ._estimator import draws as draws
+from ._limits import moves_limits as moves_limits
 from ._pact import ParameterizedClipping as ParameterizedClipping
 from ._parq import Parq as Parq
 from ._ste import StraightThrough as StraightThrough

@@ -154,6 +154,7 @@ def learn_scales(
     A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
     specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
     values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    For weights a `UserWarning` says so, and for all scales of an estimator that never moves one.
     Make the optimizer from the result, since its state holds the scales too. Leave the scales out
     of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
     positive: the sign of a negative one mirrors the codes, and a scale of 0 no longer learns.

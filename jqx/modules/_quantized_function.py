@@ -24,6 +24,7 @@ from ..transforms import (
     simulate,
 )
 from ..transforms._shared import GivenAffines, TracedOnce, affines_seen, is_whole, named_leaves
+from ._learnable import warn_of_scales_without_gradient
 from ._mode import Mode
 from ._scales import check_calibrated, needs_calibration
 from ._wanted import Wanted
@@ -143,6 +144,7 @@ class QuantizedFunction:
             found = {**affines_seen(plan, seen), **found}
         if wanted is not Wanted.LEARNED:
             return {key: found[key] for key in plan.static_specs()}
+        warn_of_scales_without_gradient(plan)
         codes = quantize_params(dequantize_params(params), plan, found)
         own: dict[str, Any] = {
             f"{path}:weight": Affine(cast(jax.Array, q.scale), q.zero_point)

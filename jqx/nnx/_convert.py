@@ -156,6 +156,7 @@ def learn_scales(
     A scale learns only where its estimator has a gradient for it: use `jqx.gradients.lsq` in the
     specs of weights and of activations. The default, `ste`, gives a scale a gradient only from
     values that are clipped: exactly 0 at the start with an `absmax` calibrator, which clips none.
+    For weights a `UserWarning` says so, and for all scales of an estimator that never moves one.
     Make the optimizer after this call: its state holds the scales too. Leave the scales
     out of weight decay, and give them a small rate, such as 1e-4 with Adam. Nothing keeps a scale
     positive: the sign of a negative one mirrors the codes, and a scale of 0 learns no more.
@@ -177,7 +178,9 @@ def learn_scales(
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
       >>> from flax import nnx
-      >>> model = jqx.nnx.Linear(4, 2, policy=jqx.presets.w8a8(), rngs=nnx.Rngs(0))
+      >>> lsq = {"gradient": jqx.gradients.lsq}
+      >>> policy = jqx.presets.w8a8(weight=lsq, activation=lsq)
+      >>> model = jqx.nnx.Linear(4, 2, policy=policy, rngs=nnx.Rngs(0))
       >>> jqx.nnx.learn_scales(model, jnp.ones((1, 4)), scales="dynamic")
       >>> sorted(model.learned_scales)
       ['kernel:dot_general:lhs', 'kernel:weight']

@@ -116,9 +116,9 @@ def ptq(
 
     Returns:
       A function of the parameters (a tuple if there are several positions) and of batches, which
-      returns a `Quantized`. Each batch is a tuple of the other arguments of `f`, or the one other
-      argument. The plan is made with the first batch. The other batches are read only if something
-      is calibrated.
+      returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
+      tuple of the other arguments of `f`, or the one other argument. The plan is made with the
+      first batch. The other batches are read only if something is calibrated.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,

@@ -45,8 +45,8 @@ def calibrate_batches(
       plan: from `make_plan`.
       params: the argument of `f` that holds its weights; a tuple of arguments if the plan was made
         with several. Leaves that are not arrays are static, as everywhere.
-      batches: each a tuple of the other arguments of `f`, in order, or a single argument that is
-        not a tuple. All leaves are arrays or numbers.
+      batches: a list or another iterable, but not an array; each a tuple of the other arguments of
+        `f`, in order, or a single argument that is not a tuple. All leaves are arrays or numbers.
       observers: other statistics to record, as in `calibrate`.
       quantized: the same parameters quantized, from `quantize_params`. For
         `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
@@ -56,7 +56,7 @@ def calibrate_batches(
 
     Raises:
       TypeError: if `f` is not a function, `plan` is not a `Plan`, `observers` is not a dict of
-        observers, or `batches` is not iterable.
+        observers, or `batches` is not iterable or is an array.
       ValueError: if there is no batch, the plan was made for another function, `observers` does not
         fit it, or `quantized` are other parameters.
 

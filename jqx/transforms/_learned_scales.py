@@ -44,8 +44,9 @@ def check_scales_of_weights(
     other = [
         path
         for path, q in named
-        if isinstance(q, QTensor)
-        and keys.get(path) in affines
+        if path in keys
+        and isinstance(q, QTensor)
+        and keys[path] in affines
         and not _equal(q.scale, affines[keys[path]].scale)
     ]
     if other:

@@ -15,7 +15,7 @@ from ..arrays import normal
 from .networks import DOORS, POLICIES, images, variables
 
 X = normal(1, 2, 1, 8)
-W8A8 = jqx.presets.w8a8()
+W8A8 = jqx.presets.w8a8(weight={"gradient": jqx.gradients.lsq})
 
 
 class Decoder(nn.Module):

@@ -173,7 +173,8 @@ def test_converting_twice_is_refused(door):
 
 
 def test_zero_points_are_not_learned():
-    policy = jqx.presets.w8a8(activation={"qtype": jnp.uint8, "symmetric": False})
+    asymmetric = {"qtype": jnp.uint8, "symmetric": False}
+    policy = jqx.presets.w8a8(activation=asymmetric, weight={"gradient": jqx.gradients.lsq})
     module = jqx.linen.quantize(Net(), policy)
     with pytest.raises(ValueError, match="has no gradient") as error:
         jqx.linen.learn_scales(module, variables(), images(), scales="dynamic")

@@ -115,7 +115,7 @@ def test_statistics_of_fixed_scales_have_no_use():
 
 def test_learned_scales_are_symmetric_floats():
     spec = {"symmetric": False, "qtype": jnp.uint8}
-    model = linear(jqx.presets.w8a8(activation=spec))
+    model = linear(jqx.presets.w8a8(activation=spec, weight={"gradient": jqx.gradients.lsq}))
     with pytest.raises(ValueError, match=r"(?s)learn_scales: an integer zero point.*to mend"):
         jqx.nnx.learn_scales(model, ONES, scales="dynamic")
     assert model.learned_scales is None

@@ -263,7 +263,8 @@ def test_what_runs_later_is_refused(name):
 
 
 def test_statistics_and_learned_scales_are_the_wholes_alone():
-    model = jqx.nnx.quantize(Deep(nnx.Rngs(0)), jqx.presets.w8a8(), mode=Mode.CALIBRATE)
+    policy = jqx.presets.w8a8(weight={"gradient": jqx.gradients.lsq})
+    model = jqx.nnx.quantize(Deep(nnx.Rngs(0)), policy, mode=Mode.CALIBRATE)
     model(X)
     match = r"(?s)Linear: `__call__` of a part.*blocks/0/inner.*to mend"
     with pytest.raises(ValueError, match=match):

@@ -59,22 +59,24 @@ def test_it_warns_of_every_rule_that_has_one(rules, fact):
     assert len(record) == 1
 
 
-INT8 = {"weight": "int8"}
 SILENT = {
-    "all match": [jqx.Rule("(embed|head)/kernel|up/.*", **INT8)],
-    "a path of a parameter": [jqx.Rule("(embed|up)/(kernel|bias)", **INT8)],
+    "all match": [jqx.Rule("(embed|head)/kernel|up/.*", weight="int8")],
+    "a path of a parameter": [jqx.Rule("(embed|up)/(kernel|bias)", weight="int8")],
     "a path without a weight": [jqx.Rule("embed/.*|scores", activation="int8")],
-    "taken by an earlier rule": [jqx.Rule("up.*", **INT8), jqx.Rule("(up|head)/.*", **INT8)],
-    "optional": [jqx.Rule("(embed|none)/.*", **INT8, optional=True)],
-    "repeated": [jqx.Rule("(em|bed|/|kernel)+", **INT8)],
-    "empty": [jqx.Rule("embed/kernel(|_2|_3)", **INT8)],
-    "may be absent": [jqx.Rule("embed/(a|b)?kernel", **INT8)],
-    "flags": [jqx.Rule("(?i)EMBED/kernel|none", **INT8)],
-    "a lookahead": [jqx.Rule("(?=.*(embed|none)).*", **INT8)],
-    "names": [jqx.Rule("(?P<first>embed|none)/kernel", **INT8)],
-    "counts": [jqx.Rule("(embed|none){1}/kernel", **INT8)],
-    "an escape": [jqx.Rule(r"embed\|?/kernel", **INT8)],
-    "a set": [jqx.Rule("[embd|]*/kernel", **INT8)],
+    "taken by an earlier rule": [
+        jqx.Rule("up.*", weight="int8"),
+        jqx.Rule("(up|head)/.*", weight="int8"),
+    ],
+    "optional": [jqx.Rule("(embed|none)/.*", weight="int8", optional=True)],
+    "repeated": [jqx.Rule("(em|bed|/|kernel)+", weight="int8")],
+    "empty": [jqx.Rule("embed/kernel(|_2|_3)", weight="int8")],
+    "may be absent": [jqx.Rule("embed/(a|b)?kernel", weight="int8")],
+    "flags": [jqx.Rule("(?i)EMBED/kernel|none", weight="int8")],
+    "a lookahead": [jqx.Rule("(?=.*(embed|none)).*", weight="int8")],
+    "names": [jqx.Rule("(?P<first>embed|none)/kernel", weight="int8")],
+    "counts": [jqx.Rule("(embed|none){1}/kernel", weight="int8")],
+    "an escape": [jqx.Rule(r"embed\|?/kernel", weight="int8")],
+    "a set": [jqx.Rule("[embd|]*/kernel", weight="int8")],
 }
 
 

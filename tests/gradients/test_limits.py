@@ -1,0 +1,23 @@
+"""From which values an estimator moves the limits of a range."""
+
+import jax
+import pytest
+
+from jqx import gradients
+from jqx.gradients._shared import moves_limits
+
+EXPECTED = {
+    "ste": (False, True),
+    "ste_unclipped": (False, False),
+    "dorefa": (False, False),
+    "lsq": (True, True),
+    "ewgs": (True, True),
+    "additive_noise": (True, True),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_is_found_by_an_example(name):
+    found = []
+    jax.eval_shape(lambda: found.append(moves_limits(getattr(gradients, name))))  # while it traces
+    assert found == [EXPECTED[name]]
