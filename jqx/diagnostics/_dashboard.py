@@ -15,6 +15,7 @@ from ._assignment import Assignment
 from ._comparison import Comparison
 from ._explain import Explanation
 from ._lowering import Lowering
+from ._one_model import check_one_model
 from ._page import cards, code, note, page, section, text
 from ._report import Report, report
 from ._sensitivity import Sensitivities
@@ -49,6 +50,8 @@ _WAYS = {
     "What stays in float": ("plan", "dashboard(quantized)  # in place of its report"),
 }
 """For each section, what it is made from and how to get it."""
+
+OF_THE_PLAN = "Sections are of the plan of this model, unless they say otherwise."
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def dashboard(
     """Returns a page about a quantized model: sizes, errors, sensitivities, and what the chip runs.
 
     Only the report of a plan is computed. Data that is not passed has no section; the page lists
-    these sections and how to get them.
+    these sections and how to get them. A comparison and an explanation must have the paths and
+    formats of the plan of the model. Sensitivities may be measured with another plan, and a search
+    has formats of its own; both must have paths of the model, and the page says what they are of.
 
     Args:
       model: the result of `jqx.ptq`, or of `jqx.load` for a quantized function; or a `Report`; or a
@@ -118,7 +123,8 @@ def dashboard(
 
     Raises:
       TypeError: if `model` is none of these, or another argument has another type.
-      ValueError: if `params` is passed without a plan, or does not fit it.
+      ValueError: if `params` is passed without a plan, or does not fit it; or if what is passed
+        is of different models, or a comparison or an explanation is of another plan.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -151,13 +157,15 @@ def dashboard(
         "plan": plan,
     }
     missing = tuple(name for name, (own, _) in _WAYS.items() if given[own] is None)
+    measured = ("comparison", "sensitivities", "explanation", "assignment")
+    check_one_model(plan, known, {name: given[name] for name in measured})
     details, codes = getattr(model, "details", None), known.codes if known else ""
     parts = [
-        f"<header><h1>{text(title)}</h1></header>",
+        f"<header><h1>{text(title)}</h1>{note(OF_THE_PLAN) if plan else ''}</header>",
         cards(_cards(plan, known, comparison, explanation)),
         sections.sizes(known) if known else "",
         sections.weights(known) if known and known.weights else "",
-        sections.costs(sensitivities) if sensitivities else "",
+        sections.costs(sensitivities, plan) if sensitivities else "",
         sections.sites(comparison) if comparison else "",
         sections.chip(explanation, plan) if explanation else "",
         sections.mixture(assignment) if assignment else "",

@@ -14,6 +14,7 @@ from ._comparison import Comparison
 from ._explain import Explanation
 from ._lowering import Lowering
 from ._names import in_model_order
+from ._one_model import of_another_plan
 from ._page import Row, bars, code, folded, grid, key, note, section, stacks
 from ._report import Report
 from ._schemes import short_scheme
@@ -122,8 +123,11 @@ def _faults(w: WeightError) -> str:
     return ", ".join(filter(None, [clipped, dead]))
 
 
-def costs(found: Sensitivities) -> str:
-    """Returns the cost of quantizing each weight, the worst first."""
+def costs(found: Sensitivities, plan: Plan | None) -> str:
+    """Returns the cost of quantizing each weight, the worst first; a plan tells which of them were
+    measured with other formats.
+    """
+    others = of_another_plan(found, plan) if plan else set()
     most = max((row.cost for row in found.ranked), default=0.0) or 1.0
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     rows = [
@@ -131,18 +135,21 @@ def costs(found: Sensitivities) -> str:
             row.label or row.path or "(argument)",
             f"{100 * row.cost / whole:.1f} %",
             row.cost / most,
-            f"cost {row.cost:.3g}",
+            f"cost {row.cost:.3g}" + f", {short_scheme(row.scheme)}" * (row.path in others),
         )
         for row in found.ranked
     ]
     everything = ""
     if found.everything is not None:
         everything = f" All quantized at once cost {found.everything:.3g}."
+    another = "Measured with another plan than that of this model: the formats of "
+    another += f"{counted(len(others), 'weight')} differ, and stand beside their costs."
     return section(
         "Sensitivities",
         note(
             f"What the quantization of each weight costs, in units of the metric, and its share "
-            f"({found.estimate}).{everything}"
+            f"({found.estimate}).{everything}",
+            *([another] if others else []),
         ),
         bars(rows, "weights"),
     )
@@ -267,6 +274,7 @@ def mixture(found: Assignment) -> str:
     count = Counter(found.schemes.values())
     lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in count.most_common())}."]
     lines += [f"Budget: {in_words(found.budget)}."] if found.budget is not None else []
+    lines.append("Of the candidates of the search: this model may have other formats.")
     scales = "bits and bytes: of the weights of the plan, with their scales"
     return section(
         "Search",

@@ -189,7 +189,7 @@ class Sweep:
         """The weights as quantized by each plan."""
         return {
             path: [
-                weight and jax.jit(functools.partial(quantize_weight, spec=weight.spec))(x)
+                weight and quantize_weight(x, weight.spec)
                 for weight in (plan.weight_at(path) for plan in self.plans)
             ]
             for path, x in self.weights.items()

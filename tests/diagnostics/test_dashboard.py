@@ -5,6 +5,7 @@ import html
 import math
 from html.parser import HTMLParser
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -207,6 +208,62 @@ def test_a_page_is_written_and_shown_in_a_notebook(tmp_path, quantized):
     assert tag == "iframe" and attributes["srcdoc"] == page.html and "sandbox" in attributes
     assert html.unescape(repr(page)).startswith("Dashboard('Quantized model', ")
     assert dashboard(quantized).html == page.html
+
+
+def test_measurements_of_another_plan_or_model_are_refused(quantized, found):
+    """A comparison has the paths and the formats of the model, and so has an explanation."""
+    plan, report = quantized.plan, quantized.report
+    other = jqx.make_plan(f, W8)(PARAMS, W)
+    comparison = jqx.compare(f, other)(PARAMS, W)
+    explanation = jqx.explain(f, PARAMS, W, plan=other)
+    for name, value in {"comparison": comparison, "explanation": explanation}.items():
+        with pytest.raises(ValueError, match=f"`{name}` is of another plan than the plan") as error:
+            dashboard(quantized, **{name: value})
+        text = str(error.value)
+        assert f"given:    <b>a</b> as float x int8 per_channel in `{name}`" in text
+        assert "expected: float x int4 per_group(16, tail=True) mse" in text
+        assert "of the model\n  to mend:  pass jqx." in text
+    with pytest.raises(ValueError, match="`explanation` is of another plan than the comparison"):
+        dashboard(report, comparison=found["comparison"], explanation=explanation)
+    with pytest.raises(ValueError, match="of another plan than the report") as error:
+        dashboard(report, comparison=comparison)
+    assert "int4 per_block({0: 16, 1: 1}), as in the report" in str(error.value)
+    fewer = dataclasses.replace(comparison, sites=found["comparison"].sites[:1])
+    with pytest.raises(ValueError, match=r"b & c as float, or no contraction, in `comparison`"):
+        dashboard(plan, comparison=fewer)
+    strangers = Sensitivities((Sensitivity("head", "dot_general", 1.0),), "fisher", None)
+    assignment = dataclasses.replace(found["assignment"], schemes={"head": "int8"})
+    for name, value in {"sensitivities": strangers, "assignment": assignment}.items():
+        for model in (quantized, report):
+            with pytest.raises(ValueError, match=f"`{name}` is of another model.") as error:
+                dashboard(model, **{name: value})
+            assert f"the paths 'head' in `{name}`" in str(error.value)
+            assert "such as" in str(error.value) and "'<b>a</b>', 'b & c'" in str(error.value)
+
+
+def test_a_page_says_what_was_measured_with_another_plan(quantized, found):
+    other = jqx.diagnostics.sensitivity(f, W8, estimate="weight_error")(PARAMS, W)
+    text = " ".join(Tags(dashboard(quantized, sensitivities=other).html).text)
+    assert "another plan than that of this model: the formats of 2 weights differ" in text
+    assert "float x int8 per_channel" in text
+    text = " ".join(Tags(dashboard(quantized, **found).html).text)
+    assert "another plan" not in text and "Sections are of the plan of this model" in text
+    assert "Of the candidates of the search: this model may have other formats." in text
+
+
+def test_measurements_of_parts_and_of_more_axes_are_of_one_model():
+    """A split weight is one weight in a plan without splits; batches may have more axes."""
+
+    def f(p, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]
+
+    p, x = {"w": normal(0, 2, 8, 8)}, normal(1, 4, 8)
+    policy = jqx.presets.w8a8_dynamic()
+    plan = jqx.make_plan(f, policy)(p, x)
+    parts = jqx.Policy({"w[0]": "int4", "w[1]": "int8"})
+    costs = jqx.diagnostics.sensitivity(f, parts, estimate="weight_error")(p, x)
+    assert {row.path for row in costs.ranked} == {"w[0:1]", "w[1:2]"}
+    dashboard(plan, p, sensitivities=costs, comparison=jqx.compare(f, policy)(p, x[None]))
 
 
 def test_what_is_no_model_or_no_result_is_refused(quantized):
