@@ -340,7 +340,7 @@ class Nnx(nnx.Module):
         return self.b(nnx.relu6(self.a(x)))
 
 
-def test_files_keep_clips_and_every_door_binds_them(tmp_path):
+def test_files_keep_clips_and_every_bind_applies_them(tmp_path):
     algorithm = chain(equalize(), bias_correction())
     batches = [9 * X]
     f = behind(lambda h, x: h)

@@ -153,7 +153,7 @@ def test_layers_may_stand_in_a_list_and_in_nested_calls():
     assert online == ["0/down", "1/down"] and len(maps) == 2
 
 
-def test_a_tied_table_behind_a_gain_stays_and_the_stream_is_turned_there():
+def test_a_tied_table_after_a_gain_stays_and_the_stream_is_rotated_there():
     params = parameters(tied=True)
     found, report, maps = rewritten(llama, params, PROMPT)
     assert where(report) == (OFFLINE[:-1], ["down"])

@@ -90,7 +90,7 @@ def test_scales_of_methods_are_fixed_one_after_another():
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_dynamic_scales_are_those_of_the_values_at_hand(door):
+def test_dynamic_scales_are_those_of_the_values_of_the_call(door):
     params = variables()["params"]
     module = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, W8A8, "dynamic")(params, images())

@@ -43,7 +43,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_dynamic_scales_are_those_of_the_values_at_hand(door):
+def test_dynamic_scales_are_those_of_the_values_of_the_call(door):
     model = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, W8A8, "dynamic")(params(), images())
     assert (model(images()) == expected).all()

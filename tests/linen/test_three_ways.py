@@ -1,4 +1,4 @@
-"""One network through the three doors and the plain transforms: equal numbers."""
+"""One network quantized in three ways and by the plain transforms: equal numbers."""
 
 import functools
 
@@ -92,7 +92,7 @@ def test_simulate_with_statistics(door, name):
 
 
 @pytest.mark.many
-def test_gradients_with_values_at_hand(door, name):
+def test_gradients_with_dynamic_scales(door, name):
     module = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     params, x = variables()["params"], images()

@@ -1,4 +1,4 @@
-"""One network through the three doors and the plain transforms: equal numbers."""
+"""One network quantized in three ways and by the plain transforms: equal numbers."""
 
 import re
 
@@ -90,7 +90,7 @@ def test_simulate_with_statistics(door, name):
         assert not leaves_of(model, jqx.nnx.Stat)
 
 
-def test_gradients_with_values_at_hand(door, name):
+def test_gradients_with_dynamic_scales(door, name):
     model = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     got = nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, images())
