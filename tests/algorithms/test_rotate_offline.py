@@ -378,13 +378,13 @@ def test_modules_of_flax_are_rotated_as_functions_are():
     algorithm = rotate(offline=True)
     module, model = Linen(), Nnx(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), PROMPT)
-    doors = (
+    ways = (
         (jqx.linen.ptq(module, policy, algorithm, progress=False)(variables, [PROMPT]),
          module.apply(variables, PROMPT)),
         (jqx.nnx.ptq(model, policy, algorithm, progress=False)([PROMPT]),
          model(PROMPT)),
     )  # fmt: skip
-    for quantized, exact in doors:
+    for quantized, exact in ways:
         assert [x.offline for x in quantized.details] == [True, False, True]
         assert len(quantized.maps) == 1
         error = np.linalg.norm(quantized(PROMPT) - exact) / np.linalg.norm(exact)

@@ -1,4 +1,4 @@
-"""The last release of transformers with Flax models: GPT-2 as a function, T5 by the linen door."""
+"""The last release of transformers with Flax models: GPT-2 as a function, T5 by `jqx.linen`."""
 
 import copy
 import dataclasses

@@ -237,11 +237,11 @@ def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
         (jqx.linen.ptq(module, W8A8, of.chain(*algorithms), **QUIET)(variables, [X]), module),
         (jqx.nnx.ptq(model, W8A8, of.chain(*algorithms), **QUIET)([X]), model),
     )
-    for door, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
-        exact = own.apply(variables, X) if door is jqx.linen else own(X)
+    for way, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
+        exact = own.apply(variables, X) if way is jqx.linen else own(X)
         assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
         assert {key.rsplit(":", 1)[1] for key in quantized.maps} == {"lhs", "out"}
         path = tmp_path / "model.safetensors"
         jqx.save(path, quantized)
-        bound = door.bind(jqx.load(path), own)
+        bound = way.bind(jqx.load(path), own)
         np.testing.assert_array_equal(bound(X), quantized(X))
