@@ -29,7 +29,7 @@ def test_a_condition_that_holds_enters_no_other_function():
     assert entered == ["<lambda>", "require_that"]
 
 
-def test_a_condition_that_fails_is_told_in_four_parts():
+def test_a_failed_condition_is_an_error_in_four_parts():
     with pytest.raises(ValueError) as caught:
         _checks.require_that(False, mend="m.", **PARTS)
     expected = "jqx.f: p.\n  given:    g\n  expected: e\n  to mend:  m."

@@ -74,7 +74,7 @@ def test_weights_that_are_widened_or_copied_first_are_named():
         assert described(entry(gemm(), other)) == (read, 2)
 
 
-def test_library_calls_and_fusions_without_a_dot_are_told_apart():
+def test_library_calls_and_fusions_without_a_dot_are_distinguished():
     call = 'y = (f32[16,32]{1,0}, s8[33]{0}) custom-call(%x, %w), custom_call_target="TARGET"'
     for target in ("__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cudnn$convForward"):
         program = entry(call.replace("TARGET", target))

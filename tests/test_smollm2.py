@@ -163,7 +163,7 @@ def test_the_model_is_a_llama_scanned_unrolled_and_with_a_cache(smollm2, small):
 
 
 @pytest.mark.slow
-def test_a_text_goes_on_as_if_it_were_read_anew_for_each_token(smollm2, small):
+def test_a_text_continues_as_if_it_were_read_again_for_each_token(smollm2, small):
     model = smollm2.pretrained(small)
     done = smollm2.quantize(model, jqx.Policy([]))
     for length in (1, smollm2.CHUNK - 1, smollm2.CHUNK, smollm2.CHUNK + 3):

@@ -170,7 +170,7 @@ def test_what_is_no_better_stays_rounded_to_nearest():
     assert jnp.array_equal(found.params.codes, nearest.codes)
 
 
-def test_a_body_of_remat_is_a_block_and_shared_weights_are_told():
+def test_a_body_of_remat_is_a_block_and_shared_weights_are_reported():
     def f(p, x):
         @jax.checkpoint
         def inside(x):

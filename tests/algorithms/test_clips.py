@@ -340,13 +340,13 @@ class Nnx(nnx.Module):
         return self.b(nnx.relu6(self.a(x)))
 
 
-def test_files_keep_clips_and_every_door_binds_them(tmp_path):
+def test_files_keep_clips_and_every_bind_applies_them(tmp_path):
     algorithm = chain(equalize(), bias_correction())
     batches = [9 * X]
     f = behind(lambda h, x: h)
     module, model = Linen(), Nnx()
     variables = module.init(jax.random.key(0), X)
-    doors = {
+    ways = {
         "function": (jqx.ptq(f, POLICY, algorithm, progress=False)(TWO, batches),
                      lambda x: x.bind(f)),
         "linen": (jqx.linen.ptq(module, POLICY, algorithm, progress=False)(variables, batches),
@@ -354,7 +354,7 @@ def test_files_keep_clips_and_every_door_binds_them(tmp_path):
         "nnx": (jqx.nnx.ptq(model, POLICY, algorithm, progress=False)(batches),
                 lambda x: jqx.nnx.bind(x, Nnx())),
     }  # fmt: skip
-    for name, (quantized, bind) in doors.items():
+    for name, (quantized, bind) in ways.items():
         clips = [x.clip for each in quantized.maps.values() for x in each if x.clip is not None]
         assert len(clips) == 1 and clips[0].shape == (D,), name
         jqx.save(tmp_path / name, quantized)

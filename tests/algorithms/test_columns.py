@@ -81,7 +81,7 @@ def test_columns_that_are_given_are_taken():
     assert np.max(np.abs(expected - found.before) / np.abs(w).max(0)) < 1e-5
 
 
-def test_scales_that_are_found_on_the_way_are_of_corrected_columns():
+def test_scales_of_dynamic_groups_are_those_of_corrected_columns():
     inputs, w = problem(3)
     upper = factor(inputs.T @ inputs, 0.01).upper
     found = run(w, upper)

@@ -543,7 +543,7 @@ def test_a_scan_of_no_steps_has_no_matrices(options):
     assert found.params["layers"].shape == (0, D, D)
 
 
-def test_scales_that_rows_share_cannot_be_found_on_the_way(plan):
+def test_scales_that_rows_share_cannot_be_dynamic(plan):
     shared = jqx.make_plan(f, jqx.Policy({".*": "int4:tensor"}))(PARAMS, BATCHES[0])
     with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: scales of this .+to mend:"):
         gptq(groups="dynamic").run(f, shared, PARAMS, BATCHES, progress=False)
@@ -583,7 +583,7 @@ def test_functions_with_other_constants_inside_are_other_programs():
     assert len(programs._compiled) == 2
 
 
-def test_layers_that_are_alike_are_compiled_once(monkeypatch):
+def test_equal_layers_are_compiled_once(monkeypatch):
     made, init = [], Programs.__init__
     monkeypatch.setattr(Programs, "__init__", lambda self: made.append(self) or init(self))
     params = [{"w": normal(D, D), "b": normal(D)} for _ in range(4)]

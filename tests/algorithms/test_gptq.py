@@ -148,7 +148,7 @@ def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
 
 @pytest.mark.many
 @pytest.mark.parametrize("options", [{"order": "groups"}, {"groups": "dynamic"}], ids=str)
-def test_orders_and_scales_on_the_way_lose_less_than_rounding(options):
+def test_column_orders_and_dynamic_groups_lose_less_than_rounding(options):
     plan = plan_of(scanned, "int4:group=16:asymmetric")
     found = gptq(**options).run(scanned, plan, PARAMS, BATCHES, progress=False)
     nearest = jqx.quantize_params(PARAMS, plan)
@@ -436,7 +436,7 @@ def test_what_has_no_hessian_is_an_error_that_names_the_weight(name):
         assert entry.damping is None and "rounded" in str(chosen.report) and entry.path == "w"
 
 
-def test_scales_that_rows_share_cannot_be_found_on_the_way():
+def test_scales_that_rows_share_cannot_be_dynamic():
     plan = plan_of(unrolled, "nvfp4")
     with pytest.raises(ValueError, match="groups='static'"):
         gptq(groups="dynamic").run(unrolled, plan, PARAMS, BATCHES, progress=False)

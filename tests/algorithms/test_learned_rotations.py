@@ -65,7 +65,7 @@ def rewritten(algorithm, plan_of=f, policy=None, params=PARAMS, batches=BATCHES)
     angle=st.floats(1e-4, 1.0),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_step_turns_by_an_angle_and_descends(seed, size, stack, angle):
+def test_a_step_rotates_by_an_angle_and_descends(seed, size, stack, angle):
     rng = np.random.default_rng(seed)
     q = np.linalg.qr(rng.normal(size=(*stack, size, size)))[0]
     target = rng.normal(size=q.shape)

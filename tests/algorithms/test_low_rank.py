@@ -85,7 +85,7 @@ def test_more_of_a_rank_loses_less_and_others_may_come_before():
 
 
 @pytest.mark.parametrize("low_rank", [eora(rank=2), loftq(rank=2)], ids=["eora", "loftq"])
-def test_results_are_corrected_to_means_of_float_beside_a_product(low_rank):
+def test_results_with_a_low_rank_product_are_corrected_to_the_means_of_float(low_rank):
     g, w, (x, *_) = (lambda w, x: x @ w), PARAMS["up"][0], BATCHES
     plain, found = (
         jqx.ptq(g, POLICY, algorithm, target=False, progress=False)(w, [x])(x)

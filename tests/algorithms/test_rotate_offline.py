@@ -153,7 +153,7 @@ def test_layers_may_stand_in_a_list_and_in_nested_calls():
     assert online == ["0/down", "1/down"] and len(maps) == 2
 
 
-def test_a_tied_table_behind_a_gain_stays_and_the_stream_is_turned_there():
+def test_a_tied_table_after_a_gain_stays_and_the_stream_is_rotated_there():
     params = parameters(tied=True)
     found, report, maps = rewritten(llama, params, PROMPT)
     assert where(report) == (OFFLINE[:-1], ["down"])
@@ -378,13 +378,13 @@ def test_modules_of_flax_are_rotated_as_functions_are():
     algorithm = rotate(offline=True)
     module, model = Linen(), Nnx(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), PROMPT)
-    doors = (
+    ways = (
         (jqx.linen.ptq(module, policy, algorithm, progress=False)(variables, [PROMPT]),
          module.apply(variables, PROMPT)),
         (jqx.nnx.ptq(model, policy, algorithm, progress=False)([PROMPT]),
          model(PROMPT)),
     )  # fmt: skip
-    for quantized, exact in doors:
+    for quantized, exact in ways:
         assert [x.offline for x in quantized.details] == [True, False, True]
         assert len(quantized.maps) == 1
         error = np.linalg.norm(quantized(PROMPT) - exact) / np.linalg.norm(exact)

@@ -8,7 +8,7 @@ import pytest
 import jqx
 from jqx.algorithms import gptq
 
-from ..observers.test_stranger import integers
+from ..observers.test_custom_observer import integers
 from ..observers.test_weighted import D, attention, experts
 
 LENGTHS = [5, 2, 4]

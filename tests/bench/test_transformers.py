@@ -1,4 +1,4 @@
-"""The last release of transformers with Flax models: GPT-2 as a function, T5 by the linen door."""
+"""The last release of transformers with Flax models: GPT-2 as a function, T5 by `jqx.linen`."""
 
 import copy
 import dataclasses
@@ -148,7 +148,7 @@ def test_a_call_of_t5(t5, policy):
 
 
 @pytest.mark.parametrize("policy", ["w8a8 dynamic", "w4a16"])
-def test_encode_and_generate_of_t5_run_through_the_door(t5, policy):
+def test_encode_and_generate_of_t5_run_through_linen_ptq(t5, policy):
     """Both call `module.apply(..., method=a function)`; `generate` carries a cache."""
     ids = tokens(0, 2, 10)
     module = jqx.linen.quantize(t5.module, POLICIES[policy])

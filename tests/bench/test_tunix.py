@@ -1,4 +1,4 @@
-"""google-tunix: its Llama 3, by the nnx door."""
+"""google-tunix: its Llama 3, by `jqx.nnx`."""
 
 import jax
 import jax.numpy as jnp

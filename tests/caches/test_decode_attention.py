@@ -360,7 +360,7 @@ GOOD = (jnp.zeros((2, 4, 8)), jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), 
         ({}, {"size": 1}, TypeError, "unexpected keyword argument 'size'"),
     ],
 )
-def test_what_does_not_fit_is_told(change, options, error, problem):
+def test_what_does_not_fit_is_reported(change, options, error, problem):
     args = [change.get(i, x) for i, x in enumerate(GOOD)]
     with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*to mend:"):
         jqx.decode_attention(*args, **options)
@@ -488,7 +488,7 @@ def decoder(params, x, cache, lengths, window=None):
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 @pytest.mark.parametrize("window", [None, 6])
-def test_convert_hands_it_the_cache_as_it_lies(window, target):
+def test_convert_passes_the_cache_unchanged(window, target):
     params = {"q": normal(64, 64) / 8, "k": normal(64, 32) / 8, "v": normal(64, 32) / 8}
     x, lengths = normal(2, 64), jnp.array([3, 17])
     floats = [normal(2, 32, 2, 16), normal(2, 32, 2, 16)]

@@ -40,7 +40,7 @@ def test_counts_of_a_moving_average_saturate():
     assert int(found.nans[0]) == int(found.observed) == 2**31 - 1
 
 
-def test_nan_values_of_many_merges_are_told():
+def test_nan_values_of_many_merges_are_reported():
     def f(w, x):
         return x @ w
 

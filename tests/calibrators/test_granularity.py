@@ -183,7 +183,7 @@ def test_what_is_no_group_is_refused(given, error, fact):
     assert_refused(given, (), error, "per_group", fact)
 
 
-def test_blocks_are_told_from_whole_axes():
+def test_blocks_are_distinguished_from_whole_axes():
     without = [jqx.per_tensor(), jqx.per_axis(0), jqx.per_channel(), jqx.per_token()]
     blocked = [jqx.per_block({0: 2}), jqx.per_group(2), jqx.per_group(2).resolve(2, (0,))]
     assert all(is_without_blocks(granularity) for granularity in without)

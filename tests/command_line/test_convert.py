@@ -88,7 +88,7 @@ def test_a_quantized_function_is_converted_and_verified(capsys, tmp_path):
     assert code == 2 and "MLX cannot hold the tensor 'up.weight'" in error
 
 
-def test_what_is_left_out_is_told(capsys, tmp_path, folder):
+def test_what_is_left_out_is_reported(capsys, tmp_path, folder):
     (folder / "notes.txt").write_text("mine")
     code, printed, _ = run(capsys, "convert", folder, tmp_path / "a", "--format", "safetensors")
     assert code == 0 and printed.endswith("left out: the files notes.txt\n")
@@ -112,7 +112,7 @@ def test_files_of_jqx_keep_metadata_as_json(capsys, tmp_path):
     assert found["left_out"] == []
 
 
-def test_what_a_config_says_of_activations_is_told_to_be_left_out(capsys, tmp_path):
+def test_activations_in_a_config_are_reported_as_left_out(capsys, tmp_path):
     w = jqx.QTensor.quantize(jnp.ones((32, 64)), jqx.QSpec("int8", jqx.per_axis(0)))
     tree = {"m.weight": w, "m.k_scale": jnp.ones(1)}
     scheme = "int8:token:dynamic"
@@ -130,7 +130,7 @@ def test_what_a_config_says_of_activations_is_told_to_be_left_out(capsys, tmp_pa
     assert found["left_out"] == [cache]
 
 
-def test_the_plan_of_a_quantized_function_is_told_to_be_left_out(capsys, tmp_path):
+def test_the_plan_of_a_quantized_function_is_reported_as_left_out(capsys, tmp_path):
     made = jqx.ptq(lambda p, x: x @ p["up"], jqx.presets.w8a8(), progress=False)
     jqx.save(tmp_path / "q", made({"up": jnp.ones((64, 32))}, [(jnp.ones((2, 64)),)]))
     _, found = run_json(capsys, "convert", tmp_path / "q", tmp_path / "o", "--format", "jqx")

@@ -118,7 +118,9 @@ OTHERS = {"patch_embedding.weight": (8, 3, 2, 2), "embed.weight": (8, 6), "lm_he
 
 
 @pytest.mark.parametrize("tables", [None, "int8", "int4:group=2"])
-def test_a_policy_leaves_tables_in_float_unless_it_is_told_how(capsys, tmp_path, out, tables):
+def test_a_policy_leaves_tables_in_float_unless_it_has_a_spec_for_them(
+    capsys, tmp_path, out, tables
+):
     weights = {name: spread_out(shape) for name, shape in (TABLES | OTHERS).items()}
     flags = ["--policy", "w8a16", *(["--tables", tables] if tables else [])]
     _, done = run_json(capsys, "quantize", saved(tmp_path / "in", weights), out, *flags)

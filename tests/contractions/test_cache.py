@@ -86,7 +86,7 @@ def test_tokens_are_appended_as_each_is_quantized_by_itself(name):
         assert_equal(cache, want)
 
 
-def test_scales_that_are_quantized_in_turn_keep_their_own_scale():
+def test_scales_that_are_quantized_themselves_keep_their_own_scale():
     """NVFP4: of each block the largest magnitude by 6 as e4m3, and codes by that; in NumPy."""
     x = tokens()
     for cache in packed(NVFP4, QTensor.zeros(SHAPE, NVFP4)):
@@ -164,7 +164,7 @@ def test_no_tokens_change_nothing():
         assert_equal(dynamic_update_slice(cache, tokens()[:, :0], (0, 2, 0, 0)), cache)
 
 
-def test_a_cache_that_is_overwritten_as_a_whole_is_quantized_anew():
+def test_a_cache_that_is_overwritten_as_a_whole_gets_new_scales():
     spec = jqx.QSpec(jnp.int8)
     assert_equal(
         write(QTensor.zeros(SHAPE, spec), tokens(), 0), jqx.QTensor.quantize(tokens(), spec)
@@ -346,7 +346,7 @@ def test_a_qtensor_is_written_with_its_scales(name):
     assert_floats(result.dequantize(), np.asarray(expected), np.float32)
 
 
-def test_whole_blocks_of_tokens_get_scales_anew():
+def test_whole_blocks_of_tokens_get_new_scales():
     """Keys in blocks along the tokens: at static starts, or with the blocks as an axis."""
     spec = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 4, 2: 1}, tail=True))
     x = on_device(spread_out((2, 10, 6)))

@@ -245,7 +245,7 @@ def test_digits_give_the_product_of_packed_codes_in_blocks(axis):
 
 
 @pytest.mark.parametrize("size, name", [(None, "digits"), (32, "block_digits")])
-def test_digits_give_the_product_of_a_weight_that_lies_swapped(size, name):
+def test_digits_give_the_product_of_a_weight_with_swapped_axes(size, name):
     layout = Layout((2, 128), (160, 128), (((1,), (1,)), ((), ())))
     if size is None:
         layout = Layout((2, 128), (128, 160), MATRICES)

@@ -94,7 +94,7 @@ def test_one_zero_point_may_serve_many_scales():
 
 @pytest.mark.many
 @layouts
-def test_operands_whose_codes_lie_swapped_give_the_same(layout):
+def test_operands_with_swapped_axes_give_the_same(layout):
     """Whatever their last two axes are: contracted, batched, or both of them kept."""
     lhs, rhs = operands(layout, FORMATS["integer"], own_scales=False)
     packed = [q if q.ndim < 2 else jqx.pack_for(q, "cpu") for q in (lhs, rhs)]

@@ -66,14 +66,14 @@ def test_a_contraction_tells_its_operands_its_result_and_both_formulations():
     assert elsewhere == f"  elsewhere: convert: {found.elsewhere.reason}"
 
 
-def test_one_formulation_for_all_platforms_is_told_once():
+def test_one_formulation_for_all_platforms_is_listed_once():
     w = weight("int8", Layout((3, 4), (4, 5), MATRICES))
     (found,) = jqx.formulations(jqx.matmul)(w.T, w)
     assert found.cpu == found.elsewhere
     assert str(found).split("\n")[1:] == [f"  integer: {found.cpu.reason}"]
 
 
-def test_contractions_are_told_in_order_and_arrays_alone_are_not():
+def test_contractions_are_listed_in_order_and_those_of_arrays_left_out():
     def f(x, *, scale):
         y = product(x, "block_digits") * scale
         return product(jnp.tanh(y @ y.T @ x))

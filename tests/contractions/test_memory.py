@@ -117,7 +117,7 @@ def test_a_gradient_holds_no_copy_of_the_weight(case, way):
 @pytest.mark.many
 @pytest.mark.parametrize("m", [64, 128, 256, 1024])
 @pytest.mark.parametrize("name", ["int8", "nf4 packed", "mxfp8"])
-def test_beside_many_rows_a_tile_is_as_large_as_they_are(name, m):
+def test_with_many_rows_a_tile_is_as_large_as_they_are(name, m):
     """But no larger. A loop over tiles also holds the rows in parts, and their sums."""
     tile = max(1 / 8, min(1, m / N))
     loop = 2 * m / N if tile < 1 else 0

@@ -175,7 +175,7 @@ def test_two_integer_operands(left, lq, right, rq, options, cpu):
         assert sums_of(lhs, rhs) == (shaped, "accumulator")
 
 
-def test_one_row_beside_codes_of_4_bits_gets_another_on_every_platform():
+def test_one_row_times_4_bit_codes_gets_another_row_on_every_platform():
     """XLA on GPUs does not compile a product of one row with codes that are widened in it."""
     for m, expected in [(1, ("integer_shaped",) * 2), (2, ("integer",) * 2)]:
         lhs, rhs = byte("int8", (m, K)), quantized("int4", (K, N))
@@ -197,9 +197,7 @@ KERNELS = {f"kernel{of}_{on}" for of in ("", "_of_codes") for on in ("tpu", "gpu
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("target, platform", [("tpu", "tpu"), ("gpu", "cuda"), ("h200", "cuda")])
-def test_a_weight_that_lies_for_a_kernel_is_read_by_it_on_its_platform_alone(
-    target, platform, rows
-):
+def test_a_weight_laid_out_for_a_kernel_is_read_by_it_only_on_its_platform(target, platform, rows):
     x, q = like((rows, K)), quantized("int8", (K, N), size=32)
     laid = jqx.pack_for(q, target)
     choice, plain = plan(case_of(x, laid)), plan(case_of(x, q))

@@ -113,7 +113,7 @@ def check(op, form, dtype, result=None):
 @pytest.mark.many
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", USUAL)
-def test_no_product_on_the_way_is_out_of_range(form, dtype):
+def test_no_intermediate_product_is_out_of_range(form, dtype):
     for op in ("small", "few rows", "many rows", "more rows than columns", "convolution"):
         check(op, form, dtype)
 
@@ -121,7 +121,7 @@ def test_no_product_on_the_way_is_out_of_range(form, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_no_product_on_the_way_is_out_of_range_in_any_form(form, dtype):
+def test_no_intermediate_product_is_out_of_range_in_any_form(form, dtype):
     """Nor where the result is of another dtype: of bfloat16, float16 and float32 by turns."""
     others = itertools.cycle([result for result in ("float16", "float32") if result != dtype])
     for op, other in zip(OPS, others, strict=False):

@@ -1,4 +1,4 @@
-"""A stranger's formulation, of this file alone: tried first inside of a context, gone after."""
+"""A formulation that only this file defines: tried first inside of a context, gone after it."""
 
 import dataclasses
 import threading
@@ -82,7 +82,7 @@ def test_those_of_an_inner_context_are_tried_first_and_those_of_an_outer_one_sta
         assert names(jqx.matmul, X, W) == ("other", *["tenfold"] * 4)
 
 
-def test_two_of_one_name_are_told_apart():
+def test_two_of_one_name_are_distinguished():
     again = dataclasses.replace(mine, compute=lambda x, q, how: -scaled(x, q, how))
     product = jax.jit(jqx.matmul)
     with using(mine):

@@ -175,7 +175,7 @@ def test_the_compilation_cache_does_not_mix_up_names():
         assert really(found) == {(path, "dot_general"): "codes"}
 
 
-def test_weights_that_lie_plainly_are_named_with_what_lays_them_out():
+def test_weights_in_the_plain_layout_are_named_with_what_lays_them_out():
     f, params = lambda p, x: x @ p["w"] + p["b"], {"w": jnp.ones((64, 32)), "b": jnp.ones((1, 32))}
     plan = jqx.make_plan(f, jqx.presets.w4a16())(params, jnp.ones((2, 64)))
     plain = jqx.explain(f, params, jnp.ones((2, 64)), plan=plan)

@@ -250,7 +250,7 @@ def test_what_is_no_qtensor_is_refused():
         plots.histogram(W, jqx.QTensor.quantize(W[:4], jqx.QSpec(jnp.int8)))
 
 
-def test_colors_are_told_apart_by_those_who_are_colour_blind():
+def test_colour_blind_readers_can_distinguish_the_colors():
     """Luminance alone orders the colour map: Rec. 709, as without any hue."""
     image = plots.heat_map({"w4": Comparison((site("a"),), site("r"))}).axes[0].images[0]
     colors = image.get_cmap()(np.linspace(0, 1, 64))[:, :3]

@@ -89,7 +89,7 @@ def run(program, w, x):
 
 @settings(deadline=None, max_examples=150)
 @given(program=programs, low=small, high=small, data=st.data())
-def test_integers_lie_in_their_intervals_or_an_overflow_is_told(program, low, high, data):
+def test_integers_are_in_their_intervals_or_an_overflow_is_reported(program, low, high, data):
     low, high = min(low, high), max(low, high)
     draw = lambda a, b, *shape: np.reshape(  # noqa: E731
         data.draw(
@@ -680,7 +680,7 @@ def test_gradients_have_no_unknown_primitives():
     assert not ranges(jax.grad(loss), FLOAT)(*args).unknown
 
 
-def test_an_unknown_primitive_is_told():
+def test_an_unknown_primitive_is_reported():
     found = ranges(lambda w, x: jnp.linalg.cholesky(x), FLOAT)(0.0, abstract(jnp.float32, 3, 3))
     assert list(found.unknown) == ["cholesky"] and "test_ranges.py" in found.unknown["cholesky"]
     assert found.results == ((-math.inf, math.inf),)

@@ -18,7 +18,7 @@ rounded = jax.jit(stochastic_round, static_argnames="shared_axes")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_results_are_the_two_integers_beside_x_in_the_dtype_of_x(dtype):
+def test_results_are_the_two_neighbouring_integers_of_x_in_its_dtype(dtype):
     rng = np.random.default_rng(8)
     values = np.concatenate([rng.uniform(-3, 3, 500), rng.normal(size=500) * 2.0**20, [1 - 1e-7]])
     with jax.enable_x64(dtype == "float64"):

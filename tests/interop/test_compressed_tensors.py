@@ -240,7 +240,7 @@ def test_expressions_that_could_take_for_ever_are_refused(pattern):
         ([], "a JSON object"),
     ],
 )
-def test_formats_that_are_not_read_are_told(tmp_path, config, words):
+def test_formats_that_are_not_read_are_named_in_the_error(tmp_path, config, words):
     folder = write_folder(tmp_path, {"m.weight": np.ones((4, 64), np.float32)}, config)
     with pytest.raises(ValueError, match=words):
         jqx.load(str(folder))

@@ -225,7 +225,7 @@ TO_READ = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TO_READ)
-def test_beside_the_result_one_tensor_is_held(tmp_path, kind):
+def test_reading_holds_one_tensor_in_addition_to_the_result(tmp_path, kind):
     """Codes are taken apart in runs, which need some memory whatever the size of a tensor."""
     form, leaf = TO_READ[kind]
     path = tmp_path / "m"

@@ -142,7 +142,7 @@ def test_rules_that_do_not_fit_are_refused(archive, case):
     assert "to mend:" in str(caught.value)
 
 
-def test_a_missing_layer_is_told(tmp_path):
+def test_a_missing_layer_is_reported(tmp_path):
     write_file(tmp_path / "a", {f"l.{i}.w": np.ones(2, np.float32) for i in (0, 2)})
     with read(tmp_path / "a") as archive:
         with pytest.raises(ValueError, match=r"none with the index \(1,\)"):
@@ -223,7 +223,7 @@ def test_a_general_last_rule_may_be_left_with_nothing():
     assert {*named({"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)}, rules)} >= {"c"}
 
 
-def test_a_rule_whose_tensors_an_earlier_one_takes_is_told(archive):
+def test_a_rule_whose_tensors_an_earlier_one_takes_is_an_error(archive):
     assert_refused(
         lambda: tree(archive, [("layers.{x:.*}", None), *RULES]),
         "a rule never applies",

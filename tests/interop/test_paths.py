@@ -70,7 +70,7 @@ def test_names_of_no_file_are_refused(tmp_path):
     )
 
 
-def test_what_cannot_be_opened_or_written_is_told_by_the_name_that_was_given(tmp_path):
+def test_errors_of_files_use_the_name_that_was_given(tmp_path):
     ones = jnp.ones(2)
     missing = tmp_path / "absent" / "x"
     assert_refused(lambda: jqx.load(missing), f"'{missing}'", error=FileNotFoundError)
@@ -123,7 +123,7 @@ def test_permissions_stay(path, mode):
 
 
 @pytest.mark.usefixtures("umask")
-def test_what_is_written_beside_is_as_private_as_the_file(path):
+def test_a_temporary_file_is_as_private_as_the_file(path):
     jqx.save(path, jnp.ones(2))
     path.chmod(0o600)
     modes = []
@@ -172,7 +172,7 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("count", [1, 10])
-def test_a_full_disk_leaves_the_old_file_and_nothing_beside(path, count):
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(path, count):
     path.write_bytes(b"old")
     run = [sys.executable, "-c", FULL, str(path), str(count)]
     found = subprocess.run(run, capture_output=True, text=True, timeout=120)
@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside(path, count):
 
 
 @pytest.mark.parametrize("place", ["open", "fsync", "replace", "chmod"])
-def test_an_error_at_any_place_leaves_nothing_beside(path, place, monkeypatch):
+def test_an_error_at_any_place_leaves_no_other_file(path, place, monkeypatch):
     path.write_bytes(b"old")
 
     def fail(*args, **kwargs):
@@ -196,7 +196,7 @@ def test_an_error_at_any_place_leaves_nothing_beside(path, place, monkeypatch):
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == b"old"
 
 
-def test_a_file_that_becomes_shorter_is_told(path):
+def test_a_file_that_becomes_shorter_is_an_error(path):
     jqx.save(path, {"a": np.ones(1 << 16, np.float32), "b": np.ones(2, np.float32)})
     with jqx.interop.Archive(path) as archive:
         os.truncate(path, 4096)

@@ -268,7 +268,7 @@ def test_a_leaf_that_is_being_replaced_is_none_that_is_whole(tmp_path):
     assert_same(jqx.load(tmp_path / "out"), {"x": made["a"], "y": made["a"]})
 
 
-def test_what_another_process_writes_is_not_begun_anew(tmp_path):
+def test_what_another_process_writes_is_not_started_again(tmp_path):
     leaf, wider = (jax.ShapeDtypeStruct((n,), "f4") for n in (4, 5))
 
     def again():

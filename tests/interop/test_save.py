@@ -135,7 +135,7 @@ def test_a_traced_array_is_refused(path):
         jax.jit(lambda x: jqx.save(path, {"x": x}))(jnp.ones(2))
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside(path):
+def test_an_unfinished_write_keeps_the_old_file_and_leaves_no_other(path):
     jqx.save(path, {"x": jnp.ones(3)})
     before = path.read_bytes()
     like = jax.ShapeDtypeStruct((2,), jnp.float32)

@@ -109,7 +109,7 @@ LAYOUTS = {
 }
 
 
-def test_qtensors_lie_as_they_were_laid_out(tree):
+def test_qtensors_keep_their_layout(tree):
     for name, q in tree["qtensors"].items():
         known = [text for end, text in LAYOUTS.items() if name.endswith(end)]
         assert str(q.layout or "") == (known[0] if known else ""), name

@@ -107,7 +107,7 @@ def test_dimensions_are_those_of_dot_general(target, name):
 
 
 @pytest.mark.parametrize("target", PLATFORMS)
-def test_the_transpose_of_a_table_is_read_where_it_lies(target):
+def test_the_transpose_of_a_table_is_read_without_a_copy(target):
     """As a head that is tied to a table [N, K] is."""
     spec = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 32}))
     q = jqx.QTensor.quantize(normal(1, N, K), spec).pack_for(target)
@@ -241,7 +241,7 @@ def test_a_compiler_does_not_part_a_kernel_over_devices(target, platform):
         jax.jit(jqx.matmul).trace(x, q).lower(lowering_platforms=(platform,))
 
 
-def test_codes_that_lie_for_another_tpu_are_refused_where_that_is_known(monkeypatch):
+def test_codes_laid_out_for_another_tpu_are_refused_if_that_is_known(monkeypatch):
     q = jqx.QTensor.quantize(normal(1, K, N), FORMATS["mxfp4"])
     x = jax.ShapeDtypeStruct((4, K), jnp.float32)
 

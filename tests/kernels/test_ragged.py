@@ -78,7 +78,7 @@ def test_every_format_is_read_where_it_lies(target, name):
 
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
-def test_experts_of_a_converted_function_quantize_their_rows_on_the_way(target):
+def test_kernels_quantize_the_rows_of_experts_in_a_converted_function(target):
     m, sizes = SIZES["some"]
     x, w, sizes = normal(0, m, K), normal(1, EXPERTS, K, N), jnp.asarray(sizes)
 

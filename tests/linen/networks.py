@@ -56,7 +56,7 @@ def of_whole(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated
     return jqx.linen.quantize(Net(), policy, mode=mode, scales=scales)
 
 
-DOORS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
+WAYS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
 
 
 def images(seed: int = 1) -> jax.Array:

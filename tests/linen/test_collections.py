@@ -12,7 +12,7 @@ import jqx.linen
 from jqx.linen import Mode
 
 from ..arrays import normal
-from .networks import DOORS, POLICIES, images, variables
+from .networks import POLICIES, WAYS, images, variables
 
 X = normal(1, 2, 1, 8)
 W8A8 = jqx.presets.w8a8(weight={"gradient": jqx.gradients.lsq})
@@ -106,11 +106,11 @@ def test_modules_that_write_collections(make, kind):
 
 @pytest.mark.many
 @pytest.mark.parametrize("mutable", [True, ["quant_scales", "learned_scales", "qparams"]])
-@pytest.mark.parametrize("door", DOORS)
-def test_what_is_mutable_does_not_say_what_is_computed(door, mutable):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_mutable_does_not_say_what_is_computed(way, mutable):
     policy = POLICIES["w8a8"]
     observe, module, integers = (
-        DOORS[door](policy, mode) for mode in (Mode.CALIBRATE, Mode.SIMULATE, Mode.CONVERT)
+        WAYS[way](policy, mode) for mode in (Mode.CALIBRATE, Mode.SIMULATE, Mode.CONVERT)
     )
     known = {**variables(), **observe.apply(variables(), images(), mutable=["quant_stats"])[1]}
     out, new = module.apply(known, images(2), mutable=mutable)

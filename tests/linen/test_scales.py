@@ -10,7 +10,7 @@ import jqx
 import jqx.linen
 from jqx.linen import Mode
 
-from .networks import DOORS, POLICIES, float_network, images, variables
+from .networks import POLICIES, WAYS, float_network, images, variables
 
 W8A8 = POLICIES["w8a8"]
 SITES = {
@@ -20,9 +20,9 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
-    module, integers = (DOORS[door](W8A8, mode) for mode in (Mode.SIMULATE, Mode.CONVERT))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forgotten_calibration_is_an_error_that_names_the_sites(way):
+    module, integers = (WAYS[way](W8A8, mode) for mode in (Mode.SIMULATE, Mode.CONVERT))
     calls = {
         "Mode.SIMULATE": lambda: module.apply(variables(), images()),
         "Mode.CONVERT": lambda: integers.apply(variables(), images()),
@@ -32,11 +32,11 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(door):
     }
     for name, call in calls.items():
         where = name if name.startswith("Mode") else f"a call of {name}"
-        match = f"(?s)have no scale.*{where}, without .*{re.escape(SITES[door])}.*to mend.*dynamic"
+        match = f"(?s)have no scale.*{where}, without .*{re.escape(SITES[way])}.*to mend.*dynamic"
         with pytest.raises(ValueError, match=match):
             call()
     module.init(jax.random.key(0), images())
-    if door == "whole":
+    if way == "whole":
         assert len(jqx.linen.make_plan(module, variables(), images()).sites) == 3
 
 
@@ -89,20 +89,20 @@ def test_scales_of_methods_are_fixed_one_after_another():
     assert (integers.apply(part, x) == integers.apply(small, x)).all()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_dynamic_scales_are_those_of_the_values_at_hand(door):
+@pytest.mark.parametrize("way", WAYS)
+def test_dynamic_scales_are_those_of_the_values_of_the_call(way):
     params = variables()["params"]
-    module = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
+    module = WAYS[way](W8A8, Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, W8A8, "dynamic")(params, images())
     assert (module.apply(variables(), images()) == expected).all()
     for options in ({"scales": "dynamic"}, {}):
         given = "calibrated" if options else "dynamic"
-        integers = DOORS[door](W8A8, Mode.CONVERT, given)
+        integers = WAYS[way](W8A8, Mode.CONVERT, given)
         small = jqx.linen.convert(integers, variables(), images(), **options)
         plan = jqx.make_plan(float_network, W8A8)(params, images())
         weights = jqx.quantize_params(params, plan)
         stats = jqx.calibrate(float_network, plan)(params, images())[1]
-        affines = jqx.affines(plan, stats) if door == "whole" else "dynamic"
+        affines = jqx.affines(plan, stats) if way == "whole" else "dynamic"
         expected = jqx.convert(float_network, plan, affines)(weights, images())
         assert (integers.apply(small, images()) == expected).all()
 
@@ -110,6 +110,6 @@ def test_dynamic_scales_are_those_of_the_values_at_hand(door):
 def test_scales_are_checked():
     with pytest.raises(ValueError, match=r"(?s)Dense: `scales` is unknown.*'batch'.*to mend"):
         jqx.linen.Dense(3, policy=W8A8, scales="batch")
-    module = DOORS["whole"](W8A8, Mode.SIMULATE)
+    module = WAYS["whole"](W8A8, Mode.SIMULATE)
     with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):
         jqx.linen.fix_scales(module, variables(), images(), scales="static")

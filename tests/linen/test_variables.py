@@ -14,7 +14,7 @@ from jqx.linen import Mode
 from jqx.modules._shared import flatten
 
 from ..arrays import normal
-from .networks import DOORS, POLICIES, Net, images, variables
+from .networks import POLICIES, WAYS, Net, images, variables
 
 W8A8 = POLICIES["w8a8"]
 LSQ = jqx.presets.w8a8(
@@ -26,21 +26,21 @@ ROUNDING = 2 * (18 + 100 + 8) * 2.0**-24
 
 
 @functools.cache
-def calibrated(policy=W8A8, door="whole"):
-    module = DOORS[door](policy, Mode.CALIBRATE)
+def calibrated(policy=W8A8, way="whole"):
+    module = WAYS[way](policy, Mode.CALIBRATE)
     return {**variables(), **module.apply(variables(), images(), mutable=["quant_stats"])[1]}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_fixed_scales_are_those_of_statistics(door):
-    module, known = DOORS[door](W8A8, Mode.SIMULATE), calibrated(door=door)
+@pytest.mark.parametrize("way", WAYS)
+def test_fixed_scales_are_those_of_statistics(way):
+    module, known = WAYS[way](W8A8, Mode.SIMULATE), calibrated(way=way)
     fixed = jqx.linen.fix_scales(module, known, images(2))
     assert set(fixed) == {"params", "quant_scales"}
     assert (module.apply(fixed, images(3)) == module.apply(known, images(3))).all()
 
 
 def test_without_statistics_scales_are_fixed_at_the_values_of_the_call():
-    module = DOORS["whole"](W8A8, Mode.SIMULATE)
+    module = WAYS["whole"](W8A8, Mode.SIMULATE)
     fixed = jqx.linen.fix_scales(module, variables(), images(), scales="dynamic")
     assert (module.apply(fixed, images()) == module.apply(calibrated(), images())).all()
     integers = module.clone(mode=Mode.CONVERT, scales="dynamic")
@@ -49,10 +49,10 @@ def test_without_statistics_scales_are_fixed_at_the_values_of_the_call():
     assert all((a == b).all() for a, b in scales)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_scales_are_learned(door):
+@pytest.mark.parametrize("way", WAYS)
+def test_scales_are_learned(way):
     """They are parameters with gradients, start where statistics put them, and reach the codes."""
-    module, known = DOORS[door](LSQ, Mode.SIMULATE), calibrated(LSQ, door)
+    module, known = WAYS[way](LSQ, Mode.SIMULATE), calibrated(LSQ, way)
     learned = jqx.linen.learn_scales(module, known, images())
     assert set(learned) == {"params"}
     assert (module.apply(learned, images(3)) == module.apply(known, images(3))).all()
@@ -68,7 +68,7 @@ def test_scales_are_learned(door):
     half = jax.tree_util.tree_map_with_path(
         lambda path, x: x / 2 if ":" in str(path) else x, learned
     )
-    integers = DOORS[door](LSQ, Mode.CONVERT)
+    integers = WAYS[way](LSQ, Mode.CONVERT)
     converted = jqx.linen.convert(integers, half, images())
     assert not any(":" in key for key in flat(converted["params"]))
     kernels = {**flat(converted["params"]), **flat(converted.get("qparams", {}))}
@@ -117,7 +117,7 @@ def test_random_estimators_draw_from_the_stream_quant():
 
 
 def test_convert_gives_an_abstract_target():
-    module = DOORS["whole"](W8A8, Mode.CONVERT)
+    module = WAYS["whole"](W8A8, Mode.CONVERT)
     known = calibrated()
     abstract = jax.eval_shape(lambda v: jqx.linen.convert(module, v, images()), known)
     concrete = jqx.linen.convert(module, known, images())
@@ -136,9 +136,9 @@ def test_partitioned_parameters_are_unboxed():
     assert (module.apply(boxed, x) == module.apply(plain, x)).all()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_statistics_need_a_mutable_collection(door):
-    module = DOORS[door](W8A8, Mode.CALIBRATE)
+@pytest.mark.parametrize("way", WAYS)
+def test_statistics_need_a_mutable_collection(way):
+    module = WAYS[way](W8A8, Mode.CALIBRATE)
     with pytest.raises(
         ValueError, match=r"CALIBRATE.* writes the collection 'quant_stats'"
     ) as error:
@@ -146,28 +146,28 @@ def test_statistics_need_a_mutable_collection(door):
     assert "mutable=['quant_stats']" in str(error.value)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_calibrating_with_fixed_scales_is_refused(door):
-    module = DOORS[door](W8A8, Mode.SIMULATE, "dynamic")
+@pytest.mark.parametrize("way", WAYS)
+def test_calibrating_with_fixed_scales_is_refused(way):
+    module = WAYS[way](W8A8, Mode.SIMULATE, "dynamic")
     known = jqx.linen.fix_scales(module, variables(), images())
     with pytest.raises(ValueError, match="statistics have no use") as error:
-        DOORS[door](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
+        WAYS[way](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
     assert "calibrate before" in str(error.value)
 
 
 @pytest.mark.parametrize("function", ["convert", "fix_scales", "learn_scales"])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_module_in_another_mode_is_refused(door, function):
-    module = DOORS[door](W8A8, Mode.FLOAT)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_in_another_mode_is_refused(way, function):
+    module = WAYS[way](W8A8, Mode.FLOAT)
     with pytest.raises(ValueError, match=f"jqx.{function}: no part of the module") as error:
         getattr(jqx.linen, function)(module, variables(), images())
     assert "Mode." in str(error.value)
 
 
-@pytest.mark.parametrize("door", ["layers", "whole"])
-def test_converting_twice_is_refused(door):
-    module = DOORS[door](W8A8, Mode.CONVERT)
-    converted = jqx.linen.convert(module, calibrated(door=door), images())
+@pytest.mark.parametrize("way", ["layers", "whole"])
+def test_converting_twice_is_refused(way):
+    module = WAYS[way](W8A8, Mode.CONVERT)
+    converted = jqx.linen.convert(module, calibrated(way=way), images())
     with pytest.raises(ValueError, match="quantized already"):
         jqx.linen.convert(module, converted, images())
 

@@ -29,7 +29,7 @@ def test_flatten_inverts_nest(entries):
     assert flatten(nest(entries)) == entries
 
 
-def test_an_entry_stands_beside_its_weight():
+def test_an_entry_is_next_to_its_weight():
     nested = nest({"block/query/kernel:dot_general:lhs": 1, ":dot_general:lhs": 2})
     assert nested == {"block": {"query": {"kernel:dot_general:lhs": 1}}, ":dot_general:lhs": 2}
 

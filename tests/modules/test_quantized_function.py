@@ -46,7 +46,7 @@ def test_a_calibration_is_one_trace():
     assert (len(traces), len(more)) == (1, 1)
 
 
-def test_arguments_of_other_types_are_traced_anew():
+def test_arguments_of_other_types_are_traced_again():
     call, traces = counted(POLICIES["dynamic"])
     call.plan(params())
     call.plan({"a": jnp.ones((4, 6)), "b": jnp.ones((6, 4))})

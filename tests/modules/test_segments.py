@@ -1,4 +1,4 @@
-"""Rules on steps of a scan, through both doors: `nn.scan` and `nnx.scan`."""
+"""Rules on steps of a scan, through both libraries: `nn.scan` and `nnx.scan`."""
 
 import itertools
 
@@ -94,9 +94,9 @@ def of_nnx():
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("door", [of_linen, of_nnx])
-def test_rules_on_steps_split_the_scans_of_modules(door):
-    plan, weight, real, (simulated, converted) = door()
+@pytest.mark.parametrize("way", [of_linen, of_nnx])
+def test_rules_on_steps_split_the_scans_of_modules(way):
+    plan, weight, real, (simulated, converted) = way()
     assert [site.path for site in plan.sites] == [
         "blocks/up/kernel[0:1]",
         "blocks/up/kernel[1:3]",

@@ -67,7 +67,7 @@ def of_whole(policy: jqx.Policy, mode: jqx.nnx.Mode, scales: str = "calibrated")
     return jqx.nnx.quantize(Net(nnx.Rngs(0)), policy, mode=mode, scales=scales)
 
 
-DOORS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
+WAYS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
 
 
 def images(seed: int = 1) -> jax.Array:

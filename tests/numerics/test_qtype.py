@@ -142,7 +142,7 @@ def test_bits_and_codes_invert_each_other(qtype):
 
 
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
-def test_codes_in_a_byte_each_decode_alike(qtype):
+def test_codes_in_a_byte_each_decode_like_packed_ones(qtype):
     bits = on_device(bits_that_are_codes(qtype))
     wide = qtype.widen_bits(bits)
     assert wide.dtype in (np.int8, np.uint8)

@@ -11,7 +11,7 @@ from jax import lax
 import jqx
 from jqx.observers import cross, hessian
 
-from .test_stranger import WEIGHTS, K, integers
+from .test_custom_observer import WEIGHTS, K, integers
 
 
 def f(p, x):

@@ -21,8 +21,8 @@ from jqx.observers import (
     samples,
 )
 
+from .test_custom_observer import ROWS, K, expected, forms, integers, weights
 from .test_patches import Rows
-from .test_stranger import ROWS, K, expected, forms, integers, weights
 
 RULE = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
 U = 2.0**-24

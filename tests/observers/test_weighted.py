@@ -12,7 +12,7 @@ from jax import lax
 import jqx
 from jqx.observers import Observer, absmax, hessian, mean, mean_abs, places, samples
 
-from .test_stranger import MESH, ROWS, WEIGHTS, K, P, expected, forms, integers, weights
+from .test_custom_observer import MESH, ROWS, WEIGHTS, K, P, expected, forms, integers, weights
 
 D, HEADS, EXPERTS, CHOSEN = 4, 2, 3, 2
 

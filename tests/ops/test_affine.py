@@ -193,7 +193,7 @@ def test_the_least_and_the_largest_power_of_two_scale():
     assert_floats(back, x, np.float32)
 
 
-def test_a_negative_scale_turns_the_range_of_the_gradient_round():
+def test_a_negative_scale_swaps_the_ends_of_the_range_of_the_gradient():
     """int4 from -8 to 7 at scale -1 covers [-7, 8]."""
     x, scale = np.float32([[-7.5, -6, 7.5, 8.5]]), -np.ones((1, 1), np.float32)
 

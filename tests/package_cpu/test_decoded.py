@@ -114,7 +114,7 @@ def test_products_are_as_near_as_sums_of_float32():
 
 
 @pytest.mark.parametrize("name", ["nf4", "e4m3", *BLOCKS])
-def test_weights_lie_for_the_kernel_and_are_read_back(name, tmp_path):
+def test_weights_are_laid_out_for_the_kernel_and_restored(name, tmp_path):
     qtype = {"nf4": nf4, "e4m3": jnp.float8_e4m3fn, **BLOCKS}[name]
     size = {"nf4": 64, "e4m3": 0}.get(name) or (BLOCKS[name].size if name in BLOCKS else 0)
     w = quantized(normal(0, 256, 80), qtype, size)
@@ -132,7 +132,7 @@ def test_weights_lie_for_the_kernel_and_are_read_back(name, tmp_path):
     np.testing.assert_array_equal(read.values, q.values, strict=True)
 
 
-def test_what_it_does_not_decode_lies_for_compilers():
+def test_formats_without_a_kernel_get_the_layout_for_compilers():
     w = normal(0, 256, 80)
     for qtype in (jnp.float8_e5m2fnuz, jqx.numerics.float6_e2m3fn, jqx.numerics.mxint8):
         size = 32 if qtype is jqx.numerics.mxint8 else 0

@@ -114,7 +114,7 @@ def test_codes_in_a_scan_find_their_weight():
 
 
 @pytest.mark.parametrize("precision", ["default", "bfloat16", lax.Precision.DEFAULT])
-def test_two_digits_where_the_default_precision_is_told(precision):
+def test_default_precision_takes_two_digits(precision):
     for m in (3, 70):
         x, q = normal(m, m, 256), weight(SPECS[1])
         f = jax.jit(lambda x, q: jqx.matmul(x, q, precision=precision))

@@ -86,7 +86,7 @@ def test_intermediate_terms_wrap_around_and_the_total_does_not():
     assert int(y) == k
 
 
-def test_codes_made_on_the_way_are_those_of_the_ops():
+def test_codes_made_in_a_kernel_equal_those_of_the_ops():
     """Halves, NaN, infinities, the ends of the range, subnormal numbers."""
     edges = np.float32([0.5, 1.5, -2.5, 126.5, 127.5, -128.5, 1e9, np.inf, -np.inf, np.nan, 1e-40])
     x = np.concatenate([edges, np.asarray(normal(0, 501)) * 40]).astype(np.float32)
@@ -126,7 +126,7 @@ def test_products_of_codes_are_those_without_it(preset, rows):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_floats_beside_few_bits(scheme):
+def test_float_rows_times_few_bits(scheme):
     k, n = 512, 70
     bits = int(scheme.split(":")[0][-1])
     w = quantized(normal(0, k, n), scheme)
@@ -301,7 +301,7 @@ def test_explain_tells_the_kernel():
         )
 
 
-def test_a_weight_on_several_devices_lies_for_compilers():
+def test_a_weight_on_several_devices_gets_a_layout_without_kernels():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     q = quantized(normal(0, 256, 128), "int4:group=32")
     parted = jax.device_put(q, NamedSharding(mesh, P(None, "d")))

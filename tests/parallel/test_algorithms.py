@@ -40,7 +40,7 @@ def of_one_device(name):
     ],
     ids=lambda x: x if isinstance(x, str) else x.name.lower(),
 )
-def test_codes_are_those_of_one_device_and_lie_where_the_floats_do(name, kind):
+def test_codes_equal_those_of_one_device_and_are_on_the_devices_of_the_floats(name, kind):
     p, x = on_mesh(mesh_of(kind))
     found, (one, expected) = quantize(name, p, x), of_one_device(name)
     for path in ("up", "down"):

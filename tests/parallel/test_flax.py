@@ -1,4 +1,4 @@
-"""Both doors of Flax leave codes and scales on the devices of their float weights."""
+"""Both ways of Flax leave codes and scales on the devices of their float weights."""
 
 import flax.linen as nn
 import jax

@@ -107,7 +107,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_with_its_mend(mistake):
+def test_a_mistake_is_an_error_that_says_how_to_mend_it(mistake):
     call, error, mend = MISTAKES[mistake]
     with pytest.raises(error) as caught:
         call()

@@ -70,7 +70,7 @@ def test_devices_and_phases_draw_for_themselves():
 
 
 @pytest.mark.parametrize("qtype", ["int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"])
-def test_one_of_the_two_numbers_beside_is_drawn(qtype):
+def test_one_of_the_two_neighbouring_numbers_is_drawn(qtype):
     """Of each number of a format, what lies a quarter above goes up one time in four."""
     spec = jqx.QSpec(qtype)
     codes = np.unique(np.asarray(_numbers(qtype)))

@@ -59,7 +59,7 @@ def of_one_device(preset):
 
 @pytest.mark.many("kind")
 @presets
-def test_codes_lie_where_their_floats_do_and_have_the_bits_of_one_device(preset, kind):
+def test_codes_are_on_the_devices_of_their_floats_with_the_bits_of_one_device(preset, kind):
     mesh = mesh_of(kind)
     plan = plan_of(preset)
     given, _ = on_mesh(mesh)

@@ -108,7 +108,7 @@ def test_the_first_rule_that_matches_wins():
     st.sampled_from(["a", "b", "c", "d"]),
     st.integers(0, 4),
 )
-def test_what_stands_behind_the_first_match_does_not_matter(patterns, path, cut):
+def test_rules_after_the_first_match_do_not_matter(patterns, path, cut):
     rules = [jqx.Rule(pattern, weight=INT8) for pattern in patterns]
     found = jqx.Policy(rules).first(path, "gather", has_weight=True)
     if found is None:

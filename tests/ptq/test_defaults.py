@@ -165,7 +165,7 @@ class Net(nn.Module):
         return nn.Dense(D, use_bias=False)(x)
 
 
-def test_doors_take_an_effort_and_files_keep_what_was_done(tmp_path):
+def test_linen_and_nnx_take_an_effort_and_files_keep_the_choice(tmp_path):
     w, policy = normal(D, D), jqx.presets.w8a16()
     options = {"target": False, "progress": False, "effort": "minutes"}
     linen = jqx.linen.ptq(Net(), policy, **options)({"params": {"Dense_0": {"kernel": w}}}, BATCHES)

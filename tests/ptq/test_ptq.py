@@ -142,7 +142,7 @@ class TestWeightsOfACheckpoint:
         noise = jnp.linalg.norm(found(batch) - want) / jnp.linalg.norm(want)
         assert noise < 0.2  # 4 bits: a tenth
 
-    def test_activations_beside_them_are_quantized(self, params, batch):
+    def test_activations_that_meet_quantized_weights_are_quantized(self, params, batch):
         rules = [
             jqx.Rule("new", weight="int8", activation="int8"),
             jqx.Rule("old", activation="int8"),

@@ -232,7 +232,7 @@ def joined_again(x, places):
     return np.concatenate(np.split(x, places, -1)[::-1], -1)
 
 
-def test_codes_that_lie_as_int8_pass_through_every_view():
+def test_codes_stored_as_int8_pass_through_every_view():
     """They are where plain ones are, each in a byte."""
     q, real = made("int4 with a tail")
     views = [
@@ -327,7 +327,7 @@ def test_a_view_that_a_layout_does_not_survive_is_refused_with_the_way_out(layou
         )
 
 
-def test_codes_that_lie_as_int8_are_unpacked_before_they_are_packed():
+def test_codes_stored_as_int8_are_unpacked_before_they_are_packed():
     q = laid_out(random_tensor(np.random.default_rng(0), "int4", (4, 6)), AS_INT8)
     assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "as int8", "q.unpack()")
     assert_equal(q.unpack().pack().unpack(), q.unpack())
@@ -485,7 +485,7 @@ def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, fac
     assert_refused(f, leaves, error, "QTensor", *facts)
 
 
-def test_blocks_of_integers_below_a_byte_lie_as_int8_too():
+def test_blocks_of_integers_below_a_byte_are_also_stored_as_int8():
     qtype = numerics.Block(jnp.int4, 4, "blockint4")
     q = jqx.QTensor.quantize(spread_out((3, 8)), spec(qtype, jqx.per_block({0: 1, 1: 4})))
     for layout in (AS_INT8, BOTH):

@@ -97,7 +97,7 @@ def test_a_layout_gives_way_to_that_of_another_target():
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_turning_a_weight_turns_its_axis_and_not_its_codes(name):
+def test_transposing_a_weight_moves_its_axis_and_not_its_codes(name):
     granularity, told, _ = SCALES[name]
     q = weight(granularity)
     for target in TARGETS:
@@ -138,7 +138,7 @@ def test_a_stack_is_laid_out_as_each_of_it(data):
     ],
     ids=str,
 )
-def test_integers_of_other_dtypes_lie_as_int8_on_cpu_alone(qtype):
+def test_integers_of_other_dtypes_are_stored_as_int8_only_on_cpu(qtype):
     form = numerics.format_of(qtype)
     q = weight(jqx.per_block({0: K, 1: 1}), qtype, symmetric=form.signed)
     laid = q.pack_for("cpu")
@@ -320,7 +320,7 @@ def test_a_tree_without_qtensors_is_refused(tree, words):
     assert_refused(pack, (tree,), ValueError, "pack_for", "no QTensor", words, "quantize_params")
 
 
-def test_a_scale_that_is_quantized_in_turn_stays_as_it_is():
+def test_a_scale_that_is_quantized_itself_does_not_change():
     q = jqx.QTensor.quantize(
         spread_out((32, N)), spec(numerics.nvfp4, jqx.per_block({0: 16, 1: 1}))
     )

@@ -111,7 +111,7 @@ def test_zeros_have_the_second_scales_of_the_spec():
     np.testing.assert_array_equal(written.dequantize(), jnp.zeros(SHAPE).at[1].set(6))
 
 
-def test_second_scales_lie_where_their_arrays_do():
+def test_second_scales_are_on_the_devices_of_their_arrays():
     q = with_layers()
     found = partition_specs("test", q, PartitionSpec("layers"), {"layers": 2})
     assert {tuple(spec)[:1] for spec in jax.tree.leaves(found)} == {("layers",)}

@@ -46,7 +46,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(transform, sta
 
 
 @pytest.mark.parametrize("transform", ["convert", "simulate"])
-def test_under_jit_and_abstractly_likewise(transform):
+def test_the_same_holds_under_jit_and_for_shapes(transform):
     g = TRANSFORMS[transform](f, plan_of(f, STATIC["activations"], PARAMS, X))
     mapped = jax.vmap(g, (None, 0))
     for call in (jax.jit(g), partial(jax.eval_shape, g), lambda p, x: mapped(p, x[None])):
@@ -65,7 +65,7 @@ def test_rows_of_other_batches_do_not_change_a_row_under_calibrated_scales():
 
 
 @pytest.mark.parametrize("static", STATIC)
-def test_dynamic_asks_for_scales_from_the_values_at_hand(static):
+def test_dynamic_computes_scales_from_the_values_of_the_call(static):
     plan = plan_of(f, STATIC[static], PARAMS, X)
     for transform in ("convert", "simulate"):
         found = jax.jit(TRANSFORMS[transform](f, plan, "dynamic"))(PARAMS, X)

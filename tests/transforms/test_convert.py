@@ -201,7 +201,7 @@ def test_a_quantized_weight_in_an_unknown_operation_is_an_error_that_names_it():
     assert 'unsupported="dequantize"' in str(info.value)
 
 
-def test_what_a_contraction_or_a_view_refuses_is_told_with_its_place():
+def test_errors_of_contractions_and_views_name_their_place():
     int8 = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
 
     def convolve(params, x):

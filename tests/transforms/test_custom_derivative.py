@@ -177,13 +177,13 @@ def assert_alike(rule, around, argnums, **kwargs):
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)], ids=["w", "x", "both"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_told_what_it_is_told_in_float(rule, argnums):
+def test_a_custom_rule_gets_the_perturbed_flags_of_float(rule, argnums):
     assert_alike(rule, "nothing", argnums)
 
 
 @pytest.mark.parametrize("around", list(AROUND)[1:])
 @pytest.mark.parametrize("rule", ["first of two", pytest.param("jvp", marks=pytest.mark.slow)])
-def test_a_rule_is_told_so_inside_other_functions(rule, around):
+def test_a_custom_rule_gets_perturbed_flags_inside_other_functions(rule, around):
     assert_alike(rule, around, 0)
 
 
@@ -198,7 +198,7 @@ EVERYWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "around"), EVERYWHERE)
-def test_every_rule_is_told_so_everywhere(rule, around):
+def test_every_custom_rule_gets_perturbed_flags_everywhere(rule, around):
     """Half of them where rows alone are differentiated, the others where weights are as well."""
     number = list(RULES).index(rule) + list(AROUND).index(around)
     assert_alike(rule, around, (1, (0, 1))[number % 2])
@@ -208,7 +208,7 @@ def test_rules_stay_where_contractions_run_on_integers():
     assert_alike("first of two", "nothing", 0, backward=jnp.float32)
 
 
-def test_a_rule_is_told_so_in_forward_mode_under_jit_and_vmap():
+def test_a_custom_rule_gets_perturbed_flags_in_forward_mode_under_jit_and_vmap():
     w, x = values((K, K), 0), values((K, K), 1)
     plan = jqx.make_plan(pushed, POLICY)(w, x)
 

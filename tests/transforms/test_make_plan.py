@@ -158,7 +158,7 @@ def test_tied_weights_share_one_tensor_scaled_along_axes_that_all_sites_keep():
     assert "one tensor for" in str(plan)
 
 
-def test_axes_merged_at_one_site_are_scaled_alike_at_all():
+def test_axes_merged_at_one_site_have_equal_scales_at_all_sites():
     def f(w, x):  # the first site keeps axis 0 alone, the second merges both axes
         return jnp.einsum("bj,ij->bi", x, w).sum() + x[:, :1] @ w.reshape(1, -1)
 

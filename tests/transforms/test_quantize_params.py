@@ -100,7 +100,7 @@ def test_dequantized_parameters_are_floats_again_and_others_stay_themselves():
         np.testing.assert_array_equal(back[name], q[name].dequantize())
 
 
-def test_weights_that_are_alike_share_one_compiled_program_and_its_bits():
+def test_weights_of_equal_shape_share_one_compiled_program_and_its_bits():
     params = {f"w{i}": normal(i, 24, 40) for i in range(6)} | {"other": normal(9, 40, 24)}
     f = lambda p, x: sum(jnp.sum(x[:, : w.shape[0]] @ w) for w in p.values())  # noqa: E731
     plan = plan_of(f, w8a16(), params, normal(10, 2, 40))

@@ -390,7 +390,7 @@ def test_steps_that_are_not_there_are_errors(path):
     assert jqx.make_plan(plain, jqx.Policy(rules))(PARAMS, X).splits == ()
 
 
-def test_a_rule_that_an_earlier_one_hides_is_told_so():
+def test_a_rule_hidden_by_an_earlier_one_is_an_error():
     for rules in (
         {".*": "int4", "layers[0]": "int8"},
         {"layers[:2]": "int8", ".*": "int4", "layers/a": "int2"},

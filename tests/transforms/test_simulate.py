@@ -181,7 +181,7 @@ def test_a_key_that_nothing_draws_from_is_refused(gradient, role):
 
 
 @drawing
-def test_a_key_serves_the_specs_that_draw_beside_those_that_do_not(gradient):
+def test_a_key_is_used_by_stochastic_specs_and_ignored_by_others(gradient):
     weight = jqx.QSpec(jnp.int4, gradient=gradient)
     rules = [jqx.Rule("a", weight=weight), jqx.Rule("b", weight=jqx.QSpec(jnp.int4))]
     params, *_ = noisy(gradient)
@@ -215,7 +215,7 @@ def test_noise_under_jit_and_scan_is_that_of_eager_calls(gradient):
             assert close(scanned[i][step], expected[i])
 
 
-def test_stochastic_weights_lie_beside_theirs_and_are_right_on_average():
+def test_stochastic_weights_are_neighbours_of_theirs_and_right_on_average():
     """Each is one of the two numbers around it, up with the probability of its place between."""
     params, plan, simulated = noisy(stochastic)
     identity = jnp.eye(16)
@@ -283,7 +283,7 @@ def test_a_learned_scale_gets_the_gradient_of_lsq(qtype, granularity):
     assert close(found, ds / np.sqrt(np.prod(blocks) * high), terms=96)
 
 
-def test_a_learned_scale_of_an_activation_gets_its_gradient_beside_that_of_a_weight():
+def test_learned_scales_of_an_activation_and_a_weight_both_get_gradients():
     fields = {"qtype": jnp.int4, "gradient": lsq}
     params = mlp_params()
     plan = plan_of(mlp, w8a8(weight=fields, activation=fields), params, X)

@@ -1,4 +1,4 @@
-"""A stranger's primitives and their rules, of this file alone: known inside of a context."""
+"""Primitives and rules that only this file defines: known inside of a context."""
 
 import math
 
@@ -101,7 +101,7 @@ def test_nothing_is_left_behind():
         jqx.convert(f, plan)(q, X)
 
 
-def test_a_jitted_transform_is_traced_anew_inside():
+def test_a_jitted_transform_is_traced_again_inside():
     optional = jqx.Policy([jqx.Rule(weight=jqx.QSpec("int8", jqx.per_channel()), optional=True)])
     simulate = jax.jit(jqx.simulate(f, optional))
     before = simulate(W, X)

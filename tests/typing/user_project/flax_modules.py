@@ -1,4 +1,4 @@
-"""Both doors for Flax."""
+"""Both Flax libraries."""
 
 from typing import Any, assert_type
 

@@ -180,7 +180,7 @@ def test_what_steps_with_its_weight_is_not_shared_with_what_does_not():
     np.testing.assert_array_equal(stats[name_of("stack")].products, [gram(x)] * 3)
 
 
-def test_static_scales_are_observed_beside_and_observers_leave_them_alone():
+def test_observers_do_not_change_the_calibration_of_static_scales():
     def f(p, x):
         return (x @ p["a"]) @ p["b@x"]
 

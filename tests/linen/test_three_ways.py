@@ -1,4 +1,4 @@
-"""One network through the three doors and the plain transforms: equal numbers."""
+"""One network quantized in three ways and by the plain transforms: equal numbers."""
 
 import functools
 
@@ -12,10 +12,10 @@ import jqx.linen
 from jqx.linen import Mode
 from jqx.modules._shared import nest, overlay
 
-from .networks import DOORS, POLICIES, float_network, images, variables
+from .networks import POLICIES, WAYS, float_network, images, variables
 
 pytestmark = [
-    pytest.mark.parametrize("door", DOORS),
+    pytest.mark.parametrize("way", WAYS),
     pytest.mark.parametrize("name", POLICIES),
 ]
 
@@ -58,9 +58,9 @@ def affines_of(name):
 
 
 @functools.cache
-def calibrated(door, name):
+def calibrated(way, name):
     """Variables with the statistics of two batches."""
-    module, known = DOORS[door](POLICIES[name], Mode.CALIBRATE), variables()
+    module, known = WAYS[way](POLICIES[name], Mode.CALIBRATE), variables()
     for seed in (1, 2):
         out, new = module.apply(known, images(seed), mutable=["quant_stats"])
         assert (out == float_network(known["params"], images(seed))).all()
@@ -68,32 +68,32 @@ def calibrated(door, name):
     return known
 
 
-def test_init_and_float_are_those_of_the_float_module(door, name):
-    module = DOORS[door](POLICIES[name], Mode.FLOAT)
+def test_init_and_float_are_those_of_the_float_module(way, name):
+    module = WAYS[way](POLICIES[name], Mode.FLOAT)
     for mode in Mode:
-        made = DOORS[door](POLICIES[name], mode).init(jax.random.key(0), images())
+        made = WAYS[way](POLICIES[name], mode).init(jax.random.key(0), images())
         assert_equal(made, variables())
     out = module.apply(variables(), images())
     assert (out == float_network(variables()["params"], images())).all()
 
 
 @pytest.mark.many
-def test_statistics_are_those_of_the_transforms(door, name):
+def test_statistics_are_those_of_the_transforms(way, name):
     expected = nest(statistics_of(name))
-    assert_equal(calibrated(door, name).get("quant_stats", {}), expected)
+    assert_equal(calibrated(way, name).get("quant_stats", {}), expected)
 
 
 @pytest.mark.many
-def test_simulate_with_statistics(door, name):
+def test_simulate_with_statistics(way, name):
     plan, affines = affines_of(name)
     expected = jqx.simulate(float_network, plan, affines)
-    module, known = DOORS[door](POLICIES[name], Mode.SIMULATE), calibrated(door, name)
+    module, known = WAYS[way](POLICIES[name], Mode.SIMULATE), calibrated(way, name)
     assert (module.apply(known, images(3)) == expected(known["params"], images(3))).all()
 
 
 @pytest.mark.many
-def test_gradients_with_values_at_hand(door, name):
-    module = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
+def test_gradients_with_dynamic_scales(way, name):
+    module = WAYS[way](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     params, x = variables()["params"], images()
     got = jax.grad(lambda p, x: (module.apply({"params": p}, x) ** 2).sum(), (0, 1))(params, x)
@@ -101,10 +101,10 @@ def test_gradients_with_values_at_hand(door, name):
 
 
 @pytest.mark.many
-def test_convert(door, name):
+def test_convert(way, name):
     plan, affines = affines_of(name)
     expected = jqx.quantize_params(variables()["params"], plan)
-    module, known = DOORS[door](POLICIES[name], Mode.CONVERT), calibrated(door, name)
+    module, known = WAYS[way](POLICIES[name], Mode.CONVERT), calibrated(way, name)
     converted = jqx.linen.convert(module, known, images())
     assert "quant_stats" not in converted
     weights = overlay(converted["params"], converted.get("qparams", {}))

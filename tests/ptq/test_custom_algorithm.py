@@ -131,7 +131,7 @@ def test_an_algorithm_asks_for_statistics_of_functions_and_modules():
         np.testing.assert_array_equal(second.values, better.params["v"].values)
 
 
-def test_scales_of_activations_are_calibrated_beside():
+def test_scales_of_activations_are_calibrated_too():
     policy = jqx.Policy([jqx.Rule(weight="int4:channel", activation="int8")])
     found, nearest = plain(Corrected(), policy), plain(jqx.algorithms.nearest(), policy)
     assert set(found.affines) == {"w:dot_general:lhs", "v:dot_general:lhs"}

@@ -1,4 +1,4 @@
-"""The one call on modules of Flax: the numbers of their doors, and a pure function of variables."""
+"""`ptq` on modules of Flax: the numbers of `jqx.linen` and `jqx.nnx`, and a pure function."""
 
 import re
 
@@ -73,7 +73,7 @@ def model():
     return model, jqx.nnx.ptq(model, W8A8, NEAREST, **QUIET)([X, 2 * X])
 
 
-def test_linen_has_the_numbers_of_its_door(linen):
+def test_linen_gives_the_numbers_of_linen_ptq(linen):
     module, variables, quantized = linen
     assert isinstance(quantized, jqx.Quantized)
     calibrate = jqx.linen.quantize(module, W8A8, mode=jqx.linen.Mode.CALIBRATE)
@@ -124,7 +124,7 @@ def test_boxes_of_linen_are_opened():
     assert [w.path for w in found.plan.weights] == ["kernel"] and found(X).shape == (4, 8)
 
 
-def test_nnx_has_the_numbers_of_its_door(model):
+def test_nnx_gives_the_numbers_of_nnx_ptq(model):
     net, quantized = model
     assert isinstance(quantized, jqx.Quantized)
     whole = jqx.nnx.quantize(net, W8A8, mode=jqx.nnx.Mode.CALIBRATE)
@@ -243,11 +243,11 @@ def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
         (jqx.linen.ptq(module, W8A8, of.chain(*algorithms), **QUIET)(variables, [X]), module),
         (jqx.nnx.ptq(model, W8A8, of.chain(*algorithms), **QUIET)([X]), model),
     )
-    for door, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
-        exact = own.apply(variables, X) if door is jqx.linen else own(X)
+    for way, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
+        exact = own.apply(variables, X) if way is jqx.linen else own(X)
         assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
         assert {key.rsplit(":", 1)[1] for key in quantized.maps} == {"lhs", "out"}
         path = tmp_path / "model.safetensors"
         jqx.save(path, quantized)
-        bound = door.bind(jqx.load(path), own)
+        bound = way.bind(jqx.load(path), own)
         np.testing.assert_array_equal(bound(X), quantized(X))

@@ -1,4 +1,4 @@
-"""One network through the three doors and the plain transforms: equal numbers."""
+"""One network quantized in three ways and by the plain transforms: equal numbers."""
 
 import re
 
@@ -12,12 +12,12 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode
 
-from .networks import DOORS, POLICIES, Net, float_network, images, params
+from .networks import POLICIES, WAYS, Net, float_network, images, params
 
 SLOW = ("w8a8_dynamic", "w4a16", "fp8")
 
 pytestmark = [
-    pytest.mark.parametrize("door", DOORS),
+    pytest.mark.parametrize("way", WAYS),
     pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in POLICIES],
@@ -59,29 +59,29 @@ def statistics(name):
     return plan, jqx.merge_stats(plan, *(observe(params(), images(i))[1] for i in (1, 2)))
 
 
-def calibrated(door, name):
+def calibrated(way, name):
     """A model with the statistics of two batches."""
-    model = DOORS[door](POLICIES[name], Mode.CALIBRATE)
+    model = WAYS[way](POLICIES[name], Mode.CALIBRATE)
     for seed in (1, 2):
         assert (model(images(seed)) == float_network(params(), images(seed))).all()
     return model
 
 
-def test_parameters_and_float_are_those_of_the_float_module(door, name):
-    model = DOORS[door](POLICIES[name], Mode.FLOAT)
+def test_parameters_and_float_are_those_of_the_float_module(way, name):
+    model = WAYS[way](POLICIES[name], Mode.FLOAT)
     assert_equal(leaves_of(model, nnx.Param), named(params()))
     assert (model(images()) == Net(nnx.Rngs(0))(images())).all()
 
 
-def test_statistics_are_those_of_the_transforms(door, name):
+def test_statistics_are_those_of_the_transforms(way, name):
     _, expected = statistics(name)
-    assert_equal(leaves_of(calibrated(door, name), jqx.nnx.Stat), named(expected))
+    assert_equal(leaves_of(calibrated(way, name), jqx.nnx.Stat), named(expected))
 
 
-def test_simulate_with_statistics(door, name):
+def test_simulate_with_statistics(way, name):
     plan, stats = statistics(name)
     expected = jqx.simulate(float_network, plan, jqx.affines(plan, stats))(params(), images(3))
-    model = calibrated(door, name)
+    model = calibrated(way, name)
     model.set_attributes(mode=Mode.SIMULATE)
     assert (model(images(3)) == expected).all()
     if plan.static_specs():
@@ -90,20 +90,20 @@ def test_simulate_with_statistics(door, name):
         assert not leaves_of(model, jqx.nnx.Stat)
 
 
-def test_gradients_with_values_at_hand(door, name):
-    model = DOORS[door](POLICIES[name], Mode.SIMULATE, "dynamic")
+def test_gradients_with_dynamic_scales(way, name):
+    model = WAYS[way](POLICIES[name], Mode.SIMULATE, "dynamic")
     expected = jqx.simulate(float_network, POLICIES[name], "dynamic")
     got = nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, images())
     want = jax.grad(lambda p, x: (expected(p, x) ** 2).sum())(params(), images())
     assert_equal(named(nnx.to_pure_dict(got)), named(want))
 
 
-def test_convert(door, name):
+def test_convert(way, name):
     plan, stats = statistics(name)
     affines = jqx.affines(plan, stats)
     quantized = jqx.quantize_params(params(), plan)
     expected = jqx.convert(float_network, plan, affines)(quantized, images(3))
-    model = calibrated(door, name)
+    model = calibrated(way, name)
     jqx.nnx.convert(model, images())
     assert_equal(leaves_of(model, nnx.Param, jqx.nnx.QParam), named(quantized))
     assert_equal(leaves_of(model, jqx.nnx.Scale), named(affines))
