@@ -219,7 +219,7 @@ def _cards(
         before, after = known.bytes_before, known.bytes_after
         times = f"{before / after:.2f} times fewer bytes" if after else ""
         if known.bytes_packed < after:
-            times += f"; {size(known.bytes_packed)} with packed codes, as in a file"
+            times += f"; {size(known.bytes_packed)} with packed codes"
         sizes = f"{size(before)} → {size(after)}"
         found.append(("parameters", sizes, times))
         if known.weights:

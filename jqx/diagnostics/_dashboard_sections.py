@@ -279,7 +279,7 @@ def mixture(found: Assignment) -> str:
     return section(
         "Search",
         note(*lines),
-        grid(Table(("scheme", "bits a weight", "bytes of weights", "metric"), tuple(rows), scales)),
+        grid(Table(("scheme", "bits a weight", "bytes", "metric"), tuple(rows), scales)),
         folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
     )
 
