@@ -99,9 +99,10 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Its path and operation, such as `layer0/w:dot_general`, numbered if others have both.
+        """Its path and operation, numbered if other sites have both.
 
-        `convert` evaluates it in a name scope of this name: `jqx[layer0/w:dot_general]`.
+        For example `layer0/w:dot_general`; `convert` evaluates that site in the name scope
+        `jqx[layer0/w:dot_general]`.
         """
         return self.output_key.removesuffix(":out")
 
