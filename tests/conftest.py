@@ -19,6 +19,8 @@ from jax._src.lib.mlir import ir
 
 from jqx import _package_cpu
 
+from .environment import older
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -33,17 +35,6 @@ jax.config.update("jax_disable_most_optimizations", True)
 # What jqx computes alone is tested as if jqx-cpu were not installed; see package_cpu/conftest.py.
 _package_cpu.is_installed = lambda: False
 
-OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-"""Options of XLA with which it compiles in half of the time what is not optimized."""
-
-
-def _is_known(option):
-    try:
-        jax.jit(lambda: 0, compiler_options=dict([option])).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
 
 def _with_older(options, older):
     """Gives the options to every compilation: jax has a setting for single functions alone."""
@@ -56,9 +47,7 @@ def _with_older(options, older):
     return wrapped
 
 
-compiler.get_compile_options = _with_older(
-    compiler.get_compile_options, dict(filter(_is_known, OLDER.items()))
-)
+compiler.get_compile_options = _with_older(compiler.get_compile_options, older())
 
 
 def _reused(make, times=50):
@@ -115,7 +104,13 @@ distance of two programs."""
 
 FEW = 12
 
-LONG = ("test_examples.py", "test_pages.py", "test_real_models.py", "test_smollm2.py")
+LONG = (
+    "test_examples.py",
+    "test_notebooks.py",
+    "test_pages.py",
+    "test_real_models.py",
+    "test_smollm2.py",
+)
 """Files that take minutes: a file is run by one process."""
 
 

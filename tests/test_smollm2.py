@@ -282,16 +282,16 @@ class TestPretrained:
             return nnx.merge(graph, own)(tokens, cache, start)
 
         packed = jqx.convert(apply, jqx.Policy([]))
-        rows = np.load(smollm2.TOKENS)["evaluation"]
+        rows = np.load(smollm2.TOKENS)["evaluation"][:2, :256]
         found = smollm2.perplexity(packed, params, shapes.config, rows)
-        assert abs(found - 14.705) < 0.005
+        assert abs(found - smollm2.TABLE[0].quick) < 0.005
 
     def test_gptq_is_written_in_the_formats_of_others_and_read_back(self, smollm2, tmp_path):
-        """Of the first four layers codes, scales and zero points are equal, and the logits of
+        """Of the first two layers codes, scales and zero points are equal, and the logits of
         transformers, if installed.
         """
         file, known = smollm2.read_file(), np.load(smollm2.TOKENS)
-        file.metadata["llama.block_count"] = 4
+        file.metadata["llama.block_count"] = 2
         model = smollm2.pretrained(file)
         config, tokens = model.config, known["evaluation"][:2, :128].astype(np.int32)
         weight = jqx.QSpec(
@@ -339,9 +339,9 @@ class TestPretrained:
         np.testing.assert_allclose(found, whole, rtol=0, atol=tolerance(whole, 30, 1536))
 
     def test_layers_scanned_and_unrolled_have_the_codes_and_the_perplexity(self, smollm2):
-        """Of the first four layers: all but one in a thousand codes, of GPTQ too."""
+        """Of the first two layers: all but one in a thousand codes, of GPTQ too."""
         file, known = smollm2.read_file(), np.load(smollm2.TOKENS)
-        file.metadata["llama.block_count"] = 4
+        file.metadata["llama.block_count"] = 2
         policy = smollm2.linear("int4:group=128:asymmetric")
         rows, codes, found = known["calibration"][:2, :128], [], []
         for way in (True, False):
@@ -352,7 +352,7 @@ class TestPretrained:
                 [
                     np.asarray((blocks[name] if way else blocks[str(i)][name])["kernel"].values)
                     for name in LINEAR
-                    for i in ([slice(None)] if way else range(4))
+                    for i in ([slice(None)] if way else range(2))
                 ]
             )
             found.append(

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from ..environment import cached
 from .pages import DOCS
 
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
@@ -30,7 +31,7 @@ def test_a_notebook_runs(path):
     for cell in cells:
         cell.source = SETTINGS[path.stem]
     folder = {"metadata": {"path": str(path.parent)}}
-    client.NotebookClient(notebook, timeout=SECONDS, resources=folder).execute()
+    client.NotebookClient(notebook, timeout=SECONDS, resources=folder).execute(env=cached())
     assert [_kinds(cell) for cell in notebook.cells] == stored
 
 

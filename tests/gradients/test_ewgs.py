@@ -23,8 +23,9 @@ def paper(x, low, high, levels, g, delta):
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("delta", [0, 1e-3, 0.2, 3.0])
+@pytest.mark.parametrize(
+    "delta, dtype", [(0, np.float32), (1e-3, np.float64), (0.2, np.float64), (3.0, np.float32)]
+)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("qmin, qmax", RANGES)
 def test_the_rule_is_that_of_the_paper(qmin, qmax, scale, delta, dtype):

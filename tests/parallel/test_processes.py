@@ -1,12 +1,13 @@
 """Two processes of four devices each, over the loopback address."""
 
-import os
 import pathlib
 import socket
 import subprocess
 import sys
 
 import pytest
+
+from ..environment import unoptimized
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ def test_two_processes_have_the_codes_and_scales_of_one_device():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = pathlib.Path(__file__).parent / "processes.py"
-    options = {"env": os.environ | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE}
+    options = {"env": unoptimized() | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE}
     command = [sys.executable, str(program)]
     both = [
         subprocess.Popen(
