@@ -20,24 +20,22 @@ def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Calla
         folder also count as old: they were public, and are internal now.
       stacklevel: the level of the warning, if the result is called by another function.
     """
+    return functools.partial(_find, module, names, stacklevel)
 
-    def getattr_of_old(name: str) -> Any:
-        if name in names:
-            parts = names[name].split(".")[1:]
-            value = functools.reduce(getattr, parts, sys.modules["jqx"])
-            mend = f"use {names[name]}"
-        else:
-            value = None if name.startswith("__") else _internal(module, name)
-            mend = "it is internal to jqx"
-        if value is None:
-            raise AttributeError(
-                f"module {module!r} has no attribute {name!r}{_near(module, name)}"
-            )
-        text = f"{module}.{name} will be removed in the next release: {mend}."
-        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
-        return value
 
-    return getattr_of_old
+def _find(module: str, names: Mapping[str, str], stacklevel: int, name: str) -> Any:
+    if name in names:
+        parts = names[name].split(".")[1:]
+        value = functools.reduce(getattr, parts, sys.modules["jqx"])
+        mend = f"use {names[name]}"
+    else:
+        value = None if name.startswith("__") else _internal(module, name)
+        mend = "it is internal to jqx"
+    if value is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{_near(module, name)}")
+    text = f"{module}.{name} will be removed in the next release: {mend}."
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    return value
 
 
 def _internal(module: str, name: str) -> Any:

@@ -15,3 +15,4 @@ from ._integer import w8a16 as w8a16
 
 if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
     __getattr__ = _renamed(__name__, {})
+    del _renamed  # not a preset
