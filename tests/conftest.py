@@ -115,26 +115,38 @@ LONG = (
 
 
 def pytest_addoption(parser):
-    """Adds how often the slow test of changed checkpoints changes those of each format."""
+    """Adds how often the slow test of changed checkpoints changes those of each format, and whether
+    all cases of tests marked `many` are there.
+    """
     parser.addoption("--mutations", type=int, default=2_000, help="of checkpoints of each format")
+    parser.addoption("--every", action="store_true", help="all cases, with -m 'slow or not slow'")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Leaves the first case of a test marked `many`, and about one in twelve of the others, to the
-    default run; the rest are slow tests. A hash chooses: a stride may skip a whole parameter. Of a
-    parameter that the marker names, each value has a first case.
+    default run. Half of the rest are slow tests, of number formats all. The other half is there
+    with `--every`, and where tests are asked for by name. A hash chooses: a stride may skip a whole
+    parameter. Of a parameter that the marker names, each value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
-    cases = collections.Counter()
+    every = config.getoption("every") or any("::" in name for name in config.args)
+    cases, left = collections.Counter(), []
     for item in items:
         if many := item.get_closest_marker("many"):
             test, _, case = item.nodeid.partition("[")
             kind = test, *(str(item.callspec.params[name]) for name in many.args)
-            if cases[kind] and zlib.crc32(case.encode()) % FEW:
+            turn, place = divmod(zlib.crc32(case.encode()), FEW)
+            if cases[kind] and place:
                 item.add_marker(pytest.mark.slow)
+                if turn % 2 and not every and "numerics" not in item.path.parts:
+                    left.append(item)
             cases[kind] += 1
+    if left:
+        config.hook.pytest_deselected(items=left)
+        without = set(left)
+        items[:] = [item for item in items if item not in without]
 
 
 def pytest_collection_finish():
