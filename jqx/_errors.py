@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _NOT_THE_USER = ("jqx", "jax", "flax", "contextlib", "functools")
 """Modules whose frames are between a warning and the line of the user."""
@@ -23,6 +23,13 @@ def message(function: str, problem: str, *, given: str, expected: str, mend: str
         f"  expected: {expected}\n"
         f"  to mend:  {mend}"
     )
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """Returns the first few of many names as text, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more or "none"
 
 
 @contextlib.contextmanager

@@ -24,9 +24,7 @@ class Late:
 
 
 def late(
-    module: str,
-    names: Mapping[str, Sequence[str]],
-    otherwise: Callable[[str], Any] | None = None,
+    module: str, names: Mapping[str, Sequence[str]], otherwise: Callable[[str], Any]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and the `__dir__` of a package.
 
@@ -34,7 +32,7 @@ def late(
       module: the name of the package.
       names: for each of its modules that is imported late, the names that the package takes from
         it.
-      otherwise: finds all other names, or raises AttributeError; `None` finds none.
+      otherwise: finds all other names, or raises AttributeError.
     """
     sources = {name: source for source, found in names.items() for name in found}
 
@@ -47,8 +45,6 @@ def late(
             value = getattr(importlib.import_module(f"{module}.{sources[name]}"), name)
             setattr(sys.modules[module], name, value)
             return value
-        if otherwise is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return otherwise(name)
 
     def dir_of_all() -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Eqn
 from ..observers import ObservedSite
+from ..transforms import OperandAxes
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
 from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, with_line
 
@@ -183,13 +184,19 @@ def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
     even = x.even(own.contracted)
     if even is None:
         return f.stop_at(eqn, [x], "a sum over channels")[0]
-    free = [axis for axis in own.kept if axis not in own.batch]
-    labels = even.labels.transpose(*own.batch, *free, *own.contracted)
-    labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
-    ones = (1,) * (len(shape) - labels.ndim)
-    batch, kept = labels.shape[: len(own.batch)], labels.shape[len(own.batch) :]
-    parts = (*kept, *ones) if place == 0 else (*ones, *kept)
-    return Labelled.of(labels.reshape(*batch, *parts), shape)
+    return Labelled.of(of_product(even.labels, own, place, len(shape)), shape)
+
+
+def of_product(labels: Array, axes: OperandAxes, place: int, rank: int) -> Array:
+    """Returns the labels of a product of `rank` axes: those of one operand, which are equal along
+    its contracted axes.
+    """
+    free = [axis for axis in axes.kept if axis not in axes.batch]
+    labels = labels.transpose(*axes.batch, *free, *axes.contracted)
+    labels = labels.reshape(labels.shape[: len(axes.batch) + len(free)])
+    ones = (1,) * (rank - labels.ndim)
+    batch, kept = labels.shape[: len(axes.batch)], labels.shape[len(axes.batch) :]
+    return labels.reshape(*batch, *((*kept, *ones) if place == 0 else (*ones, *kept)))
 
 
 VIEWED = {

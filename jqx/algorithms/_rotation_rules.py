@@ -12,7 +12,7 @@ import numpy as np
 
 from .._compat import Eqn
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
-from ._label_rules import VIEWED, moved
+from ._label_rules import VIEWED, moved, of_product
 from ._labels import FIXED, FREE, Array, Known, with_line
 from ._rotatable import Axes, BlockConstraints, Rotatable, axes_of
 
@@ -203,13 +203,7 @@ def product(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable]) -> Rotat
     pairs = zip(own.batch, axes[1 - place].batch, strict=True)
     varies = frozenset(i for i, j in pairs if j in other.varies)
     scaled(f, even, varies, with_line(eqn, "a factor for each channel,"))
-    free = [axis for axis in own.kept if axis not in own.batch]
-    labels = even.labels.transpose(*own.batch, *free, *own.contracted)
-    labels = labels.reshape(labels.shape[: len(own.batch) + len(free)])
-    ones = (1,) * (len(shape) - labels.ndim)
-    batch, kept = labels.shape[: len(own.batch)], labels.shape[len(own.batch) :]
-    parts = (*kept, *ones) if place == 0 else (*ones, *kept)
-    return Rotatable.of(labels.reshape(*batch, *parts), shape)
+    return Rotatable.of(of_product(even.labels, own, place, len(shape)), shape)
 
 
 def _inner(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], axes: Any) -> Rotatable:

@@ -1,11 +1,13 @@
 """Checks of the arguments of calibrators and granularities."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import export
 
-from .._checks import check_instance, check_integer, require_that, shown
+from .._checks import check_instance, check_integer, is_at_least, require_that, shown
+from .._errors import message
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -87,3 +89,23 @@ def check_group_size(size: Any) -> int:
 def check_tail(function: str, tail: Any) -> None:
     """Checks that `tail` is a bool."""
     check_instance(function, "tail", tail, bool, mend="pass tail=True or tail=False.")
+
+
+def check_size_known(
+    function: str, granularity: object, shape: Sequence[int], axis: int, size: int
+) -> None:
+    """Checks that an axis with more than one block of `size` has no symbolic size, as `jax.export`
+    has them.
+    """
+    n = shape[axis]
+    if size == 1 or not export.is_symbolic_dim(n) or not is_at_least(n, size + 1):
+        return
+    raise ValueError(
+        message(
+            function,
+            f"axis {axis} has a symbolic size, so its blocks are not known.",
+            given=f"{granularity} for shape {tuple(shape)}",
+            expected="blocks along axes of a known size",
+            mend="use one scale per token, channel or tensor there, or export with a known size.",
+        )
+    )

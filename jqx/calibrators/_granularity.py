@@ -8,8 +8,8 @@ from typing import ClassVar, NoReturn, Protocol
 from .._calls import called
 from .._checks import check_instance, normalize_axes, require_that, shown
 from .._errors import message
-from ._arguments import check_group_size, check_integers, check_tail
-from ._groups import Groups, check_size_known
+from ._arguments import check_group_size, check_integers, check_size_known, check_tail
+from ._groups import Groups
 
 
 class Granularity(Protocol):

@@ -277,23 +277,3 @@ def _maximum(x: jax.Array, axis: int) -> jax.Array:
         x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
         x = lax.optimization_barrier(jnp.max(x, axis=axis if last else axis + 1))
     return jnp.max(x, axis=axis, initial=0, keepdims=True)
-
-
-def check_size_known(
-    function: str, granularity: object, shape: Sequence[int], axis: int, size: int
-) -> None:
-    """Checks that an axis with more than one block of `size` has no symbolic size, as `jax.export`
-    has them.
-    """
-    n = shape[axis]
-    if size == 1 or not export.is_symbolic_dim(n) or not is_at_least(n, size + 1):
-        return
-    raise ValueError(
-        message(
-            function,
-            f"axis {axis} has a symbolic size, so its blocks are not known.",
-            given=f"{granularity} for shape {tuple(shape)}",
-            expected="blocks along axes of a known size",
-            mend="use one scale per token, channel or tensor there, or export with a known size.",
-        )
-    )

@@ -4,7 +4,7 @@ it is quantized before the product.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -123,8 +123,11 @@ class Args(NamedTuple):
         return self.how.dtype
 
 
-class Rows(NamedTuple):
-    """A float operand to be quantized and a weight, as the planner sees them.
+How = TypeVar("How")
+
+
+class Rows(NamedTuple, Generic[How]):
+    """A float operand to be quantized, and a weight or the matrices of groups, for the planner.
 
     Attributes:
       lhs: the array.
@@ -136,7 +139,7 @@ class Rows(NamedTuple):
     lhs: Any
     codes: QTensor
     rhs: QTensor
-    how: Args
+    how: How
 
 
 REASON = (
@@ -145,8 +148,8 @@ REASON = (
 )
 
 
-def _is_for(platform: str) -> Callable[[Rows], bool]:
-    def applies(case: Rows) -> bool:
+def _is_for(platform: str) -> Callable[[Rows[Args]], bool]:
+    def applies(case: Rows[Args]) -> bool:
         how, spec = case.how
         few = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
         known = has_codes_of_kernels(spec)
@@ -166,7 +169,7 @@ def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: Args
     return _by_kernel(x, scale, q, args, products_gpu)
 
 
-def _is_for_package(case: Rows) -> bool:
+def _is_for_package(case: Rows[Args]) -> bool:
     how, spec = case.how
     few = how.dimensions.rows(case.lhs) <= FEW
     return few and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)

@@ -12,7 +12,7 @@ from ..kernels._shared import products_gpu, products_tpu
 from ..tensor import QSpec, QTensor
 from ._how._formulation import PLATFORMS, Planner, formulation
 from ._how._kernels_of_codes import derived_as
-from ._pending import FEW, REASON, Pending, has_codes_of_kernels, quantized
+from ._pending import FEW, REASON, Pending, Rows, has_codes_of_kernels, quantized
 from ._ragged_dot import ragged_dot
 from ._ragged_kernels import has_kernel, of_tiles, tiles_for_kernel
 from ._ragged_tiles import Args, Groups
@@ -28,22 +28,6 @@ class QuantizingArgs(NamedTuple):
 
     how: Args
     spec: QSpec
-
-
-class Rows(NamedTuple):
-    """Rows in groups to be quantized and their matrices, as the planner sees them.
-
-    Attributes:
-      lhs: the array.
-      codes: the quantized array, as shapes and dtypes only.
-      rhs: a QTensor.
-      how: the product, and how rows are quantized.
-    """
-
-    lhs: Any
-    codes: QTensor
-    rhs: QTensor
-    how: QuantizingArgs
 
 
 def ragged_dot_pending(
@@ -68,8 +52,8 @@ def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     return ragged_dot(rows, rhs, sizes, precision=how.precision, preferred_element_type=how.dtype)
 
 
-def _is_for(platform: str) -> Callable[[Rows], bool]:
-    def applies(case: Rows) -> bool:
+def _is_for(platform: str) -> Callable[[Rows[QuantizingArgs]], bool]:
+    def applies(case: Rows[QuantizingArgs]) -> bool:
         few = platform == "tpu" or case.lhs.shape[0] <= FEW
         case_of_codes = Groups(case.codes, case.rhs, case.how.how)
         return few and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)

@@ -132,7 +132,7 @@ def costs(found: Sensitivities, plan: Plan | None) -> str:
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     rows = [
         Row(
-            row.label or row.path or "(argument)",
+            row.name,
             f"{100 * row.cost / whole:.1f} %",
             row.cost / most,
             f"cost {row.cost:.3g}" + f", {short_scheme(row.scheme)}" * (row.path in others),
@@ -218,7 +218,7 @@ def _explained(found: Explanation, plan: Plan | None) -> list[str]:
     whole = counted(len(found.sites), "site")
     parts = [("sites", [float(count[kind]) for kind in kinds], whole)]
     wanted = [
-        (site.label or site.path, site.op, site.plan or "-", _REALLY[site.really])
+        (site.name, site.op, site.plan or "-", _REALLY[site.really])
         for site in found.sites
         if site.really in ("float", "widened first", "gone")
         and not site.plan.startswith("left in float")

@@ -62,6 +62,11 @@ class Explained:
     label: str = ""
 
     @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.label or self.path
+
+    @property
     def is_quantized(self) -> bool:
         """Whether its kernels read codes."""
         return self.really in ("codes", "converted")
@@ -296,7 +301,7 @@ def _are_codes(dtypes: tuple[str, ...]) -> bool:
 def _rows(explanation: Explanation) -> list[tuple[str, ...]]:
     rows = []
     for site in explanation.sites:
-        head = (site.label or site.path, site.plan or "-", site.really)
+        head = (site.name, site.plan or "-", site.really)
         parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
         rows += [(*head, *parts[0]), *(("", "", "", *part) for part in parts[1:])]
     rows += [("(no site)", "-", "-", *_cells(c)) for c in explanation.others]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._errors import message
+from .._errors import message, some
 from ..transforms import Plan
 from ._assignment import Assignment
 from ._comparison import Comparison
@@ -51,6 +51,7 @@ def check_one_model(plan: Plan | None, report: Report | None, given: Mapping[str
         for name in ("comparison", "explanation")
         if (formats := _formats_in(given[name])) is not None
     }
+    loose = [name for name in given if name not in exact]
     if plan is not None:
         first, formats = "the plan of the model", formats_of(plan)
         left = {item.path for item in (*plan.skipped, *plan.unreached)}
@@ -58,7 +59,7 @@ def check_one_model(plan: Plan | None, report: Report | None, given: Mapping[str
     elif exact:
         name = next(iter(exact))
         first, formats = f"the {name}", exact.pop(name)
-        known = {*formats, *_left_in_float(given["explanation"])}
+        known = {*formats, *_paths_of(given["explanation"])}
         if report is not None:
             _check_report(report, name, formats)
     else:
@@ -66,12 +67,8 @@ def check_one_model(plan: Plan | None, report: Report | None, given: Mapping[str
         known = {weight.path for weight in report.weights} if report else set()
     for name, own in exact.items():
         _check_formats(name, own, first, formats)
-    loose = {
-        "explanation": _paths_without_plan(given["explanation"]),
-        "sensitivities": _paths_of(given["sensitivities"]),
-        "assignment": _paths_of(given["assignment"]),
-    }
-    for name, paths in loose.items():
+    for name in loose:
+        paths = _paths_of(given[name])
         if paths and known:
             _check_paths(name, paths, first, known, either_way=plan is None)
 
@@ -104,20 +101,11 @@ def _formats_in(found: Any) -> dict[str, set[str]] | None:
     return None
 
 
-def _left_in_float(found: Any) -> set[str]:
-    return {site.path for site in found.sites} if isinstance(found, Explanation) else set()
-
-
-def _paths_without_plan(found: Any) -> list[str]:
-    """Returns the paths of an explanation that was made without a plan."""
-    if not isinstance(found, Explanation) or any(site.plan for site in found.sites):
-        return []
-    return [site.path for site in found.sites]
-
-
 def _paths_of(found: Any) -> list[str]:
     if isinstance(found, Sensitivities):
         return [row.path for row in found.ranked]
+    if isinstance(found, Explanation):
+        return [site.path for site in found.sites]
     return list(found.schemes) if isinstance(found, Assignment) else []
 
 
@@ -160,11 +148,10 @@ def _check_paths(
     own = {part for path in paths for part in (path, *path.split("+"), _STEPS.sub("", path))}
     if not unknown or (either_way and all(_is_part(path, own) for path in known)):
         return
-    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
     raise _error(
         name,
         f"`{name}` is of another model.",
-        f"the paths {', '.join(map(repr, unknown[:3]))}{more} in `{name}`",
+        f"the paths {some(map(repr, unknown), 3)} in `{name}`",
         f"paths of {first}, such as {', '.join(map(repr, sorted(known)[:3]))}",
     )
 

@@ -36,6 +36,11 @@ class Sensitivity:
     scheme: str = ""
     label: str = ""
 
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.label or self.path or "(argument)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivities(Tabular):
@@ -60,7 +65,7 @@ class Sensitivities(Tabular):
         whole = sum(row.cost for row in self.ranked if row.cost > 0) or 1.0
         rows = [
             (
-                row.label or row.path or "(argument)",
+                row.name,
                 row.op,
                 f"{row.cost:.4g}",
                 f"{100 * row.cost / whole:.1f} %",

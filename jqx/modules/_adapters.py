@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from .._checks import require_that
+from .._errors import some
 from ..transforms import LowRank, Plan
 from ..transforms._shared import Maps, as_maps, is_whole
 
@@ -57,7 +58,7 @@ def initial_adapters(
         error=ValueError,
         function=function,
         problem="layers with adapters have no compensation.",
-        given=f"none for {_some(missing)}",
+        given=f"none for {some(map(repr, missing))}",
         expected=f"one for each of {len(layers)} layers",
         mend="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
         "them; or use layers without adapters there.",
@@ -68,8 +69,8 @@ def initial_adapters(
         error=ValueError,
         function=function,
         problem="weights with a compensation are not in a layer with adapters.",
-        given=_some(more),
-        expected=f"the kernels of {_some(sorted(layers))}",
+        given=some(map(repr, more)),
+        expected=f"the kernels of {some(map(repr, sorted(layers)))}",
         mend="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
     )
     return {path: _scaled(function, path, found[path], layers[path]) for path in layers}
@@ -107,7 +108,7 @@ def check_same_parameters(
         error=ValueError,
         function=function,
         problem="quantized weights are not in a layer that takes codes.",
-        given=_some(left),
+        given=some(map(repr, left)),
         expected="layers of jqx.linen or jqx.nnx",
         mend="make those layers quantized layers, or leave them out of the policy of ptq.",
     )
@@ -186,8 +187,3 @@ def _scaled(
     root = (layer.rank / abs(layer.alpha)) ** 0.5
     sign = 1 if layer.alpha > 0 else -1
     return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)
-
-
-def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-    return ", ".join(map(repr, paths[:4])) + more

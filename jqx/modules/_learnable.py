@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import gradients
 from .._checks import require_that
-from .._errors import message, warn
+from .._errors import message, some, warn
 from ..calibrators import AbsMax, Affine
 from ..gradients._shared import moves_limits
 from ..tensor import QTensor
@@ -54,12 +54,11 @@ def warn_of_scales_without_gradient(plan: Plan) -> None:
 
 def _warn(problem: str, keys: Mapping[str, str]) -> None:
     names = ", ".join(dict.fromkeys(keys.values()))
-    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
     warn(
         message(
             "learn_scales",
             problem,
-            given=f"gradient {names} at {', '.join([*keys][:4])}{more}",
+            given=f"gradient {names} at {some(keys)}",
             expected="an estimator with a gradient for scales, such as lsq, lsq_plus, ewgs or pact",
             mend='pass {"gradient": jqx.gradients.lsq} in these specs, or use fix_scales.',
         )

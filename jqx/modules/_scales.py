@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .._checks import require_that
+from .._errors import some
 from ..policy import Policy
 
 Scales = Literal["calibrated", "dynamic"]
@@ -31,13 +32,12 @@ def needs_calibration(policy: Policy) -> bool:
 
 def check_calibrated(function: str, missing: list[str], where: str) -> None:
     """Checks that every static activation and output has a scale."""
-    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
     require_that(
         not missing,
         error=ValueError,
         function=function,
         problem="static activations or outputs have no scale.",
-        given=f"{where}, without statistics or a scale: {', '.join(missing[:4])}{more}",
+        given=f"{where}, without statistics or a scale: {some(missing)}",
         expected="statistics of a calibration or a fixed scale for each",
         mend="call the module in Mode.CALIBRATE on typical inputs first, keeping the statistics; "
         'or, if no site has any, pass scales="dynamic": scales from the values of the call.',

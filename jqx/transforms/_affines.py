@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .._checks import require_that
-from .._errors import message
+from .._errors import message, some
 from ..calibrators import Affine
 from ._affine_checks import Planned, check_entries
 
@@ -81,9 +81,3 @@ def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dic
         'batches)); or pass affines="dynamic" to compute every scale from the current values.',
     )
     return given
-
-
-def some(names: list[str]) -> str:
-    """Returns the first few of many names as text."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more or "none"

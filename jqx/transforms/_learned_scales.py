@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from .._errors import message
+from .._errors import message, some
 from ..calibrators import Affine
 from ..tensor import QTensor
-from ._affines import some
 from ._plan import Plan
 
 

@@ -12,8 +12,8 @@ from .. import _compat
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._compat import Eqn
+from .._errors import some
 from .._signatures import P, R
-from ._affines import some
 from ._channel_map import ChannelMap, Channels, LowRank
 from ._entries import observed_parts
 from ._find import Found

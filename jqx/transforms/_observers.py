@@ -6,11 +6,10 @@ from types import MappingProxyType
 from typing import Any
 
 from .._checks import check_instance, check_pattern
-from .._errors import message
+from .._errors import message, some
 from ..calibrators import Calibrator
 from ..observers import Observer
 from ..observers._shared import Calibrated
-from ._affines import some
 from ._plan import Plan
 from ._site import Site
 

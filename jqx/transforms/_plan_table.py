@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .._errors import some
 from .._table import Table
 
 _WIDTHS = (60, 24, 48, 48, 64, 160)
@@ -56,8 +57,7 @@ def _rule(site: Any) -> str:
 def _footer(plan: Any) -> str:
     count = len(plan.sites) + len(plan.skipped)
     tied = [f"{w.path} ({w.sites} sites)" for w in plan.weights if w.sites > 1]
-    more = f" and {len(tied) - 4} more" if len(tied) > 4 else ""
-    shared = f"; one tensor for {', '.join(tied[:4])}{more}" if tied else ""
+    shared = f"; one tensor for {some(tied)}" if tied else ""
     return f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}"
 
 

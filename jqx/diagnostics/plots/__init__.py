@@ -6,6 +6,7 @@ writes it. Needs matplotlib, from the extra `examples`, which the first use of a
 import typing as _typing
 
 from ..._late import late as _late
+from ..._old_names import renamed as _renamed
 
 if _typing.TYPE_CHECKING:
     from ._bars import sensitivity_bars as sensitivity_bars
@@ -24,4 +25,5 @@ else:
             "_heat_map": ("heat_map",),
             "_histogram": ("histogram",),
         },
+        _renamed(__name__, {}),
     )

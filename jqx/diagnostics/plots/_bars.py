@@ -129,7 +129,7 @@ def sensitivity_bars(
     check_some("plots.sensitivity_bars", found.ranked)
     ranked = found.ranked[:_MOST] if len(found.ranked) > _MOST + 1 else found.ranked
     rest = found.ranked[len(ranked) :]
-    names, shared = shortened([row.label or row.path or "(argument)" for row in ranked])
+    names, shared = shortened([row.name for row in ranked])
     costs = [row.cost for row in ranked]
     if rest:
         names.append(f"{len(rest)} others, together")
