@@ -8,7 +8,7 @@ another one, not even as a zero: a NaN stays in its row.
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
+from jax import export, lax
 
 from ..tensor import QTensor
 from ._dot_general import contract
@@ -59,7 +59,8 @@ class Groups(NamedTuple):
 )
 def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     m = lhs.shape[0]
-    tiles = row_tiles(sizes, m, min(m, rows_of_a_tile(m, rhs.shape[0], LEAST, MOST)))
+    rows_of_tile = rows_of_a_tile(m, rhs.shape[0], LEAST, MOST)
+    tiles = row_tiles(sizes, m, rows_of_tile if export.is_symbolic_dim(m) else min(m, rows_of_tile))
     rows, matrices = rows_in(lhs, tiles), _one_by_one(rhs)
 
     def multiply(rows: Any, group: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from ..tensor import QTensor
 from ._take import as_signed, take_along
@@ -33,8 +34,14 @@ class RowTiles(NamedTuple):
         return jnp.where(self.is_used[:, None], y, jnp.zeros((), y.dtype))
 
 
+_SYMBOLIC = 64
+"""Rows of a tile if the number of rows is not known: in an exported program of any size."""
+
+
 def rows_of_a_tile(m: int, groups: int, least: int, most: int) -> int:
     """Returns a power of two, up to twice as many rows as groups have on average."""
+    if export.is_symbolic_dim(m):
+        return min(most, max(least, _SYMBOLIC))
     mean = -(-m // groups)
     return min(most, max(least, 1 << (mean - 1).bit_length()))
 
@@ -43,8 +50,12 @@ def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
     """Returns tiles of `tile` rows that hold `m` rows in groups."""
     g = group_sizes.shape[0]
     # sum ceil(size / tile) = sum 1 + floor((size - 1) / tile), over `begun` groups with rows.
-    begun = min(m, g)
-    count = begun + (m - begun) // tile
+    # If the number of rows is symbolic, it is not known whether all groups begin.
+    if export.is_symbolic_dim(m):
+        count = g + m // tile
+    else:
+        begun = min(m, g)
+        count = begun + (m - begun) // tile
     sizes = jnp.clip(as_signed(group_sizes, m), 0, m)
     ends = jnp.minimum(jnp.cumsum(sizes), m)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
