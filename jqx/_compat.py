@@ -49,12 +49,38 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
+_NEW_KIND = "call_hi_primitive"
+
+
 def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
     """Yields the jaxprs among the parameters of an equation, opened."""
     for item in _parameters(eqn):
         inner = getattr(item, "jaxpr", item)
         if hasattr(inner, "eqns"):
             yield inner
+
+
+def with_bodies(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
+    """Returns an equation with `change(body)` in place of each open jaxpr among its parameters; the
+    same object if nothing changes.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            items = [changed(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        body, _ = open_jaxpr(value)
+        if not hasattr(body, "eqns"):
+            return value
+        new = change(body)
+        return value if new is body else with_body(value, new)
+
+    if not any(True for _ in sub_jaxprs(eqn)):
+        return eqn
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    is_new = any(params[name] is not eqn.params[name] for name in params)
+    return eqn.replace(params=params) if is_new else eqn
 
 
 def arrays_inside(jaxpr: Any) -> Iterator[Any]:
@@ -72,8 +98,20 @@ def arrays_inside(jaxpr: Any) -> Iterator[Any]:
 
 
 def _parameters(eqn: Eqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        yield from value if isinstance(value, (tuple, list)) else (value,)
+    """Yields the parameters of an equation, and what is in their containers. An operation of the
+    new kind (jax 0.12) is one parameter, which holds its own parameters as attributes.
+    """
+    is_new_kind = eqn.primitive.name == _NEW_KIND
+    return _inside(vars(eqn.params["_prim"]) if is_new_kind else eqn.params)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    items = value.values() if isinstance(value, dict) else value
+    for item in items:
+        if isinstance(item, (tuple, list, dict)):
+            yield from _inside(item)
+        else:
+            yield item
 
 
 def without_dead(jaxpr: Any) -> Any:
@@ -304,6 +342,14 @@ def at_line_of(eqn: Eqn) -> str:
     """Returns `", at "` and that line; nothing where JAX has none, as inside of `jnp.sort`."""
     line = line_of(eqn)
     return f", at {line}" if line else ""
+
+
+def shown_name(eqn: Eqn) -> str:
+    """Returns the name of a primitive for users; an operation of the new kind has that of its class
+    (jax 0.12).
+    """
+    is_new_kind = eqn.primitive.name == _NEW_KIND
+    return type(eqn.params["_prim"]).__name__ if is_new_kind else eqn.primitive.name
 
 
 def name_of_jit(eqn: Eqn) -> str:

@@ -135,7 +135,7 @@ def find(
                 why = reason or family.excuse(eqn)
                 origins_here = known[: len(family.axes(eqn))]
                 found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
-        elif not marked and not any(known):  # no contraction inside, and no weight passes through
+        elif not (any(known) or marked or (name not in FORMS and holds_contraction(eqn))):
             pass
         elif name in FORMS and any(True for _ in _compat.sub_jaxprs(eqn)):
             inside = _Inside(here, inner_scope, reason)
@@ -146,7 +146,9 @@ def find(
         else:
             inside = _Inside(here, inner_scope, reason)
             for body in _compat.sub_jaxprs(eqn):
-                inside.leave(body, f"it is inside `{name}`, which jqx does not look into")
+                what = _compat.shown_name(eqn)
+                why = reason or f"it is inside `{what}`, which jqx does not look into"
+                inside.leave(body, why)
             found += inside.found
         env.update(zip(eqn.outvars, results, strict=False))
     return found, [origin_of(atom) for atom in jaxpr.outvars]

@@ -74,24 +74,12 @@ def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
 
 
 def _with_live_bodies(eqn: Eqn, read: set[int], known: dict[int, Any]) -> Eqn:
-    def renewed(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            items = [renewed(item) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            return value if same else type(value)(items)
-        body, _ = _compat.open_jaxpr(value)
-        if not hasattr(body, "eqns"):
-            return value
-        new = _with_live_loops(body, known)
-        return value if new is body else _compat.with_body(value, new)
-
-    if not any(True for _ in _compat.sub_jaxprs(eqn)):
+    eqn = _compat.with_bodies(eqn, lambda body: _with_live_loops(body, known))
+    if eqn.primitive.name != "while":
         return eqn
-    params = {name: renewed(value) for name, value in eqn.params.items()}
-    if eqn.primitive.name == "while":
-        params["body_jaxpr"] = _live_body(eqn, read, params["body_jaxpr"])
-    changed = any(params[name] is not eqn.params[name] for name in params)
-    return eqn.replace(params=params) if changed else eqn
+    old = eqn.params["body_jaxpr"]
+    new = _live_body(eqn, read, old)
+    return eqn if new is old else eqn.replace(params={**eqn.params, "body_jaxpr": new})
 
 
 def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .. import _compat
 from .._checks import require_that
 from ._codes import Codes
 from ._find import Found
@@ -47,7 +48,7 @@ def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:
     )
     only = "uses it, and only operands of contractions are quantized"
     for escape in reversed(codes.escapes):
-        why |= dict.fromkeys(escape.paths, f"`{escape.eqn.primitive.name}` {only}")
+        why |= dict.fromkeys(escape.paths, f"`{_compat.shown_name(escape.eqn)}` {only}")
     unused = "f does not use it"
     return tuple(Unreached(path, why.get(path, unused), shape) for path, shape in rest.items())
 

@@ -1,6 +1,7 @@
 """Reasons why no weight reaches a contraction: what its operands are computed from."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,13 @@ def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> l
     together = _NOTHING
     for source in known:
         together |= source
+    if name in ("scan", "while"):
+        return _loop(eqn, known, found)
+    if name == "cond":
+        each = [_follow(body, known[1:], found) for body in eqn.params["branches"]]
+        return [
+            functools.reduce(Source.__or__, of_branches) for of_branches in zip(*each, strict=True)
+        ]
     bodies = list(_compat.sub_jaxprs(eqn))
     if name.startswith(_DRAWS):
         return [Source(other=together.other, drawn=True)] * count
@@ -117,14 +125,34 @@ def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> l
         if together.weights and not together.through and name not in VIEWS:
             together = dataclasses.replace(together, through=name)
         return [together] * count
-    # The operands of a body are the last ones of its equation. A loop may mix all carried values.
-    apart = name in FORMS and name not in ("scan", "while")
-    results = []
+    # The operands of a body of a form are the last ones of its equation.
+    is_form = name in FORMS
     for body in bodies:
         n = len(body.invars)
-        results = _follow(body, known[len(known) - n :] if apart else [together] * n, found)
-    if apart and len(bodies) == 1:
-        return results
+        results = _follow(body, known[len(known) - n :] if is_form else [together] * n, found)
+        if is_form:
+            return results
     if together.weights and not together.through:
         together = dataclasses.replace(together, through=name)
     return [together] * count
+
+
+def _loop(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> list[Source]:
+    """Follows sources through a loop until those of the carried values stay the same."""
+    if eqn.primitive.name == "scan":
+        consts, count = _compat.scan_counts(eqn)
+        body, shared = eqn.params["jaxpr"], known[:consts]
+        carried, stacked = known[consts : consts + count], known[consts + count :]
+    else:
+        asked, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body, shared = eqn.params["body_jaxpr"], known[asked : asked + consts]
+        carried, stacked = known[asked + consts :], []
+    while True:
+        results = _follow(body, [*shared, *carried, *stacked], found)
+        after = [a | b for a, b in zip(carried, results, strict=False)]
+        if after == carried:
+            break
+        carried = after
+    if eqn.primitive.name == "while":
+        _follow(eqn.params["cond_jaxpr"], [*known[:asked], *carried], found)
+    return [*carried, *results[len(carried) :]]

@@ -181,7 +181,9 @@ VIEWS: dict[str, View] = {
     "copy": _UNCHANGED,
     "div": of_one(_track_div, _apply_div),
     "dynamic_slice": of_one(_track_dynamic_slice, _apply_dynamic_slice),
+    "layout_constraint": _UNCHANGED,
     "mul": of_one(_track_mul, _apply_mul),
+    "name": _UNCHANGED,
     "neg": of_one(same, _apply_neg),
     "optimization_barrier": _EACH,
     "reshape": of_one(_track_reshape, _apply_reshape),
@@ -194,5 +196,6 @@ VIEWS: dict[str, View] = {
     "tile": of_one(same, _apply_tile),
     "transpose": of_one(_track_transpose, _apply_transpose),
     "unstack": of_one(_track_unstack, _apply_unstack),
+    "xla_metadata_value": _UNCHANGED,
     **SHARDINGS,
 }
