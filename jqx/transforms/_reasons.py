@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def _results(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> l
     if name == "cond":
         each = [_follow(body, known[1:], found) for body in eqn.params["branches"]]
         return [
-            functools.reduce(Source.__or__, of_branches) for of_branches in zip(*each, strict=True)
+            functools.reduce(operator.or_, results, known[0]) for results in zip(*each, strict=True)
         ]
     bodies = list(_compat.sub_jaxprs(eqn))
     if name.startswith(_DRAWS):
