@@ -1,8 +1,12 @@
 """Opens and replaces regular files; anything else is an error."""
 
 import contextlib
+import importlib
+import importlib.util
 import os
 import pathlib
+import re
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -59,7 +63,9 @@ class Replacement:
     """A file that replaces `path` once it is complete. A context manager.
 
     Data is written to a temporary file in the same folder. If an error occurs first, nothing has
-    changed and nothing is left. A link stays a link: its target is replaced. The new file takes the
+    changed and nothing is left. What a killed process has left is removed by the next replacement
+    of the same file: a writer locks its temporary file, so a file that nobody has locked has no
+    writer. A link stays a link: its target is replaced. The new file takes the
     permissions of the old one, and its owner and group if the system allows it. If the group cannot
     be kept, the new group has only the permissions that all others have.
 
@@ -73,7 +79,7 @@ class Replacement:
         with self._written():
             self._old = self._status()
         self._target = pathlib.Path(os.path.realpath(self.path))
-        self._part = self._target.with_name(f"{self._target.name[:50]}.{uuid.uuid4().hex}.part")
+        self._part = new_part(self._target)
         folder = self._target.parent
         require_that(
             folder.is_dir(),
@@ -88,8 +94,14 @@ class Replacement:
     def __enter__(self) -> "Replacement":
         mode = 0o666 if self._old is None else 0o600  # minus the umask
         with self._written():
-            self._file = open(self._part, "xb", opener=lambda p, flags: os.open(p, flags, mode))
-        return self
+            remove_left(self._target)
+            while True:
+                self._file = open(self._part, "xb", opener=lambda p, flags: os.open(p, flags, mode))
+                with contextlib.suppress(OSError):  # a file system without locks
+                    lock(self._file)
+                if self._part.exists():  # nobody has removed it before it was locked
+                    return self
+                self._file.close()
 
     def write(self, place: int, data: Any) -> None:
         """Writes bytes at a position."""
@@ -104,8 +116,10 @@ class Replacement:
             if self._old is not None:
                 _hand_on(self._old, self._part)
             os.fsync(self._file.fileno())
-            self._file.close()
+            if _fcntl() is None:  # only such systems refuse to replace an open file
+                self._file.close()
             os.replace(self._part, self._target)
+            self._file.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, where: TracebackType | None
@@ -133,6 +147,59 @@ class Replacement:
             "cannot be written",
             "a writable folder with enough space",
         )
+
+
+def new_part(target: pathlib.Path) -> pathlib.Path:
+    """Returns a new name of a temporary file or folder next to a target."""
+    return target.with_name(f"{target.name[:50]}.{uuid.uuid4().hex}.part")
+
+
+def remove_left(target: pathlib.Path) -> None:
+    """Removes the temporary files and folders of a target whose writers were killed. Where files
+    cannot be locked, writers are not known and nothing is removed.
+    """
+    if _fcntl() is None:
+        return
+    name = re.compile(re.escape(target.name[:50]) + r"\.[0-9a-f]{32}\.part")
+    for path in target.parent.iterdir():
+        if name.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # another process was faster, or owns it
+                _remove_free(path)
+
+
+def _remove_free(path: pathlib.Path) -> None:
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        if lock(number, wait=False):
+            is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
+            (shutil.rmtree if is_folder else os.unlink)(path)
+    finally:
+        os.close(number)
+
+
+def _fcntl() -> Any:
+    """Returns the module that locks files, if the system has it."""
+    known = importlib.util.find_spec("fcntl") is not None
+    return importlib.import_module("fcntl") if known else None
+
+
+def lock(file: Any, *, wait: bool = True) -> bool:
+    """Locks an open file for this process; `False` if another process has locked it."""
+    fcntl = _fcntl()
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(file: Any) -> None:
+    """Unlocks an open file."""
+    fcntl = _fcntl()
+    if fcntl is not None and not file.closed:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _hand_on(old: os.stat_result, path: pathlib.Path) -> None:

@@ -21,6 +21,7 @@ from ..transforms._shared import advancing
 from ._coded import CodedLeaf
 from ._formats import read_leaves
 from ._quantized import unbound
+from ._safetensors import shape_of
 from ._source import files_of, open_source
 from ._tree import Read, Stored, map_stored, parse
 
@@ -244,7 +245,7 @@ class Archive:
             mend="write the file again: tensors of its tree were removed.",
         )
         self._reader.check_dtype(name, dtype)
-        return jax.ShapeDtypeStruct(entries[name].shape, dtype)
+        return jax.ShapeDtypeStruct(shape_of(entries[name], dtype), dtype)
 
 
 def _real(dtype: DTypeLike | None) -> np.dtype | None:

@@ -16,7 +16,9 @@ from ._safetensors import (
     check,
     from_stored,
     read_header,
+    shape_of,
     stored_dtype,
+    stored_shape,
 )
 
 
@@ -70,12 +72,14 @@ class Reader:
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
         """Checks that a tensor is stored in the way of arrays with a dtype."""
+        shape = self.entries[name].shape
         require_that(
-            self.dtype(name) == stored_dtype(dtype),
+            self.dtype(name) == stored_dtype(dtype)
+            and shape == stored_shape(dtype, shape_of(self.entries[name], dtype)),
             error=ValueError,
             function="load",
             problem=f"the tensor {name!r} does not have the dtype in the description of the tree.",
-            given=f"{self.entries[name].dtype} for {dtype.name}",
+            given=f"{self.entries[name].dtype}{list(shape)} for {dtype.name}",
             expected=f"{NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
             mend="write the file again with jqx.save.",
         )
@@ -94,7 +98,8 @@ class Reader:
         return self._first + entry.start, entry.stop - entry.start
 
     def _array(self, name: str, raw: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return from_stored(name, raw, self.dtype(name), dtype).reshape(self.entries[name].shape)
+        x = from_stored(name, raw, self.dtype(name), dtype)
+        return x.reshape(shape_of(self.entries[name], dtype))
 
     def _open(self) -> None:
         """Reads the header, and checks that the file has the length in the header."""

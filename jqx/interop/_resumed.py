@@ -4,16 +4,16 @@ Data is written to a temporary file in the folder of the target, with each tenso
 offset. A journal next to it records which leaves were started, and which are complete and what they
 were made from. The last entry of a leaf counts. Several processes can write leaves of one file,
 each with a journal; the last process puts the file in place.
+
+Entries are numbered: a process starts after the largest number in all journals. Clocks are not
+used, as they may step back.
 """
 
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import pathlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import require_that
-from .._files import Path, Replacement
+from .._files import Path, Replacement, lock, unlock
 from ._writer import Writer
 
 Share = tuple[int, int]
@@ -70,11 +70,11 @@ class _Kept(Replacement):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Lets only one process at a time run the block."""
-        _lock(self._file, wait=True)
+        lock(self._file, wait=True)
         try:
             yield
         finally:
-            _unlock(self._file)
+            unlock(self._file)
 
     def is_there(self) -> bool:
         """Returns whether no other process has put the file in place."""
@@ -113,6 +113,7 @@ class ResumedWriter(Writer):
         self._file: _Kept = _Kept("save", path)
         self._leaves, self._share = leaves, share
         self._known: dict[str, str | None] = {}
+        self._number = 0
 
     def __enter__(self) -> "ResumedWriter":
         self._file.__enter__()
@@ -127,7 +128,8 @@ class ResumedWriter(Writer):
                 self._journal = open(self._path_of(self._share[0]), "ab")
             self._check_free(self._journal)
             self._journal.write(b"\n")  # after a line that may be incomplete
-            self._known = self._journaled()
+            entries = self._journaled()
+            self._known, self._number = _last(entries), max((n for n, *_ in entries), default=0)
         except BaseException as error:
             self._file.__exit__(type(error), error, None)
             raise
@@ -151,7 +153,8 @@ class ResumedWriter(Writer):
         self._say(leaf, source)
 
     def _say(self, leaf: str, source: str | None) -> None:
-        self._journal.write(json.dumps([leaf, source, time.time_ns()]).encode() + b"\n")
+        self._number += 1
+        self._journal.write(json.dumps([leaf, source, self._number]).encode() + b"\n")
         self._journal.flush()
 
     def __exit__(
@@ -164,7 +167,7 @@ class ResumedWriter(Writer):
             if kind is None:
                 with self._file.alone():
                     if self._file.is_there() and None not in map(
-                        self._journaled().get, self._leaves
+                        _last(self._journaled()).get, self._leaves
                     ):
                         self._file.commit()
                         for journal in self._journals():
@@ -173,21 +176,24 @@ class ResumedWriter(Writer):
             self._journal.close()
             self._file.__exit__(kind, error, where)
 
-    def _journaled(self) -> dict[str, str | None]:
-        """Returns the sources of the leaves that any process has written; `None` for a leaf that
-        was only started. Incomplete lines are ignored.
+    def _journaled(self) -> list[tuple[int, str, str | None]]:
+        """Returns number, leaf and source of the entries of all journals. The source is `None` for
+        a leaf that was only started. In one journal numbers increase, whatever is written there.
+        Incomplete lines are ignored.
         """
         found = []
         for journal in self._journals():
+            last = 0
             for line in journal.read_bytes().split(b"\n")[:-1]:
                 with contextlib.suppress(ValueError):
-                    leaf, source, when = json.loads(line)
-                    found.append((when, leaf, source))
-        return {leaf: source for _, leaf, source in sorted(found, key=lambda entry: entry[0])}
+                    leaf, source, number = json.loads(line)
+                    last = max(number, last + 1)
+                    found.append((last, leaf, source))
+        return found
 
     def _check_free(self, journal: Any) -> None:
         require_that(
-            _lock(journal, wait=False),
+            lock(journal, wait=False),
             error=ValueError,
             function="save",
             problem="another process writes this file.",
@@ -205,30 +211,11 @@ class ResumedWriter(Writer):
         return [path for path in found if path.name[len(part.name) + 1 :].isdigit()]
 
 
+def _last(entries: list[tuple[int, str, str | None]]) -> dict[str, str | None]:
+    """Returns the last source of each leaf."""
+    return {leaf: source for _, leaf, source in sorted(entries, key=lambda entry: entry[0])}
+
+
 def _glob_of(name: str) -> str:
     """Returns a pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _fcntl() -> Any:
-    """Returns the module that locks files, if the system has it."""
-    known = importlib.util.find_spec("fcntl") is not None
-    return importlib.import_module("fcntl") if known else None
-
-
-def _lock(file: Any, *, wait: bool) -> bool:
-    """Locks a file for this process; `False` if another process has locked it."""
-    fcntl = _fcntl()
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(file: Any) -> None:
-    fcntl = _fcntl()
-    if fcntl is not None and not file.closed:
-        fcntl.flock(file, fcntl.LOCK_UN)

@@ -4,6 +4,7 @@ Numbers are little-endian. Wider dtypes come first, so that each tensor is align
 
 Dtypes without a name in the format are stored one byte per element: int4 and int2 as I8, uint4 and
 uint2 as U8, with the same numbers; float4 and other 8-bit floats as U8, with their bits.
+complex128 is F64 with a last axis of 2: the real and the imaginary part.
 
 Format: https://huggingface.co/docs/safetensors (Hugging Face, 2022).
 """
@@ -50,6 +51,9 @@ _BYTES = (
 )
 """Dtypes without a name in files, which are stored one byte per element."""
 
+_PAIRS = "complex128"
+"""A dtype whose numbers are stored as two."""
+
 METADATA = "__metadata__"
 """A key of the header that is not a tensor."""
 
@@ -78,14 +82,28 @@ def stored_dtype(dtype: Any) -> np.dtype | None:
     name = getattr(dtype, "name", "")
     if name in NAMES:
         return jnp.dtype(name)
+    if name == _PAIRS:
+        return np.dtype(np.float64)
     if name not in _BYTES:
         return None
     return np.dtype(np.int8 if name.startswith("int") else np.uint8)
 
 
+def stored_shape(dtype: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape in which files store arrays of a dtype."""
+    return (*shape, 2) if getattr(dtype, "name", "") == _PAIRS else tuple(shape)
+
+
+def shape_of(entry: Entry, dtype: np.dtype) -> tuple[int, ...]:
+    """Returns the shape of an array of a dtype, from its tensor: inverts `stored_shape`."""
+    return entry.shape[:-1] if dtype.name == _PAIRS else entry.shape
+
+
 def to_stored(x: np.ndarray) -> np.ndarray:
     """Returns an array in the form that files store."""
     name = x.dtype.name
+    if name == _PAIRS:
+        return np.ascontiguousarray(x, "<c16").reshape(-1).view("<f8")
     if name == "bool":
         return x.view(np.uint8) != 0
     if name in NAMES:
@@ -107,8 +125,8 @@ def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -
     if stored == np.bool_:  # any nonzero byte is true
         return raw != 0 if raw.size and raw.max() > 1 else raw.view(stored)
     x = raw.view(stored)
-    if stored == dtype:
-        return x
+    if dtype.name in (stored.name, _PAIRS):
+        return x.view(dtype)
     if dtype.name.startswith("float"):
         fits, read = dtype.name != "float4_e2m1fn" or not (x >> 4).any(), x.view(dtype)
     else:
@@ -238,7 +256,7 @@ def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
 
 def placed(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]]) -> dict[str, Entry]:
     """Returns the offset of each tensor, by name; wider dtypes come first."""
-    stored = [(name, stored_dtype(dtype), tuple(shape)) for name, dtype, shape in tensors]
+    stored = [(name, stored_dtype(kind), stored_shape(kind, n)) for name, kind, n in tensors]
     entries, start = {}, 0
     for name, dtype, shape in sorted(stored, key=lambda item: -_width(item[1])):
         assert dtype is not None, "the tree was checked before"

@@ -6,14 +6,13 @@ import json
 import os
 import pathlib
 import shutil
-import uuid
 from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
 
 from .._checks import require_that
-from .._files import Path, as_path, naming_file
+from .._files import Path, as_path, lock, naming_file, new_part, remove_left
 from ._encoded import Tensors
 from ._safetensors import stored_dtype
 from ._source import INDEX
@@ -30,7 +29,8 @@ class FolderWriter:
     """A folder that is written tensor by tensor, in any order. A context manager.
 
     It is made under a temporary name and put in place when everything is written. If an error
-    occurs before that, nothing changes. An old folder is replaced in one step if the system can
+    occurs before that, nothing changes. What a killed process has left is removed by the next
+    writer of the same folder, as in `Replacement`. An old folder is replaced in one step if the system can
     exchange two names (Linux); otherwise the old folder is moved aside first.
 
     Args:
@@ -55,7 +55,7 @@ class FolderWriter:
         self._target = pathlib.Path(os.path.realpath(as_path("interop.write", path)))
         self._files, self._overwrite = files, overwrite
         self._check_target()
-        self._part = self._target.with_name(f"{self._target.name[:50]}.{uuid.uuid4().hex}.part")
+        self._part = new_part(self._target)
         self._shards = _shards(tensors, limit)
         self._place = {name: file for file, names in self._shards.items() for name in names}
         self._tensors, self._metadata = tensors, metadata
@@ -64,7 +64,8 @@ class FolderWriter:
 
     def __enter__(self) -> "FolderWriter":
         with self._written():
-            self._part.mkdir()
+            remove_left(self._target)
+            self._locked = _new_folder(self._part)
         try:
             for file, names in self._shards.items():
                 own = {name: self._tensors[name] for name in names}
@@ -94,6 +95,8 @@ class FolderWriter:
                 self._commit()
         finally:
             shutil.rmtree(self._part, ignore_errors=True)
+            if self._locked is not None:
+                os.close(self._locked)
 
     def _commit(self) -> None:
         """Puts the folder at `path`; an old folder then has the temporary name."""
@@ -149,6 +152,22 @@ class FolderWriter:
         total = sum(_size(*self._tensors[name]) for name in self._place)
         index = {"metadata": {"total_size": total}, "weight_map": self._place}
         return {INDEX: json.dumps(index, indent=1).encode()}
+
+
+def _new_folder(path: pathlib.Path) -> int | None:
+    """Makes a folder and locks it. Returns its number, which holds the lock; `None` if the system
+    cannot lock folders.
+    """
+    while True:
+        path.mkdir()
+        number = None
+        with contextlib.suppress(OSError):
+            number = os.open(path, os.O_RDONLY)
+            lock(number)
+        if path.exists():  # nobody has removed it before it was locked
+            return number
+        if number is not None:
+            os.close(number)
 
 
 def _shards(tensors: Tensors, limit: int) -> dict[str, list[str]]:

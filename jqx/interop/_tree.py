@@ -213,7 +213,7 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
             function="save",
             problem=f"the array {name!r} has a dtype that files cannot hold.",
             given=str(array.dtype),
-            expected="JAX numbers of at most 64 bits, or bool",
+            expected="numbers of JAX, or bool",
             mend="convert it; for random keys, save jax.random.key_data(key).",
         )
 

@@ -78,7 +78,7 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         function="interop.write",
         problem=f"the array {name!r} has a dtype that files cannot hold.",
         given=str(getattr(tree, "dtype", "")),
-        expected="JAX numbers of at most 64 bits, or bool",
+        expected="numbers of JAX, or bool",
         mend="convert it.",
     )
     yield name, tree

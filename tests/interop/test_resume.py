@@ -292,3 +292,29 @@ def test_another_number_of_processes_goes_on(source, tmp_path):
         )
     assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["in.safetensors", "out", "plain"]
+
+
+def test_the_order_of_a_journal_is_that_of_its_lines_whatever_the_clock_says(tmp_path, monkeypatch):
+    kind, clock = jax.ShapeDtypeStruct((2,), "f4"), [1000]
+    monkeypatch.setattr(time, "time_ns", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0] / 1e9)
+
+    def tree(value, source):
+        return {"a": Lazy(kind, lambda: np.full(2, value, "f4"), source)} | {"b": Lazy(kind, stop)}
+
+    def stop():
+        raise KeyboardInterrupt
+
+    for value, source in [(1, "A"), (2, "B")]:
+        clock[0] -= 300
+        interrupted(tree(value, source), tmp_path / "out", 1)
+    clock[0] -= 300
+    jqx.save(tmp_path / "out", tree(3, "C"), resume=True, share=(0, 2))
+    (journal,) = tmp_path.glob("*.part.0")
+    journal.write_bytes(journal.read_bytes() + b'["a", "E", 12345678900]\n["a", "C", 99]\n')
+    final = {
+        "a": Lazy(kind, lambda: np.full(2, 5, "f4"), "C"),
+        "b": Lazy(kind, lambda: np.ones(2, "f4")),
+    }
+    jqx.save(tmp_path / "out", final, resume=True)
+    np.testing.assert_array_equal(jqx.load(tmp_path / "out")["a"], 3)
