@@ -12,7 +12,7 @@ from ..interop._shared import GGUF, INDEX, TOKENIZERS, quantization_of
 OWN = "jqx"
 """The format of `jqx.save`."""
 
-_WRITTEN = ("config.json", "quantize_config.json", *TOKENIZERS)
+_WRITTEN = ("config.json", "quantize_config.json", "quant_config.json", *TOKENIZERS)
 """Files that the output folder gets too, copied or written again."""
 
 
@@ -62,7 +62,7 @@ def _of_config(archive: Archive, activation: str | None) -> list[str]:
     """Returns the parts of a config, other than those of weights, that are not written again."""
     config = quantization_of(archive.config)
     data = {} if config is None else config.data
-    groups = data.get("config_groups", {}).values()
+    groups = (data.get("config_groups") or {}).values()
     fields = [f"{kind}_activations" for kind in ("input", "output")]
     found = [field for field in fields if any(group.get(field) for group in groups)]
     found = found if activation is None else []

@@ -21,14 +21,11 @@ from ..transforms._shared import advancing
 from ._coded import CodedLeaf
 from ._formats import read_leaves
 from ._quantized import unbound
-from ._safetensors import shape_of
+from ._safetensors import KEY, shape_of
 from ._source import files_of, open_source
 from ._tree import Read, Stored, map_stored, parse
 
 Leaf = Stored | CodedLeaf
-
-KEY = "jqx"
-"""The entry of a file's metadata that describes its tree."""
 
 QUANTIZED = "jqx.quantized"
 """The entry that describes the quantized function whose weights the tree has."""
@@ -89,7 +86,8 @@ class Archive:
         if config is not None:
             check_instance("load", "config", config, Mapping, mend="pass the result of json.load.")
         self._reader = open_source(path, config)
-        self._source = f"{files_of(self._reader.path)} {config} {real}"
+        files = getattr(self._reader, "files", [self._reader.path])
+        self._source = f"{' '.join(map(files_of, files))} {config} {real}"
         try:
             self.config: Mapping[str, Any] | None = self._reader.config
             known, keys = self._reader.metadata, (KEY, QUANTIZED)

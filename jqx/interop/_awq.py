@@ -17,7 +17,7 @@ import numpy as np
 from ..calibrators import Groups
 from ..numerics import Integer, format_of
 from ..tensor import QTensor
-from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
+from ._coded import FLOATS, CodedLeaf, checked, group_size, real_dtype, refuse, weight
 from ._config import Config, quantization_of
 from ._encoded import (
     Encoded,
@@ -36,6 +36,9 @@ MARKS = (".qweight", ".qzeros", ".scales")
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of the 8 that each nibble of a word holds, lowest nibble first."""
+
+_RENAMED = {"w_bit": "bits", "q_group_size": "group_size"}
+"""Fields of `quant_config.json`, in which AutoAWQ had its config at first."""
 
 _I32, _INT4 = np.dtype(np.int32), Integer(4)
 
@@ -58,9 +61,12 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     config = quantization_of(source.config)
     assert config is not None
-    version = config.data.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        config.refuse("version", "'gemm': other versions have layouts for special kernels")
+    config = Config({_RENAMED.get(key, key): x for key, x in config.data.items()}, config.where)
+    keys = [key for key in ("version", "checkpoint_format", "format") if key in config]
+    if config.common(keys, "gemm") != "gemm":
+        config.refuse(keys[0], "'gemm': other versions have layouts for special kernels")
+    if config.data.get("backend") == "llm-awq":
+        config.refuse("backend", "another one: llm-awq has a layout for its kernels")
     excluded = config.names("modules_to_not_convert")
     for module in modules(source):
         if not any(f".{part}." in f".{module}." for part in excluded):
@@ -76,14 +82,13 @@ def leaf_of(source: Source, module: str, config: Config, asked: np.dtype | None)
       config: config of the layer.
       asked: the requested real dtype; `None` takes the dtype of the scales.
     """
-    config.one_of("bits", (4,))
+    config.one_of("bits", (4,), 4)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros")]
     stored, _ = checked(source, names[0], None, (_I32,))
     if len(stored) != 2 or 0 in stored:
         checked(source, names[0], (0, 0), (_I32,), "two axes")
     columns, rows = stored[0], stored[1] * 8
-    whole = config.data.get("group_size", -1) == -1
-    size = columns if whole else min(config.integer("group_size"), columns)
+    size = group_size(source, config, names[1], columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
     _, kind = checked(source, names[1], (count, rows), FLOATS)

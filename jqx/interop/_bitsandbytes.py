@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes with 4 bits, nf4 and fp4, whose scales may be quantized too.
+"""Checkpoints of bitsandbytes: 4 bits (nf4, fp4), whose scales may be quantized too, and LLM.int8.
 
 A weight `w` [N, K] has
 
@@ -12,7 +12,13 @@ A weight `w` [N, K] has
 
 Blocks are within rows if the block size divides K; otherwise the weight is an error. Scales that
 are quantized in blocks of 256 stay quantized if these blocks are whole rows of scales or parts of
-one row; otherwise they are decoded to float32.
+one row; otherwise they are decoded to float32. Codes may be stored in another dtype, as
+`bnb_4bit_quant_storage` says: the bytes are the same.
+
+A weight `m.weight` [N, K] of LLM.int8 is int8, and has
+
+    m.SCB            float32 [N]: 127 times the scale of each row
+    m.weight_format  uint8: 0, rows; it may be missing
 
 Sources: https://github.com/bitsandbytes-foundation/bitsandbytes (0.50); Dettmers et al., "QLoRA",
 arXiv:2305.14314.
@@ -27,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..calibrators import Groups
-from ..numerics import Codebook, nf4
+from ..numerics import Codebook, Integer, nf4
 from ..tensor import QTensor
 from ._bits import repacked
 from ._coded import CodedLeaf, abstract, checked, real_dtype, refuse, weight
@@ -35,12 +41,13 @@ from ._config import Config
 from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
-_STATE = ".quant_state.bitsandbytes__"
+_STATE, _ROWS = ".quant_state.bitsandbytes__", ".SCB"
 
-MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", ".SCB")
+MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", _ROWS, ".weight_format")
 """Suffixes of the names of tensors that float checkpoints do not have."""
 
-_U8, _F32 = np.dtype(np.uint8), np.dtype(np.float32)
+_U8, _I8, _F32 = np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.float32)
+_STORAGE = tuple(map(jnp.dtype, ("int8", "float16", "bfloat16", "float32", "float64")))
 _DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 _MOST = 10_000
 """Maximum size in bytes of the description of a weight."""
@@ -55,6 +62,8 @@ class LayerConfig(NamedTuple):
 def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     for name in source.entries:
+        if name.endswith(_ROWS):
+            yield _int8(source, name.removesuffix(_ROWS), dtype)
         path, mark, kind = name.partition(_STATE)
         if mark and kind in ("nf4", "fp4"):
             yield _leaf(source, path, name, kind, dtype)
@@ -72,12 +81,15 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
             given=f"blocks of {size} in rows of {columns}",
             expected="whole blocks in each row, as in a QTensor",
         )
-    checked(source, path, (rows * columns // 2, 1), (_U8,))
+    storage = source.dtype(path) if path in source.entries else _U8
+    total = rows * columns // 2
+    storage = storage if total % storage.itemsize == 0 else _U8
+    checked(source, path, (total // storage.itemsize, 1), (_U8, *_STORAGE))
     form, places = _table(source, f"{path}.quant_map", 16, kind)
     pairs = _pairs(places)
     groups = Groups((rows, columns), (1, size))
     count = columns // size
-    tensors: list[tuple[str, np.dtype]] = [(path, _U8)]
+    tensors: list[tuple[str, np.dtype]] = [(path, storage)]
     consumed = [state, f"{path}.quant_map"]
     _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
@@ -89,12 +101,39 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
         scale = nested.like
 
     def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
-        values = repacked(codes.reshape(rows, -1), 4, columns, before=partial(np.take, pairs))
+        raw = np.ascontiguousarray(codes).reshape(-1).view(_U8).reshape(rows, -1)
+        values = repacked(raw, 4, columns, before=partial(np.take, pairs))
         return [values, *(scales if nested is None else nested.decode(*scales))]
 
     real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
     like = weight(groups, form, scale, real_dtype(source, real, None))
     return CodedLeaf(path, tuple(tensors), like, decode, tuple(consumed))
+
+
+def _int8(source: Source, module: str, asked: np.dtype | None) -> CodedLeaf:
+    """Returns a weight of LLM.int8."""
+    path, scales, layout = f"{module}.weight", f"{module}{_ROWS}", f"{module}.weight_format"
+    shape, _ = checked(source, path, None, (_I8,))
+    if len(shape) != 2 or 0 in shape:
+        checked(source, path, (0, 0), (_I8,), "two axes")
+    checked(source, scales, shape[:1], (_F32,))
+    consumed = [layout] if layout in source.entries else []
+    for name in consumed:
+        checked(source, name, (), (_U8,))
+        if source.read(name, _U8).item() != 0:
+            refuse(
+                source,
+                name,
+                "is not that of rows.",
+                given=f"{source.read(name, _U8).item()}, a layout for the kernels of some GPUs",
+                expected="0",
+            )
+
+    def decode(codes: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        return [codes, rows * np.float32(1 / 127)]
+
+    like = weight(Groups(shape, (1, shape[1])), Integer(8), _F32, real_dtype(source, asked, None))
+    return CodedLeaf(path, ((path, _I8), (scales, _F32)), like, decode, tuple(consumed))
 
 
 def _read_state(source: Source, name: str) -> Config:

@@ -15,6 +15,7 @@ from ..numerics import format_of
 from ..numerics._shared import packed_length
 from ..tensor import QTensor
 from ..tensor._shared import Layout, Packing
+from ._config import Config
 from ._source import Source
 from ._tree import Read
 
@@ -168,6 +169,19 @@ def real_dtype(source: Source, asked: np.dtype | None, scale: np.dtype | None) -
     name = config.get("dtype", config.get("torch_dtype"))
     known = {each.__name__: jnp.dtype(each) for each in FLOATS}
     return known.get(name if isinstance(name, str) else "", jnp.dtype(jnp.float32))
+
+
+def group_size(source: Source, config: Config, scales: str, columns: int) -> int:
+    """Returns the size of the groups of GPTQ and AWQ. If the config does not say it, readers take
+    128 or, old ones, the whole row; the number of scales tells which.
+    """
+    stored = config.data.get("group_size", -1 if _length(source, scales) == 1 else 128)
+    return columns if stored == -1 else min(config.integer("group_size", 128), columns)
+
+
+def _length(source: Source, name: str) -> int:
+    entry = source.entries.get(name)
+    return entry.shape[0] if entry is not None and entry.shape else 0
 
 
 def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.ndarray | None:

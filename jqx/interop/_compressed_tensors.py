@@ -69,6 +69,12 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
         yield READ[_kind(source, module, scheme)](source, module, scheme.weights, dtype)
 
 
+def keeps_weights(source: Source) -> bool:
+    """Returns whether the config quantizes no weights, only activations or caches."""
+    config = quantization_of(source.config)
+    return config is not None and not _schemes(config)
+
+
 def _check_plain(config: Config) -> None:
     """Checks that layers multiply by their weights, and that the weights are dense."""
     if config.data.get("transform_config"):
@@ -84,27 +90,37 @@ def _modules(source: Source) -> list[str]:
 
 
 def _schemes(config: Config) -> list[_Scheme]:
-    groups = config.part("config_groups")
+    groups = config.part("config_groups") if "config_groups" in config else Config({}, "")
     whole = config.one_of("format", _KNOWN, "mixed-precision")
     found = []
     for name in groups.data:
         group = groups.part(name)
         if "weights" in group:
             kind = group.one_of("format", _KNOWN, whole)
-            found.append(_Scheme(group.names("targets"), kind, group.part("weights")))
+            found.append(_Scheme(group.names("targets"), kind, _lower(group.part("weights"))))
     return found
 
 
+def _lower(args: Config) -> Config:
+    """Returns arguments with names in lower case, as the package reads them."""
+    keys = ("type", "strategy", "actorder")
+    names = {key: args.data[key].lower() for key in keys if isinstance(args.data.get(key), str)}
+    return Config({**args.data, **names}, args.where)
+
+
 def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Config) -> _Scheme:
-    """Returns the scheme of a module: the one that names it, else the one of its class. The file
-    does not contain the class, so only one scheme may be left.
+    """Returns the scheme of a module: the one that names it, else the one whose expression matches
+    (the first in the order of the alphabet), else the one of its class. The file does not contain
+    the class, so only one scheme may be left. A target counts for the last group that has it.
     """
+    targets = {target: scheme for scheme in schemes for target in scheme.targets}
     named = [
-        scheme
-        for scheme in schemes
-        if any(matches(target, module, config.where) for target in scheme.targets)
+        targets[target]
+        for target in sorted(targets, key=lambda text: ("re:" in text, text))
+        if matches(target, module, config.where)
     ]
-    of_class = [s for s in schemes if any(target.isidentifier() for target in s.targets)]
+    kinds = (scheme for target, scheme in targets.items() if target.isidentifier())
+    of_class = list({f"{kind.format} {kind.weights.data}": kind for kind in kinds}.values())
     if len(of_class) > 1:
         of_class = [scheme for scheme in of_class if _fits(source, module, scheme)]
     found = named or of_class

@@ -63,6 +63,8 @@ def _wide(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _block(args: Config) -> tuple[int, int]:
     block = args.data.get("block_structure")
+    if isinstance(block, str) and block.count("x") == 1:  # as in old releases
+        block = [int(text) if text.isdecimal() else text for text in block.split("x")]
     if isinstance(block, list) and len(block) == 2:
         rows, columns = block
         if type(rows) is type(columns) is int and min(rows, columns) > 0:

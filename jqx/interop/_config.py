@@ -1,9 +1,10 @@
 """Reads the quantization config of a checkpoint field by field."""
 
+import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .._checks import require_that, shown
@@ -13,7 +14,7 @@ from .._files import open_regular
 _MOST_BYTES = 64_000_000
 """Maximum size of a JSON file: indices of models with many experts need several MB."""
 
-_MOST_OF_PATTERN = 500
+_MOST_OF_PATTERN, _MOST_OF_NAME = 20_000, 500
 """Maximum length in characters of a pattern, and of the name that it is matched with."""
 
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
@@ -64,6 +65,17 @@ class Config:
         if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             self.refuse(key, "a list of strings")
         return tuple(value)
+
+    def common(self, keys: Sequence[str], default: str) -> str:
+        """Returns the lower-case value of fields that mean the same, after checking that they are
+        equal; the default if there are none.
+        """
+        found = [key for key in keys if self.data.get(key) is not None]
+        first = str(self.data[found[0]]).lower() if found else default
+        for key in found:
+            if str(self.data[key]).lower() != first:
+                self.refuse(key, f"{first!r}, as {found[0]}")
+        return first
 
     def part(self, key: str) -> "Config":
         """Returns an inner object."""
@@ -120,29 +132,100 @@ def read_json(path: str) -> Any:
 
 
 def read_config(folder: str) -> Mapping[str, Any] | None:
-    """Returns `config.json` of a folder, with `quantize_config.json` (of old GPTQ files) as its
-    `quantization_config`; `None` if there is neither.
+    """Returns `config.json` of a folder, with the quantization config of old GPTQ and AWQ folders,
+    which is a file of its own; `None` if there is none of them.
     """
-    paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
-    found, beside = (read_json(path) if os.path.lexists(path) else None for path in paths)
-    for path, data in zip(paths, (found, beside), strict=True):
-        if data is not None:
-            Config(data, repr(path))
-    if beside is not None and "quantization_config" not in (found or {}):
-        return {**(found or {}), "quantization_config": {"quant_method": "gptq", **beside}}
-    return found
+    paths = [os.path.join(folder, name) for name in ("config.json", *_OLD_NAMES)]
+    known = {path: read_json(path) for path in paths if os.path.lexists(path)}
+    for path, data in known.items():
+        Config(data, repr(path))
+    found = known.pop(paths[0], None)
+    if not known or quantization_of(found) is not None:
+        return found
+    path, data = next(iter(known.items()))
+    method = "gptq" if path == paths[1] else "awq"
+    return {**(found or {}), "quantization_config": {"quant_method": method, **data}}
+
+
+_OLD_NAMES = ("quantize_config.json", "quant_config.json")
+"""Names of files with the quantization config: of AutoGPTQ and GPTQModel, and of AWQ."""
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of the quantization config in the config of a model."""
+
+_OF_GPTQ = {"desc_act", "sym", "damp_percent", "true_sequential", "static_groups"}
+"""Keys that only the configs of GPTQ have."""
+
+
+def wrapped(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the config of a model. A quantization config by itself becomes a part of one.
+
+    Args:
+      config: the config that the user has passed.
+      names: names of the tensors of the checkpoint.
+    """
+    bits = {"bits", "group_size"} <= {*config}
+    if quantization_of(config) is not None or isinstance(config.get("quantization"), Mapping):
+        return config
+    if _method(config) is not None:
+        return {KEYS[0]: config}
+    if "w_bit" in config or (bits and _OF_GPTQ & {*config}):
+        return {KEYS[0]: {"quant_method": "awq" if "w_bit" in config else "gptq", **config}}
+    if bits and not any(name.endswith(".qweight") for name in names):
+        return {"quantization": config}
+    return config
+
+
+def method_of(config: Mapping[str, Any] | None) -> Any:
+    """Returns the quantization method in the config of a model; `None` if there is none."""
+    found = quantization_of(config)
+    return None if found is None else _method(found.data)
+
+
+def _method(data: Mapping[str, Any]) -> Any:
+    """Returns the method in a quantization config."""
+    if data.get("load_in_4bit") is True or data.get("load_in_8bit") is True:
+        return "bitsandbytes"
+    known = data.get("quant_method", data.get("method"))  # `method` is GPTQModel's own name
+    return "compressed-tensors" if known is None and "config_groups" in data else known
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
-    """Returns the quantization config in the config of a model, or in its `text_config`; `None` if
-    there is none.
+    """Returns the quantization config in the config of a model, or of a part such as `text_config`;
+    `None` if there is none.
+
+    Raises:
+      ValueError: if parts have different ones.
     """
-    text = (config or {}).get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else None):
-        for key in ("quantization_config", "compression_config"):
-            if part and part.get(key) is not None:
-                return Config(part[key], key)
-    return None
+    (where, first), *others = [*_found(config or {}, ""), ("", None)]
+    for part, data in others[:-1]:
+        if "." in where and data != first:
+            Config({KEYS[0]: data}, part).refuse(KEYS[0], f"the same in all parts, as in {where}")
+    return None if first is None else Config(first, where)
+
+
+def _found(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Yields the quantization configs in a config and its parts, that of the whole first."""
+    yield from ((where + key, config[key]) for key in KEYS if config.get(key) is not None)
+    for key in _parts(config) if where.count(".") < _MOST_PARTS else ():
+        yield from _found(config[key], f"{where}{key}.")
+
+
+_MOST_PARTS = 4
+"""How deep parts of models are in parts."""
+
+
+def _parts(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of the configs of parts of a model."""
+    own = (key for key, item in config.items() if isinstance(item, Mapping) and key not in KEYS)
+    return [key for key in own if key.endswith("_config")]
+
+
+def without_quantization(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Returns the config of a model without quantization configs, those of parts included."""
+    left = {key: item for key, item in config.items() if key not in (*KEYS, "quantization")}
+    parts = _parts(config) if depth < _MOST_PARTS else ()
+    return left | {key: without_quantization(config[key], depth + 1) for key in parts}
 
 
 def matches(pattern: str, name: str, where: str) -> bool:
@@ -154,18 +237,25 @@ def matches(pattern: str, name: str, where: str) -> bool:
     """
     if not pattern.startswith("re:"):
         return pattern == name
-    text = pattern[3:]
-    fits = len(text) <= _MOST_OF_PATTERN and not _REPEATED_GROUP.search(text)
-    compiled = None
-    if fits:
-        try:
-            compiled = re.compile(text)
-        except (re.error, RecursionError, OverflowError):
-            compiled = None
+    compiled = _compiled(pattern[3:])
     if compiled is None:
         Config({"target": pattern}, where).refuse(
             "target",
             f"a regular expression of at most {_MOST_OF_PATTERN} characters without "
             "repeated groups",
         )
-    return compiled.match(name[:_MOST_OF_PATTERN]) is not None
+    if len(name) > _MOST_OF_NAME:
+        Config({"target": name}, where).refuse(
+            "target", f"names of at most {_MOST_OF_NAME} characters"
+        )
+    return compiled.match(name) is not None
+
+
+@functools.cache
+def _compiled(text: str) -> re.Pattern[str] | None:
+    """Returns an expression; `None` if it is invalid, or may take a very long time."""
+    fits = len(text) <= _MOST_OF_PATTERN and not _REPEATED_GROUP.search(text)
+    try:
+        return re.compile(text) if fits else None
+    except (re.error, RecursionError, OverflowError):
+        return None

@@ -23,7 +23,7 @@ from . import (
     _mxfp4,
 )
 from ._coded import CodedLeaf
-from ._config import quantization_of
+from ._config import method_of, quantization_of
 from ._gguf_source import GgufSource
 from ._orbax import OrbaxSource
 from ._source import Source
@@ -40,6 +40,7 @@ class Format(NamedTuple):
       leaves: yields the QTensors of a checkpoint, given its source and the requested real dtype.
         Tensors that are not used for them are plain arrays.
       alone: whether the tensors can be read without a config.
+      plain: returns whether a checkpoint may have no QTensors, given its source.
       source: the class of sources that always have this format, whatever the config says.
     """
 
@@ -48,6 +49,7 @@ class Format(NamedTuple):
     marks: tuple[str, ...]
     leaves: Callable[[Source, np.dtype | None], Iterator[CodedLeaf]]
     alone: bool = False
+    plain: Callable[[Source], bool] = lambda _: False
     source: type | None = None
 
 
@@ -55,8 +57,7 @@ def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     """Returns a function that returns whether a config has one of these quantization methods."""
 
     def matches(config: Mapping[str, Any]) -> bool:
-        found = quantization_of(config)
-        return found is not None and found.data.get("quant_method") in names
+        return method_of(config) in names
 
     return matches
 
@@ -71,6 +72,7 @@ FORMATS = (
         _method("compressed-tensors"),
         _compressed_tensors.MARKS,
         _compressed_tensors.leaves,
+        plain=_compressed_tensors.keeps_weights,
     ),
     Format("gptq", _method("gptq"), _gptq.MARKS, _gptq.leaves),
     Format("awq", _method("awq"), _awq.MARKS, _awq.leaves),
@@ -146,15 +148,25 @@ def format_of_source(source: Source) -> Format | None:
     if own is not None:
         return own
     config = source.config or {}
-    found = next((form for form in FORMATS if form.matches(config)), None)
+    fitting = [form for form in FORMATS if form.matches(config)]
+    found = next((form for form in fitting if form.name == "mlx" and _has_mlx(source)), None)
+    found = found or next(iter(fitting), None)
     quantization = quantization_of(config)
     if found is None and quantization is not None:
-        method = quantization.data.get("quant_method")
+        method = method_of(config)
         why = _UNREAD.get(method, "no such format is known") if isinstance(method, str) else ""
         quantization.refuse(
             "quant_method", f"one of {', '.join(form.name for form in FORMATS)}{why and f': {why}'}"
         )
-    return _marked(source) if found is None and not source.asked else found
+    return _marked(source) if found is None and (config or not source.asked) else found
+
+
+def _has_mlx(source: Source) -> bool:
+    """Returns whether tensors are those of MLX: mlx-lm looks at `quantization` first, as
+    `quantization_config` may be left from the model that was converted.
+    """
+    names = source.entries
+    return any(name.endswith(".scales") and f"{name[:-6]}qweight" not in names for name in names)
 
 
 def _marked(source: Source) -> Format | None:
@@ -178,10 +190,11 @@ def _marked(source: Source) -> Format | None:
             error=ValueError,
             function="interop.read",
             problem=f"{source.path!r} is quantized, but has no config that says how.",
-            given=f"the tensor {shown(name)}, as in {form.name}",
+            given=f"the tensor {shown(name)}, as in {form.name}, and "
+            + ("a config without quantization_config" if source.config else "no config"),
             expected="a folder whose config.json has a quantization_config, or config=",
-            mend="pass the folder instead of the file, or config=json.load(...); config={} reads "
-            "the tensors as plain arrays.",
+            mend="pass config=json.load(...) of its config.json or quantize_config.json, or the "
+            "folder if it has one model; config={} reads the tensors as plain arrays.",
         )
     return None
 
@@ -208,7 +221,7 @@ def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
         mend="download the checkpoint again; if this is a part of it, read the whole folder.",
     )
     require_that(
-        used,
+        used or form.plain(source),
         error=ValueError,
         function="interop.read",
         problem=f"{source.path!r} is not quantized as its config says.",

@@ -23,12 +23,15 @@ from ..calibrators import Groups
 from ..numerics._shared import E8M0
 from ..tensor import QTensor
 from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
-from ._config import Config, quantization_of
+from ._config import Config, method_of, quantization_of
 from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
 MARKS = ("_scale_inv", ".weight_scale")
 """Suffixes of the names of tensors that float checkpoints do not have."""
+
+_UNSAID = (128, 128)
+"""Sizes of a block if the config has no `weight_block_size`, and the scales need one."""
 
 _CODE = jnp.dtype(jnp.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
@@ -50,7 +53,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     config = quantization_of(source.config)
     assert config is not None
-    blocks = _blocks(config) if config.data["quant_method"] == "fp8" else None
+    blocks = _blocks(config) if method_of(source.config) == "fp8" else None
     for name in source.entries:
         path = name.removesuffix("_inv").removesuffix("_scale")
         if name.endswith(MARKS) or (name == f"{path}_scale" and _is_coded(source, path)):
@@ -62,11 +65,13 @@ def _is_coded(source: Source, name: str) -> bool:
 
 
 def _blocks(config: Config) -> tuple[int, int] | None:
-    """Returns the sizes of a block; `None` if each tensor has one scale."""
-    config.one_of("fmt", ("e4m3",), "e4m3")
-    block = config.data.get("weight_block_size")
-    if block is None:
-        return None
+    """Returns the sizes of a block; `None` if rows or tensors have one scale. transformers takes
+    128 where the config does not say it.
+    """
+    config.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    block = config.data.get("weight_block_size", _UNSAID)
+    if block is None or block is _UNSAID:
+        return block
     if isinstance(block, list) and len(block) == 2:
         rows, columns = block
         if type(rows) is type(columns) is int and min(rows, columns) > 0:
@@ -84,6 +89,8 @@ def _leaf(
     ones = (1,) * len(shape)
     each = ones if stored in ((), (1,)) else (*stored, *ones[len(stored) :])
     sizes = tuple(n if m == 1 else 1 for n, m in zip(shape, each, strict=False))
+    if blocks is _UNSAID and Groups(shape, sizes).scale_shape == each:
+        blocks = None
     if blocks is not None:
         sizes = (*ones[2:], *map(min, blocks, shape[-2:]))
     groups = Groups(shape, sizes)

@@ -8,7 +8,8 @@ from .._calls import called
 from .._errors import message, nesting
 from .._files import Path, as_path, open_regular
 from ._gguf_blocks import FORMATS, GgufBlocks, blocks_of, dequantized, name_of
-from ._gguf_header import Entry, read_header
+from ._gguf_header import Entry
+from ._gguf_parts import read_parts
 
 
 class GgufTensor:
@@ -91,7 +92,7 @@ class Gguf:
 
 @called("interop.read_gguf", 'pass for example jqx.interop.read_gguf("model.gguf").')
 def read_gguf(path: Path) -> Gguf:
-    """Opens a GGUF file (version 3, little-endian), the format of llama.cpp.
+    """Opens a GGUF file (version 2 or 3, little-endian), the format of llama.cpp.
 
     Its metadata is read, and its tensors are mapped into memory: their bytes are read when they are
     used and never copied as a whole. F16, F32, F64, BF16, integers, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
@@ -101,6 +102,8 @@ def read_gguf(path: Path) -> Gguf:
     The file stays mapped as long as one of its tensors exists. If it is written to, its numbers
     change; if it is truncated, using what was beyond its end kills the process (SIGBUS). Map only
     files that nothing else writes.
+
+    A model that llama-gguf-split has split into files is read as a whole: pass the first file.
 
     Names, shapes and the order of rows are those of the file. In files of Llama models, rows of the
     weights of queries and keys are permuted, so that rotary embeddings rotate adjacent pairs.
@@ -128,9 +131,12 @@ def read_gguf(path: Path) -> Gguf:
       (GgufTensor('w', F32[2]), array([ 1.5, -2. ], dtype=float32))
     """
     named = as_path("interop.read_gguf", path)
-    with open_regular("interop.read_gguf", named) as file:
-        empty = not file.peek(1)
-        data = np.empty(0, np.uint8) if empty else np.asarray(np.memmap(file, np.uint8, "r"))
     with nesting("interop.read_gguf"):
-        metadata, entries = read_header(named, data)
-    return Gguf(metadata, {name: GgufTensor(name, e, data) for name, e in entries.items()})
+        metadata, tensors, _ = read_parts(named, _mapped)
+    return Gguf(metadata, {name: GgufTensor(name, e, x) for name, (_, x, e) in tensors.items()})
+
+
+def _mapped(path: str) -> tuple[None, np.ndarray]:
+    with open_regular("interop.read_gguf", path) as file:
+        empty = not file.peek(1)
+        return None, np.empty(0, np.uint8) if empty else np.asarray(np.memmap(file, np.uint8, "r"))

@@ -4,7 +4,8 @@ Numbers are little-endian. The file starts with `GGUF`, the version, and the num
 of metadata entries. Each entry is key, type and value; each tensor is name, sizes (the fastest axis
 first), type and offset. The aligned bytes of the tensors follow.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 3, 2023).
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 3, 2023; version 2
+differs in nothing else than that no file is big-endian).
 """
 
 import math
@@ -194,9 +195,9 @@ def _check_begin(cursor: _Cursor, magic: bytes) -> None:
     )
     check(
         cursor.path,
-        version == 3,
+        version in (2, 3),
         f"version {version}",
-        "version 3",
+        "version 2 or 3",
         "write it again with a current version of llama.cpp.",
     )
 

@@ -1,15 +1,16 @@
-"""An open GGUF file, whose tensors are read one by one or mapped into memory."""
+"""An open model in GGUF, whose tensors are read one by one or mapped into memory."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
 from .._errors import message
-from .._files import Path
+from .._files import Path, as_path
 from ._bytes import Bytes
 from ._gguf_blocks import FORMATS, name_of
-from ._gguf_header import read_header
+from ._gguf_parts import read_parts
 from ._safetensors import Entry
 
 MAGIC = b"GGUF"
@@ -18,9 +19,10 @@ _U8 = np.dtype(np.uint8)
 
 
 class GgufSource:
-    """An open GGUF file. Quantized tensors are bytes, `(..., bytes of a row)`.
+    """An open model in GGUF. Quantized tensors are bytes, `(..., bytes of a row)`.
 
     Attributes:
+      files: paths of all files of the model.
       metadata: as in `jqx.interop.Gguf`.
       entries: type, shape and offset of each tensor.
       kinds: number of the type of each tensor.
@@ -35,19 +37,19 @@ class GgufSource:
     describes_tree, asked = False, False
 
     def __init__(self, path: Path) -> None:
-        self._bytes = Bytes(path)
-        self.path = self._bytes.path
+        self.path = as_path("load", path)
         self.config: Mapping[str, Any] | None = None
         self.entries: dict[str, Entry] = {}
         self.kinds: dict[str, int] = {}
+        self._open = contextlib.ExitStack()
+        self._bytes: dict[str, Bytes] = {}
         try:
-            whole = self._bytes.view("", 0, self._bytes.size)
-            self.metadata, found = read_header(self.path, whole)
+            self.metadata, found, self.files = read_parts(self.path, self._mapped)
         except BaseException:
             self.__exit__()
             raise
-        for name, (kind, shape, start, stop) in found.items():
-            self.kinds[name] = kind
+        for name, (file, _, (kind, shape, start, stop)) in found.items():
+            self._bytes[name], self.kinds[name] = file, kind
             form = FORMATS.get(kind)
             if form is not None and form.form is not None:
                 row = shape[-1] // form.size * form.fields.itemsize
@@ -55,7 +57,12 @@ class GgufSource:
             self.entries[name] = Entry(name_of(kind), shape, start, start if stop is None else stop)
 
     def __exit__(self, *_: object) -> None:
-        self._bytes.__exit__()
+        self._open.close()
+
+    def _mapped(self, path: str) -> tuple[Bytes, np.ndarray]:
+        file = Bytes(path)
+        self._open.callback(file.__exit__)
+        return file, file.view("", 0, file.size)
 
     def dtype(self, name: str) -> np.dtype:
         """Returns the dtype of a tensor; for quantized tensors, that of bytes."""
@@ -70,11 +77,11 @@ class GgufSource:
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a copy of a tensor."""
-        return self._array(name, self._bytes.read(name, *self._place(name)))
+        return self._array(name, self._bytes[name].read(name, *self._place(name)))
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a tensor, mapped into memory."""
-        return self._array(name, self._bytes.view(name, *self._place(name)))
+        return self._array(name, self._bytes[name].view(name, *self._place(name)))
 
     def _place(self, name: str) -> tuple[int, int]:
         entry = self.entries[name]

@@ -7,9 +7,9 @@ A layer `m` with a weight [N, K] has
     m.scales   float16 [groups, N]
     m.g_idx    int32 [K]: the group of each input; sorted unless `desc_act`
 
-`checkpoint_format: gptq` (v1, the default) stores zero points less 1, modulo the number of codes;
-  `gptq_v2` stores them unchanged. Only the config tells the versions apart, except in symmetric
-  files, where a zero point of the other version is an error.
+`format: gptq` (v1, the default; `checkpoint_format` is the same field) stores zero points less 1,
+  modulo the number of codes; `gptq_v2` stores them unchanged. Only the config tells the versions
+  apart, except in symmetric files, where a zero point of the other version is an error.
 
 Source: https://github.com/ModelCloud/GPTQModel (2026); Frantar et al., "GPTQ", arXiv:2210.17323.
 """
@@ -30,6 +30,7 @@ from ._coded import (
     CodedLeaf,
     abstract,
     checked,
+    group_size,
     leading,
     order_of,
     real_dtype,
@@ -75,7 +76,7 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     config = quantization_of(source.config)
     assert config is not None
     config.one_of("pack_dtype", ("int32",), "int32")
-    first = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), _old_format(config)) == "gptq"
+    first = _version(config) == "gptq"
     for module in modules(source):
         own = _config_of(config, module)
         if own is not None:
@@ -88,11 +89,15 @@ def modules(source: Source) -> Iterator[str]:
     yield from (name.removesuffix(end) for name in source.entries if name.endswith(end))
 
 
-def _old_format(config: Config) -> str:
-    """Returns the version if `checkpoint_format` is missing."""
+def _version(config: Config) -> str:
+    """Returns the version, `"gptq"` or `"gptq_v2"`."""
     if config.data.get("is_marlin_format"):
         config.refuse("is_marlin_format", "false: marlin is a layout for special kernels")
-    return "gptq"
+    keys = [key for key in ("checkpoint_format", "format") if key in config]
+    found = config.common(keys, "gptq")
+    if found not in ("gptq", "gptq_v2"):
+        config.refuse(keys[0], "one of 'gptq', 'gptq_v2'")
+    return found
 
 
 def _config_of(config: Config, module: str) -> Config | None:
@@ -122,17 +127,12 @@ def leaf_of(
       first: whether zero points are stored less 1.
       asked: the requested real dtype; `None` takes the dtype of the scales.
     """
-    layer = LayerConfig(
-        config.one_of("bits", _BITS),
-        -1 if config.data.get("group_size", -1) == -1 else config.integer("group_size"),
-        config.flag("sym", True),
-        config.flag("desc_act", False),
-    )
-    bits, form = layer.bits, Integer(layer.bits)
+    bits = config.one_of("bits", _BITS)
+    form = Integer(bits)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros", "g_idx")]
     (words, rows), _ = _matrix(source, names[0], None, (_I32,))
     columns = words * 32 // bits
-    size = columns if layer.group == -1 else min(layer.group, columns)
+    size = group_size(source, config, names[1], columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
     if words * 32 % bits or not rows * columns:
@@ -146,14 +146,16 @@ def leaf_of(
     _, kind = _matrix(source, names[1], (count, rows), FLOATS)
     _matrix(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
     order = None
-    consumed = [names[2]] if layer.sym else []
+    said = "sym" in config
+    sym = config.flag("sym") if said else _has_one_zero(source, names[2], bits, rows)
+    consumed = [names[2]] if sym else []
     if names[3] in source.entries:
         consumed.append(names[3])
         checked(source, names[3], (columns,), (_I32,))
         order = order_of(source, names[3], source.read(names[3], _I32), size)
-    elif layer.desc_act:
+    elif config.flag("desc_act", False):
         checked(source, names[3], (columns,), (_I32,), "as desc_act == true")
-    if layer.sym:
+    if sym:
         _check_symmetric(source, names[2], bits, rows, first)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
@@ -164,9 +166,9 @@ def leaf_of(
 
     more = {} if order is None else {"order": abstract(leading(2, columns), "int32")}
     real = real_dtype(source, asked, kind)
-    like = weight(groups, form, kind, real, zero_point=not layer.sym, **more)
+    like = weight(groups, form, kind, real, zero_point=not sym, **more)
     tensors = [(names[0], _I32), (names[1], kind)]
-    tensors += [] if layer.sym else [(names[2], _I32)]
+    tensors += [] if sym else [(names[2], _I32)]
     return CodedLeaf(f"{module}.weight", tuple(tensors), like, decode, tuple(consumed))
 
 
@@ -183,6 +185,12 @@ def _zero_points(words: np.ndarray, bits: int, rows: int, first: bool) -> np.nda
     stored = from_stream(np.ascontiguousarray(words).view(np.uint8), bits, rows).astype(np.int16)
     points = (stored + 1) % 2**bits if first else stored
     return points - 2 ** (bits - 1)
+
+
+def _has_one_zero(source: Source, name: str, bits: int, rows: int) -> bool:
+    """Returns whether all zero points are equal, as of symmetric codes."""
+    points = _zero_points(source.read(name, _I32), bits, rows, first=False)
+    return bool((points == points[:1, :1]).all())
 
 
 def _check_symmetric(source: Source, name: str, bits: int, rows: int, first: bool) -> None:

@@ -65,11 +65,16 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
         module = name.removesuffix(end)
         if name.endswith(end) and config.data.get(module) is not False:
             own = config.part(module) if isinstance(config.data.get(module), Mapping) else config
-            yield _leaf(source, module, _layer_config(own), dtype)
+            yield _leaf(source, module, _layer_config(own, own is config), dtype)
 
 
-def _layer_config(config: Config) -> LayerConfig:
+def _layer_config(config: Config, whole: bool) -> LayerConfig:
+    """Returns the config of a layer. That of the whole model must say sizes; in that of one layer
+    they have defaults.
+    """
     mode = config.one_of("mode", ("affine", *_FLOATS), "affine")
+    for key in ("group_size", "bits") if whole and mode == "affine" else ():
+        config.integer(key)
     if mode == "affine":
         return LayerConfig(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
     form = _FLOATS[mode]

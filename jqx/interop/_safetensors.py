@@ -57,6 +57,9 @@ _PAIRS = "complex128"
 METADATA = "__metadata__"
 """A key of the header that is not a tensor."""
 
+KEY = "jqx"
+"""The entry of a file's metadata that describes its tree."""
+
 HEADER_LIMIT = 100_000_000
 """Maximum size in bytes of a header: the limit of other readers."""
 

@@ -17,9 +17,10 @@ from ..ptq import Quantized
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Lazy, Values, abstract, check_codes, check_values, read
 from ..transforms._shared import advancing, bytes_of
-from ._archive import KEY, QUANTIZED, VERSION
+from ._archive import QUANTIZED, VERSION
 from ._quantized import contents_of
 from ._resumed import ResumedWriter, Share
+from ._safetensors import KEY
 from ._tree import describe, tensors_of
 from ._writer import Writer
 

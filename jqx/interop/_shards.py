@@ -30,8 +30,8 @@ class FolderWriter:
 
     It is made under a temporary name and put in place when everything is written. If an error
     occurs before that, nothing changes. What a killed process has left is removed by the next
-    writer of the same folder, as in `Replacement`. An old folder is replaced in one step if the system can
-    exchange two names (Linux); otherwise the old folder is moved aside first.
+    writer of the same folder, as in `Replacement`. An old folder is replaced in one step if the
+    system can exchange two names (Linux); otherwise the old folder is moved aside first.
 
     Args:
       path: path of the folder.

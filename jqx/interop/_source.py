@@ -11,15 +11,17 @@ import numpy as np
 from .._checks import require_that, shown
 from .._files import Path, as_path, naming_file
 from ._bytes import Bytes
-from ._config import read_config, read_json
+from ._config import read_config, read_json, wrapped
 from ._gguf_source import MAGIC, GgufSource
 from ._orbax import OrbaxSource, is_orbax
 from ._reader import Reader
-from ._safetensors import Entry
+from ._safetensors import KEY, Entry
 
 INDEX = "model.safetensors.index.json"
 
-_PART = re.compile(r".*-\d+-of-0*(\d+)\.safetensors")
+_ONE = "model.safetensors"
+
+_PART = re.compile(r"(?P<model>.*)-\d+-of-0*(?P<count>[1-9]\d{0,8})\.safetensors", re.DOTALL)
 """The name of one of several files."""
 
 
@@ -96,14 +98,24 @@ class Folder:
     def _add(self, file: str, wanted: set[str] | None) -> None:
         """Opens a file and adds its tensors to those of the folder."""
         reader = self._open.enter_context(Reader(os.path.join(self.path, file)))
-        others = set(reader.entries) ^ (set(reader.entries) if wanted is None else wanted)
+        missing = (wanted or set()) - {*reader.entries}
         require_that(
-            not others,
+            not missing,
             error=ValueError,
             function="interop.read",
             problem=f"{file!r} does not hold the tensors in the index.",
-            given=f"the tensor {shown(min(others, default=''))} in only one of them",
+            given=f"no tensor {shown(min(missing, default=''))}",
             expected=f"the tensors that {INDEX} lists for it",
+            mend="download the folder again; leave no files of another model in it.",
+        )
+        twice = {*self.entries} & {*reader.entries}
+        require_that(
+            not twice,
+            error=ValueError,
+            function="interop.read",
+            problem=f"{self.path!r} has a tensor twice.",
+            given=f"the tensor {shown(min(twice, default=''))} in {file!r} and in another file",
+            expected="each tensor in one file",
             mend="download the folder again; leave no files of another model in it.",
         )
         self.metadata.update(reader.metadata)
@@ -145,9 +157,25 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
     )
     source: Source = kind(text)
     source.asked = config is not None
+    if kind is Reader and config is None:
+        _check_whole(source)
     if config is not None:
-        source.config = config
+        source.config = wrapped(config, source.entries)
     return source
+
+
+def _check_whole(source: Source) -> None:
+    """Checks that a file by itself is not one of several, by its name."""
+    part = _PART.fullmatch(os.path.basename(source.path))
+    require_that(
+        part is None or int(part["count"]) < 2 or KEY in source.metadata,
+        error=ValueError,
+        function="interop.read",
+        problem=f"{source.path!r} is only a part of a model.",
+        given=f"one of {'' if part is None else part['count']} files, as its name says",
+        expected=f"the folder with all files and {INDEX}",
+        mend="pass the folder; config={} reads the tensors of this file alone, as plain arrays.",
+    )
 
 
 def _kind_of(path: str) -> type:
@@ -162,32 +190,46 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     """Returns the files of a folder, each with its tensors if an index lists them."""
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
-        return _listed(index)
+        files = _listed(index)
+        one = os.path.lexists(os.path.join(folder, _ONE)) and _ONE not in files
+        _check_chosen(not one, folder, f"{_ONE!r}, and {INDEX} of other files")
+        return files
     with naming_file("interop.read", folder, "cannot be opened", "a readable folder"):
         names = sorted(os.listdir(folder))
     found = [name for name in names if name.endswith(".safetensors")]
-    wanted = ["model.safetensors"] if "model.safetensors" in found else found
+    wanted = [_ONE] if _ONE in found else found
+    parts = [part for name in wanted if (part := _PART.fullmatch(name)) is not None]
+    count = int(parts[0]["count"]) if parts else 1
+    given = f"{', '.join(map(repr, found[:4]))} and no {INDEX}" if found else _others(names)
+    whole = len(parts) == len(wanted) and len({part["model"] for part in parts}) == 1
+    kind = ValueError if found else IsADirectoryError
+    _check_chosen(len(wanted) == 1 or whole, folder, given, kind)
     require_that(
-        len(wanted) == 1,
-        error=ValueError if found else IsADirectoryError,
-        function="interop.read",
-        problem=f"{folder!r} does not say which files are the model's.",
-        given=f"{', '.join(map(repr, found[:4]))} and no index" if found else _others(names),
-        expected=f"model.safetensors, one safetensors file, or {INDEX} with several files",
-        mend="pass the file itself; if the checkpoint has another form (.bin, .pt), save it as "
-        "safetensors first.",
-    )
-    part = _PART.fullmatch(wanted[0])
-    require_that(
-        part is None or int(part[1]) == 1,
+        len(wanted) == count,
         error=ValueError,
         function="interop.read",
         problem=f"{folder!r} lacks files of the model.",
-        given=f"{wanted[0]!r} only, and no {INDEX}",
-        expected="all files, and the index",
-        mend="download the folder again; or pass the file itself, to read its tensors.",
+        given=given,
+        expected=f"all {count} files",
+        mend="download the folder again; or pass a file and config={}, to read its tensors as "
+        "plain arrays.",
     )
-    return {wanted[0]: None}
+    return dict.fromkeys(wanted)
+
+
+def _check_chosen(
+    holds: bool, folder: str, given: str, error: type[Exception] = ValueError
+) -> None:
+    require_that(
+        holds,
+        error=error,
+        function="interop.read",
+        problem=f"{folder!r} does not say which files are the model's.",
+        given=given,
+        expected=f"{_ONE}, one safetensors file, or {INDEX} with several files",
+        mend="pass the file itself, and config=json.load(...) of the folder's config if it is "
+        "quantized; if the checkpoint has another form (.bin, .pt), save it as safetensors first.",
+    )
 
 
 def _others(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from ..tensor._shared import as_spec
 from ..transforms._shared import with_bar
 from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
-from ._config import read_config, read_json
+from ._config import read_config, read_json, without_quantization
 from ._encoded import Encoded, as_numpy, refuse_leaf
 from ._gguf_write import write_gguf
 from ._safetensors import METADATA, NAMES, stored_dtype
@@ -121,7 +121,8 @@ def write(
       format: `"compressed-tensors"`, `"gptq"` (second version), `"awq"`, `"fp8"` (in blocks),
         `"mlx"`, `"bitsandbytes"` (nf4), `"gguf"`, or `"safetensors"` (only arrays).
       config: config of the model, which becomes `config.json`: a dict, or the path of the file or
-        of its folder; `None` takes that of an archive. Its quantization config is replaced.
+        of its folder; `None` takes that of an archive. Its quantization config is replaced, also
+        in parts such as `text_config`.
       tokenizer: a folder whose tokenizer files are copied, or an object with `save_pretrained`;
         `None` writes none.
       activation: how the activations that multiply quantized weights are to be quantized: a
@@ -364,9 +365,8 @@ def _config(config: Any, tree: Any) -> dict[str, Any]:
         mend="pass config=json.load(...) of the float model; config={} writes only that of "
         "the quantization.",
     )
-    keys = ("quantization_config", "compression_config", "quantization")
     assert isinstance(config, Mapping)
-    return {key: value for key, value in config.items() if key not in keys}
+    return without_quantization(config)
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, bytes]:

@@ -198,7 +198,7 @@ def test_groups_of_the_config_are_found_by_name_and_by_format(tmp_path):
     folder = write_folder(tmp_path, {**tensors_of(CODES), **down}, config)
     loaded = jqx.load(str(folder))
     assert loaded["m.weight"].qtype == jnp.int4 and loaded["down.weight"].qtype == jnp.int8
-    eight["targets"] = ["Linear"]
+    eight["targets"] = ["Embedding"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="could belong to several groups"):
         jqx.load(str(folder))
@@ -225,7 +225,7 @@ def test_targets_are_names_or_expressions_from_the_begin_on(pattern, name, means
     assert matches(pattern, name, "config") == means
 
 
-@pytest.mark.parametrize("pattern", ["re:(", "re:(a+)+$", "re:(a|a)*b", "re:" + "a" * 1000])
+@pytest.mark.parametrize("pattern", ["re:(", "re:(a+)+$", "re:(a|a)*b", "re:" + "a" * 30_000])
 def test_expressions_that_could_take_for_ever_are_refused(pattern):
     with pytest.raises(ValueError, match="a regular expression of at most"):
         matches(pattern, "a" * 400, "config")
