@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,10 @@ class Name:
       target: template of paths, such as `"layers/up"`, or `"layers/{layer}/up"`; `None` leaves out
         the tensors.
       transpose: swaps the last two axes, as between torch's `[out, in]` and `x @ w`; or the order
-        of all axes. It is a view: no code is moved.
+        of all axes. `True` is a view: no code is moved.
       split: sizes into which an axis is split, keyed by its number after transposing, counted from
-        0, such as `{1: (heads, size)}`.
+        0, such as `{1: (heads, size)}`. Packed codes are unpacked for it and packed again; each
+        part must consist of whole groups.
       interleaved: number of heads of queries or keys whose rows llama.cpp has permuted. GGUF files
         of Llama store the rows of each pair of a rotary embedding next to each other; the tree then
         has them in the two halves of a head. 0 keeps the order of rows.
@@ -139,18 +140,23 @@ class Name:
         """Returns a leaf in the layout of the tree."""
         leaf = self._with_rows(name, leaf, back=False)
         order = self._order(name, leaf)
-        leaf = leaf if order is None else leaf.transpose(order)
+        if order is not None:
+            leaf = self._transposed(name, leaf, order)
         shape: list[int] = []
         for axis, sizes in self.split.items():
             fits = axis < leaf.ndim and math.prod(sizes) == leaf.shape[axis]
             self._require(fits, name, leaf, f"an axis {axis} of {' * '.join(map(str, sizes))}")
+        ends = []
         for axis, n in enumerate(leaf.shape):
             shape += self.split.get(axis, (n,))
-        return leaf if tuple(shape) == tuple(leaf.shape) else leaf.reshape(tuple(shape))
+            ends.append(len(shape) - 1)
+        if tuple(shape) == tuple(leaf.shape):
+            return leaf
+        return self._moved(name, leaf, ends.__getitem__, lambda x: x.reshape(tuple(shape)))
 
     def unview(self, name: str, leaf: Any) -> Any:
         """Inverts `view`."""
-        shape, at = [], 0
+        shape, at, places = [], 0, []
         rank = leaf.ndim - sum(len(sizes) - 1 for sizes in self.split.values())
         for axis in range(rank):
             sizes = self.split.get(axis, leaf.shape[at : at + 1])
@@ -160,12 +166,42 @@ class Name:
             for n in sizes:
                 size *= n
             shape.append(size)
+            places += [axis] * len(sizes)
             at += len(sizes)
-        leaf = leaf.reshape(tuple(shape)) if tuple(shape) != tuple(leaf.shape) else leaf
+        if tuple(shape) != tuple(leaf.shape):
+            leaf = self._moved(name, leaf, places.__getitem__, lambda x: x.reshape(tuple(shape)))
         order = self._order(name, leaf)
         if order is not None:
-            leaf = leaf.transpose(tuple(sorted(range(leaf.ndim), key=order.__getitem__)))
+            back = tuple(sorted(range(leaf.ndim), key=order.__getitem__))
+            leaf = self._transposed(name, leaf, back)
         return self._with_rows(name, leaf, back=True)
+
+    def _transposed(self, name: str, leaf: Any, order: tuple[int, ...]) -> Any:
+        """Returns a leaf with its axes in an order; a view if only the last two are swapped."""
+        if self.transpose is True:
+            return leaf.transpose(order)
+        return self._moved(name, leaf, order.index, lambda x: x.transpose(order))
+
+    def _moved(
+        self, name: str, leaf: Any, place: Callable[[int], int], move: Callable[[Any], Any]
+    ) -> Any:
+        """Returns a leaf with its axes moved, split or joined. Codes that lie in another order than
+        the axes are unpacked for it, and packed again.
+
+        Args:
+          name: name of the tensor.
+          leaf: the leaf.
+          place: returns where the end of an axis is afterwards.
+          move: moves the axes of a leaf in the order of its axes.
+        """
+        layout = getattr(leaf, "layout", None)
+        try:
+            if layout is None:
+                return move(leaf)
+            packing, moved = layout.packing, move(leaf.unpack())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}\n  at:       {name!r}, by {self!r}") from None
+        return moved if packing is None else moved.pack(place(packing.axis % leaf.ndim))
 
     def _with_rows(self, name: str, leaf: Any, *, back: bool) -> Any:
         """Returns a leaf of the file with the rows of heads in the order of the tree; or the

@@ -49,6 +49,47 @@ def archive(tmp_path):
         yield opened
 
 
+PACKED = {
+    "int4": jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})),
+    "int8": jqx.QSpec("int8", jqx.per_axis(0)),
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_codes_that_are_packed_are_split_and_joined(tmp_path, form):
+    real = np.asarray(np.random.default_rng(0).normal(size=(96, 128)), np.float32)
+    q = QTensor.quantize(jnp.asarray(real), PACKED[form])
+    q = q if form == "int8" else q.pack()
+    jqx.save(tmp_path / "m", {"q.0": q, "q.1": q})
+    rules = [
+        Name("q.{i}", "turned", transpose=True, split={1: (3, 32)}),
+        Name("q.{i}", "both", transpose=True, split={0: (2, 64), 1: (3, 32)}),
+        Name("q.{i}", "axes", transpose=(1, 0), split={0: (4, 32)}),
+        Name("q.{i}", "rows", split={0: (3, 32)}),
+    ]
+    wanted = np.asarray(q.dequantize())
+    shapes = {"turned": (128, 3, 32), "both": (2, 64, 3, 32), "axes": (4, 32, 96)}
+    with read(tmp_path / "m") as archive:
+        for rule in rules:
+            ((name, leaf),) = tree(archive, [rule]).items()
+            assert jax.tree.structure(leaf) == jax.tree.structure(
+                tree(archive, [rule], abstract=True)[name]
+            )
+            each = (wanted if name == "rows" else wanted.T).reshape(shapes.get(name, (3, 32, 128)))
+            np.testing.assert_array_equal(leaf.dequantize(), [each, each])
+            assert leaf.values.nbytes == 2 * q.values.nbytes
+            back = named({name: leaf}, [rule])["q.1"]
+            np.testing.assert_array_equal(back.dequantize(), wanted)
+
+
+def test_groups_that_a_split_would_cut_are_an_error_that_names_the_tensor(tmp_path):
+    spec = jqx.QSpec("int4", jqx.per_block({0: 24, 1: 32}))
+    jqx.save(tmp_path / "m", {"q": QTensor.quantize(jnp.ones((96, 64)), spec).pack()})
+    with read(tmp_path / "m") as archive:
+        rule = Name("q", "a", transpose=True, split={1: (6, 16)})
+        assert_refused(lambda: tree(archive, [rule]), "'q'", "split={1: (6, 16)}")
+
+
 def test_layers_are_stacked_transposed_and_split(archive):
     given, found = arrays(), tree(archive, RULES)
     assert found["layers"]["up"].shape == (LAYERS, 4, 6)
