@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import presets
 from .._checks import normalize_axes, require_that
@@ -148,10 +149,36 @@ def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
     return QTensor.quantize(x, spec, pack=-1 if packs else None)
 
 
+def quantize_finite(x: Any, path: str, spec: QSpec) -> QTensor:
+    """Quantizes an array that is to be written; checks that codes and scales can hold it."""
+    q = quantize_leaf(x, spec)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return q
+    scale = np.asarray(q.real_scale())
+    kind = jnp.finfo(getattr(spec.calibrator, "dtype", scale.dtype))  # `Rounded` clamps to its own
+    scale, least = scale.astype(np.float64), float(kind.smallest_subnormal)
+    wrong = {
+        "numbers that are NaN or infinite": not np.isfinite(np.asarray(x)).all(),
+        f"scales beyond {float(kind.max):.3g}": not (scale < float(kind.max)).all(),
+        f"no scale above {least:.3g}": np.any(x) and scale.max() <= least,
+    }
+    found = [text for text, holds in wrong.items() if holds]
+    require_that(
+        not found,
+        error=ValueError,
+        function="quantize",
+        problem=f"the tensor {path!r} cannot be quantized.",
+        given=f"{x.dtype.name}{list(x.shape)} with {', '.join(found[:1])}",
+        expected=f"finite numbers whose scales {kind.dtype.name} can hold",
+        mend="check the tensor, or leave it in float: --rule 'name=float'.",
+    )
+    return q
+
+
 def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
     """Returns a leaf of a file, abstract if `read` is, quantized if the choice has a spec."""
     leaf = read(path)
-    return leaf if choice.spec is None else quantize_leaf(leaf, choice.spec)
+    return leaf if choice.spec is None else quantize_finite(leaf, path, choice.spec)
 
 
 @cache

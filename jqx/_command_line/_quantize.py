@@ -14,7 +14,7 @@ from ..interop._shared import save_tree
 from ..tensor import QSpec
 from ..tensor._shared import NONE, to_json
 from ._beside import OWN, left_out, print_left_out, texts
-from ._choices import Choice, add_choices, choose, made, quantize_leaf
+from ._choices import Choice, add_choices, choose, made, quantize_finite
 from ._output import add_force, check_absent, print_json, savings, size_of
 
 
@@ -77,7 +77,7 @@ def _leaf(archive: Archive, path: str, spec: QSpec | None) -> Lazy:
     if spec is None:
         return leaf
     source = str(to_json("quantize", spec, QSpec, NONE))
-    return leaf.then(partial(quantize_leaf, spec=spec), source)
+    return leaf.then(partial(quantize_finite, path=path, spec=spec), source)
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -201,7 +201,7 @@ def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
         made = {weight: to_stream(bits, 4, 1)}
         if isinstance(q.scale, QTensor):
             made[scale] = np.asarray(q.scale.values)
-            made[second] = _divisor(np.asarray(q.scale.scale).reshape(1))
+            made[second] = _divisor(path, leaf, np.asarray(q.scale.scale).reshape(1))
         else:
             made[scale] = np.asarray(q.scale).view(_U8)
         return made
@@ -209,10 +209,13 @@ def _blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
     return Encoded(tensors, make, layer)
 
 
-def _divisor(factor: np.ndarray) -> np.ndarray:
+def _divisor(path: str, leaf: QTensor, factor: np.ndarray) -> np.ndarray:
     """Returns the float32 divisor whose reciprocal is nearest to a factor."""
     with np.errstate(divide="ignore"):
         near = np.float32(1) / factor
         both = np.stack([np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.inf)])
         off = np.abs(np.float32(1) / both.astype(np.float32) - factor)
-    return both[np.argmin(off, axis=0), 0].astype(np.float32)
+    found = both[np.argmin(off, axis=0), 0].astype(np.float32)
+    if not np.isfinite(found).all():
+        _refuse(path, leaf, "a scale of all scales with a finite reciprocal", "check the weight")
+    return found

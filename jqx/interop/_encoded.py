@@ -1,9 +1,11 @@
 """A QTensor in a checkpoint format of another library: its tensors and their numbers."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._errors import message
@@ -57,9 +59,52 @@ def module_of(path: str, leaf: Any, format: str) -> str:
     return path.removesuffix(".weight")
 
 
-def as_numpy(q: QTensor) -> QTensor:
-    """Returns a QTensor whose leaves are NumPy arrays."""
-    return jax.tree.map(np.asarray, q)
+def as_numpy(path: str, leaf: Any, format: str) -> Any:
+    """Returns a leaf of NumPy arrays, after checking that other libraries read finite numbers: a
+    QTensor, or a separate scale of an activation or a cache. Other arrays may hold anything.
+
+    Raises:
+      ValueError: if a scale, a minimum or a code is NaN or infinite, if scales make all codes 0, or
+        if a separate scale is not above 0.
+    """
+    leaf = jax.tree.map(np.asarray, leaf)
+    wrong = _wrong_numbers(leaf) if isinstance(leaf, QTensor) else _wrong_scale(path, leaf)
+    if wrong is not None:
+        refuse_leaf(
+            path,
+            leaf if isinstance(leaf, QTensor) else f"{leaf.dtype.name}{list(leaf.shape)}: {wrong}",
+            format,
+            expected=f"finite numbers, and scales that keep the codes: it has {wrong}",
+            mend="check the weight or the statistics that it comes from for NaN, infinity and "
+            "zeros; jqx.save keeps it as it is.",
+        )
+    return leaf
+
+
+_SEPARATE = re.compile(r"(.*[./])?(input|output|[qkv])(_global)?_scale")
+"""Names of the scales of activations and caches."""
+
+
+def _wrong_scale(path: str, x: np.ndarray) -> str | None:
+    """Returns what is wrong with a separate scale; `None` if nothing is, or it is none."""
+    if not _SEPARATE.fullmatch(path) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    values = x.astype(np.float64)
+    return None if (np.isfinite(values) & (values > 0)).all() else "a scale that is not above 0"
+
+
+def _wrong_numbers(q: QTensor) -> str | None:
+    """Returns what is wrong with the numbers of a QTensor; `None` if nothing is."""
+    scale, offset, codes = scale_of(q).astype(np.float64), q.real_offset(), np.asarray(q.values)
+    if not np.isfinite(scale).all():
+        return "scales that are NaN or infinite"
+    if offset is not None and not np.isfinite(np.asarray(offset).astype(np.float64)).all():
+        return "minimums that are NaN or infinite"
+    if jnp.issubdtype(codes.dtype, jnp.floating) and not np.isfinite(codes).all():
+        return "codes that are NaN or infinite"
+    if not scale.any() and offset is None and codes_of(q).any():
+        return "only scales of 0, and codes of other numbers"
+    return None
 
 
 def codes_of(q: QTensor) -> np.ndarray:

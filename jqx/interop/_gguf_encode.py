@@ -75,7 +75,7 @@ def _coded(path: str, leaf: QTensor) -> tuple[str, Callable[[QTensor], np.ndarra
     whole = size and size % 32 == 0 and leaf.shape[-1] % size == 0 and leaf.order is None
     plain = leaf.zero_point is None and leaf.offset is None
     if whole and form == mxfp4 and plain and leaf.scale.dtype == E8M0:
-        return "MXFP4", partial(_floats, path)
+        return "MXFP4", _floats
     if whole and isinstance(form, Integer) and form.bits == 8 and form.signed and plain:
         return "Q8_0", partial(_integers, path, "Q8_0")
     if whole and isinstance(form, Integer) and form.bits == 4:
@@ -110,18 +110,10 @@ def _integers(path: str, name: str, q: QTensor) -> np.ndarray:
     return raw
 
 
-def _floats(path: str, q: QTensor) -> np.ndarray:
+def _floats(q: QTensor) -> np.ndarray:
     """Returns the blocks of MXFP4."""
     raw = _blocks("MXFP4", q)
     scale = for_rows(np.asarray(q.scale).view(np.uint8), q)
-    if (scale == 255).any():
-        refuse_leaf(
-            path,
-            q,
-            _NAME,
-            expected="scales that are numbers: ggml reads NaN as 2**128",
-            mend="check the weight for NaN and infinity.",
-        )
     raw["scale"] = np.repeat(scale, q.groups.sizes[-1] // 32, -1)
     raw["codes"] = _paired(codes_of(q).reshape(*raw.shape, 32))
     return raw

@@ -11,7 +11,6 @@ import numpy as np
 from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._files import Path, Replacement, as_path
-from ..tensor import QTensor
 from ..transforms._shared import with_bar
 from ._encoded import as_numpy
 from ._gguf_encode import GgufEntry, encode
@@ -68,7 +67,7 @@ def write_gguf(
         file.write(0, head.ljust(first, b"\0"))
         for name in with_bar("write", "tensor", leaves, progress):
             entry, leaf = entries[name], leaves[name].read()
-            made = entry.make(as_numpy(leaf) if isinstance(leaf, QTensor) else np.asarray(leaf))
+            made = entry.make(as_numpy(name, leaf, "GGUF"))
             raw = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
             assert raw.size == entry.size, f"{name}: {raw.size} bytes are not {entry.size}"
             file.write(first + places[name], raw.data)

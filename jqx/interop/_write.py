@@ -187,9 +187,8 @@ dtype=float32, 2,560 bytes)
         path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
     ) as out:
         for name in with_bar("write", "tensor", leaves, progress):
-            made = {name: leaves[name].read()}
-            if name in encoded:
-                made = encoded[name].make(as_numpy(made[name]))
+            leaf = as_numpy(name, leaves[name].read(), format)
+            made = encoded[name].make(leaf) if name in encoded else {name: leaf}
             for each, array in made.items():
                 out.write(each, np.asarray(array))
 
