@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -88,13 +89,14 @@ class KVCache:
           width: size of a head.
           format: `"int4"`, `"int2"` or `"fp8"`.
           dtype: dtype of the tokens that stay in float.
-          scales: scales of keys and of values in `"fp8"`, one for each head: arrays [heads] or
-            numbers; `None` is 1.
+          scales: scales of keys and of values in `"fp8"`, finite and above 0, one for each head:
+            arrays [heads], or numbers or arrays [1], as files have them; `None` is 1.
 
         Raises:
           TypeError: a size is not an integer, or `dtype` is not floating point.
           ValueError: a size is not positive, `format` is unknown, `width` does not fit groups of 16
-            channels, or `scales` have the wrong shape or are given for a format other than `"fp8"`.
+            channels, or `scales` have the wrong shape, are not finite or not above 0, or are given
+            for a format other than `"fp8"`. (Under `jit`, the numbers are not checked.)
         """
         name = "KVCache.empty"
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
@@ -352,13 +354,24 @@ class _Scaled:
     def empty(cls, name: str, shape: tuple[int, ...], scale: Any) -> "_Scaled":
         own = jnp.asarray(scale, jnp.float32)
         require_that(
-            own.shape in ((), (shape[2],)),
+            own.shape in ((), (1,), (shape[2],)),
             error=ValueError,
             function=name,
             problem="`scales` do not fit the heads.",
             given=f"a scale of shape {own.shape}",
-            expected=f"a number, or an array of shape ({shape[2]},)",
+            expected=f"a number, or an array of shape (1,) or ({shape[2]},)",
             mend="pass one scale for each head of keys, and one for each head of values.",
+        )
+        known = np.asarray(own) if _compat.is_concrete(own) else np.ones(1)
+        require_that(
+            ((known > 0) & np.isfinite(known)).all(),
+            error=ValueError,
+            function=name,
+            problem="`scales` are not scales.",
+            given=shown(known.reshape(-1).tolist()),
+            expected="finite numbers above 0",
+            mend="take them from calibration, or leave them out: a checkpoint with other scales is "
+            "damaged.",
         )
         own = jnp.broadcast_to(own, (shape[2],)).reshape(1, 1, -1, 1)
         return cls(jnp.zeros(shape, jnp.float8_e4m3fn), own)

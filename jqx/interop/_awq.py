@@ -21,6 +21,7 @@ from ._coded import FLOATS, CodedLeaf, checked, group_size, real_dtype, refuse, 
 from ._config import Config, quantization_of
 from ._encoded import (
     Encoded,
+    check_names_in_float,
     check_no_offset,
     exact_halves,
     integers_of,
@@ -210,17 +211,7 @@ def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str
                 "compressed-tensors.",
             )
     names = [name.removesuffix(".weight") for name in floats]
-    for name in names:
-        part = next((path for path in layers if name in path.removesuffix(".weight")), None)
-        if part is not None:
-            refuse_leaf(
-                part,
-                f"a quantized layer, and {name!r} in float",
-                "AWQ",
-                expected="layers in float whose names are not parts of those of quantized ones: "
-                "loaders skip layers whose names have such a part",
-                mend=f"quantize {name!r} too, or write GPTQ or compressed-tensors.",
-            )
+    check_names_in_float(layers, floats, "AWQ", inside=True)
     return {
         "quant_method": "awq",
         "bits": 4,

@@ -38,7 +38,7 @@ from ..tensor import QTensor
 from ._bits import repacked
 from ._coded import CodedLeaf, abstract, checked, real_dtype, refuse, weight
 from ._config import Config
-from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+from ._encoded import Encoded, check_names_in_float, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
 _STATE, _ROWS = ".quant_state.bitsandbytes__", ".SCB"
@@ -275,7 +275,12 @@ def encode(path: str, leaf: QTensor) -> Encoded:
 
 
 def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
-    """Returns `quantization_config` of a checkpoint."""
+    """Returns `quantization_config` of a checkpoint.
+
+    Raises:
+      ValueError: if loaders would skip a layer.
+    """
+    check_names_in_float(layers, floats, "bitsandbytes")
     first, *_ = layers.values()
     return {
         "quant_method": "bitsandbytes",

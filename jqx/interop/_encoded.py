@@ -1,7 +1,7 @@
 """A QTensor in a checkpoint format of another library: its tensors and their numbers."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -42,6 +42,42 @@ def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, mend: str) 
             mend=mend,
         )
     )
+
+
+def check_names_in_float(
+    layers: Iterable[str], floats: Sequence[str], format: str, *, inside: bool = False
+) -> None:
+    """Checks that loaders that skip the layers in float do not skip quantized ones. transformers
+    skips modules in a module of the list, and those whose names end in one.
+
+    Args:
+      layers: names of quantized weights.
+      floats: names of weights in float.
+      format: name of the format.
+      inside: whether some loaders also skip names that have a name of the list anywhere.
+    """
+    skipped = [name.removesuffix(".weight") for name in floats]
+    for path in layers:
+        module = path.removesuffix(".weight")
+        part = next(
+            (
+                name
+                for name in skipped
+                if module.endswith(name)
+                or f"{module}.".startswith(f"{name}.")
+                or (inside and name in module)
+            ),
+            None,
+        )
+        if part is not None:
+            refuse_leaf(
+                path,
+                f"a quantized layer, and {part!r} in float",
+                format,
+                expected="layers in float whose names are not parts of those of quantized ones: "
+                "loaders skip layers whose names have such a part",
+                mend=f"quantize {part!r} too, or write GPTQ or compressed-tensors.",
+            )
 
 
 def module_of(path: str, leaf: Any, format: str) -> str:

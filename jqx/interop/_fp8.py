@@ -24,7 +24,7 @@ from ..numerics._shared import E8M0
 from ..tensor import QTensor
 from ._coded import FLOATS, CodedLeaf, checked, real_dtype, refuse, weight
 from ._config import Config, method_of, quantization_of
-from ._encoded import Encoded, codes_of, module_of, refuse_leaf, scale_of
+from ._encoded import Encoded, check_names_in_float, codes_of, module_of, refuse_leaf, scale_of
 from ._source import Source
 
 MARKS = ("_scale_inv", ".weight_scale")
@@ -141,7 +141,7 @@ def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
-      ValueError: if layers have blocks of different sizes.
+      ValueError: if layers have blocks of different sizes, or loaders would skip one.
     """
     sizes = []
     for axis in range(2):
@@ -157,6 +157,7 @@ def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str
                 expected=f"blocks of {sizes}, as in other layers",
                 mend="quantize all layers with the same blocks.",
             )
+    check_names_in_float(layers, floats, "fp8")
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

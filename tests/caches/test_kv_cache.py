@@ -216,6 +216,7 @@ def test_without_room_nothing_is_lost_silently():
 
 def test_what_does_not_fit_is_refused():
     cache, token = empty("int4"), normal(BATCH, 1, HEADS, WIDTH)
+    jax.jit(lambda x: empty("fp8", scales=(x, 2)).keys)(on_device([0.5], jnp.float32))
     cases = (
         (lambda: empty("int3"), ValueError, "unknown"),
         (lambda: empty("int4", length=0), ValueError, "`length` is not positive"),
@@ -224,6 +225,10 @@ def test_what_does_not_fit_is_refused():
         (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),
         (lambda: empty("int4", scales=(1, 1)), ValueError, "does not use"),
         (lambda: empty("fp8", scales=(jnp.ones(2), 1)), ValueError, "do not fit the heads"),
+        *(
+            (lambda x=x: empty("fp8", scales=(1, x)), ValueError, "are not scales")
+            for x in (0, -0.5, float("nan"), [float("inf")])
+        ),
         (lambda: cache.append(token[0], token[0]), ValueError, "`keys` does not fit"),
         (lambda: cache.append(token, token[:, :0]), ValueError, "`values` does not fit"),
         (lambda: cache.attend(token[..., :32]), ValueError, "`queries` do not fit"),

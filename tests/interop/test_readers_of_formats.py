@@ -272,6 +272,24 @@ def test_configs_of_parts_that_differ_are_refused_unless_the_whole_has_one(tmp_p
     assert first_zero(folder) == -2
 
 
+SKIPPED = {
+    "fp8": floats(jqx.QSpec("float8_e4m3fn", jqx.per_block({0: 128, 1: 128}, tail=True))),
+    "bitsandbytes": floats(jqx.QSpec("nf4", jqx.per_block({0: 1, 1: 64})), (4, 64)),
+    "awq": integers(4, shape=(16, 32)),
+}
+
+
+@pytest.mark.parametrize("form", SKIPPED)
+def test_layers_that_loaders_would_skip_are_not_written(tmp_path, form):
+    q, one = SKIPPED[form], jnp.ones((4, 4))
+    for quantized, name in [("a.up", "up"), ("gate.up", "gate"), ("w_gate", "gate")]:
+        tree = tree_of({quantized: q, name: one})
+        assert_refused(lambda tree=tree: write(tmp_path / "m", tree, form, config={}), repr(name))
+    tree = tree_of({"a.up": q, "a.upper": one, "b": one})
+    write(tmp_path / "m", tree, form, config={})
+    same(jqx.load(tmp_path / "m")["a.up.weight"], q, "a.up")
+
+
 # LLM.int8 and storage of bitsandbytes.
 
 
