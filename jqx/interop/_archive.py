@@ -41,8 +41,9 @@ class Archive:
         config and one or more safetensors files; of any safetensors file, read as a dict of arrays;
         of a GGUF file; or of an Orbax folder, read as the tree of arrays that was saved.
       values: your own formats, by the names under which they were saved.
-      config: the contents of `config.json`, as a dict; `None` reads the one in the folder. `{}`
-        reads the tensors of a quantized checkpoint as plain arrays.
+      config: the contents of `config.json`, or a quantization config by itself, as a dict; `None`
+        reads the one in the folder. `{}` reads the tensors of a quantized checkpoint, or of one of
+        several files, as plain arrays.
       dtype: the real dtype of QTensors that other libraries wrote; `None` takes the dtype of their
         scales, or that of the model.
 

@@ -194,7 +194,7 @@ class Name:
           place: returns where the end of an axis is afterwards.
           move: moves the axes of a leaf in the order of its axes.
         """
-        layout = getattr(leaf, "layout", None)
+        layout = leaf.layout if isinstance(leaf, QTensor) else None
         try:
             if layout is None:
                 return move(leaf)

@@ -50,8 +50,10 @@ def save(
     `jqx.load(path).bind(f)` combines them with `f` again.
 
     The file is written completely or not at all: data goes to a `.part` file in the same folder,
-    which replaces an existing file at the end. If the path is a link, the file that it points to is
-    replaced. The permissions of a replaced file stay, and its owner and group if the system allows.
+    which replaces an existing file at the end. If the process is killed, the next write of the same
+    file removes its `.part`. complex128 is stored as pairs of float64. If the path is a link, the
+    file that it points to is replaced. The permissions of a replaced file stay, and its owner and
+    group if the system allows.
 
     Args:
       path: path of the file.

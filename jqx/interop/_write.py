@@ -140,8 +140,9 @@ def write(
     Raises:
       OSError: if the folder or file exists already, or cannot be written.
       TypeError: if something else is in the tree.
-      ValueError: if the format is unknown or cannot hold a tensor, which the message names; if
-        nothing is quantized; or if a name exists twice.
+      ValueError: if the format is unknown or cannot hold a tensor, which the message names, or a
+        tensor has scales, minimums or codes that are NaN or infinite; if nothing is quantized; or
+        if a name exists twice.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
