@@ -119,7 +119,7 @@ def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Conf
         for target in sorted(targets, key=lambda text: ("re:" in text, text))
         if matches(target, module, config.where)
     ]
-    kinds = (scheme for target, scheme in targets.items() if target.isidentifier())
+    kinds = (scheme for target, scheme in targets.items() if target[:1].isupper())
     of_class = list({f"{kind.format} {kind.weights.data}": kind for kind in kinds}.values())
     if len(of_class) > 1:
         of_class = [scheme for scheme in of_class if _fits(source, module, scheme)]

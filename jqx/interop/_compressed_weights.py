@@ -62,7 +62,7 @@ def _wide(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _block(args: Config) -> tuple[int, int]:
-    block = args.data.get("block_structure")
+    block: Any = args.data.get("block_structure")
     if isinstance(block, str) and block.count("x") == 1:  # as in old releases
         block = [int(text) if text.isdecimal() else text for text in block.split("x")]
     if isinstance(block, list) and len(block) == 2:

@@ -189,6 +189,7 @@ TARGETS = {
     "the alphabet among expressions": (["re:b?.*mlp.*"], ["re:a.*down$"]),
     "an expression before a class": (["Linear"], ["re:.*down$"]),
     "the last group of one target": (["re:.*down$", "Linear"], ["re:.*down$"]),
+    "a name that looks like a class": (["Linear"], ["a.mlp.down", "lm_head"]),
     "several in one group": (["Linear", "re:.*up"], ["Other", "a.mlp.down"]),
 }
 
