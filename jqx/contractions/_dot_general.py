@@ -277,7 +277,7 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
             given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
             f"contracted axes {contracting}",
             expected=f"a scale of size 1, or of blocks, along axes {contracting}",
-            mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
-            "contraction keeps.",
+            mend="contract it with an array by jqx.einsum, which multiplies such a scale into the "
+            "array; or quantize with jqx.per_axis of axes that the contraction keeps.",
         )
         raise ValueError(text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .._checks import as_dtype, as_real, check_real, require_that
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ..tensor._shared import refine
 from ._bare import check_bare
 from ._dot_general import Operand, dot_general
 from ._how._blocks import can_leave_sum
@@ -36,10 +38,10 @@ def einsum(
     Operands are contracted pairwise by `jqx.dot_general`; a QTensor stays quantized until it is
     contracted. A diagonal is taken of codes and scales. A label that only one QTensor has is summed
     by a contraction with ones. A QTensor may have a scale for each index of a summed label, such as
-    values that are cached per token in attention. If the other operand is an array with all labels
-    along which the scale varies, the array is multiplied by the scale first:
-    `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. If all operands are arrays, they are passed
-    to `jax.numpy.einsum`.
+    values that are cached per token in attention. Then the other operand, an array, is multiplied
+    by the scale first: `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. It is copied for each
+    block of another label along which the scale varies. If all operands are arrays, they are
+    passed to `jax.numpy.einsum`.
 
     Args:
       subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name. Or the first operand:
@@ -281,8 +283,8 @@ def _takes_scale_of(x: _Term, q: _Term, summed: Sequence[Any]) -> bool:
     if isinstance(x.x, QTensor) or not isinstance(q.x, QTensor):
         return False
     own = [label for label, m in zip(q.labels, q.x.scale.shape, strict=True) if m > 1]
-    each = all(b in (1, n) for n, b in zip(q.x.groups.shape, q.x.groups.sizes, strict=True))
-    inside = each and all(label in x.labels for label in own)
+    each = [label for label in own if not q.x.groups.is_blocked(*q.axes([label]))]
+    inside = all(label in x.labels for label in each)
     return inside and not can_leave_sum(q.x.groups, q.axes(summed))
 
 
@@ -290,21 +292,50 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
     """Contracts an array, times the scale of a QTensor, with its codes.
 
     sum_t x[t] s[t] (q[t] - z[t])  =  sum_t (x[t] s[t]) q[t]  -  sum_t (x[t] s[t]) z[t]
+
+    The array gets an axis for each other axis of the QTensor with scales of blocks.
     """
-    scale, zero_point = q.x.real_scale(), q.x.zero_point
     check_bare("einsum", q.x, what=", and a scale that varies along a summed axis")
+    shape = [(x if label in x.labels else q).size(label) for label in labels]
+    q, split = _in_blocks(x, q)
+    labels = tuple(part for label in labels for part in split.get(label, (label,)))
+    scale, zero_point = q.x.real_scale(), q.x.zero_point
     wide = common_dtype(x.x.dtype, scale.dtype)
     exact = how._replace(dtype=common_dtype(wide, how.dtype))
-    factor = _align(_without_shared(scale, q.labels), x.labels)
-    x = _Term(x.x.astype(wide) * factor.astype(wide), x.labels)
+    factor = _without_shared(scale, q.labels)
+    everywhere = tuple(dict.fromkeys((*x.labels, *factor.labels)))
+    by = _align(factor, everywhere).astype(wide)
+    x = _Term(_align(x, everywhere).astype(wide) * by, everywhere)
     one = jnp.ones((1,) * q.x.ndim, scale.dtype)
     q = _Term(dataclasses.replace(q.x, scale=one, zero_point=None, blocks=()), q.labels)
-    y = _contract(x, q, labels, exact).x
+    y = _align(_contract(x, q, labels, exact), labels)
     if zero_point is not None:
         zero = _without_shared(zero_point.astype(wide), q.labels)
         x = _sum_of_own(x, (*labels, *zero.labels), exact)
         y = y - _align(_contract(x, zero, labels, exact), labels)
-    return y.astype(how.dtype)
+    return y.reshape(shape).astype(how.dtype)
+
+
+def _in_blocks(x: _Term, q: _Term) -> tuple[_Term, dict[Any, Labels]]:
+    """Returns a QTensor in which each axis with a scale for each block has an axis of blocks before
+    it, and the labels of both by the label of the axis. An axis that the array has too gets a scale
+    for each index in place of blocks.
+    """
+    split: dict[Any, Labels] = {}
+    for label in q.labels:
+        (axis,) = q.axes([label])
+        n, size = q.x.shape[axis], q.x.groups.sizes[axis]
+        if not q.x.groups.is_blocked(axis):
+            continue
+        if label in x.labels:
+            q = q._replace(x=refine(q.x, axis))
+            continue
+        each = math.gcd(n, size)  # of a shorter last block too
+        whole = q.x if each == size else refine(q.x, axis, each)
+        whole = whole.unpack().reshape(*q.x.shape[:axis], n // each, each, *q.x.shape[axis + 1 :])
+        split[label] = ("block of", label), label
+        q = _Term(whole, (*q.labels[:axis], *split[label], *q.labels[axis + 1 :]))
+    return q, split
 
 
 def _without_shared(parameter: jax.Array, labels: Labels) -> _Term:
