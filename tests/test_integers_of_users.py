@@ -1,4 +1,4 @@
-"""Indices, starts and sizes of any integer dtype, however large: they are clamped, never wrapped."""
+"""Integers of any dtype, however large, as indices, starts and sizes: clamped, never wrapped."""
 
 import jax
 import jax.numpy as jnp

@@ -20,6 +20,7 @@ from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels
 from ..transforms._shared import (
     FORMS,
     Address,
+    Batch,
     Channels,
     Chosen,
     Observe,
@@ -249,7 +250,7 @@ class _Means:
             return {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
 
         each = [None] * len(batches) if wanted is None else wanted
-        return [seen(arrays, own, x) for own, x in zip(each, batches, strict=True)]
+        return [seen(arrays, own, Batch(x)) for own, x in zip(each, batches, strict=True)]
 
     def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns the means of `a` over all batches minus those of `b`."""

@@ -14,7 +14,7 @@ from .._errors import message
 from ..tensor import QSpec
 from ..tensor._shared import fake_quantize_as, fit
 from ..transforms import ChannelMap, Plan, map_channels
-from ..transforms._shared import Channels, Inapplicable, arguments_of, progress_bar
+from ..transforms._shared import Batch, Channels, Inapplicable, arguments_of, progress_bar
 from ._descent import descended
 from ._labels import Array
 
@@ -136,6 +136,7 @@ def learned(
         mend="leave `steps` out.",
     )
     loss = options.loss or relative_error
+    batches = [Batch(x) for x in batches]
 
     def lost(factors: Factors, params: Any, batch: Any, exact: Any) -> jax.Array:
         maps: dict[str, Rounded] = {}

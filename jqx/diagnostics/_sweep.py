@@ -20,6 +20,7 @@ from ..policy import Policy
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, Site, affines, calibrate_batches
 from ..transforms._shared import (
+    Batch,
     Call,
     Records,
     Rules,
@@ -27,6 +28,7 @@ from ..transforms._shared import (
     Weights,
     arguments_of,
     as_plan,
+    inputs_of,
     interpret,
     is_array,
     is_quantized,
@@ -93,7 +95,7 @@ def plan_of_batches(
         plan = planner(f, policy, Weights(like.params, like.names, splits=like.splits))
         return plan(*arguments_of(like, params, first))
     plan = planner(f, policy, Weights(0, splits=policy if splits is None else splits))
-    return plan(params, *(first if isinstance(first, tuple) else (first,)))
+    return plan(params, *inputs_of(first))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,8 @@ class Sweep:
         _check(caller, params, batches)
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
-        self._arrays, self._batches = [x for x in jax.tree.leaves(params) if is_array(x)], batches
+        self._arrays = [x for x in jax.tree.leaves(params) if is_array(x)]
+        self._batches = [Batch(x) for x in batches]
         self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
         self._sites = _ways(plans)
         known = tuple(map(_together, self._sites.values()))
@@ -173,7 +176,7 @@ class Sweep:
         self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
-        self._plain = [plain(self._arrays, batch) for batch in batches]
+        self._plain = [plain(self._arrays, batch) for batch in self._batches]
 
     @functools.cached_property
     def weights(self) -> dict[str, jax.Array]:

@@ -37,6 +37,7 @@ from ..transforms._shared import (
     check_arguments,
     check_batches,
     check_no_learned_scales,
+    inputs_of,
     is_array,
     is_quantized,
     lay_out_weights,
@@ -117,8 +118,9 @@ def ptq(
     Returns:
       A function of the parameters (a tuple if there are several positions) and of batches, which
       returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
-      tuple of the other arguments of `f`, or the one other argument. The plan is made with the
-      first batch. The other batches are read only if something is calibrated.
+      tuple of the other arguments of `f`, or the one other argument, which may be a named tuple.
+      The plan is made with the first batch. The other batches are read only if something is
+      calibrated.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
@@ -159,7 +161,7 @@ def ptq(
     def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
         check_batches("ptq", batches)
         first, every = _first(batches)
-        inputs = first if isinstance(first, tuple) else (first,)
+        inputs = inputs_of(first)
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, params)
         arguments = placed(places, params, inputs)

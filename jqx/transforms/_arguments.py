@@ -105,14 +105,16 @@ def check_batches(function: str, batches: Any) -> None:
     """Checks that batches are an iterable of batches."""
     mend = "pass a list, or a generator."
     shape = getattr(batches, "shape", None) if hasattr(batches, "dtype") else None
-    if isinstance(batches, Iterable) and shape is None and not isinstance(batches, _NOT_BATCHES):
+    is_named = isinstance(batches, tuple) and hasattr(batches, "_fields")
+    is_one = isinstance(batches, _NOT_BATCHES) or is_named
+    if isinstance(batches, Iterable) and shape is None and not is_one:
         return
     kind = type(batches).__name__
     given = f"a {kind}, which iterates over its keys" if isinstance(batches, Mapping) else None
     if shape is not None:
         given = f"an array of shape {list(shape)}, which iterates over its first axis"
         mend = "pass a list of batches: [x]."
-    elif isinstance(batches, Mapping):
+    elif isinstance(batches, Mapping) or is_named:
         mend = "pass a list of batches: [batch]."
     elif isinstance(batches, (Plan, Policy)):
         mend = "call jqx.calibrate_batches(f, plan, params, batches)."

@@ -16,11 +16,13 @@ from ._calibrate import Affines as Affines
 from ._calibrate import Observe as Observe
 from ._calibrate import affines_seen as affines_seen
 from ._calibrate import observed as observed
+from ._calibrate_batches import Batch as Batch
 from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import arrays_of as arrays_of
 from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
 from ._calibrate_batches import in_bytes as in_bytes
+from ._calibrate_batches import inputs_of as inputs_of
 from ._calibrate_batches import placed as placed
 from ._channel_map import Channels as Channels
 from ._counted import alike as alike
