@@ -5,7 +5,7 @@ exist, with our message.
 import contextlib
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,13 +40,22 @@ def require(
 
 
 def require_that(
-    condition: object, *, error: type[Exception], function: str, problem: str, **parts: str
+    condition: object,
+    *,
+    error: type[Exception],
+    function: str,
+    problem: str,
+    **parts: str | Callable[[], str],
 ) -> None:
     """Does the same for a condition that no chex assertion states. A check that runs at every site
     should call it only if the condition fails, since otherwise it formats its message each time.
+
+    A part that formats objects of users, or whole arrays, is a function without arguments, which is
+    called only if the condition fails: their text may be slow, or raise.
     """
     if not condition:
-        raise error(message(function, problem, **parts))
+        texts = {name: text() if callable(text) else text for name, text in parts.items()}
+        raise error(message(function, problem, **texts))
 
 
 def check_instance(
@@ -91,7 +100,7 @@ def shown(value: Any, limit: int = 200) -> str:
         return f"an object of type {type(value).__name__}"
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except Exception:  # an integer with more digits than Python prints; an object of a user
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
 

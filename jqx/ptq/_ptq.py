@@ -37,6 +37,7 @@ from ..transforms._shared import (
     check_arguments,
     check_batches,
     check_no_learned_scales,
+    has,
     inputs_of,
     is_array,
     is_quantized,
@@ -201,7 +202,7 @@ def _carried_out(
 ) -> _Done:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     rewrites, rounding, corrections = parts_of(choice.algorithm)
-    plan, run = mapped.plan, hasattr(rounding, "run")
+    plan, run = mapped.plan, has(rounding, "run")
     observers = None if run else observers_of(rounding)
     stats, scales, reports = None, {}, []
     given_values, is_plain = values, not (rewrites or corrections or rounding is not None)

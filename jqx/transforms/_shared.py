@@ -5,7 +5,9 @@ from ._algorithm import Algorithm as Algorithm
 from ._algorithm import Chosen as Chosen
 from ._algorithm import Inapplicable as Inapplicable
 from ._algorithm import as_chosen as as_chosen
+from ._algorithm import chained as chained
 from ._algorithm import check_algorithm as check_algorithm
+from ._algorithm import has as has
 from ._algorithm import observers_of as observers_of
 from ._algorithm import parts_of as parts_of
 from ._algorithm import picked as picked
