@@ -9,6 +9,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_FEW = 12
+"""How many names a module has at most whose error for an unknown name lists all."""
+
 
 def renamed(module: str, names: Mapping[str, str], stacklevel: int = 2) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a module that finds old names, with a DeprecationWarning. Its
@@ -47,4 +50,6 @@ def _internal(module: str, name: str) -> Any:
 def _near(module: str, name: str) -> str:
     public = [known for known in dir(sys.modules[module]) if not known.startswith("_")]
     close = [] if name.startswith("_") else difflib.get_close_matches(name, public)
-    return f": did you mean {' or '.join(close)}?" if close else ""
+    if name.startswith("_") or (not close and len(public) > _FEW):
+        return ""
+    return f": did you mean {' or '.join(close)}?" if close else f": it has {', '.join(public)}"

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._checks import as_real, require_that
 from ..numerics import Block, Integer, format_of
 from ..tensor import QTensor
-from ..tensor._shared import refine
+from ..tensor._shared import check_dtypes, refine
 
 BATCH, LENGTH, HEADS, WIDTH = 0, 1, 2, 3
 
@@ -52,6 +52,7 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
     """
     if not isinstance(x, QTensor):
         return Cached(as_real(function, argument, x))
+    check_dtypes(function, x, f" of `{argument}`")
     require_that(
         x.offset is None and x.order is None,
         error=ValueError,

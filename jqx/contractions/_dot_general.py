@@ -12,7 +12,7 @@ from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
-from ..tensor._shared import kernel_of
+from ..tensor._shared import check_dtypes, kernel_of
 from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
 from ._how._kernels import as_activation
@@ -249,7 +249,10 @@ def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
 
 def as_operand(x: Operand) -> Any:
     """Returns a QTensor unchanged, and anything else as an array."""
-    return x if isinstance(x, QTensor) else jnp.asarray(x)
+    if isinstance(x, QTensor):
+        check_dtypes("QTensor", x)
+        return x
+    return jnp.asarray(x)
 
 
 def is_empty(x: Any) -> bool:

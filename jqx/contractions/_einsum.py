@@ -19,7 +19,7 @@ from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ..tensor._shared import refine
 from ._bare import check_bare
-from ._dot_general import Operand, dot_general
+from ._dot_general import Operand, as_operand, dot_general
 from ._how._blocks import can_leave_sum
 from ._what._subscripts import Labels, labels_of, read, sizes_of
 
@@ -76,7 +76,7 @@ def einsum(
       >>> jqx.einsum("ii", w)
       Array(6., dtype=float32)
     """
-    if not any(isinstance(x, QTensor) for x in (subscripts, *operands)):
+    if operands and not any(isinstance(x, QTensor) for x in (subscripts, *operands)):
         return jnp.einsum(
             subscripts,
             *operands,
@@ -86,9 +86,9 @@ def einsum(
         )
     text, inputs = read(subscripts, operands)
     arrays = [_as_operand(i, x) for i, x in enumerate(inputs)]
-    dtype = _result_dtype(arrays, preferred_element_type)
     shapes = [x.shape for x in arrays]
     inputs, output = labels_of(text, shapes)
+    dtype = _result_dtype(arrays, preferred_element_type)
     sizes = sizes_of(inputs, shapes)
     terms = [_Term(x, labels) for x, labels in zip(arrays, inputs, strict=True)]
     terms = [_without_ones(_diagonal(term), sizes, output) for term in terms]
@@ -127,7 +127,7 @@ class _How(NamedTuple):
 
 
 def _as_operand(i: int, x: Any) -> Any:
-    return x if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
+    return as_operand(x) if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
 
 
 def _result_dtype(arrays: Sequence[Any], preferred: DTypeLike | None) -> jnp.dtype:

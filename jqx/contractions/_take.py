@@ -14,7 +14,7 @@ from .._checks import as_integers, as_signed, name_of, normalize_axes, require_t
 from ..calibrators import Groups
 from ..tensor import QTensor
 from ..tensor._shared import check_kept
-from ._dot_general import Operand
+from ._dot_general import Operand, as_operand
 
 MODES = (None, "fill", "clip", "wrap")
 
@@ -67,7 +67,7 @@ def take(
     _check_mode(mode, fill_value)
     if not isinstance(operand, QTensor):
         return jnp.take(operand, indices, axis=axis, mode=mode, fill_value=fill_value)
-    q = operand
+    q = as_operand(operand)
     if axis is not None:
         (axis,) = normalize_axes("take", axis, q.ndim, argument="axis")
     n = q.size if axis is None else q.shape[axis]

@@ -11,7 +11,7 @@ from jax import lax
 from .._checks import as_integers, as_signed, require_that
 from ..calibrators import Affine, Groups
 from ..tensor import QTensor
-from ..tensor._shared import check_kept
+from ..tensor._shared import check_dtypes, check_kept
 from ._take import take_entries
 
 
@@ -24,6 +24,7 @@ class Window(NamedTuple):
 
 def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> Window:
     """Returns the window, after checking that it fits and takes the axes of the layout whole."""
+    check_dtypes(function, q)
     starts = tuple(starts) if isinstance(starts, Sequence) or np.ndim(starts) == 1 else (starts,)
     sizes = tuple(map(int, sizes))
     require_that(

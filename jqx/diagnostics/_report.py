@@ -89,10 +89,9 @@ class Report(Tabular):
             "SQNR dB",
         )
         before, after = self.bytes_before, self.bytes_after
-        footer = (
-            f"{before:,} bytes of parameters become {after:,} ({before / after:.2f} times fewer)"
-        )
-        if self.bytes_packed < after:
+        footer = f"{before:,} bytes of parameters become {after:,}"
+        footer += f" ({before / after:.2f} times fewer)" if after else ""
+        if 0 < self.bytes_packed < after:
             times = f"{before / self.bytes_packed:.2f}"
             footer += f", with packed codes, as in a file, {self.bytes_packed:,} ({times})"
         count = self.sites + self.skipped

@@ -14,7 +14,8 @@ from ..transforms._shared import EACH, advancing, check_function, check_plan
 from ._assignment import Assignment, Point
 from ._budgets import Bits, Bytes, Error, bytes_of, in_words
 from ._found_policy import policy_of
-from ._sweep import Metric, Sweep, plan_of_batches, relative_error
+from ._metric import Metric, relative_error
+from ._sweep import Sweep, plan_of_batches
 from ._weights import bits_of
 
 FLOAT = "float"
@@ -280,7 +281,7 @@ class _Problem:
         size = f"{math.ceil(least):,} bytes"
         if isinstance(self.budget, Bytes):
             return f"at least {size}, scales included"
-        bits = math.ceil(100 * 8 * least / self.count) / 100
+        bits = math.ceil(100 * 8 * least / max(self.count, 1)) / 100
         return f"at least {bits:.2f} bits a weight, scales included ({size})"
 
 
@@ -307,7 +308,7 @@ def _assignment(
         policy=policy_of(units, candidates, base),
         schemes=schemes,
         bytes=point.bytes,
-        bits=8 * point.bytes / problem.count,
+        bits=8 * point.bytes / max(problem.count, 1),
         predicted=point.error,
         measured=measured,
         uniform={name: (point.bytes, point.error) for name, point in uniform.items()},

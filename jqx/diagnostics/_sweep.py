@@ -32,44 +32,17 @@ from ..transforms._shared import (
     interpret,
     is_array,
     is_quantized,
+    number_of,
     planner,
     quantize_weight,
     real_of,
     trace_call,
 )
+from ._metric import Metric, check_floats, relative_error
 from ._schemes import scheme_of_site
 
 Choice = dict[str, int]
 """The choice for each unit: 0 for float, i for the i-th plan."""
-
-Metric = Callable[[Any, Any], Any]
-
-
-def relative_error(quantized: Any, plain: Any) -> jax.Array:
-    """Returns the energy of the difference of two results, divided by that of the second: the
-    inverse of the signal-to-noise ratio, for each channel (the last axis), averaged. All channels
-    count the same, so a large one does not hide the others. All floating-point leaves count the
-    same.
-
-    The energy of one row of mean size is added to the energy of each channel, so that a channel
-    that is zero or rarely active does not dominate.
-    """
-    pairs = zip(jax.tree.leaves(quantized), jax.tree.leaves(plain), strict=True)
-    real = [(z, y) for z, y in pairs if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
-    return jnp.mean(jnp.stack([_error_of_channels(z, y) for z, y in real]))
-
-
-def _error_of_channels(quantized: Any, plain: Any) -> jax.Array:
-    """Returns the relative error of a channel of one array, on average. An array of one axis or
-    none is one channel.
-    """
-    y = jnp.asarray(plain, jnp.float32)
-    noise = jnp.square(jnp.asarray(quantized, jnp.float32) - y)
-    shape = (-1, y.shape[-1]) if y.ndim > 1 else (-1, 1)
-    signal, noise = (jnp.mean(x.reshape(shape), 0) for x in (jnp.square(y), noise))
-    rows = y.size // max(1, signal.size)
-    mean_size = jnp.square(jnp.mean(jnp.sqrt(signal)))
-    return jnp.mean(noise / ((rows * signal + mean_size) / (rows + 1)))
 
 
 def plan_of_batches(
@@ -177,6 +150,8 @@ class Sweep:
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
         self._plain = [plain(self._arrays, batch) for batch in self._batches]
+        if metric is relative_error:
+            check_floats(caller, self._plain[0])
 
     @functools.cached_property
     def weights(self) -> dict[str, jax.Array]:
@@ -235,7 +210,7 @@ class Sweep:
             ]
             out = _evaluated(call, leaves, _Chosen(nothing))
             plain = jax.lax.stop_gradient(out) if plain is None else plain
-            return jnp.asarray(self._metric(out, plain))
+            return number_of(self._caller, "metric", self._metric, out, plain)
 
         return loss
 
@@ -269,7 +244,8 @@ class Sweep:
             for path, x in zip(call.paths, call.leaves, strict=True)
         ]
         rules = _Chosen(self._plan, scales, sites=self._sites, choice=by_path)
-        return jnp.asarray(self._metric(_evaluated(call, leaves, rules), plain))
+        out = _evaluated(call, leaves, rules)
+        return number_of(self._caller, "metric", self._metric, out, plain)
 
     def _in_float(self, arrays: Any, batch: Any) -> Any:
         if not any(map(is_quantized, jax.tree.leaves(batch, is_leaf=is_quantized))):

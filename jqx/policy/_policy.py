@@ -1,7 +1,6 @@
 """Policy: an ordered list of rules, and ways to write and join policies."""
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,12 +8,10 @@ from .._calls import called
 from .._checks import check_instance, shown
 from .._errors import message
 from .._table import Table
+from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
-from ..tensor._shared import FLOAT, as_spec
+from ..tensor._shared import FLOAT, as_spec, preset_instead
 from ._rule import Rule
-
-_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?|(mx)?fp8|nf4")
-"""The names of presets."""
 
 
 @called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
@@ -139,8 +136,10 @@ def _mend(value: Any) -> str:
     name = preset_of(value)
     if name is not None:
         return f"call the preset: jqx.presets.{name}()."
-    if isinstance(value, str) and _PRESET.fullmatch(value):
-        return f"call the preset: jqx.presets.{value}()."
+    if isinstance(value, str) and preset_instead(value) is not None:
+        return str(preset_instead(value))
+    if isinstance(value, str) and value.partition(":")[0] not in (FLOAT, *formats_by_name()):
+        return "call a preset of jqx.presets, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
     if isinstance(value, (list, tuple)):

@@ -26,8 +26,9 @@ class Rule:
 
     Specs may be given as schemes, as on the command line: a format, followed by colons and any of
     `group=32`, `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. If a scheme
-    has no granularity, a weight has one scale for each channel, and an activation has one scale, or
-    one for each token if it is dynamic. A block format has one scale for each block.
+    has no granularity, a weight has one scale for each channel (in `jqx.QTensor.quantize`, which
+    knows no channels, one for all), and an activation has one scale, or one for each token if it is
+    dynamic. A block format has one scale for each block.
 
     Attributes:
       path: regular expression, matched in full against the path of the contraction. This is the key

@@ -44,7 +44,11 @@ _SIZES = ("group", "block")
 _VALUED = (*_SIZES, "calibrator", "contract")
 _EXAMPLES = {"group": "32", "block": "64", "calibrator": "mse", "contract": "0"}
 _OPTIONS = (*_VALUED, *_GRANULARITIES, "asymmetric", "dynamic")
-_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?")
+PRESETS = ("fp8", "mxfp8", "nf4", "w4a16", "w4a4", "w4a8", "w8a16", "w8a8", "w8a8_dynamic")
+"""The names of `jqx.presets`."""
+
+_PRESET = re.compile(r"w([0-9]+)a([0-9]+)(_dynamic)?")
+"""What the name of a preset looks like."""
 
 
 class Scheme(NamedTuple):
@@ -235,13 +239,30 @@ def _integer(function: str, text: str, number: str) -> int:
 def _unknown(function: str, name: str, known: Mapping[str, Any]) -> ValueError:
     close = difflib.get_close_matches(name, known, n=1)
     mend = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
-    if _PRESET.fullmatch(name):
-        mend = f"call the preset of that name: jqx.presets.{name}()."
+    mend = preset_instead(name) or mend
     expected = f"float, or one of {', '.join(known)}"
     text = message(
         function, "the format is unknown.", given=repr(name), expected=expected, mend=mend
     )
     return ValueError(text)
+
+
+def preset_instead(name: str) -> str | None:
+    """Returns what to write in place of the name of a preset, which may not exist; `None` if it
+    does not look like one.
+    """
+    if name in PRESETS:
+        return f"call the preset: jqx.presets.{name}()."
+    bits = _PRESET.fullmatch(name)
+    if bits is None:
+        return None
+    fields = [("weight", f"int{bits[1]}")]
+    fields += [] if bits[2] in ("16", "32") else [("activation", f"int{bits[2]}")]
+    if not all(form in formats_by_name() for _, form in fields):
+        return f"no preset has this name: there are {', '.join(PRESETS)}."
+    dynamic = {"activation": ":token:dynamic" if bits[3] else ""}
+    rule = ", ".join(f"{x}={form + dynamic.get(x, '')!r}" for x, form in fields)
+    return f'no preset has this name: write jqx.Policy([jqx.Rule(".*", {rule})]).'
 
 
 def _wrong(

@@ -3,10 +3,11 @@ another value of jqx, or was passed as the wrong argument.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_instance
@@ -156,3 +157,27 @@ def _is_unbound(f: Any) -> bool:
     """Whether `f` is a linen module without variables: calling it is an error in Flax."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(f, linen.Module) and f.scope is None
+
+
+def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any) -> jax.Array:
+    """Returns the result of a user's metric or loss, after checking that it is one real number."""
+    mend = "return one number, such as jnp.mean(...) of the array."
+    try:
+        found = jnp.asarray(f(*values))
+        given = f"{found.dtype.name}{list(found.shape)}"
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        found, given = None, f"a function that reads values: {type(error).__name__}"
+        mend = "write it with jax.numpy: it is traced."
+    except TypeError as error:
+        found, given = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        mend = f"{mend} Its arguments are two results of f."
+    if found is None or found.shape or jnp.issubdtype(found.dtype, jnp.complexfloating):
+        text = message(
+            function,
+            f"`{argument}` does not return one number.",
+            given=given,
+            expected="a real number, from a function of two results that jax can trace",
+            mend=mend,
+        )
+        raise TypeError(text)
+    return found

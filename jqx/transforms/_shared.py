@@ -14,6 +14,7 @@ from ._algorithm import picked as picked
 from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
+from ._arguments import number_of as number_of
 from ._calibrate import Affines as Affines
 from ._calibrate import Observe as Observe
 from ._calibrate import affines_seen as affines_seen

@@ -12,7 +12,7 @@ from .._checks import check_integer, require_that
 from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy, check_read, sharding_of
+from ..tensor._shared import Lazy, check_dtypes, check_read, sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
 from ._find import contractions
@@ -157,6 +157,10 @@ def trace_call(
     if not lazy:
         check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
+    for leaf, path in zip(leaves, paths, strict=True):
+        for part in leaf.parts if isinstance(leaf, Segments) else (leaf,):
+            if isinstance(part, QTensor):
+                check_dtypes(function, part, f" of {path!r}" if path else "")
     stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
