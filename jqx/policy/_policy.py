@@ -139,7 +139,7 @@ def _mend(value: Any) -> str:
     if isinstance(value, str) and preset_instead(value) is not None:
         return str(preset_instead(value))
     if isinstance(value, str) and value.partition(":")[0] not in (FLOAT, *formats_by_name()):
-        return "call a preset of jqx.presets, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
+        return "call a preset, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
     if isinstance(value, (list, tuple)):

@@ -85,6 +85,7 @@ from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
 from ._trace import as_params as as_params
 from ._trace import is_array as is_array
+from ._trace import is_parameter as is_parameter
 from ._trace import is_quantized as is_quantized
 from ._trace import trace_call as trace_call
 from ._weight import Trainable as Trainable
